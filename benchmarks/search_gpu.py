@@ -1,13 +1,21 @@
-"""Whole collections searched on one GPU: late interaction in memory, in 4 bits and streamed;
-learned sparse vectors.
+"""Time searches of whole collections on one GPU.
 
     python -m benchmarks.search_gpu [--only sparse-1m] [--output benchmarks/results]
 
-Collections are random, and made on the device (`search_data.py` has these and the gates). Times are
-by the wall clock, host included, to the end of what a call gave the device; ways of a comparison
-take turns, and single sparse queries do, too. `goal` is what an H200 should reach: milliseconds,
-queries a second, or a `share`: of the rate of copies from pinned memory, of the bytes of int8, or
-of the time in which the GPU is busy. `--device cpu --tiny` shows that all runs.
+Timed: late interaction in memory, in 4 bits and streamed from mapped files; learned sparse vectors,
+one query at a time and in batches; and texts to hits. Times are by the wall clock, with the part of
+the CPU, until the device has finished. Ways of a comparison take turns. Collections are random and
+made on the device (``search_data``).
+
+Baseline: products of torch, torch's CSR matrix, copies from pinned memory, or int8 beside int4.
+`goal` is what an H200 should reach: milliseconds, queries a second, or a `share`: of the rate of
+copies from pinned memory, of the bytes of int8, or of the time in which the GPU is busy.
+
+Gate: scores of some documents and of the best ones in fp64, within the budget of fp32. Sparse
+scores may differ by the rounding of their integer sums. Single queries must find what they find in
+the batch.
+
+`--device cpu --tiny` shows that all of it runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Bad and slow clients for `serve_soak.py`: what they send, and what they may get for it. Loopback
-address only.
-"""
+"""Bad and slow clients for `serve_soak`, and the answers that they may get. Loopback address only."""
 
 from __future__ import annotations
 
@@ -9,32 +7,51 @@ import json
 import socket
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Coroutine
+from typing import Any
 
 from benchmarks.serve_clients import HOST, request
 
 PATH = "/embed_sparse"
+# seconds after which a missing answer is lost
 PATIENCE = 60.0
+# idle connections that are opened at a time
 WAVE = 2000
-HEAD_SECONDS = 10.0  # that the server gives a connection for the head of a request
-UNREAD_SECONDS = 35.0  # it gives a client up that has read nothing for 30
-UNREAD_WORDS = 8_000  # in a text for /tokenize; models that read 64 tokens take so many
-UNREAD_ANSWERS = 20  # of half a MB each
+# the server closes a connection without the head of a request after this time
+HEAD_SECONDS = 10.0
+# a client that reads nothing waits so long; the server closes its connection after 30
+UNREAD_SECONDS = 35.0
+# words of a text for /tokenize, and requests whose answers of half a MB each are not read
+UNREAD_WORDS = 8_000
+UNREAD_ANSWERS = 20
+# what happened, and how often; names that begin with "LOST" are failures
 Seen = Counter[str]
 
 
 def head(rest: str, kind: str = "application/json", path: str = PATH) -> bytes:
-    """The head of a POST on a connection of its own."""
-    fixed = f"POST {path} HTTP/1.1\r\nhost: {HOST}\r\nconnection: close\r\ncontent-type: {kind}\r\n"
-    return f"{fixed}{rest}\r\n\r\n".encode()
+    """Return the head of a POST, after which the connection is closed.
+
+    Args:
+        rest: further lines of the head.
+        kind: content type.
+        path: of the route.
+    """
+    lines = [
+        f"POST {path} HTTP/1.1",
+        f"host: {HOST}",
+        "connection: close",
+        f"content-type: {kind}",
+        rest,
+    ]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
 def sized(body: bytes, kind: str = "application/json", path: str = PATH) -> bytes:
-    """A POST with its length."""
+    """Return a POST with its length."""
     return head(f"content-length: {len(body)}", kind, path) + body
 
 
-# what is sent, and the codes that may come back; 0 is a closed connection
+# bytes that are sent, and the codes that may come back; 0 is a closed connection
 BAD: dict[str, tuple[bytes, set[int]]] = {
     "declared too large": (head("content-length: 90000000"), {413}),
     "too large": (sized(b'{"inputs": "' + b"x" * 3_000_000 + b'"}'), {413}),
@@ -63,64 +80,82 @@ SLOW: dict[str, tuple[bytes, set[int]]] = {
 
 
 async def bad(port: int, until: float, seen: Seen) -> None:
-    """Each kind of bad input in turn, some twenty a second."""
+    """Send each kind of bad input in turn, about twenty a second.
+
+    Args:
+        port: of the server.
+        until: time at which to end.
+        seen: counts the answers.
+    """
     while time.monotonic() < until:
-        for name, (sent, codes) in BAD.items():
-            _count(seen, name, await send(port, sent), codes)
+        for name, (data, codes) in BAD.items():
+            _count(seen, name, await send(port, data), codes)
             await asyncio.sleep(0.05)
         await leave(port)
         seen["left while waiting"] += 1
 
 
 async def slow(name: str, port: int, until: float, seen: Seen) -> None:
-    """One kind of slow client, over and over; the last one ends after `until`."""
-    sent, codes = SLOW[name]
+    """Run one kind of slow client repeatedly. The last one ends after `until`."""
+    data, codes = SLOW[name]
     while time.monotonic() < until:
-        _count(seen, name, await send(port, sent), codes)
+        _count(seen, name, await send(port, data), codes)
 
 
 async def drip(port: int, until: float, seen: Seen) -> None:
-    """A body of which a byte comes each half second."""
+    """Send bodies byte by byte, one each half second."""
     while time.monotonic() < until:
-        _count(
-            seen,
-            "byte by byte",
-            await send(port, head("content-length: 1000"), drips=True),
-            {408},
-        )
+        code = await send(port, head("content-length: 1000"), drips=True)
+        _count(seen, "byte by byte", code, {408})
 
 
 def _count(seen: Seen, name: str, code: int, codes: set[int]) -> None:
-    expected = code in codes or code == 429  # of too many connections
-    seen[f"{name}: as expected" if expected else f"LOST: {name} got {code}"] += 1
+    """Count an answer as expected or as lost.
+
+    429 is always expected, since there may be too many connections.
+    """
+    is_expected = code in codes or code == 429
+    seen[f"{name}: as expected" if is_expected else f"LOST: {name} got {code}"] += 1
 
 
-async def send(port: int, sent: bytes, drips: bool = False) -> int:
-    """The code that comes back, 0 for a connection that was closed without one."""
+async def send(port: int, data: bytes, drips: bool = False) -> int:
+    """Send bytes on a connection, and return the code of the answer.
+
+    Args:
+        port: of the server.
+        data: the bytes.
+        drips: whether a byte follows each half second.
+
+    Returns:
+        The code, 0 for a connection that was closed without one, or -1 for none in time.
+    """
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
     except OSError:
         return 0
     dripping = asyncio.ensure_future(_drip(writer) if drips else asyncio.sleep(0))
     try:
-        writer.write(sent)
-        first = await asyncio.wait_for(reader.readline(), PATIENCE)
-        return int(first.split(b" ")[1]) if first.startswith(b"HTTP") else 0
-    except (OSError, asyncio.TimeoutError) as error:
-        return -1 if isinstance(error, asyncio.TimeoutError) else 0
+        writer.write(data)
+        status_line = await asyncio.wait_for(reader.readline(), PATIENCE)
+        return int(status_line.split(b" ")[1]) if status_line.startswith(b"HTTP") else 0
+    except asyncio.TimeoutError:
+        return -1
+    except OSError:
+        return 0
     finally:
         dripping.cancel()
         writer.close()
 
 
 async def _drip(writer: asyncio.StreamWriter) -> None:
+    """Write a byte each half second, until the connection closes."""
     while not writer.is_closing():
         writer.write(b"[")
         await asyncio.sleep(0.5)
 
 
 async def leave(port: int) -> None:
-    """A client that goes while its inputs wait."""
+    """Send inputs, and close the connection while they wait."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
         writer.write(request(PATH, {"inputs": ["left"] * 16}))
@@ -131,46 +166,70 @@ async def leave(port: int) -> None:
 
 
 async def unread(port: int, until: float, seen: Seen, wait: float = UNREAD_SECONDS) -> None:
-    """A client that asks for megabytes and reads nothing of them: it must be given up."""
-    last = sized(json.dumps({"inputs": "a " * UNREAD_WORDS}).encode(), path="/tokenize")
-    asked = last.replace(b"connection: close\r\n", b"") * (UNREAD_ANSWERS - 1) + last
+    """Request megabytes and read nothing of them. The server must close the connection.
+
+    Args:
+        port: of the server.
+        until: time at which to end.
+        seen: counts the outcomes.
+        wait: seconds in which nothing is read.
+    """
+    last_request = sized(json.dumps({"inputs": "a " * UNREAD_WORDS}).encode(), path="/tokenize")
+    first_requests = last_request.replace(b"connection: close\r\n", b"") * (UNREAD_ANSWERS - 1)
     while time.monotonic() < until:
-        whole = await _unread(port, asked, wait)
-        seen["LOST: unread answers were kept" if whole else "unread: as expected"] += 1
+        was_kept = await _answers_are_kept(port, first_requests + last_request, wait)
+        seen["LOST: unread answers were kept" if was_kept else "unread: as expected"] += 1
 
 
-async def _unread(port: int, sent: bytes, wait: float) -> bool:
-    """Whether all answers are there after `wait` seconds in which nothing was read."""
-    loop, found = asyncio.get_running_loop(), b""
-    with socket.socket() as opened:
-        opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        opened.setblocking(False)
+async def _answers_are_kept(port: int, data: bytes, wait: float) -> bool:
+    """Send requests, read nothing for some seconds, and return whether all answers are there.
+
+    A connection that stays open without an end counts as kept too.
+    """
+    loop = asyncio.get_running_loop()
+    received = b""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
         try:
-            await loop.sock_connect(opened, (HOST, port))
-            await loop.sock_sendall(opened, sent)
-            await _readable(opened)  # on a busy machine the answer may take long
+            await loop.sock_connect(connection, (HOST, port))
+            await loop.sock_sendall(connection, data)
+            # on a busy machine the first answer may take long
+            await _wait_until_readable(connection)
             await asyncio.sleep(wait)
-            while part := await asyncio.wait_for(loop.sock_recv(opened, 1 << 20), PATIENCE):
-                found += part
+            while True:
+                part = await asyncio.wait_for(loop.sock_recv(connection, 1 << 20), PATIENCE)
+                if not part:
+                    break
+                received += part
+        # before OSError, of which it is a subclass from Python 3.11 on
+        except asyncio.TimeoutError:
+            return True
         except OSError:
             return False
-        except asyncio.TimeoutError:
-            return True  # open still
-    return found.count(b"HTTP/1.1 200 ") == UNREAD_ANSWERS and found.endswith(b"}]]")
+    n_answers = received.count(b"HTTP/1.1 200 ")
+    return n_answers == UNREAD_ANSWERS and received.endswith(b"}]]")
 
 
-async def _readable(opened: socket.socket) -> None:
-    loop, there = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(opened, there.set)
+async def _wait_until_readable(connection: socket.socket) -> None:
+    """Wait until something can be read, without reading it."""
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    loop.add_reader(connection, is_readable.set)
     try:
-        await there.wait()
+        await is_readable.wait()
     finally:
-        loop.remove_reader(opened)
+        loop.remove_reader(connection)
 
 
 async def flood(port: int, connections: int, seen: Seen, seconds: float = 0.0) -> None:
-    """Idle connections in waves, spread over some seconds; those that are above the limit must be
-    told so.
+    """Open idle connections in waves. Those above the limit must be answered with 429.
+
+    Args:
+        port: of the server.
+        connections: number of connections.
+        seen: counts the outcomes.
+        seconds: time over which the waves are spread.
     """
     starts = range(0, connections, WAVE)
     for start in starts:
@@ -180,21 +239,19 @@ async def flood(port: int, connections: int, seen: Seen, seconds: float = 0.0) -
 
 
 async def _idle(port: int) -> str:
-    began = time.monotonic()
+    """Open a connection, send nothing for a second, and return what happened."""
+    start = time.monotonic()
     try:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(HOST, port), PATIENCE)
         try:
-            first = await asyncio.wait_for(reader.readline(), 1.0)
-            if (
-                not first and time.monotonic() - began >= HEAD_SECONDS
-            ):  # this process was not asked for so long
+            first_line = await asyncio.wait_for(reader.readline(), 1.0)
+            # this process may have had no turn for so long that the time was over
+            if not first_line and time.monotonic() - start >= HEAD_SECONDS:
                 return "idle connection: kept until its time was over"
-            code = first.split(b" ")[1].decode() if first else "closed"
-            return (
-                "idle connection: refused with 429"
-                if code == "429"
-                else f"LOST: idle connection: {code}"
-            )
+            code = first_line.split(b" ")[1].decode() if first_line else "closed"
+            if code == "429":
+                return "idle connection: refused with 429"
+            return f"LOST: idle connection: {code}"
         except asyncio.TimeoutError:
             return "idle connection: kept"
         finally:
@@ -208,15 +265,18 @@ def jobs(
     until: float,
     seen: Seen,
     connections: int,
-) -> list[Callable[[], Awaitable[None]]]:
-    """All of them."""
-    each: list[Callable[[], Awaitable[None]]] = [
-        lambda name=name: slow(name, port, until, seen)  # type: ignore[misc]
-        for name in SLOW
-    ]
-    each += [
-        lambda: bad(port, until, seen),
-        lambda: drip(port, until, seen),
-        lambda: unread(port, until, seen),
-    ]
-    return [*each, lambda: flood(port, connections, seen, until - time.monotonic())]
+) -> list[Coroutine[Any, Any, None]]:
+    """Return all bad and slow clients, to be run together.
+
+    Args:
+        port: of the server.
+        until: time at which they end.
+        seen: counts what happens.
+        connections: number of idle connections.
+    """
+    clients = [slow(name, port, until, seen) for name in SLOW]
+    clients.append(bad(port, until, seen))
+    clients.append(drip(port, until, seen))
+    clients.append(unread(port, until, seen))
+    clients.append(flood(port, connections, seen, until - time.monotonic()))
+    return clients

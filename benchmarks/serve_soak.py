@@ -1,19 +1,19 @@
-"""Minutes of mixed load with bad input: does a server of tilefold keep its memory, its answers and
-its life?
+"""Check that a server keeps its memory and its answers under minutes of mixed load with bad input.
 
     python -m benchmarks.serve_soak --model FOLDER --minutes 30 [--clients 8] [--connections 10000] [--output FOLDER]
 
-Good clients send one to four queries of pydocs and expect the vectors that each query has alone, up
-to rounding; a 429 counts as refused, anything else as lost. Beside them (`serve_bad.py`) others
-send bodies that are too large (declared, sent, and chunked without end), are no JSON, are nested
-50,000 deep, are Latin-1 or UTF-16, have wrong fields or another content type; send half a head,
-half a body, or a byte each half second; read nothing of their answer; leave while their inputs
-wait. Each expects its code, or a closed connection. In between, `--connections` are opened, in
-waves of 2,000: each must be kept, or be answered with 429. Loopback only; it ends by itself.
+Measured: memory of the server, and the number of answers of each kind, every minute. Loopback only.
 
-It fails if something was lost, if the server died, or if memory is not flat. Flat: the median of
-the last third of the time is at most 5% above that of the second third (in the first the server
-warms up).
+Gate: nothing may be lost, the server must be alive at the end, and its memory must be flat: the
+median of the last third of the time is at most 5% above that of the second third. (In the first
+third the server warms up.) Good clients send one to four queries of pydocs and expect the vectors
+that each query has alone, up to rounding. A 429 counts as refused, any other answer as lost.
+
+At the same time others (`serve_bad`) send bodies that are too large (declared, sent, and chunked
+without end), are no JSON, are nested 50,000 deep, are Latin-1 or UTF-16, or have wrong fields or
+another content type. They send half a head, half a body, or a byte each half second; read nothing
+of their answer; or leave while their inputs wait. Each expects its code, or a closed connection.
+`--connections` idle ones are opened in waves of 2,000: each must stay open, or be answered with 429.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,47 +42,74 @@ from tilefold.bench.results import collect, results_file, write_csv
 from tilefold.retrieval import load_collection
 
 CSV_KEY = ("minute",)
+# allowed growth of memory from the second third to the last
 GROWTH = 0.05
-COMPARED = 8  # heaviest terms of a query
-IDLE_SECONDS = 10.0  # the server closes a connection after 15 without a request
+# heaviest terms of a query that are compared, and the allowed relative and absolute difference of
+# their weights, since another batch is rounded otherwise
+COMPARED_TERMS = 8
+RELATIVE_ERROR = 0.05
+ABSOLUTE_ERROR = 0.02
+N_QUERIES = 512
+# terms of a query that are requested
+TOP_K = 64
+# the server closes a connection after 15 seconds without a request
+IDLE_SECONDS = 10.0
+# seconds between two looks at the memory
+WATCH_SECONDS = 2.0
+MIB = 2**20
+# weights by term
 Vector = dict[int, float]
 
 
 @dataclass
 class Watched:
-    """What was seen each two seconds: seconds since the start, bytes of memory, answers and bad
-    input so far.
+    """Memory and counts over time.
+
+    Attributes:
+        rows: every two seconds, the seconds since the start, the bytes of memory, and the counts so
+            far.
     """
 
     rows: list[tuple[float, int, Seen]] = field(default_factory=list)
 
     def medians(self) -> tuple[float, float]:
-        """MiB in the second third of the time and in the last."""
-        end = self.rows[-1][0]
-        thirds = [
-            [memory for at, memory, _ in self.rows if low <= at / end <= low + 1 / 3]
-            for low in (1 / 3, 2 / 3)
-        ]
-        second, last = (statistics.median(third or [self.rows[-1][1]]) / 2**20 for third in thirds)
-        return second, last
+        """Return the median memory in MiB in the second third of the time and in the last."""
+        end, last_memory, _ = self.rows[-1]
+        medians = []
+        for begin in (1 / 3, 2 / 3):
+            memory_bytes = [
+                memory
+                for seconds, memory, _ in self.rows
+                if begin <= seconds / end <= begin + 1 / 3
+            ]
+            medians.append(statistics.median(memory_bytes or [last_memory]) / MIB)
+        second_third, last_third = medians
+        return second_third, last_third
 
     def minutes(self) -> list[dict[str, Any]]:
-        """A row per minute, with the memory at its end and what came in it."""
-        rows, before = [], Counter[str]()
-        for minute in range(1, int(self.rows[-1][0] / 60) + 1):
-            _, memory, seen = next(row for row in self.rows if row[0] >= 60 * minute)
-            counts = {name: seen[name] - before[name] for name in seen}
+        """Return a row per minute, with the memory at its end and the counts within it."""
+        rows = []
+        counts_before = Counter[str]()
+        total_seconds, _, _ = self.rows[-1]
+        for minute in range(1, int(total_seconds / 60) + 1):
+            _, memory, counts = next(row for row in self.rows if row[0] >= 60 * minute)
+            within = {name: counts[name] - counts_before[name] for name in counts}
             rows.append(
-                {"minute": minute, "memory_mib": round(memory / 2**20, 1), **summed(counts)},
+                {"minute": minute, "memory_mib": round(memory / MIB, 1), **summed(within)},
             )
-            before = seen
+            counts_before = counts
         return rows
 
 
 def summed(counts: Mapping[str, int]) -> dict[str, int]:
-    """The columns of the result."""
+    """Add up counts for the columns of the results.
 
-    def those(*ends: str) -> int:
+    Args:
+        counts: how often something happened, by its name.
+    """
+
+    def count_of(*ends: str) -> int:
+        """Add up what was not lost, and whose name has one of these ends."""
         return sum(
             count
             for name, count in counts.items()
@@ -92,32 +119,39 @@ def summed(counts: Mapping[str, int]) -> dict[str, int]:
     return {
         "answered": counts.get("answered", 0),
         "refused": counts.get("refused with 429", 0),
-        "bad_input": those(": as expected", "left while waiting"),
-        "connections_refused": those("idle connection: refused with 429"),
-        "connections_kept": those("idle connection: kept", "its time was over"),
+        "bad_input": count_of(": as expected", "left while waiting"),
+        "connections_refused": count_of("idle connection: refused with 429"),
+        "connections_kept": count_of("idle connection: kept", "its time was over"),
         "lost": sum(count for name, count in counts.items() if name.startswith("LOST")),
     }
 
 
 async def alone(port: int, texts: Sequence[str]) -> list[Vector]:
-    """The vector of each text, one per request."""
+    """Return the vector of each text, encoded in a request of its own."""
     reader, writer = await asyncio.open_connection(HOST, port)
-    found = []
+    vectors = []
     for text in texts:
-        writer.write(request(PATH, {"inputs": text, "top_k": 64}))
-        _, raw = await answer(reader)
-        found.append({entry["index"]: entry["value"] for entry in json.loads(raw)[0]})
+        writer.write(request(PATH, {"inputs": text, "top_k": TOP_K}))
+        _, content = await answer(reader)
+        (row,) = json.loads(content)
+        vectors.append({entry["index"]: entry["value"] for entry in row})
     writer.close()
-    return found
+    return vectors
 
 
 def same(row: Sequence[Mapping[str, Any]], expected: Vector) -> bool:
-    """Whether a row is that vector up to the rounding of another batch, by its heaviest terms."""
-    got = {entry["index"]: entry["value"] for entry in row}
-    heaviest = sorted(expected, key=lambda index: -expected[index])[:COMPARED]
+    """Return whether a row of an answer is a vector, up to the rounding of another batch.
+
+    Args:
+        row: entries with ``index`` and ``value``.
+        expected: the vector, whose heaviest terms are compared.
+    """
+    weights = {entry["index"]: entry["value"] for entry in row}
+    heaviest_terms = sorted(expected, key=lambda term: -expected[term])[:COMPARED_TERMS]
     return all(
-        abs(got.get(index, 0.0) - expected[index]) <= 0.05 * expected[index] + 0.02
-        for index in heaviest
+        abs(weights.get(term, 0.0) - expected[term])
+        <= RELATIVE_ERROR * expected[term] + ABSOLUTE_ERROR
+        for term in heaviest_terms
     )
 
 
@@ -128,53 +162,74 @@ async def good(
     until: float,
     seen: Seen,
 ) -> None:
-    """One request after the other, each checked."""
-    draw = random.Random(len(seen))  # noqa: S311 - of texts
+    """Send one request after the other, and check each answer.
+
+    Args:
+        port: of the server.
+        texts: the queries.
+        expected: their vectors.
+        until: time at which to end.
+        seen: counts the answers.
+    """
+    generator = random.Random(len(seen))  # noqa: S311 - a sample of texts, no secret
     reader, writer = await asyncio.open_connection(HOST, port)
-    answered = time.monotonic()
+    last_answer = time.monotonic()
     while time.monotonic() < until:
-        if time.monotonic() - answered > IDLE_SECONDS:  # this process was not asked for so long
+        # the connection may be closed if this process had no turn for so long
+        if time.monotonic() - last_answer > IDLE_SECONDS:
             writer.close()
             reader, writer = await asyncio.open_connection(HOST, port)
-        chosen = draw.sample(range(len(texts)), draw.randint(1, 4))
-        writer.write(request(PATH, {"inputs": [texts[each] for each in chosen], "top_k": 64}))
+        positions = generator.sample(range(len(texts)), generator.randint(1, 4))
+        inputs = [texts[position] for position in positions]
+        writer.write(request(PATH, {"inputs": inputs, "top_k": TOP_K}))
         try:
-            code, raw = await asyncio.wait_for(answer(reader), PATIENCE)
+            code, content = await asyncio.wait_for(answer(reader), PATIENCE)
         except (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError) as error:
             seen[f"LOST: {type(error).__name__}"] += 1
-            answered = float("-inf")
+            # the next request needs a new connection
+            last_answer = float("-inf")
             continue
-        answered = time.monotonic()
-        seen[_judged(code, raw, [expected[each] for each in chosen])] += 1
+        last_answer = time.monotonic()
+        seen[_check_answer(code, content, [expected[position] for position in positions])] += 1
         await asyncio.sleep(0.2 if code == 429 else 0)
-        if code == 429:  # of too many connections, perhaps, and then this one is closed
-            answered = float("-inf")
+        if code == 429:
+            # there may be too many connections, and then this one is closed
+            last_answer = float("-inf")
     writer.close()
 
 
-def _judged(code: int, raw: bytes, expected: Sequence[Vector]) -> str:
+def _check_answer(code: int, content: bytes, expected: Sequence[Vector]) -> str:
+    """Return the name under which an answer is counted.
+
+    Args:
+        code: of the answer.
+        content: its body.
+        expected: the vectors that it should have.
+    """
     if code != 200:
         return "refused with 429" if code == 429 else f"LOST: code {code}"
-    rows = json.loads(raw)
+    rows = json.loads(content)
     if len(rows) != len(expected):
         return "LOST: number of vectors"
     return "answered" if all(map(same, rows, expected)) else "LOST: another vector"
 
 
-def resident(process: int) -> int:
-    """Bytes of memory of a process."""
+def resident_bytes(process: int) -> int:
+    """Return the resident memory of a process in bytes."""
     lines = Path(f"/proc/{process}/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+    line = next(line for line in lines if line.startswith("VmRSS"))
+    _, kib, _ = line.split()
+    return 1024 * int(kib)
 
 
-async def watch(process: int, began: float, until: float, seen: Seen, watched: Watched) -> None:
-    """Memory and counts every two seconds, until the end and once after it."""
+async def watch(process: int, start: float, until: float, seen: Seen, watched: Watched) -> None:
+    """Record memory and counts every two seconds, until the end and once after it."""
     while True:
         now = time.monotonic()
-        watched.rows.append((now - began, resident(process), seen.copy()))
+        watched.rows.append((now - start, resident_bytes(process), seen.copy()))
         if now >= until:
             return
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(WATCH_SECONDS)
 
 
 async def soak(
@@ -183,29 +238,42 @@ async def soak(
     texts: Sequence[str],
     options: argparse.Namespace,
 ) -> tuple[Seen, Watched]:
-    """All of it."""
-    seen, watched = Seen(), Watched()
+    """Run all clients against a server.
+
+    Args:
+        port: of the server.
+        process: its id.
+        texts: the queries.
+        options: options of the command line.
+
+    Returns:
+        The counts, and memory and counts over time.
+    """
+    seen = Seen()
+    watched = Watched()
     expected = await alone(port, texts)
-    began = time.monotonic()
-    until = began + min(60 * options.minutes, LONGEST_SECONDS)
-    jobs: list[Callable[[], Awaitable[None]]] = [
-        lambda: good(port, texts, expected, until, seen),
-    ] * options.clients
-    jobs += [lambda: watch(process, began, until, seen, watched)]
-    jobs += serve_bad.jobs(port, until, seen, options.connections)
-    await asyncio.gather(*(job() for job in jobs))
+    start = time.monotonic()
+    until = start + min(60 * options.minutes, LONGEST_SECONDS)
+    good_clients = [good(port, texts, expected, until, seen) for _ in range(options.clients)]
+    bad_clients = serve_bad.jobs(port, until, seen, options.connections)
+    watcher = watch(process, start, until, seen, watched)
+    await asyncio.gather(*good_clients, watcher, *bad_clients)
     return seen, watched
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run it; print what was seen, and save a row per minute."""
+    """Run the load, print the counts, and save a row per minute.
+
+    Returns:
+        The exit code: 1 if the gate failed.
+    """
     options = parse(argv)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(
         resource.RLIMIT_NOFILE,
         (hard if hard != resource.RLIM_INFINITY else 65536, hard),
     )
-    texts = list(load_collection("pydocs").queries.values())[:512]
+    texts = list(load_collection("pydocs").queries.values())[:N_QUERIES]
     command = ["-m", "tilefold.cli", "serve", "--model", options.model, "--port", "0"]
     provenance = collect(torch.device("cpu"))
     with (
@@ -231,14 +299,17 @@ def main(argv: Sequence[str]) -> int:
     )
     if options.output is not None and rows:
         target = results_file(options.output, "serve_soak", provenance)
-        target.unlink(missing_ok=True)  # minutes of one run, not of several
+        # minutes of one run, not of several
+        target.unlink(missing_ok=True)
         write_csv(target, rows, provenance, CSV_KEY)
         print(f"saved to {target}")
-    return int(summed(seen)["lost"] > 0 or alive != 200 or last > (1 + GROWTH) * second)
+    has_losses = summed(seen)["lost"] > 0
+    has_grown = last > (1 + GROWTH) * second
+    return 1 if has_losses or has_grown or alive != 200 else 0
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="a folder of a SparseEncoder")
     parser.add_argument("--minutes", type=float, default=30.0, help="at most 60")

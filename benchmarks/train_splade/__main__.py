@@ -1,11 +1,15 @@
-"""Measure SPLADE training with the plain head and with the fused one: largest batch, step time,
-peak memory.
+"""Time SPLADE training with the stock head and with the fused one.
 
     python -m benchmarks.train_splade --memory-gib 40 --output benchmarks/results
 
-A step is that of the sentence-transformers trainer on (query, document) pairs, over an encoder with
-random weights. Both heads are compared first; a row whose check fails shows no numbers, and the
-command exits with 1.
+Timed: a step of the sentence-transformers trainer on (query, document) pairs, over an encoder with
+random weights, at the largest batch that fits into memory and at a batch that fits on both sides.
+Peak memory is measured too.
+
+Baseline: the stock head. The sides differ in ``accelerate(model, packed=False)`` only.
+
+Gate: loss and gradients of both heads are compared first, in fp32 and in the precision of the step.
+A row whose check fails has no numbers, and the command exits with 1.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Training a SPLADE encoder: the largest batch that fits and the time of a step, stock beside
-fused, in one run.
+"""Measure the largest batch and the time of a SPLADE training step, with both heads in one run.
 
 The claims measured are those of Sparton (arXiv 2603.25011): batch and speed of a training step at V
 = 30,522 and V = 250,002. A step is that of sentence-transformers' own trainer; the two sides differ
