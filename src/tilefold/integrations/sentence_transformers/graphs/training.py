@@ -238,7 +238,8 @@ class StepGraphs:
             try:
                 return self._capture_graph(inputs, compiled)
             except RuntimeError as error:
-                # Too little memory, no compiler, or an operation that none of these steps allows.
+                # Too little memory, no compiler, or an operation that the cut, the compiler or a
+                # capture does not allow.
                 limitation = self._turn_off_failed_option(compiled)
                 warn_slower(self.transformer.model, limitation, error, "Steps")
         return None

@@ -279,6 +279,10 @@ class TextStream(ABC):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
+        """Learn from a probe text how the model's texts are tokenised.
+
+        The class describes the arguments.
+        """
         self.model = model
         self.prompt = prompt
         self.task_kwargs: dict[str, str] = {} if task is None else {"task": task}
@@ -583,6 +587,7 @@ class SparseStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
+        """Create the stream; the class describes the arguments."""
         super().__init__(
             model,
             task=task,
@@ -633,6 +638,7 @@ class TokenStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
+        """Create the stream; the class describes the arguments."""
         super().__init__(
             model,
             task=task,
@@ -689,6 +695,7 @@ class VectorStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
+        """Create the stream; the class describes the arguments."""
         super().__init__(
             model,
             task=task,
