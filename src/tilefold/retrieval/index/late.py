@@ -382,28 +382,25 @@ class LateIndex(TorchIndex):
             n_candidates = max(n_candidates, 10 * k)
         query_lengths = queries.offsets.diff().tolist()
         query_rows = [row for row, length in enumerate(query_lengths) if length]
-        hits: list[list[Hit]] = [[] for _ in range(len(queries))]
+        query_vectors = [queries.rows(row) for row in query_rows]
         if (
             devices[0].type == "cpu"
             and self._centroids is not None
             and 0 < n_candidates < self.n_documents // 2
         ):
-            usable = self._has_tokens if mask is None else mask & self._has_tokens
-            usable_rows = np.flatnonzero(usable)
-            for row in query_rows:
-                documents = usable_rows
-                if len(usable_rows) > n_candidates:
-                    documents = self._centroids.candidates(queries.rows(row), n_candidates, usable)
-                hits[row] = self._search_candidates(queries.rows(row), documents, k, reduction)
-            return hits
-        n_queries = max(1, min(_PASS_QUERIES, _PASS_SCORES // max(1, self.n_documents)))
-        for low in range(0, len(query_rows), n_queries):
-            pass_rows = query_rows[low : low + n_queries]
-            vectors = [queries.rows(row) for row in pass_rows]
-            scores, documents = self._search_all(vectors, k, devices, mask, reduction)
-            pass_hits = hits_of(self.ids, documents, scores)
-            for row, query_hits in zip(pass_rows, pass_hits, strict=True):
-                hits[row] = query_hits
+            hits_of_queries = self._search_candidates(
+                self._centroids,
+                query_vectors,
+                k,
+                n_candidates,
+                mask,
+                reduction,
+            )
+        else:
+            hits_of_queries = self._search_all(query_vectors, k, devices, mask, reduction)
+        hits: list[list[Hit]] = [[] for _ in range(len(queries))]
+        for row, query_hits in zip(query_rows, hits_of_queries, strict=True):
+            hits[row] = query_hits
         return hits
 
     def _check_queries(self, queries: TokenVectors) -> None:
@@ -428,32 +425,67 @@ class LateIndex(TorchIndex):
 
     def _search_candidates(
         self,
-        query: Tensor,
-        documents: npt.NDArray[np.int64],
+        candidate_lists: Centroids,
+        queries: Sequence[Tensor],
         k: int,
+        n_candidates: int,
+        mask: Mask | None,
         reduction: str,
-    ) -> list[Hit]:
-        """Return the `k` best of some documents for a query ``[L, D]``, scored on a CPU."""
-        vectors, offsets = self.files.take(documents)
-        scores = maxsim_scores(
-            QueryBatch.pad([query], torch.device("cpu")),
-            vectors,
-            offsets,
-            reduction,
-        )
-        top_scores, columns = top_columns(scores, k)
-        (hits,) = hits_of(self.ids, documents[columns.numpy()], top_scores.numpy())
+    ) -> list[list[Hit]]:
+        """Return the `k` best candidates of each query, scored on a CPU.
+
+        Args:
+            candidate_lists: to retrieve candidates from.
+            queries: token vectors of each query, ``[L, D]``.
+            k: documents per query.
+            n_candidates: documents that are scored for a query.
+            mask: bool ``[N]``, False for documents that are left out.
+            reduction: see :meth:`search`.
+        """
+        usable = self._has_tokens if mask is None else mask & self._has_tokens
+        usable_rows = np.flatnonzero(usable)
+        hits = []
+        for query in queries:
+            documents = usable_rows
+            if len(usable_rows) > n_candidates:
+                documents = candidate_lists.candidates(query, n_candidates, usable)
+            vectors, offsets = self.files.take(documents)
+            batch = QueryBatch.pad([query], torch.device("cpu"))
+            scores = maxsim_scores(batch, vectors, offsets, reduction)
+            top_scores, columns = top_columns(scores, k)
+            hits += hits_of(self.ids, documents[columns.numpy()], top_scores.numpy())
         return hits
 
     def _search_all(
         self,
-        queries: list[Tensor],
+        queries: Sequence[Tensor],
+        k: int,
+        devices: Sequence[torch.device],
+        mask: Mask | None,
+        reduction: str,
+    ) -> list[list[Hit]]:
+        """Return the `k` best of all documents for each query.
+
+        Several queries share a pass over the documents. The arguments are those of
+        :meth:`_top_documents`.
+        """
+        n_queries = max(1, min(_PASS_QUERIES, _PASS_SCORES // max(1, self.n_documents)))
+        hits = []
+        for low in range(0, len(queries), n_queries):
+            pass_queries = queries[low : low + n_queries]
+            scores, documents = self._top_documents(pass_queries, k, devices, mask, reduction)
+            hits += hits_of(self.ids, documents, scores)
+        return hits
+
+    def _top_documents(
+        self,
+        queries: Sequence[Tensor],
         k: int,
         devices: Sequence[torch.device],
         mask: Mask | None = None,
         reduction: str = "sum",
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Score all documents in one pass for all queries.
+        """Score all documents for all queries in one pass.
 
         Args:
             queries: token vectors of Nq queries.
@@ -485,7 +517,7 @@ class LateIndex(TorchIndex):
     def _scan(
         self,
         documents: DeviceDocuments,
-        queries: list[Tensor],
+        queries: Sequence[Tensor],
         k: int,
         mask: Mask | None,
         reduction: str,
@@ -599,7 +631,7 @@ class LateIndex(TorchIndex):
             sources = [None] * len(query_vectors)
         # One document more, because the source of a piece does not count.
         depth = _RECALL_DEPTH if queries is not None else _RECALL_DEPTH + 1
-        _, ranked = self._search_all(query_vectors, depth, [torch.device("cpu")])
+        _, ranked = self._top_documents(query_vectors, depth, [torch.device("cpu")])
         best_documents = [
             [row for row in rows if row != source][:_RECALL_DEPTH]
             for rows, source in zip(ranked.tolist(), sources, strict=True)
