@@ -216,7 +216,9 @@ def test_training_that_cannot_learn_says_so(
     masked_lm: str,
 ) -> None:
     asked = ("train", "--data", work / "data", "--model", masked_lm, "--output", tmp_path / "m")
-    fails(call(*asked, "--batch-size", "1"), 2, "--batch-size must be a whole number of at least 2")
+    fails(
+        call(*asked, "--batch-size", "1"), 2, "--batch-size: expected a whole number of at least 2"
+    )
     exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
     # where so large a rate ends depends on rounding, so on the device
     rose = re.search(

@@ -356,7 +356,7 @@ def test_export_refuses_what_does_not_belong_together(
     fails(
         call(*dotted),
         1,
-        "holds a dot, got '.' (term 1012). Give --names numbers (or --dots keep",
+        "holds a dot, got '.' (term 1012). Name terms by their numbers: tokens=None, or --names",
     )
     write_vectors(SparseVectors.from_rows({"a": {7: 1.0}}, 30522, "0" * 64), tmp_path / "foreign")
     foreign = (

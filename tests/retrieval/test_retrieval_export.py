@@ -120,7 +120,7 @@ def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) ->
         (
             ["x", "y", "", "z"],
             DataError,
-            r"no term whose name is empty, got '' \(term 2\).*named by their numbers",
+            r"no term whose name is empty, got '' \(term 2\).*Name terms by their numbers",
         ),
         (["\ud800", "y", "z", "u"], DataError, r"half a surrogate pair, got '\\ud800' \(term 0\)"),
         (["x", "y"], VocabularyMismatchError, "one for each of the 4 terms of the vectors, got 2"),
@@ -196,7 +196,7 @@ MODULO = {"field_type": "sparse_vector"}
             export_opensearch,
             ONE,
             {"tokens": ["3.5", "."]},
-            r"a dot, got '3.5' \(term 0\). .*numbers \(or dots=keep",
+            r"a dot, got '3.5' \(term 0\). .*--names numbers \(for neural_sparse on OpenSearch dots=",
         ),
         (
             export_opensearch,

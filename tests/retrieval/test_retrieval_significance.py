@@ -123,7 +123,7 @@ def test_tables_that_cannot_be_compared_are_refused() -> None:
         (
             {"a": table([1]), "b": table([1])},
             {},
-            "queries to compare runs on: expected at least 2, got 1",
+            "tables: expected at least 2 queries to compare runs on, got 1",
         ),
     ]
     cases += [

@@ -1,6 +1,4 @@
-"""Models that options name: the packaged one, folders and Hugging Face names, refused at once where
-there is none.
-"""
+"""Models that options name: the packaged one, folders, and names on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -17,15 +15,14 @@ if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
 
 PACKAGED = "minilm"
-KINDS = {
-    "sparse": "sparse",
-    "tokens": "multi-vector",
-    "dense": "dense",
-}  # of vectors, and of the models that make them
+# Kind of vectors -> kind of the models that make them.
+KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
+# Kind of models -> their vectors in messages.
 VECTORS = {"sparse": "sparse vectors", "multi-vector": "token vectors", "dense": "dense vectors"}
-FUSED = ("sparse", "multi-vector")  # kinds of models that encode faster than stock ones
-SHOWN = 5  # models of the cache
-HUB_TIMEOUT = 5.0  # seconds for the first word from the hub
+# Kinds of models that are accelerated.
+FUSED = ("sparse", "multi-vector")
+SHOWN = 5  # models of the cache that a message lists
+HUB_TIMEOUT = 5.0  # seconds until the hub must begin to answer
 _NAMES = {
     "sparse": "a SparseEncoder",
     "multi-vector": "a multi-vector model",
@@ -36,7 +33,15 @@ _NAMES = {
 
 
 def find_model(name: str, option: str) -> str:
-    """The folder of a model, or a Hugging Face name of which the hub or its local cache knows."""
+    """Return the folder of a model, or its name if the hub or the local cache has the model.
+
+    Args:
+        name: a folder, a Hugging Face name, or the name of the packaged model.
+        option: the option that names the model, for messages.
+
+    Raises:
+        UsageError: if there is no such model.
+    """
     if name == PACKAGED:
         from tilefold.recipes.backbone import minilm_path
 
@@ -48,33 +53,40 @@ def find_model(name: str, option: str) -> str:
         return name
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
-    parent_is_here = len(path.parts) > 1 and Path(path.parts[0]).exists()  # it was meant as a path
-    if name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1 or parent_is_here:
+    parent_exists = len(path.parts) > 1 and Path(path.parts[0]).exists()
+    is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1
+    if is_path or parent_exists:
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
-    if problem := _hub_problem(name):
-        here = f"{PACKAGED} needs no download{cached()}"
+    problem = _hub_problem(name)
+    if problem is not None:
         raise UsageError(
-            f"{option}: there is no folder {name}, and {problem}; {here}; train one with: tilefold "
-            "train",
+            f"{option}: there is no folder {name}, and {problem}; {PACKAGED} needs no download"
+            f"{cached_models()}; train one with: tilefold train",
         )
     return name
 
 
-def cached() -> str:
-    """Models of the Hugging Face cache of this machine, as the end of a sentence; empty without
-    one.
-    """
+def cached_models() -> str:
+    """Return the models in the Hugging Face cache, in parentheses after a space; empty if none."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
         return ""
-    found = Path(HF_HUB_CACHE).glob("models--*/snapshots/*/config.json")
-    names = sorted({path.parts[-4].removeprefix("models--").replace("--", "/") for path in found})
-    return f" (in the cache of this machine: {', '.join(names[:SHOWN])})" if names else ""
+    names = set()
+    for config in Path(HF_HUB_CACHE).glob("models--*/snapshots/*/config.json"):
+        model_folder = config.parents[2].name  # such as models--OWNER--NAME
+        names.add(model_folder.removeprefix("models--").replace("--", "/"))
+    if not names:
+        return ""
+    return f" (in the cache of this machine: {', '.join(sorted(names)[:SHOWN])})"
 
 
 def find_models(options: Mapping[str, str | None]) -> None:
-    """Refuse, before any work, options that name no model and no folder; see :func:`find_model`."""
+    """Raise ``UsageError`` for the first of some options that names no model.
+
+    Args:
+        options: value by option; None was not given. See :func:`find_model`.
+    """
     for option, name in options.items():
         if name is not None:
             find_model(name, option)
@@ -82,7 +94,10 @@ def find_models(options: Mapping[str, str | None]) -> None:
 
 @cache
 def _hub_problem(name: str) -> str | None:
-    """Why `name` cannot be had from the hub, or None; one question without retries."""
+    """Return why a model cannot be downloaded from the hub, or None if it can or is cached.
+
+    The hub is asked once, without retries.
+    """
     try:
         from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     except ImportError:
@@ -110,34 +125,45 @@ def _hub_problem(name: str) -> str | None:
 
 
 def load_encoder(name: str) -> SparseEncoder:
-    """A SparseEncoder, with the fused head where its architecture allows."""
-    return load_model(name, kinds=("sparse",))[0]
+    """Load a SparseEncoder, with the fused head where its architecture allows it."""
+    model, _ = load_model(name, kinds=("sparse",))
+    encoder: SparseEncoder = model
+    return encoder
 
 
 def load_untrained(
     texts_sha256: str,
     texts: Callable[[], Mapping[str, str]] | None,
-    what: str,
+    source: str,
 ) -> SparseEncoder:
-    """The packaged model as a SparseEncoder without training, for the documents with this
-    fingerprint.
+    """Load the packaged model as a SparseEncoder without training, which depends on documents.
 
-    `texts` gives them, where the command has them, and `what` says in messages which documents are
-    meant.
+    Args:
+        texts_sha256: fingerprint of the documents.
+        texts: loads the documents; None if the command does not have them.
+        source: the documents in messages, such as ``"the documents of INDEX"``.
+
+    Raises:
+        UsageError: if the model is not cached and there are no documents to make it from.
+        CommandError: if the documents have another fingerprint.
     """
     find_model(PACKAGED, "--model")
     check_sentence_transformers()
     from tilefold.recipes.splade import untrained_splade
 
-    start = f"--model: {PACKAGED} is the untrained start, made from {what}"
+    description = f"--model: {PACKAGED} is the untrained start, made from {source}"
     try:
         model = untrained_splade(texts_sha256, texts)
     except LookupError as error:
-        remedy = "give the documents with --data, or the folder of the model that made the vectors."
-        raise UsageError(f"{start}, and not in the cache of this machine: {remedy}") from error
+        raise UsageError(
+            f"{description}, and not in the cache of this machine: give the documents with --data, "
+            "or the folder of the model that made the vectors.",
+        ) from error
     except ValueError as error:
-        other = "another collection, or one that has changed since. Give its own collection with --data."
-        raise CommandError(f"{start}, and --data holds others: {other}") from error
+        raise CommandError(
+            f"{description}, and --data holds others: another collection, or one that has changed "
+            "since. Give its own collection with --data.",
+        ) from error
     _accelerate(model)
     return model
 
@@ -148,12 +174,24 @@ def load_model(
     kinds: tuple[str, ...] = ("sparse", "multi-vector"),
     fast: tuple[str, ...] = ("sparse",),
 ) -> tuple[Any, str]:
-    """A model of one of `kinds` (``"sparse"``, ``"multi-vector"``, ``"dense"``), and its kind; of
-    `fast`, accelerated.
+    """Load a model of one of some kinds, accelerated if its kind is one of `fast`.
 
-    The packaged name is a dense model, or a multi-vector one where only those are of use; as a
-    sparse one it depends on documents, see :func:`load_untrained`. No remote code runs, and a
-    folder is read without a look at the network.
+    The packaged name is a dense model, or a multi-vector one if `kinds` has no other. As a sparse
+    model it depends on documents, see :func:`load_untrained`. No remote code runs, and a folder is
+    read without access to the network.
+
+    Args:
+        name: a folder, a Hugging Face name, or the name of the packaged model.
+        option: the option that names the model, for messages.
+        kinds: accepted kinds, of ``"sparse"``, ``"multi-vector"``, ``"dense"``.
+        fast: kinds that are accelerated.
+
+    Returns:
+        The model and its kind.
+
+    Raises:
+        UsageError: if there is no such model, or it is of another kind.
+        CommandError: if its files cannot be read.
     """
     path = find_model(name, option)
     check_sentence_transformers()
@@ -163,24 +201,26 @@ def load_model(
     from tilefold.recipes.loading import load_saved, quiet_libraries, saved_kind
 
     with quiet_libraries():
-        late = name == PACKAGED and kinds == ("multi-vector",)
-        saved = "multi-vector" if late else saved_kind(path)
-        kind = "sparse" if saved == "backbone" else saved
+        is_packaged_colbert = name == PACKAGED and kinds == ("multi-vector",)
+        stored_kind = "multi-vector" if is_packaged_colbert else saved_kind(path)
+        kind = "sparse" if stored_kind == "backbone" else stored_kind
         if kind not in kinds:
-            expected = " or ".join(_NAMES[wanted] for wanted in kinds)
+            expected = " or ".join(_NAMES[accepted] for accepted in kinds)
             raise UsageError(
-                f"{option}: {name} is {_NAMES[saved]}; expected {expected}. "
+                f"{option}: {name} is {_NAMES[stored_kind]}; expected {expected}. "
                 f"{_remedy(name, kind, kinds)}",
             )
         try:
-            model = untrained_colbert() if late else load_saved(path, saved)
+            model = untrained_colbert() if is_packaged_colbert else load_saved(path, stored_kind)
         except OSError as error:
             raise CommandError(
                 f"{option}: {name} could not be loaded ({first_line(error)}).",
             ) from error
         except SafetensorError as error:
-            damaged = f"damaged ({first_line(error)}); fetch or train it again."
-            raise CommandError(f"{option}: the weights in {name} are {damaged}") from error
+            raise CommandError(
+                f"{option}: the weights in {name} are damaged ({first_line(error)}); fetch or "
+                "train it again.",
+            ) from error
         except ValueError as error:
             raise CommandError(f"{option}: {error}") from error
         if kind in fast:
@@ -189,67 +229,108 @@ def load_model(
 
 
 def limit_length(model: Any, max_length: int | None) -> None:
-    """Let a model read at most so many tokens of a text or pair, no more than it can."""
-    name = (
-        "max_seq_length" if hasattr(type(model), "max_seq_length") else "max_length"
-    )  # of a cross-encoder
+    """Limit the tokens that a model reads of a text, or a cross-encoder of a pair.
+
+    Args:
+        model: the model, which is changed.
+        max_length: value of ``--max-length``; None changes nothing.
+
+    Raises:
+        UsageError: for more tokens than the model can read.
+    """
     if max_length is None:
         return
-    if (own := getattr(model, name)) is not None and max_length > own:
+    is_cross_encoder = not hasattr(type(model), "max_seq_length")
+    attribute = "max_length" if is_cross_encoder else "max_seq_length"
+    model_limit = getattr(model, attribute)
+    if model_limit is not None and max_length > model_limit:
         raise UsageError(
-            f"--max-length: expected at most {own}, the tokens that the model reads, got "
+            f"--max-length: expected at most {model_limit}, the tokens that the model reads, got "
             f"{max_length}.",
         )
-    setattr(model, name, max_length)
+    setattr(model, attribute, max_length)
 
 
 def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
-    """The model that makes vectors of `kind`, and its own kind; minilm is a sparse one unless
-    another is asked for.
+    """Load the model that makes vectors of a kind.
+
+    The packaged model without a kind is a sparse one, which is made from the documents.
+
+    Args:
+        model: a folder, a Hugging Face name, or the name of the packaged model.
+        kind: kind of the vectors, a key of ``KINDS``; None takes that of the model.
+        collection: the documents; None if this process does not have them.
+
+    Returns:
+        The model and its kind.
+
+    Raises:
+        UsageError: for the packaged model as a sparse one without documents.
     """
     if model != PACKAGED or kind in ("tokens", "dense"):
         kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
         return load_model(absolute(model), kinds=kinds, fast=FUSED)
     if collection is None:
-        remedy = "Save it first: tilefold train --steps 0"
         raise UsageError(
             f"--model: {model} as a sparse model is made from the documents, by one process. "
-            f"{remedy}",
+            "Save it first: tilefold train --steps 0",
         )
     documents = collection.contents()
-    what = f"the documents of {collection.name}"
-    return load_untrained(texts_digest(documents), lambda: documents, what), "sparse"
+    encoder = load_untrained(
+        texts_digest(documents),
+        lambda: documents,
+        f"the documents of {collection.name}",
+    )
+    return encoder, "sparse"
 
 
 @cache
 def load_once(name: str, kinds: tuple[str, ...]) -> Any:
-    """The model of a worker."""
-    return load_model(name, kinds=kinds, fast=FUSED)[0]
+    """Load a model once for all work of a worker process."""
+    model, _ = load_model(name, kinds=kinds, fast=FUSED)
+    return model
 
 
 def absolute(model: str) -> str:
-    """The name of a model as other machines know it."""
-    return str(Path(model).resolve()) if Path(model).is_dir() else model
+    """Return the absolute path of a model's folder, or the name of a model of the hub."""
+    path = Path(model)
+    return str(path.resolve()) if path.is_dir() else model
 
 
 def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
-    """Remedies where a model of `kind` was given and one of `kinds` is needed."""
-    colbert = "tilefold train --recipe colbert"
+    """Return what to do with a model of another kind than a command expects.
+
+    Args:
+        name: the model.
+        kind: its kind.
+        kinds: the kinds that the command accepts.
+    """
     if kind == "dense":
-        itself = f"To score it as it is: tilefold evaluate --model {name}; to store its vectors: encode --kind dense. "
-        sparse = f"For sparse vectors: tilefold train with a masked language model, or --model {PACKAGED}."
-        tokens = f"For token vectors: {colbert} --model {name} (--steps 0 --dimension 0 for its own), or {PACKAGED}. "
-        return tokens if kinds == ("multi-vector",) else itself + tokens + sparse
+        token_vectors = (
+            f"For token vectors: tilefold train --recipe colbert --model {name} (--steps 0 "
+            f"--dimension 0 for its own), or {PACKAGED}. "
+        )
+        if kinds == ("multi-vector",):
+            return token_vectors
+        return (
+            f"To score it as it is: tilefold evaluate --model {name}; to store its vectors: "
+            f"encode --kind dense. {token_vectors}For sparse vectors: tilefold train with a "
+            f"masked language model, or --model {PACKAGED}."
+        )
     if kinds == ("multi-vector",):
-        return f"Train one with: {colbert}"
+        return "Train one with: tilefold train --recipe colbert"
     if kind == "multi-vector":
         return f"Its token vectors rerank what an index found: --rerank {name}."
     if kind == "sparse":
-        return "It searches an index of its own vectors: tilefold encode, tilefold index, then --model with --index."
+        return (
+            "It searches an index of its own vectors: tilefold encode, tilefold index, then "
+            "--model with --index."
+        )
     return f"A cross-encoder scores what training reads: tilefold score MINED --teacher {name}."
 
 
 def _accelerate(model: Model) -> None:
+    """Accelerate a model, or print a note why its stock forward is used."""
     from tilefold.integrations.sentence_transformers import accelerate
 
     try:

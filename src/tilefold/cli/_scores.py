@@ -1,6 +1,4 @@
-"""Shared by evaluate, fuse and compare: runs from files, checks that they belong together,
-measures, the table.
-"""
+"""Runs from files, checks of runs and output files, measures, and tables of scores."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from tilefold.retrieval.common.provenance import Provenance, texts_digest
 if TYPE_CHECKING:
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Collection, Document
-    from tilefold.retrieval.evaluation.significance import Mean, Table
+    from tilefold.retrieval.evaluation.significance import Difference, Mean, Table
     from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
 MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be repeated."
@@ -31,12 +29,11 @@ SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
 SAVE_RUN_HELP = "Write the run as a TREC file."
 IDENTICAL_IDS_HELP = (
     "Hits with the id of the query: ignore them, as BEIR does where queries are documents, or "
-    "count "
-    "them; by default ignore, unless judgements call one relevant."
+    "count them; by default ignore, unless judgements call one relevant."
 )
 IDENTICAL_IDS = "ignore|count"
 FOLDER_MANIFESTS = ("index.json", "manifest.json")  # of an index, and of a folder of vectors
-SMALLEST = 1 << 20  # bytes of a file of which single documents are read
+SMALLEST = 1 << 20  # bytes of a file whose documents are read one by one instead of all at once
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,13 @@ _ENDINGS = frozenset(
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run, what it is called in messages, and what made it."""
+    """A run with its origin.
+
+    Attributes:
+        name: the run in messages, such as ``"--run bm25.trec"``.
+        run: query id -> document id -> score.
+        provenance: fingerprints of the documents and of the model that made it.
+    """
 
     name: str
     run: Run
@@ -101,21 +104,30 @@ class NamedRun:
 
 
 def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
-    """The measures asked for, or those by default, and their deepest cut-off."""
+    """Return the measures to compute, the default ones for None, and their deepest cut-off.
+
+    Raises:
+        UsageError: for an unknown measure.
+    """
     from tilefold.retrieval.evaluation import measures as evaluation
 
     chosen = measures or evaluation.DEFAULT_MEASURES
     try:
-        return chosen, evaluation.check_measures(chosen)
+        deepest = evaluation.check_measures(chosen)
     except ValueError as error:
         raise UsageError(f"--measure: {error}") from error
+    return chosen, deepest
 
 
-def say_depth(k: int | None, deepest: int, used: object) -> None:
-    """Say where --k changes nothing: it is `used` by no --save-run, and measures see the documents
-    that they need.
+def note_unused_depth(k: int | None, deepest: int, consumer: object) -> None:
+    """Print a note if ``--k`` changes nothing, because only the measures read the run.
+
+    Args:
+        k: value of ``--k``.
+        deepest: documents per query that the measures need.
+        consumer: value of an option that makes use of `k`; None if there is none.
     """
-    if k is not None and used is None and k <= deepest:
+    if k is not None and consumer is None and k <= deepest:
         note(
             f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of "
             "a query",
@@ -147,7 +159,7 @@ def check_output_file(
         return
     if path.is_dir():
         raise UsageError(f"{option}: expected a file, got the folder {path}.")
-    if path.resolve() in [each.resolve() for each in inputs if each is not None]:
+    if path.resolve() in [other.resolve() for other in inputs if other is not None]:
         raise UsageError(
             f"{option}: expected a file of its own, got {path}, which the command reads or writes "
             "too.",
@@ -185,24 +197,36 @@ def _check_not_inside_index(path: Path, option: str) -> None:
 
 
 def files_of_collection(data: str) -> list[Path]:
-    """The files that --data names, which no command may replace."""
-    folder = Path(data)
-    return [folder, *folder.rglob("*")] if folder.is_dir() else [folder]
+    """Return the files of ``--data``, which no command may replace."""
+    path = Path(data)
+    if not path.is_dir():
+        return [path]
+    return [path, *path.rglob("*")]
 
 
 def read_run(path: Path, option: str) -> NamedRun:
-    """A TREC run file."""
+    """Read a TREC run; a run of passages becomes one of their documents.
+
+    Args:
+        path: the file.
+        option: the option that names it, for messages.
+
+    Raises:
+        UsageError: if there is no such file.
+    """
     from tilefold.retrieval.evaluation import measures as evaluation
 
     if not path.is_file():
         raise UsageError(
             f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.",
         )
-    run, made_by = evaluation.read_trec_run(path), evaluation.read_trec_provenance(path)
-    if made_by.passages is not None:
+    run = evaluation.read_trec_run(path)
+    provenance = evaluation.read_trec_provenance(path)
+    if provenance.passages is not None:
         note(f"{option}: {path} ranks passages; documents count by their best one")
-        run, made_by = retrieval.best_passages(run)[0], replace(made_by, passages=None)
-    return NamedRun(f"{option} {path}", run, made_by)
+        run, _ = retrieval.best_passages(run)
+        provenance = replace(provenance, passages=None)
+    return NamedRun(f"{option} {path}", run, provenance)
 
 
 def load_splits(
@@ -211,8 +235,19 @@ def load_splits(
     drop_unknown: bool,
     also: Sequence[str] | None = None,
 ) -> tuple[Collection, list[str]]:
-    """The collection, with judgements of `also` too (None: all), and the splits asked for, test if
-    none.
+    """Load a collection with the judgements of some splits.
+
+    Args:
+        data: value of ``--data``.
+        split: values of ``--split``; None is the split ``test``.
+        drop_unknown: leave out judgements of unknown queries and documents.
+        also: splits of ``--tune``, which are loaded too; None loads all splits.
+
+    Returns:
+        The collection, and the splits of ``--split``, each once.
+
+    Raises:
+        UsageError: for a split that the collection does not have.
     """
     splits = list(dict.fromkeys(split or ["test"]))
     collection = _common.load_data(
@@ -224,11 +259,14 @@ def load_splits(
         _common.check_split(collection, name, "--tune")
     for name in splits:
         _common.check_split(collection, name)
-        grades = collection.qrels[name].values()
-        if hopeless := sum(not any(grade > 0 for grade in judged.values()) for judged in grades):
+        qrels = collection.qrels[name]
+        n_without_relevant = sum(
+            all(grade <= 0 for grade in grades.values()) for grades in qrels.values()
+        )
+        if n_without_relevant:
             note(
-                f"{hopeless} of the {len(grades)} queries of {name} have no relevant document and "
-                "count as 0",
+                f"{n_without_relevant} of the {len(qrels)} queries of {name} have no relevant "
+                "document and count as 0",
             )
     return collection, splits
 
@@ -238,7 +276,13 @@ def ignores_identical_ids(
     collection: Collection,
     splits: Sequence[str],
 ) -> bool:
-    """Whether hits with the query's own id are left out, the same for all splits."""
+    """Return whether hits with the query's own id are left out, the same for all splits.
+
+    Args:
+        choice: value of ``--identical-ids``; None lets the judgements decide.
+        collection: with the judgements.
+        splits: the splits that are evaluated.
+    """
     from tilefold.retrieval.common import identical_ids
 
     if choice is not None:
@@ -247,7 +291,7 @@ def ignores_identical_ids(
 
 
 def without_identical_ids(named: NamedRun) -> tuple[NamedRun, set[str]]:
-    """The run without hits that have the query's own id, and the queries that had one."""
+    """Return a run without hits that have the query's own id, and the queries that had one."""
     from tilefold.retrieval.common import identical_ids
 
     ignored = identical_ids.queries_with_identical_ids(named.run)
@@ -271,51 +315,78 @@ def save(
         k: documents per query; None for all.
         overwrite: replace a file that exists.
     """
-    if path is not None:
-        best = {query: dict(list(scores.items())[:k]) for query, scores in named.run.items()}
-        made_by = replace(
-            texts,
-            model_fingerprint=named.provenance.model_fingerprint,
-            precision=named.provenance.precision,
-        )
-        retrieval.write_trec_run(best, path, tag=made_by.tag, overwrite=overwrite)
+    if path is None:
+        return
+    best = {query: dict(itertools.islice(scores.items(), k)) for query, scores in named.run.items()}
+    provenance = replace(
+        texts,
+        model_fingerprint=named.provenance.model_fingerprint,
+        precision=named.provenance.precision,
+    )
+    retrieval.write_trec_run(best, path, tag=provenance.tag, overwrite=overwrite)
 
 
 def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:
-    """Refuse, before any work, ids that --save-run could not write after it."""
+    """Raise ``UsageError``, before any work, for ids that a TREC run cannot hold.
+
+    Args:
+        path: of ``--save-run``; None checks nothing.
+        documents: ids of documents.
+        queries: ids of queries.
+    """
     from tilefold.retrieval.evaluation.measures import check_word
 
     if path is None:
         return
     try:
-        for what, ids in (("query id", queries), ("document id", documents)):
-            for name in ids:
-                check_word(what, name)
+        for query_id in queries:
+            check_word("query id", query_id)
+        for document_id in documents:
+            check_word("document id", document_id)
     except ValueError as error:
         raise UsageError(f"--save-run: {error}") from error
 
 
 def texts_of(collection: Collection) -> Provenance:
-    """The fingerprint of a collection's documents."""
+    """Return a provenance with the fingerprint of a collection's documents."""
     return Provenance(texts_sha256=texts_digest(collection.contents()))
 
 
-def check_texts(name: str, made_by: Provenance, collection: Collection, texts: Provenance) -> None:
-    """Refuse what was made from other documents than those of the collection; `name` says what,
-    with its option.
+def check_texts(
+    name: str,
+    provenance: Provenance,
+    collection: Collection,
+    texts: Provenance,
+) -> None:
+    """Raise ``CommandError`` for a file or folder that was made from other documents.
+
+    Args:
+        name: the file or folder with its option, such as ``"--run bm25.trec"``.
+        provenance: of the file or folder.
+        collection: the documents that it must have been made from.
+        texts: fingerprint of these documents.
     """
-    if texts.differs(made_by):
-        remedy = "Give its own with --data, or make it again (tilefold encode, tilefold index, evaluate --save-run)."
-        other = f"other documents than those of {collection.name}: another collection, or one that has changed since"
-        raise CommandError(f"{name} was made from {other}. {remedy}")
+    if texts.differs(provenance):
+        raise CommandError(
+            f"{name} was made from other documents than those of {collection.name}: another "
+            "collection, or one that has changed since. Give its own with --data, or make it again "
+            "(tilefold encode, tilefold index, evaluate --save-run).",
+        )
 
 
-def open_documents(data: str, index: Path, made_by: Provenance) -> Mapping[str, Document]:
-    """The documents that an index was made from, read from their file as they are asked for where
-    that is possible.
+def open_documents(data: str, index: Path, provenance: Provenance) -> Mapping[str, Document]:
+    """Open the documents of an index; a large file is read document by document when needed.
+
+    Args:
+        data: value of ``--data``.
+        index: folder of the index.
+        provenance: of the index.
+
+    Raises:
+        CommandError: if the index was made from other documents.
     """
     collection = _common.load_data(data, documents_only=True, stored=SMALLEST)
-    check_texts(f"--index {index}", made_by, collection, texts_of(collection))
+    check_texts(f"--index {index}", provenance, collection, texts_of(collection))
     return collection.documents
 
 
@@ -324,8 +395,12 @@ def check_runs(
     collection: Collection | None,
     splits: Sequence[str],
 ) -> None:
-    """Refuse runs of different collections or of another one, or without results for one of the
-    splits.
+    """Raise ``CommandError`` for runs that do not belong together or to the collection.
+
+    Args:
+        named: the runs.
+        collection: with judgements; None compares the runs with one another only.
+        splits: splits in which each run must have results.
     """
     for first, other in itertools.combinations(named, 2):
         if "texts_sha256" in first.provenance.differs(other.provenance):
@@ -335,63 +410,97 @@ def check_runs(
     if collection is None:
         return
     texts = texts_of(collection)
-    for each in named:
-        check_texts(each.name, each.provenance, collection, texts)
-        check_answers(each, collection, splits)
+    for run in named:
+        check_texts(run.name, run.provenance, collection, texts)
+        check_answers(run, collection, splits)
 
 
 def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
-    """Refuse a run that answers no judged query of one of the splits, or knows no document of the
-    collection.
+    """Check that a run has results for judged queries, with documents of the collection.
+
+    A note says how many judged queries have none.
+
+    Args:
+        named: the run.
+        collection: documents, and judgements of the splits.
+        splits: splits in which the run must have results.
+
+    Raises:
+        CommandError: if no judged query of a split has a result, or no result is a document of the
+            collection.
     """
     for split in splits:
         judged = collection.qrels[split]
-        if not (answered := [query for query in judged if named.run.get(query)]):
-            seen = next(iter(named.run), None)
-            example = f"its first query is {seen!r}, that of the split {next(iter(judged))!r}"
-            of = f"any of the {len(judged)} judged queries of {collection.name}, {split}"
-            remedy = "Give the collection and the split that it was made for: --data, --split."
-            got = "it is empty" if seen is None else example
-            if not judged.keys().isdisjoint(named.run):
-                got, remedy = (
-                    "they have no hit",
-                    "Look whether documents match --where, and queries have terms.",
-                )
-            raise CommandError(f"{named.name}: no result for {of} ({got}). {remedy}")
-        if not any(
-            document in collection.documents for query in answered for document in named.run[query]
-        ):
+        answered = [query for query in judged if named.run.get(query)]
+        if not answered:
+            raise _no_results_error(named, collection, split)
+        documents = (document for query in answered for document in named.run[query])
+        if not any(document in collection.documents for document in documents):
             example = next(iter(named.run[answered[0]]))
-            remedy = "Give the collection that it was made from with --data."
-            got = f"none of its documents is in {collection.name} (it names {example!r})"
-            raise CommandError(f"{named.name}: {got}. {remedy}")
+            raise CommandError(
+                f"{named.name}: none of its documents is in {collection.name} (it names "
+                f"{example!r}). Give the collection that it was made from with --data.",
+            )
         if len(answered) < len(judged):
-            some = f"results for {len(answered)} of the {len(judged)} judged queries of {split}"
-            note(f"{named.name}: {some}; the others count as 0")
+            note(
+                f"{named.name}: results for {len(answered)} of the {len(judged)} judged queries of "
+                f"{split}; the others count as 0",
+            )
+
+
+def _no_results_error(named: NamedRun, collection: Collection, split: str) -> CommandError:
+    """Return the error for a run without results for all judged queries of a split."""
+    judged = collection.qrels[split]
+    remedy = "Give the collection and the split that it was made for: --data, --split."
+    if not judged.keys().isdisjoint(named.run):
+        reason = "they have no hit"
+        remedy = "Look whether documents match --where, and queries have terms."
+    elif named.run:
+        first_query = next(iter(named.run))
+        first_judged = next(iter(judged))
+        reason = f"its first query is {first_query!r}, that of the split {first_judged!r}"
+    else:
+        reason = "it is empty"
+    return CommandError(
+        f"{named.name}: no result for any of the {len(judged)} judged queries of "
+        f"{collection.name}, {split} ({reason}). {remedy}",
+    )
 
 
 @dataclass(frozen=True)
 class Scores:
-    """The measures of a run: split -> query -> measure -> value, and the conventions that they
-    depend on.
+    """Measures of a run.
+
+    Attributes:
+        tables: split -> query -> measure -> value.
+        conventions: split -> counts of documents and judgements that the conventions of the
+            measures affect, such as judgements below 0.
     """
 
     tables: dict[str, Table]
     conventions: dict[str, dict[str, float]]
 
+    @property
+    def measures(self) -> list[str]:
+        """Names of the measures."""
+        first_table = next(iter(self.tables.values()))
+        return list(next(iter(first_table.values())))
+
     def means(self) -> dict[str, dict[str, Mean]]:
-        """Split -> measure -> mean."""
-        return {
-            split: {
-                name: retrieval.mean_of(row[name] for row in table.values())
-                for name in next(iter(table.values()))
+        """Return split -> measure -> mean over the queries."""
+        means: dict[str, dict[str, Mean]] = {}
+        for split, table in self.tables.items():
+            means[split] = {
+                measure: retrieval.mean_of(values[measure] for values in table.values())
+                for measure in self.measures
             }
-            for split, table in self.tables.items()
-        }
+        return means
 
     def write(self, path: Path | None) -> None:
-        """Write a line per query, if --per-query is given: tab-separated columns, which the first
-        line names.
+        """Write a line per query, as tab-separated columns with a header.
+
+        Args:
+            path: of ``--per-query``; None writes nothing.
         """
         if path is None:
             return
@@ -400,13 +509,10 @@ class Scores:
             temporary.open("w", encoding="utf-8", newline="") as stream,
         ):
             writer = csv.writer(stream, "excel-tab", lineterminator="\n")
-            writer.writerow(
-                ["split", "query_id", *next(iter(next(iter(self.tables.values())).values()))],
-            )
+            writer.writerow(["split", "query_id", *self.measures])
             for split, table in self.tables.items():
-                writer.writerows(
-                    [split, query, *map(repr, row.values())] for query, row in table.items()
-                )
+                for query, values in table.items():
+                    writer.writerow([split, query, *map(repr, values.values())])
 
 
 def score(
@@ -418,7 +524,7 @@ def score(
     ignore_identical_ids: bool,
     ignored: Set[str] = frozenset(),
 ) -> Scores:
-    """The measures of a run on the splits.
+    """Compute the measures of a run on some splits.
 
     Args:
         named: the run.
@@ -431,7 +537,8 @@ def score(
     """
     from tilefold.retrieval.evaluation import measures as evaluation
 
-    if (longest := max(map(len, named.run.values()))) < min(deepest, len(collection.documents)):
+    longest = max(map(len, named.run.values()))
+    if longest < min(deepest, len(collection.documents)):
         note(
             f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} "
             "sees no more",
@@ -464,102 +571,139 @@ def changed_by_feedback(
     ranking: Ranking,
     collection: Collection,
 ) -> dict[str, Any]:
-    """Say by split what feedback changes in the first measure, beside the ranking without it; as
-    ``--json`` has it.
+    """Compare the first measure with and without feedback, and print a note for each split.
+
+    Args:
+        scores: of the ranking with feedback.
+        searcher: what searched.
+        queries: query id -> text.
+        request: the search with feedback.
+        ranking: the ranking with feedback.
+        collection: with the judgements.
+
+    Returns:
+        The comparison by split, for ``--json``; without splits of a single query.
     """
-    plain, found = searcher.rank_plainly(queries, request, ranking), dict[str, object]()
+    plain_run = searcher.rank_plainly(queries, request, ranking)
+    measure = scores.measures[0]
+    comparisons: dict[str, object] = {}
     for split, table in scores.tables.items():
         if len(table) < 2:
             continue
-        measure = next(iter(next(iter(table.values()))))
-        without = retrieval.evaluate_per_query(
-            plain,
+        plain_table = retrieval.evaluate_per_query(
+            plain_run,
             collection.qrels[split],
             [measure],
             ignore_identical_ids=request.ignore_identical_ids,
         )
-        (change,) = retrieval.compare({"without": without, "feedback": table}, [measure])
-        mean, verdict = change.difference.mean, "no more than chance"
-        if change.different:
-            verdict = (
-                "it helps here"
-                if mean > 0
-                else "it does harm here: leave out --prf, or give --prf-beta less"
-            )
-        p = f"p {'<' if change.p_randomisation < 0.001 else '='} {max(0.001, change.p_randomisation):.3f}"
-        note(
-            f"{split}: feedback changes {measure} by {mean:+.4f} ({p}, {len(table)} queries), "
-            f"{verdict}",
-        )
-        found[split] = change.to_dict()
-    return found
+        (difference,) = retrieval.compare({"without": plain_table, "feedback": table}, [measure])
+        note(_describe_change(split, difference, len(table)))
+        comparisons[split] = difference.to_dict()
+    return comparisons
+
+
+def _describe_change(split: str, difference: Difference, n_queries: int) -> str:
+    """Return in words whether feedback helps in a split."""
+    mean = difference.difference.mean
+    if not difference.different:
+        verdict = "no more than chance"
+    elif mean > 0:
+        verdict = "it helps here"
+    else:
+        verdict = "it does harm here: leave out --prf, or give --prf-beta less"
+    p = difference.p_randomisation
+    shown_p = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+    return (
+        f"{split}: feedback changes {difference.measure} by {mean:+.4f} ({shown_p}, {n_queries} "
+        f"queries), {verdict}"
+    )
 
 
 def facts(collection: Collection, scores: Scores) -> dict[str, Any]:
-    """The scores as ``--json`` prints them: of the first split, and of each; errors; conventions."""
-    means, first = scores.means(), next(iter(scores.tables))
-    splits = {
-        split: {name: found.mean for name, found in row.items()} for split, row in means.items()
-    }
-    errors = {
-        split: {name: asdict(found) for name, found in row.items()} for split, row in means.items()
-    }
-    known: dict[str, Any] = {
+    """Return scores as ``--json`` prints them.
+
+    ``measures`` holds the means of the first split, ``splits`` the means of each split, ``errors``
+    the means with their standard errors and intervals.
+    """
+    means = scores.means()
+    first_split = next(iter(means))
+    mean_values: dict[str, dict[str, float]] = {}
+    means_with_errors: dict[str, dict[str, object]] = {}
+    for split, means_of_split in means.items():
+        mean_values[split] = {name: mean.mean for name, mean in means_of_split.items()}
+        means_with_errors[split] = {name: asdict(mean) for name, mean in means_of_split.items()}
+    return {
         "collection": collection.name,
-        "split": first,
-        "measures": splits[first],
-        "splits": splits,
+        "split": first_split,
+        "measures": mean_values[first_split],
+        "splits": mean_values,
+        "errors": means_with_errors,
+        "conventions": scores.conventions,
     }
-    return known | {"errors": errors, "conventions": scores.conventions}
 
 
 def print_scores(collection: Collection, scores: Scores) -> None:
-    """A row per measure, a column per split, with standard errors; what the numbers depend on
-    below.
+    """Print a table with a row per measure and a column per split, and the conventions.
+
+    One split gets a column with 95% intervals too.
     """
-    sizes = ", ".join(f"{split}: {len(table)} queries" for split, table in scores.tables.items())
     means = scores.means()
-    columns = ["measure", *(f"{split}>" if len(means) > 1 else "value>" for split in means)]
-    rows = [
-        [name, *(cell(row[name]) for row in means.values())] for name in next(iter(means.values()))
-    ]
+    sizes = ", ".join(f"{split}: {len(table)} queries" for split, table in scores.tables.items())
     if len(means) == 1:
-        columns.append("95% interval")
-        (values,) = (row.values() for row in means.values())
-        rows = [[*row, interval(found)] for row, found in zip(rows, values, strict=True)]
+        (means_of_split,) = means.values()
+        columns = ["measure", "value>", "95% interval"]
+        rows = [[name, cell(mean), interval(mean)] for name, mean in means_of_split.items()]
+    else:
+        columns = ["measure", *(f"{split}>" for split in means)]
+        rows = [
+            [name, *(cell(means_of_split[name]) for means_of_split in means.values())]
+            for name in scores.measures
+        ]
     _common.print_table(columns, rows, f"{collection.name}, {sizes}")
-    for split, found in scores.conventions.items():
-        if said := said_of(found):
-            typer.echo(f"{split}: {said}")
+    for split, conventions in scores.conventions.items():
+        description = describe_conventions(conventions)
+        if description:
+            typer.echo(f"{split}: {description}")
 
 
-def cell(found: Mean, sign: str = "") -> str:
-    """A mean and its standard error."""
-    error = "" if found.standard_error is None else f" ± {found.standard_error:.4f}"
-    return f"{found.mean:{sign}.4f}{error}"
+def cell(mean: Mean, sign: str = "") -> str:
+    """Return a mean and its standard error as text.
+
+    Args:
+        mean: the mean; without a standard error for a single query.
+        sign: ``"+"`` shows the sign of positive means too.
+    """
+    error = "" if mean.standard_error is None else f" ± {mean.standard_error:.4f}"
+    return f"{mean.mean:{sign}.4f}{error}"
 
 
-def interval(found: Mean) -> str:
-    """The ends of an interval; empty where there is none."""
-    return "" if found.low is None else f"{found.low:.4f} to {found.high:.4f}"
+def interval(mean: Mean) -> str:
+    """Return the ends of the interval of a mean as text; empty without an interval."""
+    if mean.low is None:
+        return ""
+    return f"{mean.low:.4f} to {mean.high:.4f}"
 
 
-def said_of(found: Mapping[str, float]) -> str:
-    """Conventions that some documents or judgements came under, as a sentence; empty without one."""
+def describe_conventions(conventions: Mapping[str, float]) -> str:
+    """Return in words which conventions affect the measures; empty if none does.
+
+    Args:
+        conventions: of one split, see :class:`Scores`.
+    """
     parts = []
-    if found["judged@10"] < 1:
+    if conventions["judged@10"] < 1:
         parts.append(
-            f"{found['judged@10']:.0%} of the first 10 documents are judged, others count as not "
-            "relevant",
+            f"{conventions['judged@10']:.0%} of the first 10 documents are judged, others count as "
+            "not relevant",
         )
-    if found["negative"]:
-        parts.append(f"grades below 0 count as not relevant: {found['negative']:.0f}")
-    if found["tied"]:
-        parts.append(f"queries with equal scores, ranked by document id: {found['tied']:.0f}")
-    if found["ignored_identical_ids"]:
-        count = found["ignored_identical_ids"]
-        parts.append(f"hits with the query's own id, ignored as by BEIR: {count:.0f}")
-    if found["counted_identical_ids"]:
-        count = found["counted_identical_ids"]
-        parts.append(f"hits with the query's own id, which count as any other: {count:.0f}")
+    if conventions["negative"]:
+        parts.append(f"grades below 0 count as not relevant: {conventions['negative']:.0f}")
+    if conventions["tied"]:
+        parts.append(f"queries with equal scores, ranked by document id: {conventions['tied']:.0f}")
+    n_ignored = conventions["ignored_identical_ids"]
+    if n_ignored:
+        parts.append(f"hits with the query's own id, ignored as by BEIR: {n_ignored:.0f}")
+    n_counted = conventions["counted_identical_ids"]
+    if n_counted:
+        parts.append(f"hits with the query's own id, which count as any other: {n_counted:.0f}")
     return "; ".join(parts)

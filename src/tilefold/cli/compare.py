@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -145,35 +146,35 @@ def compare(request: CompareRequest) -> None:
     if request.plot is not None:
         from tilefold._internal.figures import new_figure
 
-        new_figure((1, 1))  # says what to install
-    named = dict(
-        zip(
-            _labels(request.run),
-            (_scores.read_run(path, "run") for path in request.run),
-            strict=True,
-        )
-    )
+        new_figure((1, 1))  # before the work, an error that says what to install
+    labels = _labels(request.run)
+    runs = [_scores.read_run(path, "run") for path in request.run]
     collection, _ = _scores.load_splits(
-        request.data, [request.split], request.drop_unknown, also=()
+        request.data,
+        [request.split],
+        request.drop_unknown,
+        also=(),
     )
-    _scores.check_runs(list(named.values()), collection, [request.split])
+    _scores.check_runs(runs, collection, [request.split])
     ignores_identical_ids = _scores.ignores_identical_ids(
-        request.identical_ids, collection, [request.split]
+        request.identical_ids,
+        collection,
+        [request.split],
     )
     scores = {
-        name: _scores.score(
-            each, collection, [request.split], measures, deepest, ignores_identical_ids
+        label: _scores.score(
+            run,
+            collection,
+            [request.split],
+            measures,
+            deepest,
+            ignores_identical_ids,
         )
-        for name, each in named.items()
+        for label, run in zip(labels, runs, strict=True)
     }
-    tables = {name: each.tables[request.split] for name, each in scores.items()}
-    with _options.option_errors(
-        alpha="--alpha",
-        resamples="--resamples",
-        tables="--split",
-        **{"queries to compare runs on": "--split"},
-    ):
-        found = retrieval.compare(
+    tables = {label: run_scores.tables[request.split] for label, run_scores in scores.items()}
+    with _options.option_errors(tables="--split"):
+        differences = retrieval.compare(
             tables,
             measures,
             all_pairs=request.all_pairs,
@@ -182,45 +183,85 @@ def compare(request: CompareRequest) -> None:
             seed=request.seed,
         )
     if request.plot is not None:
-        _draw(found, tables, request.plot)
-    lost = [_worst(each, tables, collection, request.worst) for each in found]
+        _draw(differences, tables, request.plot)
+    worst_queries = [
+        _worst_queries(difference, tables, collection, request.worst) for difference in differences
+    ]
     if request.as_json:
-        rows = [
-            each.to_dict() | {"worst": queries} for each, queries in zip(found, lost, strict=True)
-        ]
-        known = {
+        _print_json(request, collection, scores, differences, worst_queries)
+    else:
+        _print_report(request, collection, scores, differences, worst_queries)
+
+
+def _print_json(
+    request: CompareRequest,
+    collection: Collection,
+    scores: Mapping[str, _scores.Scores],
+    differences: Sequence[Difference],
+    worst_queries: Sequence[Sequence[WorstQuery]],
+) -> None:
+    """Print runs and differences as JSON.
+
+    Args:
+        request: names the split and the level of significance.
+        collection: the queries and judgements.
+        scores: scores by label of the run.
+        differences: of two runs in one measure each.
+        worst_queries: for each difference, the queries that lose most.
+    """
+    runs = {}
+    for label, run_scores in scores.items():
+        facts = _scores.facts(collection, run_scores)
+        runs[label] = {
+            "measures": facts["errors"][request.split],
+            "conventions": facts["conventions"][request.split],
+        }
+    comparisons = []
+    for difference, queries in zip(differences, worst_queries, strict=True):
+        comparison = difference.to_dict()
+        comparison["worst"] = [asdict(query) for query in queries]
+        comparisons.append(comparison)
+    _common.print_json(
+        {
             "collection": collection.name,
             "split": request.split,
             "queries": len(collection.qrels[request.split]),
             "alpha": request.alpha,
-        }
-        runs = {}
-        for name, told in (
-            (name, _scores.facts(collection, each)) for name, each in scores.items()
-        ):
-            runs[name] = {
-                "measures": told["errors"][request.split],
-                "conventions": told["conventions"][request.split],
-            }
-        _common.print_json(known | {"runs": runs, "comparisons": rows})
-        return
-    _print(collection, request.split, scores, found)
+            "runs": runs,
+            "comparisons": comparisons,
+        },
+    )
+
+
+def _print_report(
+    request: CompareRequest,
+    collection: Collection,
+    scores: Mapping[str, _scores.Scores],
+    differences: Sequence[Difference],
+    worst_queries: Sequence[Sequence[WorstQuery]],
+) -> None:
+    """Print runs, differences, conventions and the queries that lose most, for people.
+
+    The arguments are those of :func:`_print_json`. Queries are printed for the first measure only.
+    """
+    _print_tables(collection, request.split, scores, differences)
     typer.echo(
         f"* different at {request.alpha:g}: paired randomisation ({request.resamples:,} sign "
-        f"flips), Holm over {len(found)}",
+        f"flips), Holm over {len(differences)}",
     )
-    for name, each in scores.items():
-        if said := _scores.said_of(each.conventions[request.split]):
-            typer.echo(f"{name}: {said}")
-    for each, queries in zip(found, lost, strict=True):
-        if each.measure == measures[0] and queries:
-            _print_worst(each, queries)
+    for label, run_scores in scores.items():
+        conventions = _scores.describe_conventions(run_scores.conventions[request.split])
+        if conventions:
+            typer.echo(f"{label}: {conventions}")
+    for difference, queries in zip(differences, worst_queries, strict=True):
+        if difference.measure == differences[0].measure and queries:
+            _print_worst_queries(difference, queries)
     if request.plot is not None:
         typer.echo(f"plot: {request.plot}")
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Names of files without their endings, or whole paths where those are not unique."""
+    """Return names of files without their endings, or paths if these names are not unique."""
     if len(set(paths)) < max(2, len(paths)):
         raise UsageError(
             f"run: expected two files or more, each once, got {', '.join(map(str, paths))}.",
@@ -229,95 +270,126 @@ def _labels(paths: Sequence[Path]) -> list[str]:
     return stems if len(set(stems)) == len(stems) else [str(path) for path in paths]
 
 
-def _print(
+def _print_tables(
     collection: Collection,
     split: str,
-    scores: dict[str, _scores.Scores],
-    found: Sequence[Difference],
+    scores: Mapping[str, _scores.Scores],
+    differences: Sequence[Difference],
 ) -> None:
-    means = {name: each.means()[split] for name, each in scores.items()}
+    """Print a table of the runs' means, and a table of differences for each measure."""
+    means = {label: run_scores.means()[split] for label, run_scores in scores.items()}
     measures = list(next(iter(means.values())))
     rows = [
-        [name, *(_scores.cell(row[measure]) for measure in measures)] for name, row in means.items()
+        [label, *(_scores.cell(run_means[measure]) for measure in measures)]
+        for label, run_means in means.items()
     ]
     title = f"{collection.name}, {split}: {len(collection.qrels[split])} queries"
     _common.print_table(["run", *(f"{name}>" for name in measures)], rows, title)
     columns = ["run", "over", "difference>", "wins>", "losses>", "p>", "p, t>", "p, Holm>"]
     for measure in measures:
-        rows = []
-        for each in (each for each in found if each.measure == measure):
-            p_values = [f"{p:.4f}" for p in (each.p_randomisation, each.p_t, each.p_holm)]
-            p_values[-1] += "*" if each.different else " "
-            difference = _scores.cell(each.difference, "+")
-            rows.append(
-                [each.run, each.over, difference, str(each.wins), str(each.losses), *p_values],
-            )
+        rows = [
+            _difference_row(difference)
+            for difference in differences
+            if difference.measure == measure
+        ]
         _common.print_table(columns, rows, f"differences in {measure}", fold=("run", "over"))
 
 
-def _worst(
-    found: Difference,
-    tables: Mapping[str, Table],
-    collection: Collection,
-    count: int,
-) -> list[dict[str, Any]]:
-    """The queries that lose most, with their texts and values; those that lose nothing are left
-    out.
-    """
-    lost = [query for query, value in found.by_query.items() if value < 0][:count]
+def _difference_row(difference: Difference) -> list[str]:
+    """Return the cells of a difference; a significant one is marked behind its last p-value."""
+    mark = "*" if difference.different else " "
     return [
-        {
-            "query": query,
-            "text": collection.queries[query],
-            "difference": found.by_query[query],
-            "values": {
-                name: tables[name][query][found.measure] for name in (found.over, found.run)
-            },
-        }
-        for query in lost
+        difference.run,
+        difference.over,
+        _scores.cell(difference.difference, "+"),
+        str(difference.wins),
+        str(difference.losses),
+        f"{difference.p_randomisation:.4f}",
+        f"{difference.p_t:.4f}",
+        f"{difference.p_holm:.4f}{mark}",
     ]
 
 
-def _print_worst(found: Difference, queries: Sequence[dict[str, Any]]) -> None:
-    rows = []
-    for row in queries:
-        values = [f"{value:.4f}" for value in row["values"].values()]
-        rows.append(
-            [
-                row["query"],
-                _common.shorten(row["text"], SHOWN_CELLS),
-                *values,
-                f"{row['difference']:+.4f}",
-            ],
+@dataclass(frozen=True)
+class WorstQuery:
+    """A query for which a run loses to another one.
+
+    Attributes:
+        query: id of the query.
+        text: text of the query.
+        difference: value of the run minus that of the other one.
+        values: value of the measure by run, the run that is compared with first.
+    """
+
+    query: str
+    text: str
+    difference: float
+    values: dict[str, float]
+
+
+def _worst_queries(
+    difference: Difference,
+    tables: Mapping[str, Table],
+    collection: Collection,
+    count: int,
+) -> list[WorstQuery]:
+    """Return at most `count` queries that lose most, without queries that lose nothing."""
+    losing = [query for query, value in difference.by_query.items() if value < 0]
+    return [
+        WorstQuery(
+            query=query,
+            text=collection.queries[query],
+            difference=difference.by_query[query],
+            values={
+                label: tables[label][query][difference.measure]
+                for label in (difference.over, difference.run)
+            },
         )
-    title = f"{found.measure}: where {found.run} loses most to {found.over}"
-    columns = ("query", "text", f"{found.over}>", f"{found.run}>", "difference>")
+        for query in losing[:count]
+    ]
+
+
+def _print_worst_queries(difference: Difference, queries: Sequence[WorstQuery]) -> None:
+    """Print the queries for which a run loses most, with the values of both runs."""
+    rows = [
+        [
+            query.query,
+            _common.shorten(query.text, SHOWN_CELLS),
+            *(f"{value:.4f}" for value in query.values.values()),
+            f"{query.difference:+.4f}",
+        ]
+        for query in queries
+    ]
+    title = f"{difference.measure}: where {difference.run} loses most to {difference.over}"
+    columns = ("query", "text", f"{difference.over}>", f"{difference.run}>", "difference>")
     _common.print_table(columns, rows, title, fold=("query", "text"))
 
 
-def _draw(found: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:
-    """Scatter of the first measure, a panel for each two runs and a point for each query."""
+def _draw(differences: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:
+    """Draw a PNG of the first measure: a panel for each two runs, a point for each query."""
     from tilefold._internal.figures import new_figure, save_figure
 
-    shown = [each for each in found if each.measure == found[0].measure]
-    across = min(3, len(shown))
-    down = -(-len(shown) // across)
-    figure = new_figure((4 * across, 4 * down))
-    for axes, each in zip(figure.subplots(down, across, squeeze=False).flat, shown, strict=False):
-        x, y = (
-            [tables[name][query][each.measure] for query in each.by_query]
-            for name in (each.over, each.run)
-        )
+    measure = differences[0].measure
+    panels = [difference for difference in differences if difference.measure == measure]
+    n_columns = min(3, len(panels))
+    n_rows = math.ceil(len(panels) / n_columns)
+    figure = new_figure((4 * n_columns, 4 * n_rows))
+    all_axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
+    for axes, difference in zip(all_axes, panels, strict=False):
+        x = [tables[difference.over][query][measure] for query in difference.by_query]
+        y = [tables[difference.run][query][measure] for query in difference.by_query]
         axes.plot([0, 1], [0, 1], transform=axes.transAxes, color="0.7", linewidth=1)
         axes.scatter(x, y, s=12, alpha=0.5, linewidths=0)
-        low, high = min(0, *x, *y), max(1, *x, *y)
-        limits = low - 0.03 * (high - low), high + 0.03 * (high - low)
-        axes.set(xlabel=each.over, ylabel=each.run, xlim=limits, ylim=limits)
-        mark = "*" if each.different else ""
+        low = min(0, *x, *y)
+        high = max(1, *x, *y)
+        margin = 0.03 * (high - low)
+        limits = (low - margin, high + margin)
+        axes.set(xlabel=difference.over, ylabel=difference.run, xlim=limits, ylim=limits)
+        mark = "*" if difference.different else ""
         axes.set_title(
-            f"{each.measure}: {each.difference.mean:+.4f}{mark}, {each.wins} wins, {each.losses} "
-            "losses",
+            f"{measure}: {difference.difference.mean:+.4f}{mark}, {difference.wins} wins, "
+            f"{difference.losses} losses",
         )
-    for axes in list(figure.axes)[len(shown) :]:
+    for axes in list(figure.axes)[len(panels) :]:
         axes.remove()
     save_figure(figure, path)

@@ -192,7 +192,7 @@ def evaluate(request: EvaluateRequest) -> None:
     feedback = request.feedback()
     interpolation = request.interpolation()
     measures, deepest = _scores.check_measures(request.measure)
-    _scores.say_depth(request.k, deepest, request.save_run or request.rerank)
+    _scores.note_unused_depth(request.k, deepest, request.save_run or request.rerank)
     _check_output_files(request)
     _models.find_models({"--model": request.model, "--rerank": request.rerank})
     collection, splits = _scores.load_splits(
@@ -515,7 +515,7 @@ def fuse(request: FuseRequest) -> None:
         tilefold fuse --run bm25.trec --run splade.trec --data DATA
     """
     measures, deepest = _scores.check_measures(request.measure)
-    _scores.say_depth(request.k, deepest, request.save_run)
+    _scores.note_unused_depth(request.k, deepest, request.save_run)
     _scores.check_output_file(
         request.save_run,
         "--save-run",

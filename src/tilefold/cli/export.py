@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from tilefold import retrieval
-from tilefold.cli import _common, _models, _options, _scores
+from tilefold.cli import _common, _models, _scores
 from tilefold.cli._common import CommandError, UsageError
 from tilefold.cli._options import DocumentFieldOptions, option, refuse_options
 from tilefold.retrieval.data.passages import Passages
-from tilefold.retrieval.errors import DataError, VocabularyMismatchError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,160 +159,160 @@ def export(request: ExportRequest) -> None:
             --output EXPORT
     """
     if request.to == "onnx":
-        _common.print_result(
-            *_graph(request.model, request.output, request.quantize, request.top_k, request.as_json)
-        )
-        return
+        _export_graph(request)
+    else:
+        _export_documents(request)
+
+
+def _export_documents(request: ExportRequest) -> None:
+    """Write the documents of ``--vectors`` for OpenSearch or Vespa, and print what was written."""
     if request.vectors is None:
         raise UsageError("--vectors: give the folder of documents that tilefold encode wrote.")
-    # of one of the engines
-    own = {
-        "field_type": request.field_type,
-        "dots": request.dots,
-        "document": request.document,
-        "namespace": request.namespace,
-    }
-    options = {"field": request.field, "overwrite": request.overwrite, **_common.known(own)}
-    if (
-        tokens := _tokens(request.vectors, request.model, request.names, request.field_type)
-    ) is None:
+    tokens = _tokens(request, request.vectors)
+    if tokens is None:
         refuse_options(
             {"--dots": request.dots},
             "does nothing where terms are called by their numbers: leave it out",
         )
+    texts = _texts(request.data, request.vectors)
     started = time.monotonic()
     with _common.heartbeat(f"exporting ({request.to})"):
-        exported = _write(
-            request.to,
-            request.vectors,
-            request.output,
-            tokens,
-            _texts(request.data, request.vectors),
-            options,
-        )
+        if request.to == "opensearch":
+            exported = retrieval.export_opensearch(
+                request.vectors,
+                request.output,
+                tokens,
+                texts=texts,
+                field=request.field,
+                field_type=request.field_type or "rank_features",
+                dots=request.dots or "refuse",
+                overwrite=request.overwrite,
+            )
+        else:
+            exported = retrieval.export_vespa(
+                request.vectors,
+                request.output,
+                tokens,
+                texts=texts,
+                document=request.document or "doc",
+                namespace=request.namespace or "tilefold",
+                field=request.field,
+                overwrite=request.overwrite,
+            )
     seconds = round(time.monotonic() - started, 3)
     result = {
         "output": str(request.output),
         "engine": request.to,
         "n_documents": exported.n_documents,
+        "n_weights": exported.n_weights,
+        "files": exported.files,
+        "seconds": seconds,
     }
-    result |= {"n_weights": exported.n_weights, "files": exported.files, "seconds": seconds}
-    first, *others = exported.files
-    files = f"{first}, {others[0]}" if len(others) == 1 else f"{first} and {len(others)} bulk files"
-    said = f"{exported.n_documents} documents written for {request.to} in {seconds:.1f} s: {request.output} ({files})"
-    _common.print_result(result, request.as_json, said)
+    line = (
+        f"{exported.n_documents} documents written for {request.to} in {seconds:.1f} s: "
+        f"{request.output} ({_describe_files(exported.files)})"
+    )
+    _common.print_result(result, request.as_json, line)
 
 
-def _graph(
-    model: str | None,
-    output: Path,
-    quantize: str | None,
-    top_k: int | None,
-    as_json: bool,
-) -> Any:
-    """The result of an export to ONNX, and what is said of it."""
-    if model is None or model == _models.PACKAGED:
+def _describe_files(files: Sequence[str]) -> str:
+    """Return the files of an export in words: the schema, and the feed or the bulk files."""
+    schema = files[0]
+    if len(files) == 2:
+        return f"{schema}, {files[1]}"
+    return f"{schema} and {len(files) - 1} bulk files"
+
+
+def _export_graph(request: ExportRequest) -> None:
+    """Write the model as one ONNX graph, and print its size, time and error."""
+    if request.model is None or request.model == _models.PACKAGED:
         raise UsageError(
             "--model: expected the folder or name of a sparse model to export, got "
-            f"{model or 'none'}.",
+            f"{request.model or 'none'}.",
         )
     from tilefold.recipes import export_onnx
     from tilefold.recipes.loading import quiet_libraries
 
-    _models.load_model(model, kinds=("sparse",), fast=())  # refuses what is none
+    _models.load_model(request.model, kinds=("sparse",), fast=())  # refuses other models
     started = time.monotonic()
     try:
-        in_options = _options.option_errors(model="--model", quantize="--quantize", top_k="--top-k")
-        with _common.heartbeat("exporting (onnx)"), quiet_libraries(), in_options:
-            made = export_onnx(model, output, quantize=quantize, top_k=top_k)
+        with _common.heartbeat("exporting (onnx)"), quiet_libraries():
+            graph = export_onnx(
+                request.model,
+                request.output,
+                quantize=request.quantize,
+                top_k=request.top_k,
+            )
     except ImportError as error:
         raise CommandError(f"--to onnx: {error}") from error
     seconds = round(time.monotonic() - started, 3)
-    (name, value), *_ = made.error.items()
-    checked = f"{name.replace('_', ' ')} {value:g} on random texts"
-    said = f"one graph of {made.bytes / 1e6:.0f} MB in {seconds:.1f} s ({checked}): {output}"
-    return (
-        {**made._asdict(), "seconds": seconds},
-        as_json,
-        said,
-        _common.next_command("serve", "--model", output),
+    error_name, error_value = next(iter(graph.error.items()))
+    _common.print_result(
+        {**graph._asdict(), "seconds": seconds},
+        request.as_json,
+        f"one graph of {graph.bytes / 1e6:.0f} MB in {seconds:.1f} s "
+        f"({error_name.replace('_', ' ')} {error_value:g} on random texts): {request.output}",
+        _common.next_command("serve", "--model", request.output),
     )
 
 
-def _write(
-    to: str,
-    vectors: Path,
-    output: Path,
-    tokens: Sequence[str] | None,
-    texts: Any,
-    options: dict[str, Any],
-) -> Any:
-    write = retrieval.export_opensearch if to == "opensearch" else retrieval.export_vespa
-    try:
-        with _options.option_errors(
-            field="--field",
-            field_type="--field-type",
-            dots="--dots",
-            document="--document",
-            namespace="--namespace",
-            overwrite="--overwrite",
-        ):
-            return write(vectors, output, tokens, texts=texts, **options)
-    except (DataError, VocabularyMismatchError) as error:
-        message = str(error).replace("dots=keep", "--dots keep")
-        numbers = message.replace(
-            "Leave tokens out, so that terms are named by their numbers",
-            "Give --names numbers",
-        )
-        raise CommandError(numbers) from error
+def _tokens(request: ExportRequest, vectors: Path) -> Sequence[str | None] | None:
+    """Return the token of each term of the vectors, or None to call terms by their numbers.
 
-
-def _tokens(
-    vectors: Path,
-    model: str | None,
-    names: str | None,
-    field_type: str | None,
-) -> Sequence[str] | None:
-    """The token of each term, or None for numbers."""
-    numbers = field_type == "sparse_vector"
-    if (names := names or ("numbers" if numbers else "tokens")) == "numbers":
+    Raises:
+        UsageError: for options that contradict one another, or tokens without a model.
+        CommandError: for a model with another vocabulary than that of the vectors.
+    """
+    needs_numbers = request.field_type == "sparse_vector"
+    default_names = "numbers" if needs_numbers else "tokens"
+    if (request.names or default_names) == "numbers":
         refuse_options(
-            {"--model": model},
+            {"--model": request.model},
             "gives the names of terms, and they are called by their numbers: leave it out",
         )
         return None
-    if numbers:
+    if needs_numbers:
         raise UsageError(
             "--names: terms of --field-type sparse_vector are numbers; leave the option out.",
         )
-    if model is None:
+    if request.model is None:
         raise UsageError("--model: give the model that made the vectors, or --names numbers.")
     manifest = retrieval.read_manifest(vectors)
-    path = _models.find_model(model, "--model")
-    tokenizer: Any
-    if model == _models.PACKAGED:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    else:
-        tokenizer = _models.load_encoder(path).tokenizer
-    found = retrieval.vocabulary_fingerprint(tokenizer)
-    if manifest.fingerprint and found and manifest.fingerprint != found:
-        expected = f"the vocabulary of {vectors} (fingerprint {manifest.fingerprint[:12]})"
-        remedy = "Give the model that made the vectors."
+    tokenizer = _load_tokenizer(request.model)
+    fingerprint = retrieval.vocabulary_fingerprint(tokenizer)
+    if manifest.fingerprint and fingerprint and manifest.fingerprint != fingerprint:
         raise CommandError(
-            f"--model: expected {expected}, got that of {model} ({found[:12]}). {remedy}",
+            f"--model: expected the vocabulary of {vectors} (fingerprint "
+            f"{manifest.fingerprint[:12]}), got that of {request.model} ({fingerprint[:12]}). "
+            "Give the model that made the vectors.",
         )
-    term_names: Sequence[str] = retrieval.term_names(tokenizer, manifest.vocab_size)
-    return term_names
+    names: Sequence[str | None] = retrieval.term_names(tokenizer, manifest.vocab_size)
+    return names
+
+
+def _load_tokenizer(model: str) -> Any:
+    """Load the tokenizer of a sparse model, or of the packaged one."""
+    path = _models.find_model(model, "--model")
+    if model != _models.PACKAGED:
+        return _models.load_encoder(path).tokenizer
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(path)
 
 
 def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
-    """The documents of --data, which must be those that were encoded."""
+    """Return the texts of ``--data`` by id, of passages if these were encoded.
+
+    Raises:
+        CommandError: if other documents were encoded.
+    """
     if data is None:
         return None
     collection = _common.load_data(data, documents_only=True)
-    made_of = retrieval.read_manifest(vectors).provenance
-    _scores.check_texts(f"--vectors {vectors}", made_of, collection, _scores.texts_of(collection))
-    cut = made_of.passages
-    return collection.contents() if cut is None else Passages.parse(cut).of(collection.documents)
+    provenance = retrieval.read_manifest(vectors).provenance
+    _scores.check_texts(
+        f"--vectors {vectors}", provenance, collection, _scores.texts_of(collection)
+    )
+    if provenance.passages is None:
+        return collection.contents()
+    return Passages.parse(provenance.passages).of(collection.documents)

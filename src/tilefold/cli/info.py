@@ -1,6 +1,4 @@
-"""``tilefold info``: this installation, what ``impl="auto"`` chooses here, and what a model needs
-(``info plan``).
-"""
+"""``tilefold info``: versions, devices, chosen implementations, and the needs of a model (``plan``)."""
 
 from __future__ import annotations
 
@@ -38,21 +36,20 @@ OPTIONAL_PACKAGES = {
 }
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
-# estimates by formulas that are fitted to train_splade.csv and a row of encode.csv in
-# benchmarks/results/nvidia-h200
+# Constants of the estimates, fitted to train_splade.csv and a row of encode.csv in
+# benchmarks/results/nvidia-h200.
 GIB = 2**30
-USABLE = 0.955  # of the memory of a GPU: what the largest batches of the benchmark used
-_STATE = 16  # bytes of a parameter: fp32 weight, gradient and both moments of AdamW
-_LAYER, _FEED = (
-    28.2,
-    4.0,
-)  # bytes that a layer saves of a token, per hidden dimension and per intermediate one
-_SAVED = 4.0  # bytes of a token and dimension that a checkpointed layer saves
-_ENDS = 16.0  # the same of embedding and head, which checkpointing leaves
-_ROWS = 2.85  # fp32 rows [V] of a text at the peak: scores, their gradient, the regulariser's
-_ENCODING_FLOPS = 3.89e14  # per second, of an H200 that encodes BERT-base to Parquet
-_TOKENISED = 4.85e6  # tokens per second of the Rust tokenizer on the 16 cores beside it
-TERM_BYTES, POSTING_BYTES = 5.0, 8.0  # in Parquet, at most; in the exact index
+USABLE = 0.955  # share of a GPU's memory that the largest batches of the benchmark used
+_STATE_BYTES = 16  # bytes per parameter: fp32 weight, gradient and both moments of AdamW
+_HIDDEN_BYTES = 28.2  # bytes that a layer saves per token and hidden dimension
+_INTERMEDIATE_BYTES = 4.0  # bytes that a layer saves per token and intermediate dimension
+_CHECKPOINT_BYTES = 4.0  # bytes that a checkpointed layer saves per token and hidden dimension
+_ENDS_BYTES = 16.0  # bytes that embedding and head save per token and hidden dimension
+_PEAK_ROWS = 2.85  # fp32 rows [V] per text at the peak: scores, gradient, the regularizer's
+_ENCODING_FLOPS = 3.89e14  # operations per second of an H200 that encodes BERT-base to Parquet
+_TOKENIZER_RATE = 4.85e6  # tokens per second of the Rust tokenizer on 16 cores
+TERM_BYTES = 5.0  # bytes per term in Parquet, at most
+POSTING_BYTES = 8.0  # bytes per term in the exact index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,12 +150,15 @@ def info(request: InfoRequest) -> None:
     if request.model is not None:
         _print_plan(request, request.model)
         return
-    show = _common.print_json if request.json else _print
-    show(collect())
+    facts = collect()
+    if request.json:
+        _common.print_json(facts)
+    else:
+        _print(facts)
 
 
 def collect() -> dict[str, Any]:
-    """The facts that ``tilefold info`` prints, JSON-ready."""
+    """Return the facts that ``tilefold info`` prints, as JSON values."""
     import platform
 
     import torch
@@ -198,7 +198,7 @@ def collect() -> dict[str, Any]:
 
 
 def _operators() -> dict[str, dict[str, Any]]:
-    """For every operator and kind of device: what ``impl="auto"`` runs, and why not Triton."""
+    """Return operator -> kind of device -> what ``impl="auto"`` runs there, and why nothing faster."""
     import torch
 
     from tilefold.ops import implementations
@@ -211,16 +211,17 @@ def _operators() -> dict[str, dict[str, Any]]:
         operators[name] = {}
         for device in devices:
             auto = implementations.resolve_impl("auto", device, operator)
-            why_not = implementations.given_up(operator, device) or implementations.why_not_triton(
-                device,
-            )
-            kernel, why_not_faster = "torch", None
+            why_not_triton = implementations.given_up(operator, device)
+            if not why_not_triton:
+                why_not_triton = implementations.why_not_triton(device)
+            kernel = "torch"
+            why_not_faster = None
             if auto == "triton":
                 capability = torch.cuda.get_device_capability(device)
                 kernel, why_not_faster = implementations.kernel_of(operator, capability, device)
             operators[name][device.type] = {
                 "auto": auto,
-                "why_not_triton": why_not,
+                "why_not_triton": why_not_triton,
                 "kernels": kernel,
                 "why_not_faster": why_not_faster,
             }
@@ -228,43 +229,23 @@ def _operators() -> dict[str, dict[str, Any]]:
 
 
 def _print(facts: dict[str, Any]) -> None:
+    """Print the facts of :func:`collect` for people."""
     cpu = facts["cpu"]
-    lines = [
+    typer.echo(
         f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on "
         f"{facts['platform']}",
-        f"cpu: {cpu['name']}, {cpu['threads']} threads",
-    ]
-    lines += [
-        f"gpu: {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB, driver "
-        f"{facts['driver']}"
-        for gpu in facts["gpus"]
-    ] or ["gpu: none that torch can see"]
-    typer.echo("\n".join(lines))
-
-    rows: list[tuple[str, ...]] = [
-        (
-            name,
-            device,
-            picked["auto"],
-            picked["kernels"],
-            picked["why_not_triton"] or picked["why_not_faster"] or "",
+    )
+    typer.echo(f"cpu: {cpu['name']}, {cpu['threads']} threads")
+    for gpu in facts["gpus"]:
+        typer.echo(
+            f"gpu: {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB, driver "
+            f"{facts['driver']}",
         )
-        for name, devices in facts["operators"].items()
-        for device, picked in devices.items()
-    ]
-    columns: tuple[str, ...] = ("operator", "device", "auto runs", "by", "why nothing faster")
-    _common.print_table(columns, rows, fold=columns)
-    if (triton := facts["triton"])["release"] is not None:
-        tested = "" if triton["tested"] else ", which tilefold was not tested with"
-        typer.echo(f"On GPUs with Triton {triton['release']}{tested}:")
-        kernels = triton["kernels_by_compute_capability"].items()
-        rows = [
-            (cap, name, kernel, why or "")
-            for cap, found in kernels
-            for name, (kernel, why) in found.items()
-        ]
-        columns = ("compute capability", "operator", "16-bit kernels", "why nothing faster")
-        _common.print_table(columns, rows, fold=columns)
+    if not facts["gpus"]:
+        typer.echo("gpu: none that torch can see")
+    _print_operators(facts["operators"])
+    if facts["triton"]["release"] is not None:
+        _print_kernels(facts["triton"])
     rows = [
         (name, version or "not installed", OPTIONAL_PACKAGES[name])
         for name, version in facts["packages"].items()
@@ -272,14 +253,44 @@ def _print(facts: dict[str, Any]) -> None:
     _common.print_table(("optional package", "version", "for"), rows)
 
 
+def _print_operators(operators: dict[str, dict[str, Any]]) -> None:
+    """Print the implementation of each operator on each kind of device."""
+    rows = []
+    for name, choice_by_device in operators.items():
+        for device, choice in choice_by_device.items():
+            reason = choice["why_not_triton"] or choice["why_not_faster"] or ""
+            rows.append((name, device, choice["auto"], choice["kernels"], reason))
+    columns = ("operator", "device", "auto runs", "by", "why nothing faster")
+    _common.print_table(columns, rows, fold=columns)
+
+
+def _print_kernels(triton: dict[str, Any]) -> None:
+    """Print which kernels run on each compute capability with the installed Triton."""
+    tested = "" if triton["tested"] else ", which tilefold was not tested with"
+    typer.echo(f"On GPUs with Triton {triton['release']}{tested}:")
+    rows = []
+    for capability, kernels in triton["kernels_by_compute_capability"].items():
+        for operator, (kernel, why_not_faster) in kernels.items():
+            rows.append((capability, operator, kernel, why_not_faster or ""))
+    columns = ("compute capability", "operator", "16-bit kernels", "why nothing faster")
+    _common.print_table(columns, rows, fold=columns)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A BERT-like encoder with a tied LM head."""
+    """Dimensions of a BERT-like encoder with a tied LM head.
 
-    hidden: int  # D
+    Attributes:
+        hidden: hidden dimension D.
+        layers: number of layers.
+        intermediate: width of the feed-forward part.
+        vocab: vocabulary size V.
+    """
+
+    hidden: int
     layers: int
-    intermediate: int  # width of the feed-forward part
-    vocab: int  # V
+    intermediate: int
+    vocab: int
 
     @property
     def layer_parameters(self) -> int:
@@ -288,18 +299,25 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model, about."""
+        """Approximate number of parameters of the model, with 512 positions."""
         return self.layer_parameters + (self.vocab + 512) * self.hidden + self.hidden**2
 
 
 @dataclass(frozen=True)
 class Training:
-    """One training step of pairs."""
+    """Estimated memory of a training step, and the batches that fit.
 
-    fixed_gib: float  # weights, gradients and the state of AdamW
-    mib_a_pair: float  # that each query with its document adds at the peak
-    largest_batch: int  # pairs that fit; 0 where the weights alone do not
-    largest_in_mini_batches: int  # the same with the gradients of all rows cached
+    Attributes:
+        fixed_gib: weights, gradients and the state of AdamW, in GiB.
+        mib_a_pair: peak memory per pair of a query and a document, in MiB.
+        largest_batch: pairs that fit; 0 if the weights alone do not.
+        largest_in_mini_batches: pairs that fit in mini-batches, with cached gradients.
+    """
+
+    fixed_gib: float
+    mib_a_pair: float
+    largest_batch: int
+    largest_in_mini_batches: int
 
 
 def training(
@@ -311,40 +329,63 @@ def training(
     *,
     checkpointing: bool,
 ) -> Training:
-    """SPLADE with `accelerate`, bf16 autocast, texts of full length: a query and a document for
-    each pair.
+    """Estimate the memory of training SPLADE with `accelerate`, in bf16 autocast.
+
+    All texts are taken to be of full length.
+
+    Args:
+        shape: of the model.
+        length: tokens of a document.
+        query_length: tokens of a query.
+        memory_gib: memory of the GPU in GiB.
+        mini_batch_size: pairs of a mini-batch.
+        checkpointing: whether layers are recomputed in the backward pass.
     """
-    layer = _LAYER * shape.hidden + _FEED * shape.intermediate
-    ends = _ENDS * shape.hidden
-    of_token = (
-        shape.layers * _SAVED * shape.hidden + layer + ends
-        if checkpointing
-        else shape.layers * layer
+    layer_bytes = _HIDDEN_BYTES * shape.hidden + _INTERMEDIATE_BYTES * shape.intermediate
+    if checkpointing:
+        checkpoints = shape.layers * _CHECKPOINT_BYTES * shape.hidden
+        token_bytes = checkpoints + layer_bytes + _ENDS_BYTES * shape.hidden
+        # The backward pass of the layers runs when most of the head's rows are freed.
+        peak_rows = 1.0
+    else:
+        token_bytes = shape.layers * layer_bytes
+        peak_rows = _PEAK_ROWS
+    row_bytes = 4 * shape.vocab
+    pair_bytes = (length + query_length) * token_bytes + 2 * peak_rows * row_bytes
+    fixed_bytes = _STATE_BYTES * shape.parameters
+    free_bytes = USABLE * memory_gib * GIB - fixed_bytes
+
+    def cached_bytes(n_pairs: int) -> float:
+        """Return the peak of a step of `n_pairs` in mini-batches, whose gradients are cached."""
+        rows = row_bytes * n_pairs
+        scores = 4 * n_pairs**2
+        mini_batch = mini_batch_size * pair_bytes + 2 * rows
+        loss_forward = 9.25 * rows + scores
+        loss_backward = 7 * rows + 4 * scores
+        return max(mini_batch, loss_forward, loss_backward)
+
+    largest_in_mini_batches = bisect.bisect(range(1, 1 << 24), free_bytes, key=cached_bytes)
+    return Training(
+        fixed_gib=fixed_bytes / GIB,
+        mib_a_pair=pair_bytes / 2**20,
+        largest_batch=max(0, int(free_bytes / pair_bytes)),
+        largest_in_mini_batches=largest_in_mini_batches,
     )
-    rows = (
-        1.0 if checkpointing else _ROWS
-    )  # the layers' backward runs when most of the head's are gone
-    pair = (length + query_length) * of_token + 2 * rows * 4 * shape.vocab
-    fixed = _STATE * shape.parameters
-    free = USABLE * memory_gib * GIB - fixed
-
-    def cached(
-        pairs: int,
-    ) -> float:  # a mini-batch beside the gradients of all rows, or the loss of all, as counted
-        row, scores = 4 * shape.vocab * pairs, 4 * pairs**2
-        return max(mini_batch_size * pair + 2 * row, 9.25 * row + scores, 7 * row + 4 * scores)
-
-    in_parts = bisect.bisect(range(1, 1 << 24), free, key=cached)
-    return Training(fixed / GIB, pair / 2**20, max(0, int(free / pair)), in_parts)
 
 
 def texts_per_second(shape: Shape, length: int) -> float:
-    """Rate of encoding to Parquet on one H200 in bf16: that of BERT-base by operations, or the
-    tokenizer's.
+    """Estimate the rate of encoding to Parquet on one H200 in bf16.
+
+    It is limited by the operations of the model, at the rate of BERT-base, or by the tokenizer.
+
+    Args:
+        shape: of the model.
+        length: tokens of a text.
     """
-    attention = 4 * length * shape.hidden * shape.layers
-    of_token = 2 * (shape.layer_parameters + shape.hidden * shape.vocab) + attention
-    return min(_ENCODING_FLOPS / of_token, _TOKENISED) / length
+    weight_operations = 2 * (shape.layer_parameters + shape.hidden * shape.vocab)
+    attention_operations = 4 * length * shape.hidden * shape.layers
+    tokens_per_second = _ENCODING_FLOPS / (weight_operations + attention_operations)
+    return min(tokens_per_second, _TOKENIZER_RATE) / length
 
 
 def _print_plan(request: InfoRequest, model: str) -> None:
@@ -387,7 +428,11 @@ def _print_plan(request: InfoRequest, model: str) -> None:
 
 
 def _shape_of(model: str) -> Shape:
-    """The shape of an encoder like BERT, from its configuration."""
+    """Return the dimensions of an encoder like BERT, from its configuration.
+
+    Raises:
+        UsageError: if the configuration lacks one of them.
+    """
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(
@@ -395,39 +440,56 @@ def _shape_of(model: str) -> Shape:
         trust_remote_code=False,
     )
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
-    values = [getattr(config, name, None) for name in names]
-    if not all(isinstance(value, int) for value in values):
-        name, got = next(
-            pair for pair in zip(names, values, strict=True) if not isinstance(pair[1], int)
-        )
-        raise UsageError(
-            f"--model: expected a configuration with {', '.join(names)}, got {name}={got!r:.80}.",
-        )
-    return Shape(*(int(value) for value in values if value is not None))
+    for name in names:
+        value = getattr(config, name, None)
+        if not isinstance(value, int):
+            raise UsageError(
+                f"--model: expected a configuration with {', '.join(names)}, got "
+                f"{name}={value!r:.80}.",
+            )
+    return Shape(
+        hidden=config.hidden_size,
+        layers=config.num_hidden_layers,
+        intermediate=config.intermediate_size,
+        vocab=config.vocab_size,
+    )
 
 
-def _format_plan(model: str, found: dict[str, Any]) -> str:
-    """Return a plan in words."""
-    encoding, steps = found["encoding"], ""
-    for name, how in (("training", ""), ("training_checkpointed", " with gradient checkpointing")):
-        step = found[name]
-        steps += (
-            f"  at most {step['largest_batch']:,} pairs{how}: {step['fixed_gib']:.1f} GiB and "
-            f"{step['mib_a_pair']:.1f} MiB per pair; {step['largest_in_mini_batches']:,} in "
-            "mini-batches of "
-            f"{found['mini_batch_size']:,}\n"
-        )
-    return (
-        f"{model}: {found['parameters'] / 1e6:.0f} million parameters, V = "
-        f"{found['shape']['vocab']:,}\n"
-        f"training SPLADE, documents of {found['length']} and queries of {found['query_length']} "
-        "tokens, "
-        f"{found['gpu_memory']:g} GiB, bf16 autocast, AdamW:\n{steps}"
-        f"encoding {found['documents']:,} documents of {found['terms']:g} terms on one H200: "
+def _format_plan(model: str, plan: dict[str, Any]) -> str:
+    """Return the plan of a model in words."""
+    encoding = plan["encoding"]
+    lines = [
+        f"{model}: {plan['parameters'] / 1e6:.0f} million parameters, V = "
+        f"{plan['shape']['vocab']:,}",
+        f"training SPLADE, documents of {plan['length']} and queries of {plan['query_length']} "
+        f"tokens, {plan['gpu_memory']:g} GiB, bf16 autocast, AdamW:",
+        _format_training(plan["training"], "", plan["mini_batch_size"]),
+        _format_training(
+            plan["training_checkpointed"],
+            " with gradient checkpointing",
+            plan["mini_batch_size"],
+        ),
+        f"encoding {plan['documents']:,} documents of {plan['terms']:g} terms on one H200: "
         f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} "
-        "hours\n"
+        "hours",
         f"  {encoding['vector_gigabytes_at_most']:.3g} GB of vectors at most, "
-        f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index\n"
+        f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index",
         "worked out from one H200: BERT-base and XLM-R-base (batch, memory), BERT-base (rate); the "
-        "rest is not measured"
+        "rest is not measured",
+    ]
+    return "\n".join(lines)
+
+
+def _format_training(step: dict[str, Any], setting: str, mini_batch_size: int) -> str:
+    """Return the batches that fit, and the memory of a step, in words.
+
+    Args:
+        step: a :class:`Training` as a dictionary.
+        setting: how it is trained, after a space; empty for the default.
+        mini_batch_size: pairs of a mini-batch.
+    """
+    return (
+        f"  at most {step['largest_batch']:,} pairs{setting}: {step['fixed_gib']:.1f} GiB and "
+        f"{step['mib_a_pair']:.1f} MiB per pair; {step['largest_in_mini_batches']:,} in "
+        f"mini-batches of {mini_batch_size:,}"
     )

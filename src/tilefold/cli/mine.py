@@ -325,9 +325,7 @@ def _write(
         "--output",
         "scored.parquet",
     )
-    stronger = (
-        f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached()}"
-    )
+    stronger = f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached_models()}"
     said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
     _common.print_result(result, request.as_json, said, following, stronger)
 

@@ -222,7 +222,11 @@ def _common_queries(tables: Mapping[str, Table]) -> list[str]:
     runs = list(tables)
     queries = list(next(iter(tables.values()), ()))
     check_least("runs to compare", len(runs), 2)
-    check_least("queries to compare runs on", len(queries), 2)
+    if len(queries) < 2:
+        raise ArgumentError(
+            "tables",
+            f"expected at least 2 queries to compare runs on, got {len(queries)}.",
+        )
     for run, table in tables.items():
         unshared = table.keys() ^ set(queries)
         if unshared:

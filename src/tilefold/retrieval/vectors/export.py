@@ -52,8 +52,8 @@ _MIN_OPENSEARCH_WEIGHT = float(np.finfo(np.float32).tiny)
 # Names that an error lists.
 _LISTED_NAMES = 3
 
-_NUMBERS_REMEDY = "Leave tokens out, so that terms are named by their numbers"
-_DOTS_REMEDY = f"{_NUMBERS_REMEDY} (or dots=keep, for neural_sparse on OpenSearch)"
+_NUMBERS_REMEDY = "Name terms by their numbers: tokens=None, or --names numbers"
+_DOTS_REMEDY = f"{_NUMBERS_REMEDY} (for neural_sparse on OpenSearch dots='keep', or --dots keep)"
 
 _FIELD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _WORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
