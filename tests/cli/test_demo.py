@@ -135,19 +135,19 @@ def test_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> 
     folders = [demo_steps.folder_of(tmp_path, *each) for each in asked]
     assert len(set(folders)) == 4 * len(sizes)
     assert folders[0] == demo_steps.folder_of(tmp_path, sizes[0], 0, "a")
-    assert demo._asked_size(None, full=False, quick=True) == demo._asked_size(
+    assert demo._choose_size(None, full=False, quick=True) == demo._choose_size(
         3,
         full=False,
         quick=False,
     )
-    assert demo._asked_size(None, full=False, quick=False) == demo._asked_size(
+    assert demo._choose_size(None, full=False, quick=False) == demo._choose_size(
         5,
         full=False,
         quick=False,
     )
-    assert demo._asked_size(None, full=True, quick=False) == demo_steps.FULL
+    assert demo._choose_size(None, full=True, quick=False) == demo_steps.FULL
     more = [
-        demo._asked_size(minutes, full=False, quick=False)
+        demo._choose_size(minutes, full=False, quick=False)
         for minutes in (0.01, 3, 4.9, 5, 10, 12, 15, 600)
     ]
     assert [size.steps for size in more] == [40, 40, 40, 50, 90, 90, 110, 110], (

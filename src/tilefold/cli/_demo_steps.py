@@ -1,4 +1,4 @@
-"""The sizes and splits of ``tilefold demo``, and encoding, whose results a later run reuses."""
+"""Steps of ``tilefold demo``: sizes, splits, the recipe, encoding, and overlaps of runs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,36 @@ if TYPE_CHECKING:
 
 Tokens: TypeAlias = "tuple[TokenVectors, TokenStore]"  # of queries, and of documents
 HELD_OUT = 200  # queries that choose the weights of the fusion
-TEST_QUERIES = 800  # of every size but the full one, which keeps the collection's own
-EXAMPLE_ID, EXAMPLE = "example", "how do I read a csv file"
+TEST_QUERIES = 800  # test queries of all sizes but the full one
+EXAMPLE_ID = "example"
+EXAMPLE = "how do I read a csv file"
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of a demo."""
+    """The size of a demo.
 
-    name: str  # of its folder
-    documents: int | None  # None for all; those that a query asks for are always taken
-    max_length: int  # tokens at which SPLADE cuts texts
-    dense_length: int  # the same of dense retrieval, and of training
+    Attributes:
+        name: name of its folder, before a digest.
+        documents: number of documents; relevant ones are always taken, and None takes all.
+        max_length: tokens per text of SPLADE.
+        dense_length: tokens per text of dense retrieval.
+        train_length: tokens per text while SPLADE is trained.
+        steps: training steps.
+        batch_size: pairs per step.
+        learning_rate: peak of the learning rate.
+        published: whether splits and batches are those of the published figures.
+    """
+
+    name: str
+    documents: int | None
+    max_length: int
+    dense_length: int
     train_length: int
     steps: int
     batch_size: int = 64
     learning_rate: float = 2e-4
-    published: bool = False  # splits and batches are those of the published figures
+    published: bool = False
 
 
 FULL = Size("full", None, 128, 256, 64, 110, published=True)
@@ -55,53 +68,78 @@ SIZES = {
 
 
 def split(collection: Collection, size: Size) -> Collection:
-    """The collection with some training queries, evenly spaced, moved to a split ``"dev"``."""
-    test, train = collection.qrels["test"], collection.qrels["train"]
-    # a short training sees few pairs twice, and more test queries make the standard error of a
-    # difference smaller
-    wanted = (
-        0 if size.published else min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8) - len(test)
-    )
-    moved = set(sorted(train, key=_rank)[: max(0, wanted)])
-    names = sorted(train.keys() - moved)
-    dev = names[:: max(1, len(names) // HELD_OUT)][:HELD_OUT]
-    parts = {
-        "test": test | {name: grades for name, grades in train.items() if name in moved},
-        "train": {name: grades for name, grades in train.items() if name not in moved.union(dev)},
-        "dev": {name: train[name] for name in dev},
+    """Return a collection with some training queries moved to the splits ``test`` and ``dev``.
+
+    More test queries make the standard error of a difference smaller, and a short training sees few
+    pairs twice. The full size keeps the test queries of the collection.
+    """
+    test = collection.qrels["test"]
+    train = collection.qrels["train"]
+    n_moved = 0
+    if not size.published:
+        n_test = min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8)
+        n_moved = max(0, n_test - len(test))
+    moved = set(sorted(train, key=_rank)[:n_moved])
+    remaining = sorted(train.keys() - moved)
+    dev = remaining[:: max(1, len(remaining) // HELD_OUT)][:HELD_OUT]
+    not_train = moved.union(dev)
+    moved_qrels = {query: grades for query, grades in train.items() if query in moved}
+    qrels = {
+        **collection.qrels,
+        "test": {**test, **moved_qrels},
+        "train": {query: grades for query, grades in train.items() if query not in not_train},
+        "dev": {query: train[query] for query in dev},
     }
-    return replace(collection, qrels=collection.qrels | parts)
+    return replace(collection, qrels=qrels)
 
 
 def take(collection: Collection, count: int | None) -> Collection:
-    """The collection with `count` documents, in its own order: relevant ones, which all stay, and
-    others at random.
+    """Return a collection with fewer documents, in the same order.
+
+    Args:
+        collection: with judgements in all splits.
+        count: number of documents: all relevant ones, and others at random. None takes all.
     """
-    judged = {
-        name for grades in collection.qrels.values() for pairs in grades.values() for name in pairs
-    }
+    judged = set[str]()
+    for qrels in collection.qrels.values():
+        for grades in qrels.values():
+            judged.update(grades)
     others = sorted(collection.documents.keys() - judged, key=_rank)
     judged &= collection.documents.keys()
-    kept = judged.union(others if count is None else others[: max(0, count - len(judged))])
-    documents = {name: document for name, document in collection.documents.items() if name in kept}
+    if count is not None:
+        others = others[: max(0, count - len(judged))]
+    selected = judged.union(others)
+    documents = {
+        name: document for name, document in collection.documents.items() if name in selected
+    }
     return replace(collection, documents=documents)
 
 
 def _rank(name: str) -> str:
+    """Return a sort key that orders ids at random, always in the same way."""
     return hashlib.sha256(name.encode()).hexdigest()
 
 
 DEPTH = 100
-# Heaviest terms kept per text: a third of the postings, for less than .01 nDCG@10 on held-out
-# queries.
-DOCUMENT_TERMS, QUERY_TERMS = 128, 32
+# Heaviest terms of a text that are kept: a third of the postings, for a loss of less than .01
+# nDCG@10 on held-out queries.
+DOCUMENT_TERMS = 128
+QUERY_TERMS = 32
 RERANKED = 50  # candidates per query for late interaction
-NDCG, RECALL = "nDCG@10", "R@100"
+NDCG = "nDCG@10"
+RECALL = "R@100"
 BASE_MODEL = "minilm"
 
 
 def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
-    """The folder of a demo of this size over this data."""
+    """Return the folder of a demo.
+
+    Args:
+        root: folder of all demos.
+        size: of the demo.
+        seed: of the training.
+        data_digest: fingerprint of documents and queries.
+    """
     key = hashlib.sha256(f"{size} {seed} {DOCUMENT_TERMS} {data_digest}".encode()).hexdigest()
     return root / f"{size.name}-{key[:8]}"
 
@@ -125,28 +163,46 @@ def make_recipe(size: Size, seed: int) -> LsrRecipe:
 
 
 def encode(
-    how: Callable[..., object],
+    encode_collection: Callable[..., object],
     model: Model,
-    part: Collection,
+    collection: Collection,
     folder: Path,
     **options: object,
 ) -> bool:
-    """Encode documents into a folder, where an earlier run may have begun; whether it had done
-    everything.
+    """Encode documents into a folder, or finish what an earlier run began there.
+
+    Args:
+        encode_collection: function of the model, the texts and the folder, such as
+            :func:`tilefold.retrieval.encode_tokens`.
+        model: what encodes.
+        collection: the documents.
+        folder: of the vectors.
+        options: further arguments of `encode_collection`.
+
+    Returns:
+        Whether an earlier run had encoded all documents.
     """
-    before: list[int] = []
-    with _common.progress_bar(f"  encoding {folder.name}", resumes="") as tick:
+    progress_counts: list[int] = []
+    with _common.progress_bar(f"  encoding {folder.name}", resumes="") as update:
 
         def progress(done: int, total: int) -> None:
-            before.append(done)
-            tick(done, total)
+            progress_counts.append(done)
+            update(done, total)
 
-        run = partial(how, model, part.contents(), folder, progress=progress, **options)
+        encode_into_folder = partial(
+            encode_collection,
+            model,
+            collection.contents(),
+            folder,
+            progress=progress,
+            **options,
+        )
         try:
-            run()
-        except DataError:  # damaged, or of other settings
-            run(resume=False)
-    return before[0] == len(part.documents)
+            encode_into_folder()
+        except DataError:  # the folder is damaged, or has other settings
+            encode_into_folder(resume=False)
+    n_done_before = progress_counts[0]
+    return n_done_before == len(collection.documents)
 
 
 def zero_shot(
@@ -155,16 +211,29 @@ def zero_shot(
     queries: dict[str, str],
     length: int,
 ) -> tuple[Run, Tokens, bool]:
-    """Dense run of all-MiniLM-L6-v2, token vectors of queries and documents, and whether the latter
-    were there.
+    """Search with all-MiniLM-L6-v2 as a dense model, and encode token vectors with it.
+
+    Args:
+        root: folder of all demos. Vectors are shared by the demos of these texts and this length.
+        collection: the documents.
+        queries: query id -> text.
+        length: tokens per text.
+
+    Returns:
+        The dense run, the token vectors of queries and documents, and whether the vectors of an
+        earlier run were reused.
     """
     from tilefold.recipes.colbert import ColbertRecipe, train
 
-    # of all demos of these texts and this length; --rerank needs the model later
     folder = root / f"minilm-{length}-{texts_digest(collection.contents())[:8]}"
     dense, _ = _models.load_model(_models.PACKAGED, kinds=("dense",))
     _models.limit_length(dense, length)
-    reused = encode(retrieval.encode_dense_collection, dense, collection, folder / "dense")
+    dense_reused = encode(
+        retrieval.encode_dense_collection,
+        dense,
+        collection,
+        folder / "dense",
+    )
     index = retrieval.DenseIndex.build(retrieval.open_dense(folder / "dense"))
     run = retrieval.Searcher(index, dense).rank(queries, retrieval.SearchRequest(DEPTH)).run
     recipe = ColbertRecipe(
@@ -174,9 +243,11 @@ def zero_shot(
         query_length=length,
         skip_punctuation=False,
     )
-    source = str(Path(train(recipe, collection, folder / "model").model_dir).resolve())
+    # The model stays in the folder, because search --rerank loads it later.
+    result = train(recipe, collection, folder / "model")
+    source = str(Path(result.model_dir).resolve())
     late, _ = _models.load_model(source, kinds=("multi-vector",), fast=_models.FUSED)
-    reused &= encode(
+    tokens_reused = encode(
         retrieval.encode_tokens,
         late,
         collection,
@@ -184,20 +255,23 @@ def zero_shot(
         storage="int8",
         source=source,
     )
-    tokens = (
-        retrieval.encode_texts(late, queries, kind="query"),
-        retrieval.open_tokens(folder / "tokens"),
-    )
-    return run, tokens, reused
+    query_tokens = retrieval.encode_texts(late, queries, kind="query")
+    document_tokens = retrieval.open_tokens(folder / "tokens")
+    return run, (query_tokens, document_tokens), dense_reused and tokens_reused
 
 
 def overlap(exact: Run, other: Run, k: int = 10) -> float:
-    """Share of the exact top `k` that another run has in its own top `k`; both have the best
-    documents first.
+    """Return the mean share of a query's exact top `k` that another run has in its top `k`.
+
+    Args:
+        exact: the run of an exact search, the best documents first.
+        other: the run of an approximate search, the best documents first.
+        k: documents per query.
     """
-    tops = [
-        (list(scores)[:k], list(other.get(query, {}))[:k])
-        for query, scores in exact.items()
-        if scores
-    ]
-    return sum(len({*mine} & {*theirs}) / len(mine) for mine, theirs in tops) / max(1, len(tops))
+    shares = []
+    for query, scores in exact.items():
+        if scores:
+            exact_top = list(scores)[:k]
+            other_top = list(other.get(query, {}))[:k]
+            shares.append(len(set(exact_top) & set(other_top)) / len(exact_top))
+    return sum(shares) / max(1, len(shares))

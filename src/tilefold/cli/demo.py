@@ -1,6 +1,4 @@
-"""``tilefold demo``: train, index, search and evaluate a sparse retriever on this machine, with no
-download.
-"""
+"""``tilefold demo``: train, index, search and evaluate a sparse retriever without a download."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
 
-ANSWERS = 3
+ANSWERS = 3  # documents that are shown for the example query
 SYSTEMS = (
     "BM25",
     "dense zero-shot (all-MiniLM-L6-v2)",
@@ -92,7 +90,7 @@ def demo(request: DemoRequest) -> None:
     Example:
         tilefold demo --minutes 3
     """
-    size = _asked_size(request.minutes, request.full, request.quick)
+    size = _choose_size(request.minutes, request.full, request.quick)
     if not 0 <= request.seed < 2**32:
         raise UsageError(
             f"--seed: expected a whole number of at least 0 and below 2^32, got {request.seed}.",
@@ -100,292 +98,418 @@ def demo(request: DemoRequest) -> None:
     if request.output.is_file():
         raise UsageError(f"--output: expected a folder, got the file {request.output}.")
     request.output.mkdir(parents=True, exist_ok=True)
-    started, stages = time.monotonic(), dict[str, dict[str, Any]]()
+    started = time.monotonic()
+    stages = Stages()
     try:
         results = _run(size, request.seed, request.output, stages)
     except MissingPackageError as error:
         raise CommandError(
             f'{_common.first_line(error)} (everything: pip install "tilefold[demo]")',
         ) from error
-    results |= {"seconds": time.monotonic() - started, "stages": stages, "seed": request.seed}
+    results["seconds"] = time.monotonic() - started
+    results["stages"] = stages.records
+    results["seed"] = request.seed
     record = {
         "folder": Path(results["model"]).parent.name,
         "query_terms": steps.QUERY_TERMS,
         "results": results,
     }
     write_json(request.output / "demo.json", record)
-    (_common.print_json if request.as_json else print_report)(results)
+    if request.as_json:
+        _common.print_json(results)
+    else:
+        print_report(results)
 
 
-def _asked_size(minutes: float | None, full: bool, quick: bool) -> Size:
+def _choose_size(minutes: float | None, full: bool, quick: bool) -> Size:
+    """Return the largest size that fits into the minutes, or the smallest one.
+
+    Args:
+        minutes: value of ``--minutes``; by default 5, or 3 with `quick`.
+        full: take the full size.
+        quick: take the size of 3 minutes.
+    """
     if sum((minutes is not None, full, quick)) > 1:
         raise UsageError("--minutes, --full and --quick exclude one another: give one of them.")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
     if full:
         return steps.FULL
-    most, sizes = minutes or (3.0 if quick else 5.0), steps.SIZES
-    return sizes[max((limit for limit in sizes if limit <= most), default=min(sizes))]
+    if minutes is None:
+        minutes = 3.0 if quick else 5.0
+    fitting = [limit for limit in steps.SIZES if limit <= minutes]
+    return steps.SIZES[max(fitting, default=min(steps.SIZES))]
 
 
-@contextmanager
-def _step(stages: dict[str, Any], name: str, text: str) -> Iterator[dict[str, Any]]:
-    """Print what begins, and afterwards its time; yields a record that takes what it ``found``, and
-    if it was kept.
+@dataclass
+class Outcome:
+    """Outcome of a stage, which the stage fills in.
+
+    Attributes:
+        text: what the stage made, in words.
+        reused: whether an earlier run had made it.
     """
-    started = time.monotonic()
-    note(f"{text} ...")
-    told: dict[str, Any] = {"found": "", "reused": False}
-    yield told
-    seconds = time.monotonic() - started
-    stages[name] = {"seconds": seconds, "reused": told["reused"]}
-    note(
-        "  "
-        f"{told['found']}{', ' * bool(told['found'])}{'reused' if told['reused'] else f'{seconds:.1f} s'}",
-    )
+
+    text: str = ""
+    reused: bool = False
 
 
-def _answers(system: str, collection: Collection, run: Run) -> None:
-    """Print the first documents for the example query."""
-    titles = [
-        collection.documents[name].title or name for name in list(run[steps.EXAMPLE_ID])[:ANSWERS]
-    ]
+class Stages:
+    """Stages of the demo, with notes on stderr.
+
+    Attributes:
+        records: seconds of each stage by name, and whether its results were reused.
+    """
+
+    def __init__(self) -> None:
+        self.records: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def stage(self, name: str, title: str) -> Iterator[Outcome]:
+        """Print the title of a stage, and afterwards its outcome and its time.
+
+        Args:
+            name: of the stage in :attr:`records`.
+            title: of the stage for people.
+
+        Yields:
+            The outcome, for the stage to fill in.
+        """
+        started = time.monotonic()
+        note(f"{title} ...")
+        outcome = Outcome()
+        yield outcome
+        seconds = time.monotonic() - started
+        self.records[name] = {"seconds": seconds, "reused": outcome.reused}
+        time_text = "reused" if outcome.reused else f"{seconds:.1f} s"
+        note(f"  {outcome.text}, {time_text}" if outcome.text else f"  {time_text}")
+
+
+def _note_answers(system: str, collection: Collection, run: Run) -> None:
+    """Print the titles of the first documents for the example query."""
+    documents = list(run[steps.EXAMPLE_ID])[:ANSWERS]
+    titles = [collection.documents[name].title or name for name in documents]
     note(f'  {system} answers "{EXAMPLE}": {", ".join(titles) or "nothing"}')
 
 
-def _run(size: Size, seed: int, output: Path, stages: dict[str, Any]) -> dict[str, Any]:
-    """All stages; the results."""
+def _run(size: Size, seed: int, output: Path, stages: Stages) -> dict[str, Any]:
+    """Run all stages of the demo.
+
+    Args:
+        size: of the demo.
+        seed: of the training.
+        output: folder of all demos.
+        stages: records the stages.
+
+    Returns:
+        The results, as :func:`print_report` prints them.
+    """
     from tilefold.recipes import train
 
     _common.kept.append(lambda: any(output.glob("*/data")))
-    with _step(stages, "collection", "collection: the documentation of this Python") as told:
-        everything = _common.load_data("pydocs", output / "data")
-        part = steps.take(steps.split(everything, size), size.documents)
-        pairs = ", ".join(f"{len(grades)} {split}" for split, grades in part.qrels.items())
-        told["found"] = (
-            f"{len(part.documents)} of {len(everything.documents)} documents; queries: {pairs}"
+    with stages.stage("collection", "collection: the documentation of this Python") as outcome:
+        full_collection = _common.load_data("pydocs", output / "data")
+        collection = steps.take(steps.split(full_collection, size), size.documents)
+        pairs = ", ".join(f"{len(grades)} {split}" for split, grades in collection.qrels.items())
+        outcome.text = (
+            f"{len(collection.documents)} of {len(full_collection.documents)} documents; "
+            f"queries: {pairs}"
         )
-    folder = steps.folder_of(
-        output,
-        size,
-        seed,
-        texts_digest({**everything.contents(), **everything.queries}),
-    )
+    texts = {**full_collection.contents(), **full_collection.queries}
+    folder = steps.folder_of(output, size, seed, texts_digest(texts))
     if (folder / "data").is_dir():
         note(f"resuming an earlier run in {folder} (delete that folder to start over)")
-    part.save_beir(folder / "data", overwrite=True)
-    queries = part.split_queries("test") | part.split_queries("dev") | {steps.EXAMPLE_ID: EXAMPLE}
-    with _step(stages, "bm25", "searching: BM25"):
-        bm25: Run = retrieval.BM25Index.build(part.contents(), identifiers=True).search(
-            queries,
-            DEPTH,
-        )
-    _answers("BM25", part, bm25)
-    with _step(
-        stages,
-        "dense",
-        f"dense zero-shot, and token vectors: {len(part.documents)} documents",
-    ) as told:
-        dense, tokens, told["reused"] = steps.zero_shot(output, part, queries, size.dense_length)
-        told["found"] = (
-            f"{tokens[1].manifest.n_tokens:,} token vectors in {tokens[1].manifest.storage}"
-        )
-    _answers("dense", part, dense)
-    title = f"training SPLADE with the fused head: {size.steps} steps of {size.batch_size} pairs"
-    with _step(stages, "training", title) as told, _common.progress_bar("  training") as tick:
-        trained = train(steps.make_recipe(size, seed), part, folder / "model", progress=tick)
-        resumed = (
-            f", from step {trained.resumed_from}"
-            if trained.resumed_from and not trained.reused
-            else ""
-        )
-        told["found"] = f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}{resumed}"
-        told["reused"] = trained.reused
-    results = _evaluate(folder, part, queries, (bm25, dense), tokens, stages)
-    late_weight = results["late_interaction"]["weights"]["maxsim"]
-    return results | {
-        "model": str(folder / "model"),
-        "commands": commands(folder, size, seed, late_weight),
+    collection.save_beir(folder / "data", overwrite=True)
+    queries = {
+        **collection.split_queries("test"),
+        **collection.split_queries("dev"),
+        steps.EXAMPLE_ID: EXAMPLE,
     }
+    with stages.stage("bm25", "searching: BM25"):
+        bm25_index = retrieval.BM25Index.build(collection.contents(), identifiers=True)
+        bm25 = bm25_index.search(queries, DEPTH)
+    _note_answers("BM25", collection, bm25)
+    dense_title = f"dense zero-shot, and token vectors: {len(collection.documents)} documents"
+    with stages.stage("dense", dense_title) as outcome:
+        dense, tokens, outcome.reused = steps.zero_shot(
+            output,
+            collection,
+            queries,
+            size.dense_length,
+        )
+        _, document_tokens = tokens
+        manifest = document_tokens.manifest
+        outcome.text = f"{manifest.n_tokens:,} token vectors in {manifest.storage}"
+    _note_answers("dense", collection, dense)
+    training_title = (
+        f"training SPLADE with the fused head: {size.steps} steps of {size.batch_size} pairs"
+    )
+    with (
+        stages.stage("training", training_title) as outcome,
+        _common.progress_bar("  training") as update,
+    ):
+        recipe = steps.make_recipe(size, seed)
+        trained = train(recipe, collection, folder / "model", progress=update)
+        outcome.text = f"{trained.steps} steps, {'bf16' if trained.bf16 else 'fp32'}"
+        if trained.resumed_from and not trained.reused:
+            outcome.text += f", from step {trained.resumed_from}"
+        outcome.reused = trained.reused
+    results = _evaluate(folder, collection, queries, bm25, dense, tokens, stages)
+    late_weight = results["late_interaction"]["weights"]["maxsim"]
+    results["model"] = str(folder / "model")
+    results["commands"] = commands(folder, size, seed, late_weight)
+    return results
 
 
 def _evaluate(
     folder: Path,
-    part: Collection,
+    collection: Collection,
     queries: dict[str, str],
-    first: tuple[Run, Run],
+    bm25: Run,
+    dense: Run,
     tokens: Tokens,
-    stages: dict[str, Any],
+    stages: Stages,
 ) -> dict[str, Any]:
-    """Search with the trained model, fuse and rerank, with weights chosen on held-out queries; the
-    figures.
+    """Search with the trained model, fuse and rerank, and compute the figures.
+
+    Weights are chosen on the split ``dev``, and figures are of the split ``test``.
+
+    Args:
+        folder: of the demo, with the trained model.
+        collection: the documents and judgements.
+        queries: query id -> text, of both splits.
+        bm25: run of BM25.
+        dense: run of the dense model.
+        tokens: token vectors of the queries and of the documents.
+        stages: records the stages.
     """
     from tilefold.retrieval.evaluation.measures import choose_weights
 
     encoder = _models.load_encoder(str(folder / "model"))
-    with _step(
-        stages,
-        "encoding",
-        f"encoding the documents: {len(part.documents)} documents",
-    ) as told:
-        stored = folder / "vectors"
-        told["reused"] = steps.encode(
+    encoding_title = f"encoding the documents: {len(collection.documents)} documents"
+    with stages.stage("encoding", encoding_title) as outcome:
+        outcome.reused = steps.encode(
             retrieval.encode_collection,
             encoder,
-            part,
-            stored,
+            collection,
+            folder / "vectors",
             top_k=DOCUMENT_TERMS,
         )
-        vectors = retrieval.read_vectors(stored)
-        told["found"] = f"{len(vectors)} vectors"
+        vectors = retrieval.read_vectors(folder / "vectors")
+        outcome.text = f"{len(vectors)} vectors"
     indexes: dict[str, Any] = {}
-    with _step(stages, "indexing", "indexing") as told:
+    with stages.stage("indexing", "indexing") as outcome:
         for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
             try:
                 indexes[backend] = retrieval.build_index(vectors, backend)
                 indexes[backend].save(folder / name, overwrite=True)
             except MissingPackageError as error:
                 note(f"  {backend} index left out: {_common.first_line(error)}")
-        told["found"] = " and ".join(indexes)
-    with _step(stages, "searching", "searching: SPLADE"):
+        outcome.text = " and ".join(indexes)
+    with stages.stage("searching", "searching: SPLADE"):
         encoded = retrieval.encode_queries(encoder, queries, top_k=steps.QUERY_TERMS)
-        found = {
-            name: retrieval.hits_to_run(encoded, index.search(encoded, DEPTH))
-            for name, index in indexes.items()
+        run_by_backend = {
+            backend: retrieval.hits_to_run(encoded, index.search(encoded, DEPTH))
+            for backend, index in indexes.items()
         }
-    _answers("SPLADE", part, found["exact"])
-    runs, splade, dev = (*first, found["exact"]), found["exact"], part.qrels["dev"]
-    with _step(stages, "fusion", "choosing fusion weights on held-out training queries"):
-        weights, _ = choose_weights(runs, dev, measure=NDCG, k=DEPTH)
-        fused = retrieval.interpolate(runs, weights, k=DEPTH)
-    with _step(
-        stages,
+    splade = run_by_backend["exact"]
+    _note_answers("SPLADE", collection, splade)
+    dev = collection.qrels["dev"]
+    with stages.stage("fusion", "choosing fusion weights on held-out training queries"):
+        runs = (bm25, dense, splade)
+        fusion_weights, _ = choose_weights(runs, dev, measure=NDCG, k=DEPTH)
+        fused = retrieval.interpolate(runs, fusion_weights, k=DEPTH)
+    with stages.stage(
         "reranking",
         "reranking by late interaction; its weight is chosen on the same queries",
     ):
-        late = retrieval.rerank(splade, *tokens, depth=steps.RERANKED, tail="drop")
+        query_tokens, document_tokens = tokens
+        late = retrieval.rerank(
+            splade,
+            query_tokens,
+            document_tokens,
+            depth=steps.RERANKED,
+            tail="drop",
+        )
         late_weights, _ = choose_weights((splade, late), dev, measure=NDCG, k=DEPTH)
         reranked = retrieval.interpolate((splade, late), late_weights, k=DEPTH)
-    mixed = dict(zip(("splade", "maxsim"), late_weights, strict=True))
-    results = figures(
-        dict(zip(SYSTEMS, (*runs, fused, reranked), strict=True)),
-        part.qrels["test"],
-    ) | {
-        "active_terms": {
-            "queries": retrieval.active_terms(encoded),
-            "documents": retrieval.active_terms(vectors),
-        },
-        "documents": len(part.documents),
-        "fusion_weights": dict(zip(("bm25", "dense", "splade"), weights, strict=True)),
-        "late_interaction": {
-            "candidates": steps.RERANKED,
-            "weights": mixed,
-            "tokens": str(tokens[1].folder),
-        },
+    run_by_system = dict(zip(SYSTEMS, (bm25, dense, splade, fused, reranked), strict=True))
+    results = figures(run_by_system, collection.qrels["test"])
+    results["active_terms"] = {
+        "queries": retrieval.active_terms(encoded),
+        "documents": retrieval.active_terms(vectors),
     }
-    if "seismic" in found:
-        results["seismic_overlap_at_10"] = steps.overlap(splade, found["seismic"])
+    results["documents"] = len(collection.documents)
+    results["fusion_weights"] = dict(
+        zip(("bm25", "dense", "splade"), fusion_weights, strict=True),
+    )
+    results["late_interaction"] = {
+        "candidates": steps.RERANKED,
+        "weights": dict(zip(("splade", "maxsim"), late_weights, strict=True)),
+        "tokens": str(document_tokens.folder),
+    }
+    if "seismic" in run_by_backend:
+        results["seismic_overlap_at_10"] = steps.overlap(splade, run_by_backend["seismic"])
     return results
 
 
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Means with standard errors of every system, and the paired differences that the demo reports."""
+    """Compute the means of every system, and the paired differences that the demo reports.
+
+    Args:
+        runs: run by system, in the order of ``SYSTEMS``.
+        qrels: judgements of the test queries.
+    """
     measures = (NDCG, RECALL)
     tables = {
-        name: retrieval.evaluate_per_query(run, qrels, measures) for name, run in runs.items()
+        system: retrieval.evaluate_per_query(run, qrels, measures) for system, run in runs.items()
     }
     systems: dict[str, dict[str, Any]] = {}
-    for name, table in tables.items():
-        means = {
-            each: retrieval.mean_of([row[each] for row in table.values()], resamples=99)
-            for each in measures
+    for system, table in tables.items():
+        ndcg = retrieval.mean_of([values[NDCG] for values in table.values()], resamples=99)
+        recall = retrieval.mean_of([values[RECALL] for values in table.values()], resamples=99)
+        systems[system] = {
+            NDCG: ndcg.mean,
+            RECALL: recall.mean,
+            "standard_error": ndcg.standard_error or 0.0,
         }
-        systems[name] = {each: found.mean for each, found in means.items()}
-        systems[name]["standard_error"] = means[NDCG].standard_error or 0.0
     bm25, dense, splade, fusion, late = runs
-    best = max((bm25, dense, splade), key=lambda name: systems[name][NDCG])
+    best_single = max((bm25, dense, splade), key=lambda system: systems[system][NDCG])
     comparisons = []
-    for system, over in ((splade, bm25), (splade, dense), (fusion, best), (late, splade)):
-        pairs = zip(tables[system].values(), tables[over].values(), strict=True)
-        found = retrieval.mean_of(
-            [mine[NDCG] - theirs[NDCG] for mine, theirs in pairs],
+    for system, baseline in (
+        (splade, bm25),
+        (splade, dense),
+        (fusion, best_single),
+        (late, splade),
+    ):
+        pairs = zip(tables[system].values(), tables[baseline].values(), strict=True)
+        difference = retrieval.mean_of(
+            [values[NDCG] - baseline_values[NDCG] for values, baseline_values in pairs],
             resamples=99,
         )
-        row = {"system": system, "over": over, "difference": found.mean, "queries": len(qrels)}
-        comparisons.append(row | {"standard_error": found.standard_error or 0.0})
+        comparisons.append(
+            {
+                "system": system,
+                "over": baseline,
+                "difference": difference.mean,
+                "queries": len(qrels),
+                "standard_error": difference.standard_error or 0.0,
+            },
+        )
     return {"queries": len(qrels), "systems": systems, "comparisons": comparisons}
 
 
-def difference_line(row: dict[str, Any]) -> str:
-    """The line that the user reads about a paired difference."""
-    difference, error = row["difference"], row["standard_error"]
-    line = f"{row['system']} over {row['over']}: {difference:+.3f} ± {error:.3f}"
+def difference_line(comparison: dict[str, Any]) -> str:
+    """Return a paired difference of :func:`figures` in words, with its standard errors."""
+    difference = comparison["difference"]
+    error = comparison["standard_error"]
+    line = f"{comparison['system']} over {comparison['over']}: {difference:+.3f} ± {error:.3f}"
     if abs(difference) <= ERRORS * error:
         return f"{line} (no more than {ERRORS:.0f} standard errors: it may be chance)"
-    return f"{line} ({abs(difference) / error:.1f} standard errors)" if error else line
+    if not error:
+        return line
+    return f"{line} ({abs(difference) / error:.1f} standard errors)"
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the tables, and commands to try next, on stdout."""
-    late, active, rows = results["late_interaction"], results["active_terms"], []
-    weights = (results["fusion_weights"], late["weights"])
-    fusion, mixed = (", ".join(f"{weight:.1f}" for weight in of.values()) for of in weights)
-    labels = {
-        SYSTEMS[3]: f"fusion ({fusion})",
-        SYSTEMS[
-            4
-        ]: f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens ({mixed})",
-    }
-    for name, scores in results["systems"].items():
-        terms = [
-            f"{active[kind]:.0f}" if name == SYSTEMS[2] else "" for kind in ("queries", "documents")
-        ]
-        ndcg = f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}"
-        rows.append([labels.get(name, name), ndcg, f"{scores[RECALL]:.3f}", *terms])
-    title = f"pydocs, {results['documents']} documents, {results['queries']} test queries that training never saw"
-    _common.print_table(
-        ("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>"),
-        rows,
-        title,
-    )
+    """Print the tables of a demo, and commands to try next, on stdout."""
+    _print_systems(results)
+    late_tokens = results["late_interaction"]["tokens"]
+    search_command = f'  tilefold search "{EXAMPLE}"'
     lines = [
         f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:",
+        *(f"  {difference_line(comparison)}" for comparison in results["comparisons"]),
     ]
-    lines += [f"  {difference_line(row)}" for row in results["comparisons"]]
     if "seismic_overlap_at_10" in results:
         lines.append(
             f"Seismic's top 10 holds {results['seismic_overlap_at_10']:.1%} of the exact top 10.",
         )
-    lines += [f"model: {results['model']}", "the rows of the first table by hand:"]
-    lines += [f"  {line}" for line in results["commands"]]
-    search = f'  tilefold search "{EXAMPLE}"'
     lines += [
+        f"model: {results['model']}",
+        "the rows of the first table by hand:",
+        *(f"  {line}" for line in results["commands"]),
         f"done in {results['seconds'] / 60:.1f} minutes; now try:",
-        search,
-        f"{search} --rerank {late['tokens']}",
+        search_command,
+        f"{search_command} --rerank {late_tokens}",
     ]
     typer.echo("\n".join(lines))
 
 
+def _print_systems(results: dict[str, Any]) -> None:
+    """Print a table with a row of measures for each system."""
+    late = results["late_interaction"]
+    active_terms = results["active_terms"]
+    _, _, splade, fusion, reranked = SYSTEMS
+    labels = {
+        fusion: f"fusion ({_format_weights(results['fusion_weights'])})",
+        reranked: (
+            f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens "
+            f"({_format_weights(late['weights'])})"
+        ),
+    }
+    rows = []
+    for system, scores in results["systems"].items():
+        query_terms = ""
+        document_terms = ""
+        if system == splade:
+            query_terms = f"{active_terms['queries']:.0f}"
+            document_terms = f"{active_terms['documents']:.0f}"
+        rows.append(
+            (
+                labels.get(system, system),
+                f"{scores[NDCG]:.3f} ± {scores['standard_error']:.3f}",
+                f"{scores[RECALL]:.3f}",
+                query_terms,
+                document_terms,
+            ),
+        )
+    title = (
+        f"pydocs, {results['documents']} documents, {results['queries']} test queries that "
+        "training never saw"
+    )
+    columns = ("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>")
+    _common.print_table(columns, rows, title)
+
+
+def _format_weights(weights: dict[str, float]) -> str:
+    """Return weights as text, such as ``0.2, 0.3, 0.5``."""
+    return ", ".join(f"{weight:.1f}" for weight in weights.values())
+
+
 def commands(folder: Path, size: Size, seed: int, weight: float) -> list[str]:
-    """Shell lines that repeat the rows, the first of which changes into the demo's `folder`."""
+    """Return shell lines that compute the rows of the demo's table by hand.
+
+    Args:
+        folder: of the demo, into which the first line changes.
+        size: of the demo.
+        seed: of the training.
+        weight: weight of late interaction in the last row.
+    """
     recipe = steps.make_recipe(size, seed)
-    both = "--data data --split test --split dev"
-    searched = f"--index by-hand/index --model by-hand/model --query-top-k {steps.QUERY_TERMS}"
-    lines = f"""\
-index --backend bm25 --data data --identifiers --output by-hand/bm25
-evaluate {both} --index by-hand/bm25 --save-run by-hand/bm25.trec
-evaluate {both} --model minilm --max-length {size.dense_length} --save-run by-hand/dense.trec
-train --data data --model {shlex.quote(recipe.base_model)} --steps {size.steps} --batch-size {recipe.batch_size} \
---lr {recipe.learning_rate:g} --max-length {recipe.max_length} --train-max-length {recipe.train_max_length} \
---seed {seed}{" --group-by-length" * recipe.group_by_length} --output by-hand/model
-encode --data data --model by-hand/model --top-k {DOCUMENT_TERMS} --output by-hand/vectors
-index --vectors by-hand/vectors --output by-hand/index
-evaluate {both} {searched} --save-run by-hand/splade.trec
-fuse --data data --run by-hand/bm25.trec --run by-hand/dense.trec --run by-hand/splade.trec --method interpolation \
---tune dev
-train --data data --recipe colbert --model minilm --steps 0 --dimension 0 --keep-punctuation \
---max-length {size.dense_length} --query-length {size.dense_length} --output by-hand/late
-encode --data data --model by-hand/late --storage int8 --output by-hand/tokens
-evaluate --data data {searched} --rerank by-hand/tokens --rerank-depth {steps.RERANKED} --rerank-weight {weight:g}"""
-    return [shlex.join(["cd", str(folder)]), *(f"tilefold {line}" for line in lines.splitlines())]
+    both_splits = "--data data --split test --split dev"
+    length = size.dense_length
+    search = f"--index by-hand/index --model by-hand/model --query-top-k {steps.QUERY_TERMS}"
+    group_by_length = " --group-by-length" if recipe.group_by_length else ""
+    lines = [
+        "index --backend bm25 --data data --identifiers --output by-hand/bm25",
+        f"evaluate {both_splits} --index by-hand/bm25 --save-run by-hand/bm25.trec",
+        f"evaluate {both_splits} --model minilm --max-length {length} "
+        "--save-run by-hand/dense.trec",
+        f"train --data data --model {shlex.quote(recipe.base_model)} --steps {size.steps} "
+        f"--batch-size {recipe.batch_size} --lr {recipe.learning_rate:g} "
+        f"--max-length {recipe.max_length} --train-max-length {recipe.train_max_length} "
+        f"--seed {seed}{group_by_length} --output by-hand/model",
+        f"encode --data data --model by-hand/model --top-k {DOCUMENT_TERMS} "
+        "--output by-hand/vectors",
+        "index --vectors by-hand/vectors --output by-hand/index",
+        f"evaluate {both_splits} {search} --save-run by-hand/splade.trec",
+        "fuse --data data --run by-hand/bm25.trec --run by-hand/dense.trec "
+        "--run by-hand/splade.trec --method interpolation --tune dev",
+        "train --data data --recipe colbert --model minilm --steps 0 --dimension 0 "
+        f"--keep-punctuation --max-length {length} --query-length {length} --output by-hand/late",
+        "encode --data data --model by-hand/late --storage int8 --output by-hand/tokens",
+        f"evaluate --data data {search} --rerank by-hand/tokens "
+        f"--rerank-depth {steps.RERANKED} --rerank-weight {weight:g}",
+    ]
+    change_folder = shlex.join(["cd", str(folder)])
+    return [change_folder, *(f"tilefold {line}" for line in lines)]
