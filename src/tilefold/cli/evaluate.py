@@ -4,6 +4,7 @@ fuse``, several runs.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -312,7 +313,13 @@ def _check_output_files(request: EvaluateRequest) -> None:
 
 @dataclass(frozen=True)
 class _Search:
-    """A searcher, the request that it answered, and its rankings."""
+    """A search of all queries.
+
+    Attributes:
+        searcher: what searched.
+        request: options of the search.
+        ranking: rankings of the queries.
+    """
 
     searcher: Searcher
     request: SearchRequest
@@ -524,57 +531,49 @@ def fuse(request: FuseRequest) -> None:
         *([] if request.data is None else _scores.files_of_collection(request.data)),
         overwrite=request.overwrite,
     )
-    named = [_scores.read_run(path, "--run") for path in request.run]
-    also = [] if request.tune is None else [request.tune]
-    collection, splits = (
-        (None, [])
-        if request.data is None
-        else _scores.load_splits(request.data, request.split, request.drop_unknown, also)
-    )
-    _scores.check_runs(named, collection, [*splits, *also])
-    named, ignores_identical_ids, ignored = _without_identical_ids(
-        named,
+    runs = [_scores.read_run(path, "--run") for path in request.run]
+    tuning_splits = [] if request.tune is None else [request.tune]
+    collection: Collection | None = None
+    splits: list[str] = []
+    if request.data is not None:
+        collection, splits = _scores.load_splits(
+            request.data,
+            request.split,
+            request.drop_unknown,
+            tuning_splits,
+        )
+    _scores.check_runs(runs, collection, [*splits, *tuning_splits])
+    runs, ignores_identical_ids, ignored = _without_identical_ids(
+        runs,
         request.identical_ids,
         collection,
-        [*splits, *also],
+        [*splits, *tuning_splits],
     )
-    weights = request.weight
-    runs = [run.run for run in named]
     depth = max(request.k or DEPTH, deepest)
-    normalization: Normalization = request.normalization or "min_max"
+    weights = request.weight
+    tuning: dict[str, Any] = {}
+    if request.tune is not None and collection is not None:
+        shared_queries = _shared_queries(collection, request.tune, splits, request.in_sample)
+        tuning = {"tuned_on": request.tune, "in_sample": shared_queries}
+        weights = _tune_weights(
+            [run.run for run in runs],
+            collection.qrels[request.tune],
+            measures[0],
+            request.normalization or "min_max",
+            depth,
+            ignores_identical_ids,
+        )
+    fused = _fuse(request, runs, weights, depth)
+    _scores.save(fused, fused.provenance, request.save_run, overwrite=request.overwrite)
     result: dict[str, Any] = {
         "method": request.method,
         "runs": [str(path) for path in request.run],
         "weights": weights,
+        **tuning,
     }
-    shared: dict[str, int] = {}
-    if request.tune is not None and collection is not None:
-        shared = _in_sample(collection, request.tune, splits, request.in_sample)
-        result |= {"tuned_on": request.tune, "in_sample": shared}
-        weights = _tuned(
-            runs,
-            collection.qrels[request.tune],
-            measures[0],
-            normalization,
-            depth,
-            ignores_identical_ids,
-        )
-    if request.method == "rrf":
-        ranking = retrieval.reciprocal_rank_fusion(runs, request.rrf_k or RRF_K)
-        fused_run = {query: dict(list(scores.items())[:depth]) for query, scores in ranking.items()}
-    else:
-        with _options.option_errors(normalization="--normalization", weights="--weight"):
-            fused_run = retrieval.interpolate(runs, weights, normalization, k=depth)
-    made_of = Provenance(
-        texts_sha256=Provenance.shared(each.provenance for each in named).texts_sha256,
-    )
-    fused = _scores.NamedRun("the fusion", fused_run, made_of)
-    _scores.save(fused, made_of, request.save_run, overwrite=request.overwrite)
-    result["weights"] = weights
-    scores = (
-        None
-        if collection is None
-        else _scores.score(
+    scores = None
+    if collection is not None:
+        scores = _scores.score(
             fused,
             collection,
             splits,
@@ -583,26 +582,62 @@ def fuse(request: FuseRequest) -> None:
             ignores_identical_ids,
             ignored,
         )
-    )
     if request.as_json:
-        _common.print_json(
-            result | (_scores.facts(collection, scores) if collection and scores else {}),
-        )
+        if collection is not None and scores is not None:
+            result.update(_scores.facts(collection, scores))
+        _common.print_json(result)
         return
     if weights is not None:
-        typer.echo(
-            "weights: "
-            + ", ".join(
-                f"{path} {value:g}" for path, value in zip(request.run, weights, strict=True)
-            ),
-        )
+        weights_of_runs = [
+            f"{path} {weight:g}" for path, weight in zip(request.run, weights, strict=True)
+        ]
+        typer.echo(f"weights: {', '.join(weights_of_runs)}")
     if collection is not None and scores is not None:
         _scores.print_scores(collection, scores)
-        for name, count in shared.items():
-            of = f"{count} of the {len(collection.qrels[name])} queries of {name}"
-            typer.echo(f"in sample: the weights were chosen on {of}")
+        for split, n_shared in tuning.get("in_sample", {}).items():
+            typer.echo(
+                f"in sample: the weights were chosen on {n_shared} of the "
+                f"{len(collection.qrels[split])} queries of {split}",
+            )
     if request.save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {request.save_run}")
+
+
+def _fuse(
+    request: FuseRequest,
+    runs: Sequence[_scores.NamedRun],
+    weights: Sequence[float] | None,
+    depth: int,
+) -> _scores.NamedRun:
+    """Fuse runs by the method of a request.
+
+    Args:
+        request: names the method and its options.
+        runs: the runs.
+        weights: one per run, for interpolation; None takes equal ones.
+        depth: documents per query of the fusion.
+    """
+    rankings = [run.run for run in runs]
+    if request.method == "rrf":
+        full_run = retrieval.reciprocal_rank_fusion(rankings, request.rrf_k or RRF_K)
+        fused_run = {
+            query: dict(itertools.islice(scores.items(), depth))
+            for query, scores in full_run.items()
+        }
+    else:
+        with _options.option_errors(normalization="--normalization", weights="--weight"):
+            fused_run = retrieval.interpolate(
+                rankings,
+                weights,
+                request.normalization or "min_max",
+                k=depth,
+            )
+    shared = Provenance.shared(run.provenance for run in runs)
+    return _scores.NamedRun(
+        "the fusion",
+        fused_run,
+        Provenance(texts_sha256=shared.texts_sha256),
+    )
 
 
 def _without_identical_ids(
@@ -627,49 +662,84 @@ def _without_identical_ids(
         ignores = _scores.ignores_identical_ids(choice, collection, splits)
     if not ignores:
         return named, False, set()
-    pairs = [_scores.without_identical_ids(each) for each in named]
-    ignored = {query for _, queries in pairs for query in queries}
-    return [each for each, _ in pairs], True, ignored
+    remaining = []
+    ignored = set[str]()
+    for run in named:
+        run_without, queries = _scores.without_identical_ids(run)
+        remaining.append(run_without)
+        ignored |= queries
+    return remaining, True, ignored
 
 
-def _tuned(
+def _tune_weights(
     runs: list[Run],
-    judged: Mapping[str, Mapping[str, int]],
+    qrels: Mapping[str, Mapping[str, int]],
     measure: str,
     normalization: Normalization,
     k: int,
     ignore_identical_ids: bool,
 ) -> list[float]:
+    """Choose the weights of an interpolation by a measure of judged queries.
+
+    Args:
+        runs: the runs.
+        qrels: judgements of the split of ``--tune``.
+        measure: what the weights maximise.
+        normalization: of the scores of a query.
+        k: documents per query of the fusion.
+        ignore_identical_ids: leave out hits with the query's own id.
+
+    Raises:
+        UsageError: if no weights can be chosen.
+    """
     from tilefold.retrieval.evaluation.measures import choose_weights
 
     try:
         weights, _ = choose_weights(
             runs,
-            judged,
+            qrels,
             measure=measure,
             normalization=normalization,
             k=k,
             ignore_identical_ids=ignore_identical_ids,
         )
-        return list(weights)
     except ValueError as error:
         raise UsageError(f"--tune: {error}") from error
+    return list(weights)
 
 
-def _in_sample(
-    collection: Collection, tune: str, splits: list[str], request: bool
+def _shared_queries(
+    collection: Collection,
+    tune: str,
+    splits: list[str],
+    in_sample: bool,
 ) -> dict[str, int]:
-    """Split -> how many of its queries the weights are chosen on, of those that have any; refused
-    unless asked for.
+    """Count the queries that weights are chosen on and that are reported too.
+
+    Args:
+        collection: with the judgements.
+        tune: split on which the weights are chosen.
+        splits: splits that are reported.
+        in_sample: whether shared queries are allowed.
+
+    Returns:
+        Split -> number of its queries that `tune` has too, without splits that share none.
+
+    Raises:
+        UsageError: for shared queries without `in_sample`.
     """
-    counts = {
-        name: len(collection.qrels[name].keys() & collection.qrels[tune].keys()) for name in splits
-    }
-    if (shared := {name: count for name, count in counts.items() if count}) and not request:
-        name, count = next(iter(shared.items()))
-        some = f"{count} of the {len(collection.qrels[name])} queries of {name}, whose numbers are reported (--split)"
-        remedy = (
-            "better than on new queries. Tune on a split of other queries, or give --in-sample."
+    tuning_queries = collection.qrels[tune].keys()
+    shared: dict[str, int] = {}
+    for split in splits:
+        n_shared = len(collection.qrels[split].keys() & tuning_queries)
+        if n_shared:
+            shared[split] = n_shared
+    if shared and not in_sample:
+        split, n_shared = next(iter(shared.items()))
+        raise UsageError(
+            f"--tune: the weights would be chosen on {n_shared} of the "
+            f"{len(collection.qrels[split])} queries of {split}, whose numbers are reported "
+            "(--split): better than on new queries. Tune on a split of other queries, or give "
+            "--in-sample.",
         )
-        raise UsageError(f"--tune: the weights would be chosen on {some}: {remedy}")
     return shared

@@ -324,6 +324,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         }
 
     def _refuse_options_of_new_index(self) -> None:
+        """Refuse options of a new index where an index is changed."""
         reason = f"is for a new index; {self.output} says how this one was made"
         for options in self._options_of_backends().values():
             refuse_options(options, reason)
@@ -338,6 +339,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         )
 
     def _refuse_options_of_other_backends(self) -> None:
+        """Refuse options of backends other than that of the new index."""
         for backend, options in self._options_of_backends().items():
             if backend != self.new_backend:
                 refuse_options(options, f"goes with --backend {backend}")
@@ -495,35 +497,34 @@ def _build_of_vectors(request: IndexRequest) -> Any:
     """Build an index of sparse or dense vectors: exact, seismic or qdrant."""
     backend = request.new_backend
     seismic_options = request.seismic_options() if backend == SEISMIC else {}
-    read = _read(request.vectors, backend)
-    metadata = _metadata(request.data, request.vectors, read)
-    if not isinstance(read, retrieval.SparseVectors):
+    vectors = _read(request.vectors, backend)
+    metadata = _metadata(request.data, request.vectors, vectors)
+    if not isinstance(vectors, retrieval.SparseVectors):
         if backend != "exact":
             raise UsageError(
                 f"--backend: {request.vectors} holds dense vectors, which exact alone searches, "
                 f"got {backend}.",
             )
-        return retrieval.DenseIndex.build(read, metadata=metadata)
+        return retrieval.DenseIndex.build(vectors, metadata=metadata)
     if backend == QDRANT:
-        return _build_qdrant(request, read, metadata)
-    documents = len(read)
-    terms = len(read.indices) / max(1, documents)
-    if backend == SEISMIC and documents < SEISMIC_DOCUMENTS:
+        return _build_qdrant(request, vectors, metadata)
+    n_documents = len(vectors)
+    terms_per_document = len(vectors.indices) / max(1, n_documents)
+    if backend == SEISMIC and n_documents < SEISMIC_DOCUMENTS:
         note(
-            f"{documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, "
-            "--backend exact is "
-            "built in seconds, smaller, as fast, and misses nothing",
+            f"{n_documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, "
+            "--backend exact is built in seconds, smaller, as fast, and misses nothing",
         )
-    if backend == SEISMIC and terms > LONG_VECTOR:
+    if backend == SEISMIC and terms_per_document > LONG_VECTOR:
         note(
-            f"{terms:.0f} terms per document are many for seismic, whose time and size grow with "
-            "them: "
-            "tilefold encode --top-k 128 keeps the heaviest",
+            f"{terms_per_document:.0f} terms per document are many for seismic, whose time and size grow with "
+            "them: tilefold encode --top-k 128 keeps the heaviest",
         )
-    return retrieval.build_index(read, backend, metadata=metadata, **seismic_options)
+    return retrieval.build_index(vectors, backend, metadata=metadata, **seismic_options)
 
 
 def _read(vectors: Path | None, backend: str) -> Any:
+    """Read the encoded documents of ``--vectors``, which an index of the backend needs."""
     if vectors is None:
         raise UsageError(
             f"--backend {backend} indexes encoded documents: give them with --vectors.",
@@ -533,27 +534,38 @@ def _read(vectors: Path | None, backend: str) -> Any:
 
 def _metadata(
     data: str | None,
-    vectors: Path | None,
-    read: Any,
+    folder: Path | None,
+    vectors: Any,
 ) -> Mapping[str, Mapping[str, object]] | None:
-    """The metadata of the documents of --data, which must be those of --vectors."""
-    if data is None or vectors is None:
+    """Return the metadata of the documents of ``--data``.
+
+    Args:
+        data: value of ``--data``; None returns None.
+        folder: folder of the vectors, for messages.
+        vectors: vectors of these documents or of their passages.
+
+    Raises:
+        CommandError: if the vectors were made from other documents.
+    """
+    if data is None or folder is None:
         return None
-    collection, made = _common.load_data(data, documents_only=True), getattr(read, "manifest", read)
-    _scores.check_texts(str(vectors), made.provenance, collection, _scores.texts_of(collection))
-    found, cut = collection.metadata(), made.provenance.passages
-    lacking = sum(
-        (name if cut is None else document_of(name)) not in collection.documents
-        for name in read.ids
-    )
-    if lacking:
+    collection = _common.load_data(data, documents_only=True)
+    provenance = getattr(vectors, "manifest", vectors).provenance
+    _scores.check_texts(str(folder), provenance, collection, _scores.texts_of(collection))
+    are_passages = provenance.passages is not None
+    n_unknown = 0
+    for vector_id in vectors.ids:
+        document_id = document_of(vector_id) if are_passages else vector_id
+        n_unknown += document_id not in collection.documents
+    if n_unknown:
         note(
-            f"--data: {lacking} of the {len(read.ids)} of {vectors} are not in {data}, and have no "
-            "metadata",
+            f"--data: {n_unknown} of the {len(vectors.ids)} of {folder} are not in {data}, and "
+            "have no metadata",
         )
-    if not found:
+    metadata = collection.metadata()
+    if not metadata:
         _note_missing_metadata(data)
-    return found
+    return metadata
 
 
 def _note_missing_metadata(data: str) -> None:
@@ -630,8 +642,14 @@ def _build_qdrant(
 
 
 def _change(request: IndexRequest) -> dict[str, Any]:
-    """Remove the documents of --delete, then put those of --vectors or --data in; how many, and
-    what there is now.
+    """Change an index: remove documents, add or replace documents, merge segments.
+
+    Returns:
+        The result for ``--json``: the documents that were written and deleted, and those that the
+        index has now.
+
+    Raises:
+        UsageError: for options that do not fit the index.
     """
     from tilefold.retrieval.index.merging import merge_segments, update_index
 
@@ -689,47 +707,73 @@ def _read_ids(path: Path) -> list[str]:
 
 
 def _change_words(request: IndexRequest, names: Sequence[str]) -> dict[str, Any]:
-    """Remove documents from a BM25 index, and put those of ``--data`` in."""
+    """Remove documents from a BM25 index, and add or replace the documents of ``--data``.
+
+    Args:
+        request: names the index and the data.
+        names: ids of documents to remove.
+
+    Returns:
+        Counts of documents: those in the index, written and deleted.
+    """
     output = request.output
     data = request.data if request.update else None
     if data is None and request.update:
         raise UsageError("--update: a BM25 index reads the new documents: give them with --data.")
     with lock_path(output), _options.option_errors(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)
-        cut = index.provenance.passages
-        collection = None if data is None else _common.load_data(data, documents_only=True)
+        passages = index.provenance.passages
         texts: Mapping[str, str] = {}
-        if collection is not None:
-            texts = (
-                collection.contents()
-                if cut is None
-                else Passages.parse(cut).of(collection.documents)
-            )
-        metadata = {} if collection is None else collection.metadata()
-        if data is not None and index.metadata is not None and not metadata:
-            _note_missing_metadata(data)  # that of documents they replace is lost
-        deleted = len(ids_to_delete(index.ids, set(names), (), cut))
+        metadata: Mapping[str, Mapping[str, object]] = {}
+        if data is not None:
+            collection = _common.load_data(data, documents_only=True)
+            metadata = collection.metadata()
+            if passages is None:
+                texts = collection.contents()
+            else:
+                texts = Passages.parse(passages).of(collection.documents)
+            if index.metadata is not None and not metadata:
+                _note_missing_metadata(data)  # metadata of replaced documents is lost
+        n_deleted = len(ids_to_delete(index.ids, set(names), (), passages))
         changed = index.updated(texts, names, metadata)
         changed.save(output, overwrite=True)
-    return {"n_documents": changed.n_documents, "written": len(texts), "deleted": deleted}
+    return {"n_documents": changed.n_documents, "written": len(texts), "deleted": n_deleted}
 
 
 def _change_qdrant(
     output: Path,
-    read: Any,
+    vectors: Any,
     names: list[str],
     metadata: Mapping[str, Mapping[str, object]] | None,
 ) -> dict[str, Any]:
+    """Remove documents from a Qdrant index, and add or replace documents.
+
+    Of an index of passages, all passages of a document that is removed or replaced are deleted,
+    because the new document may have fewer.
+
+    Args:
+        output: folder of the index.
+        vectors: of the new documents; None only removes documents.
+        names: ids of documents to remove.
+        metadata: fields of the new documents by id.
+
+    Returns:
+        The result for ``--json``, with counts of documents.
+
+    Raises:
+        CommandError: for vectors that the index cannot hold.
+        UsageError: if the index has metadata and the new documents have none.
+    """
     from tilefold.retrieval.data.metadata import fields_by_id
     from tilefold.retrieval.index.qdrant import Documents
     from tilefold.retrieval.index.qdrant.index import QdrantIndex
 
     documents = None
-    if read is not None:
+    if vectors is not None:
         documents = Documents(
-            read.ids,
-            read,
-            payloads=fields_by_id(metadata or {}, read.ids, read.provenance.passages),
+            vectors.ids,
+            vectors,
+            payloads=fields_by_id(metadata or {}, vectors.ids, vectors.provenance.passages),
         )
     try:
         index = QdrantIndex.load(output)
@@ -741,24 +785,29 @@ def _change_qdrant(
                         "--data: expected the fields of the new documents, because the index keeps "
                         "metadata, got none. Without them, filters would not find the documents.",
                     )
-            if (
-                collection.layout.passages is not None
-            ):  # all those of a document, of which new ones may have others
-                gone = {*names, *map(document_of, () if documents is None else documents.ids)}
-                names = [name for name in collection.ids() if document_of(name) in gone]
-            deleted = collection.delete(names)
+            deleted_ids = names
+            if collection.layout.passages is not None:
+                changed_documents = set(names)
+                if documents is not None:
+                    changed_documents.update(map(document_of, documents.ids))
+                deleted_ids = [
+                    passage
+                    for passage in collection.ids()
+                    if document_of(passage) in changed_documents
+                ]
+            n_deleted = collection.delete(deleted_ids)
             if documents is not None:
                 with _common.progress_bar("writing") as update:
                     collection.upsert(documents, progress=update)
             index.save(output, overwrite=True)
-            now = len(collection)
+            n_documents = len(collection)
     except DataError as error:
         raise CommandError(f"--output: {error}") from error
     return {
         "output": str(output),
-        "n_documents": now,
-        "written": len(documents or ()),
-        "deleted": deleted,
+        "n_documents": n_documents,
+        "written": 0 if documents is None else len(documents),
+        "deleted": n_deleted,
     }
 
 
@@ -807,14 +856,14 @@ def merge(request: MergeRequest) -> None:
         _common.heartbeat("merging"),
         _common.noting_precisions(),
     ):
-        made = merge_vectors(request.folders, request.output, overwrite=request.overwrite)
+        manifest = merge_vectors(request.folders, request.output, overwrite=request.overwrite)
     result = {
         "output": str(request.output),
-        "n": made.n_documents,
+        "n": manifest.n_documents,
         "folders": [str(folder) for folder in request.folders],
     }
     _common.print_result(
         result,
         request.as_json,
-        f"{made.n_documents} vectors of {len(request.folders)} folders: {request.output}",
+        f"{manifest.n_documents} vectors of {len(request.folders)} folders: {request.output}",
     )
