@@ -198,7 +198,8 @@ def mine(request: MineRequest) -> None:
     _models.find_models({"--model": request.model})
     collection, _ = _scores.load_splits(request.data, [request.split], request.drop_unknown)
     depth = max(window.last for window in windows)
-    depth = depth if false_negatives is None else max(depth, FILTER_DEPTH)
+    if false_negatives is not None:
+        depth = max(depth, FILTER_DEPTH)
     source, rankings = _open(request, collection, request.split, depth)
 
     mined = retrieval.mine_negatives(
@@ -226,25 +227,37 @@ def mine(request: MineRequest) -> None:
 
 
 def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
-    """Each --ranks with its --per-query."""
-    spans, counts = ranks or [RANKS], per_query or [PER_QUERY]
+    """Return the ranges of ranks from which negatives are drawn.
+
+    Args:
+        ranks: values of ``--ranks``, such as ``"1-50"``; None takes the default range.
+        per_query: values of ``--per-query``, one for all ranges or one each; None takes the
+            default.
+
+    Raises:
+        UsageError: for another number of values, or a text that is not a range.
+    """
+    ranges = ranks or [RANKS]
+    counts = per_query or [PER_QUERY]
     if len(counts) == 1:
-        counts = counts * len(spans)
-    if len(spans) != len(counts):
+        counts = counts * len(ranges)
+    if len(ranges) != len(counts):
         raise UsageError(
-            f"--per-query: expected one for each of {len(spans)} --ranks, got {len(counts)}.",
+            f"--per-query: expected one for each of {len(ranges)} --ranks, got {len(counts)}.",
         )
     windows = []
-    for span, count in zip(spans, counts, strict=True):
-        if (parts := re.fullmatch(r"(\d+)-(\d+)", span)) is None:
-            raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {span!r}.")
+    for text, count in zip(ranges, counts, strict=True):
+        match = re.fullmatch(r"(\d+)-(\d+)", text)
+        if match is None:
+            raise UsageError(f"--ranks: expected FIRST-LAST such as 1-50, got {text!r}.")
+        first, last = match.groups()
         with _options.option_errors(ranks="--ranks", count="--per-query"):
-            windows.append(retrieval.Window(int(parts[1]), int(parts[2]), count))
+            windows.append(retrieval.Window(int(first), int(last), count))
     return windows
 
 
 def check_filter(margin: float | None, max_score_share: float | None) -> FalseNegatives | None:
-    """The filter of --margin and --max-score-share, None without them."""
+    """Return the filter of ``--margin`` and ``--max-score-share``, or None without both."""
     from tilefold.retrieval.training_data.mining import FalseNegatives
 
     if margin is None and max_score_share is None:
@@ -259,8 +272,20 @@ def _open(
     split: str,
     depth: int,
 ) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
-    """The source of the draws (its run is empty unless it is --run), and its rankings query by
-    query.
+    """Open the rankings from which negatives are drawn.
+
+    Args:
+        request: names a run, an index, vectors or a dense model.
+        collection: with the queries of the split.
+        split: split of the judgements.
+        depth: documents per query.
+
+    Returns:
+        What ranks, without its run unless that was read from a file, and the ranking of each query
+        by its id.
+
+    Raises:
+        CommandError: if it was made from other documents.
     """
     texts = _scores.texts_of(collection)
     if request.run is not None:
@@ -286,48 +311,67 @@ def _open(
 
 
 def _write(
-    mined: Mined, made_by: dict[str, Any], collection: Collection, request: MineRequest
+    mined: Mined,
+    provenance: dict[str, Any],
+    collection: Collection,
+    request: MineRequest,
 ) -> None:
+    """Write mined negatives as training rows, and print how many there are.
+
+    Args:
+        mined: the negatives.
+        provenance: what the file says about its origin.
+        collection: with the texts, whose fingerprints are written too.
+        request: names the file.
+
+    Raises:
+        CommandError: if there is no negative for any query.
+    """
     if not mined.queries:
-        why = f"{mined.filtered} candidates were left out as possible false negatives"
         raise CommandError(
-            f"no negative was found for any query ({why}): draw from more --ranks, or filter less.",
+            f"no negative was found for any query ({mined.filtered} candidates were left out as "
+            "possible false negatives): draw from more --ranks, or filter less.",
         )
-    rows, output = mined.rows(made_by), request.output
-    _stamp(rows, collection)
-    retrieval.write_training_rows(rows, output, overwrite=request.overwrite)
-    negatives = len(rows) - int(rows.relevant.sum())
+    rows = mined.rows(provenance)
+    _record_fingerprints(rows, collection)
+    retrieval.write_training_rows(rows, request.output, overwrite=request.overwrite)
+    n_relevant = int(rows.relevant.sum())
+    n_negatives = len(rows) - n_relevant
     result = {
-        "output": str(output),
+        "output": str(request.output),
         "queries": len(rows.queries),
-        "relevant": len(rows) - negatives,
-    }
-    result |= {
-        "negatives": negatives,
+        "relevant": n_relevant,
+        "negatives": n_negatives,
         "queries_without": mined.without,
         "queries_short": mined.short,
-    }
-    result |= {
         "left_out_by_score": mined.filtered,
         "left_out_by_id": mined.same_id,
         "left_out_by_text": mined.same_text,
     }
-    for name, what in _LEFT_OUT.items():
-        if result[name] and not request.as_json:
-            note(f"{result[name]} {what}")
-    teachers = ["--teacher", _models.PACKAGED, "--teacher", BM25]
-    following = _common.next_command(
+    if not request.as_json:
+        for name, description in _LEFT_OUT.items():
+            if result[name]:
+                note(f"{result[name]} {description}")
+    score_command = _common.next_command(
         "score",
-        output,
-        *teachers,
+        request.output,
+        "--teacher",
+        _models.PACKAGED,
+        "--teacher",
+        BM25,
         "--data",
         request.data,
         "--output",
         "scored.parquet",
     )
-    stronger = f"a cross-encoder is a stronger teacher: a folder, or a Hugging Face name{_models.cached_models()}"
-    said = f"{negatives} negatives for {len(rows.queries)} queries: {output}"
-    _common.print_result(result, request.as_json, said, following, stronger)
+    _common.print_result(
+        result,
+        request.as_json,
+        f"{n_negatives} negatives for {len(rows.queries)} queries: {request.output}",
+        score_command,
+        "a cross-encoder is a stronger teacher: a folder, or a Hugging Face name"
+        f"{_models.cached_models()}",
+    )
 
 
 BM25 = "bm25"
@@ -482,8 +526,9 @@ def score(request: ScoreRequest) -> None:
             --output scored.parquet
     """
     false_negatives = check_filter(request.margin, request.max_score_share)
-    names = _names(request.teacher)
-    language = _options.bm25_language(request.language) if BM25 in request.teacher else None
+    columns = _column_names(request.teacher)
+    if BM25 in request.teacher:
+        _options.bm25_language(request.language)  # checked before anything is loaded
     _scores.check_output_file(
         request.output,
         "--output",
@@ -507,172 +552,218 @@ def score(request: ScoreRequest) -> None:
     from tilefold.retrieval.training_data.teachers import applied_scale, with_relevant
 
     rows = retrieval.read_training_rows(request.mined)
-    if request.like is not None and names.get(request.like, request.like) not in {
-        *names.values(),
-        *rows.teachers,
-    }:
-        raise UsageError(f"--like: expected one of --teacher, got {request.like!r}.")
+    like_column = None
+    if request.like is not None:
+        like_column = columns.get(request.like, request.like)
+        if like_column not in {*columns.values(), *rows.teachers}:
+            raise UsageError(f"--like: expected one of --teacher, got {request.like!r}.")
     split = request.split or str(rows.made_by.get("split", "train"))
     collection = _common.load_data(request.data, drop_unknown=request.drop_unknown, splits=[split])
     _common.check_split(collection, split)
     rows.check_collection(collection)
     rows = with_relevant(rows, collection, split)
-    work = request.output.with_name(f".{request.output.name}.scoring")
+    work_folder = request.output.with_name(f".{request.output.name}.scoring")
     if not request.resume:
-        shutil.rmtree(work, ignore_errors=True)
-    _common.kept.append(lambda: any(work.rglob("*.npy")) or any(work.rglob("part-*")))
-    for given, name in names.items():
-        loaded = _load(given, name, collection, request.max_length, language)
-        with _common.progress_bar(f"scoring ({name})", resumes=_common.FRESH) as update:
-            scores = retrieval.score_rows(
-                loaded,
-                rows,
-                collection,
-                work,
-                batch_size=request.batch_size,
-                progress=update,
-            )
-        rows.teachers[name] = scores
-        made_by = {"kind": loaded.kind, "fingerprint": loaded.fingerprint}
-        if loaded.language is not None:
-            made_by["language"] = loaded.language
-            note(f"{name} reads words: stop words and stemmer of --language {loaded.language}")
-        if loaded.precision is not None:
-            made_by["precision"] = loaded.precision
-            note(f"{name} computes in {loaded.precision}{_last_layers(loaded)}")
-        rows.made_by["teachers"] = rows.made_by.get("teachers", {}) | {name: made_by}
-    column = None if request.like is None else names.get(request.like, request.like)
+        shutil.rmtree(work_folder, ignore_errors=True)
+    _common.kept.append(
+        lambda: any(work_folder.rglob("*.npy")) or any(work_folder.rglob("part-*")),
+    )
+    for source, column in columns.items():
+        _score_with_teacher(request, source, column, rows, collection, work_folder)
     rows.target = retrieval.ensemble(
         rows,
         rows.teachers,
         normalization=request.normalization,
         scale=request.scale,
-        like=column,
+        like=like_column,
     )
-    rows.made_by |= {
-        "kind": "scored",
-        "normalization": request.normalization,
-        "scale": applied_scale(request.normalization, request.scale, request.like),
-        "like": request.like,
-    }
-    before = len(rows)
+    rows.made_by["kind"] = "scored"
+    rows.made_by["normalization"] = request.normalization
+    rows.made_by["scale"] = applied_scale(
+        request.normalization,
+        request.scale,
+        request.like,
+    )
+    rows.made_by["like"] = request.like
+    n_scored = len(rows)
     if false_negatives is not None:
         with _options.option_errors(margin="--margin", max_share="--max-score-share"):
             rows = retrieval.drop_false_negatives(rows, false_negatives)
-        rows.made_by |= {"score_margin": request.margin, "score_max_share": request.max_score_share}
-    _stamp(rows, collection)
+        rows.made_by["score_margin"] = request.margin
+        rows.made_by["score_max_share"] = request.max_score_share
+    _record_fingerprints(rows, collection)
     retrieval.write_training_rows(rows, request.output, overwrite=request.overwrite)
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work_folder, ignore_errors=True)
     for warning in rows.narrow_teacher_warnings():
         note(f"warning: {warning}")
-    _report(rows, request.output, before - len(rows), request.as_json)
+    _print_scored(rows, request.output, n_scored - len(rows), request.as_json)
 
 
-def _last_layers(teacher: Teacher) -> str:
-    """Words on the layers of a cross-encoder that compute in fp32 where the others do not."""
-    in_fp32 = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
-    return ", its scores in fp32" if in_fp32 else ""
+def _score_with_teacher(
+    request: ScoreRequest,
+    source: str,
+    column: str,
+    rows: TrainingRows,
+    collection: Collection,
+    work_folder: Path,
+) -> None:
+    """Load a teacher, and add its scores and its provenance to the rows.
+
+    Args:
+        request: options of the scoring.
+        source: value of ``--teacher``.
+        column: name of the teacher's column.
+        rows: training rows, which are changed.
+        collection: the texts.
+        work_folder: where unfinished scores are stored.
+    """
+    teacher = _load_teacher(source, column, collection, request.max_length, request.language)
+    with _common.progress_bar(f"scoring ({column})", resumes=_common.FRESH) as update:
+        rows.teachers[column] = retrieval.score_rows(
+            teacher,
+            rows,
+            collection,
+            work_folder,
+            batch_size=request.batch_size,
+            progress=update,
+        )
+    provenance = {"kind": teacher.kind, "fingerprint": teacher.fingerprint}
+    if teacher.language is not None:
+        provenance["language"] = teacher.language
+        note(f"{column} reads words: stop words and stemmer of --language {teacher.language}")
+    if teacher.precision is not None:
+        provenance["precision"] = teacher.precision
+        has_fp32_scores = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
+        suffix = ", its scores in fp32" if has_fp32_scores else ""
+        note(f"{column} computes in {teacher.precision}{suffix}")
+    teachers = rows.made_by.get("teachers", {})
+    rows.made_by["teachers"] = {**teachers, column: provenance}
 
 
-def _names(teachers: list[str]) -> dict[str, str]:
-    """Each --teacher and the name of its column: what was given, of a folder its name."""
-    names = {
-        given: Path(given).resolve().name if Path(given).is_dir() else given for given in teachers
-    }
-    if len(names) != len(teachers) or len(set(names.values())) != len(names):
+def _column_names(teachers: list[str]) -> dict[str, str]:
+    """Return the name of the column of each ``--teacher``: its value, or the name of a folder.
+
+    Raises:
+        UsageError: if two teachers have one name.
+    """
+    columns = {}
+    for teacher in teachers:
+        path = Path(teacher)
+        columns[teacher] = path.resolve().name if path.is_dir() else teacher
+    if len(columns) != len(teachers) or len(set(columns.values())) != len(columns):
         raise UsageError(
             f"--teacher: expected teachers of different names, got {', '.join(teachers)}.",
         )
-    return names
+    return columns
 
 
 def _is_index(name: str) -> bool:
+    """Return whether a teacher is the folder of an index."""
     return (Path(name) / "index.json").is_file()
 
 
-def _load(
-    given: str,
-    name: str,
+def _load_teacher(
+    source: str,
+    column: str,
     collection: Collection,
     max_length: int | None,
     language: str | None,
 ) -> Teacher:
-    """Load a teacher.
+    """Load a teacher: BM25 of the collection, an index of BM25, or a model.
 
     Args:
-        given: value of --teacher.
-        name: name of its column.
-        collection: the texts.
-        max_length: tokens that a model reads.
-        language: of the BM25 that is built from the texts.
+        source: value of ``--teacher``.
+        column: name of its column.
+        collection: the documents.
+        max_length: tokens that a model reads of a text or pair; None takes its own limit.
+        language: language of BM25 of the collection; None takes the default.
+
+    Raises:
+        UsageError: for a model that is no teacher, or a length that it cannot have.
+        CommandError: for an index of other documents.
     """
     from tilefold.retrieval.training_data.teachers import Teacher
 
-    if given == BM25:
+    if source == BM25:
         index = retrieval.BM25Index.build(
             collection.contents(),
             language=_options.bm25_language(language),
         )
-        return Teacher(name, BM25, index)
-    if _is_index(given):
-        index = retrieval.BM25Index.load(given)
+        return Teacher(column, BM25, index)
+    model: Any
+    if _is_index(source):
+        model = retrieval.BM25Index.load(source)
+        kind = BM25
         _scores.check_texts(
-            f"--teacher {given}",
-            index.provenance,
+            f"--teacher {source}",
+            model.provenance,
             collection,
             _scores.texts_of(collection),
         )
-        model, kind = index, BM25
     else:
         model, kind = _models.load_model(
-            given,
+            source,
             "--teacher",
             ("cross-encoder", "dense", "sparse", "multi-vector"),
         )
         if max_length is not None and kind == "multi-vector":
             raise UsageError(
-                f"--max-length: {given} is a multi-vector model, which has lengths of its own.",
+                f"--max-length: {source} is a multi-vector model, which has lengths of its own.",
             )
         _models.limit_length(model, max_length)
     try:
-        return Teacher(name, kind, model)
+        return Teacher(column, kind, model)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
 
 
-def _stamp(rows: TrainingRows, collection: Collection) -> None:
-    """Put fingerprints of the texts into rows, also into those of another program."""
+def _record_fingerprints(rows: TrainingRows, collection: Collection) -> None:
+    """Record the fingerprints of the texts in rows, also in those of another program."""
     from tilefold.retrieval.training_data.rows import queries_of
 
     rows.made_by["texts_sha256"] = texts_digest(collection.contents())
     rows.made_by["queries_sha256"] = texts_digest(queries_of(rows, collection))
 
 
-def _report(rows: TrainingRows, output: Path, dropped: int, as_json: bool) -> None:
-    best = 0  # queries of which no negative scores higher than the best relevant document
+def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: bool) -> None:
+    """Print how many rows were scored, and how often a relevant document has the best score.
+
+    Args:
+        rows: the scored rows.
+        output: the file.
+        n_dropped: rows that were left out as possible false negatives.
+        as_json: print JSON.
+    """
+    n_relevant_first = 0
     for group in rows.groups():
         if group.target is not None and group.relevant.any():
-            best += bool(group.target[group.relevant].max() >= group.target.max())
+            n_relevant_first += bool(group.target[group.relevant].max() >= group.target.max())
+    share_relevant_first = n_relevant_first / len(rows.queries)
+    languages = {
+        name: provenance["language"]
+        for name, provenance in rows.made_by["teachers"].items()
+        if "language" in provenance
+    }
     result = {
         "output": str(output),
         "queries": len(rows.queries),
         "rows": len(rows),
         "teachers": list(rows.teachers),
-        "languages": {
-            name: made_by["language"]
-            for name, made_by in rows.made_by["teachers"].items()
-            if "language" in made_by
-        },
+        "languages": languages,
         "normalization": rows.made_by["normalization"],
         "scale": rows.made_by["scale"],
         "like": rows.made_by["like"],
+        "left_out_by_score": n_dropped,
+        "relevant_first": share_relevant_first,
     }
-    result |= {"left_out_by_score": dropped, "relevant_first": best / len(rows.queries)}
-    if dropped and not as_json:
+    if n_dropped and not as_json:
         note(
-            f"{dropped} rows were left out, as possible false negatives or of queries without "
+            f"{n_dropped} rows were left out, as possible false negatives or of queries without "
             "another negative",
         )
-    said = f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}"
-    first = f"{best / len(rows.queries):.0%} of {len(rows.queries)} queries have a relevant document first"
-    _common.print_result(result, as_json, said, first)
+    _common.print_result(
+        result,
+        as_json,
+        f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}",
+        f"{share_relevant_first:.0%} of {len(rows.queries)} queries have a relevant document first",
+    )
