@@ -44,15 +44,15 @@ def test_weights_of_16_bits_are_written_as_any_others() -> None:
     weights, body = weights[np.isfinite(weights)], EmbedSparse(inputs="a")
     indices = np.arange(len(weights), dtype=np.int32) * 3
     rows = rows_of([0, 0, 2, len(weights), len(weights)], indices, weights)
-    assert [bool(row.written) for row in rows] == [False, True, True, False]
+    assert [bool(row.json) for row in rows] == [False, True, True, False]
     assert sparse_rows(rows, body, str) == sparse_rows([Row(*row[:2]) for row in rows], body, str)
     assert [entry["index"] for entry in json.loads(sparse_rows(rows, body, str)[1])] == [0, 3]
     (odd,) = rows_of([0, 2], indices[:2], weights[:2] * np.float32(1.1))
     assert (
-        not odd.written
+        not odd.json
         and b"%s}]" % numbers(odd.weights)[1].encode() in sparse_rows([odd], body, str)[0]
     )
-    assert strongest(rows[2], 1, None).written == b""
+    assert strongest(rows[2], 1, None).json == b""
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +375,7 @@ def test_similarity_is_the_cosine_of_the_vectors_that_the_model_makes(
     dense = [np.array(row, np.float32) for row in ([3, 4], [4, 3], [0, 0])]
     assert cosines(dense, "dense") == pytest.approx([24 / 25, 0.0])
     one, other, empty = (
-        (np.array(terms, np.int32), np.array(values, np.float32))
+        Row(np.array(terms, np.int32), np.array(values, np.float32))
         for terms, values in (([2, 7], [3, 4]), ([1, 7], [4, 3]), ([], []))
     )
     assert cosines([one, other, empty, one], "sparse") == pytest.approx([12 / 25, 0.0, 1.0])

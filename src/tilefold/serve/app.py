@@ -1,6 +1,4 @@
-"""The ASGI application: the routes at three mount points and pages, who may use them, and what no
-answer shows.
-"""
+"""The ASGI application: routes at three mount points, pages, keys, and answers to errors."""
 
 from __future__ import annotations
 
@@ -49,23 +47,24 @@ _FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-OPENAPI_PATHS = (
-    "/openapi.json",
-    "/api-doc/openapi.json",
-)  # FastAPI's, and that of text-embeddings-inference
-_NO_OTHERS = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_REFERENCE_POLICY = f"default-src 'none'; style-src 'self'; {_NO_OTHERS}"
+# Paths of FastAPI and of text-embeddings-inference.
+OPENAPI_PATHS = ("/openapi.json", "/api-doc/openapi.json")
+_COMMON_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_REFERENCE_POLICY = f"default-src 'none'; style-src 'self'; {_COMMON_POLICY}"
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    f"{_COMMON_POLICY}"
+)
 _MOUNTED = tuple(f"/{side}/" for side in SIDES)
 _PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    f"img-src data:; {_NO_OTHERS}",
+    "content-security-policy": _PAGE_POLICY,
     "referrer-policy": "no-referrer",
     "x-frame-options": "DENY",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-# of probes and Prometheus, which carry no key, of the page, which asks for one, and what tells of
-# no text and no model
+# Paths that need no key: those of probes and Prometheus, which send none, the page, which asks for
+# one, and descriptions of the routes.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/docs", *_FILES, *OPENAPI_PATHS})
 _HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
@@ -78,10 +77,13 @@ def create_app(
     local: bool = False,
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """The application of a service, which starts and ends with it: text-embeddings-inference three
-    times, and search.
+    """Create the application of a service, which starts and ends with it.
+
+    The routes of text-embeddings-inference exist three times: for the default side, below
+    ``/query`` and below ``/document``.
 
     Args:
+        service: service that answers requests.
         api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks,
             metrics, the page and the description of the routes.
         local: refuse requests whose header Host is a domain name: for a server without a key on the
@@ -108,7 +110,9 @@ def create_app(
 
     app = _App(
         title="tilefold",
-        description="Sparse and late-interaction retrieval; compatible with text-embeddings-inference 1.9.",
+        description=(
+            "Sparse and late-interaction retrieval; compatible with text-embeddings-inference 1.9."
+        ),
         version=__version__,
         lifespan=lifespan,
         openapi_url=OPENAPI_PATHS[0],
@@ -137,27 +141,36 @@ def create_app(
 
 
 class _App(FastAPI):
-    """FastAPI behind what looks at every request before it, and answers some without it."""
+    """FastAPI application with middleware around all of FastAPI.
+
+    Attributes:
+        outer: middleware that every HTTP request goes through first.
+    """
 
     outer: ASGIApp
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        await (self.outer if scope["type"] == "http" else super().__call__)(scope, receive, send)
+        """Answer a request, or handle the start and end of the server."""
+        if scope["type"] == "http":
+            await self.outer(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown routes and methods, in the form of all errors."""
+    """Answer requests of unknown routes and methods in the form of all errors."""
     status = getattr(error, "status_code", 500)
-    text = {404: "there is no such route", 405: "the route does not take this method"}.get(
-        status,
-        "the request failed",
-    )
-    return _error_response(
-        ServeError("Validation", text, status=status), getattr(error, "headers", None)
-    )
+    message_of_status = {
+        404: "there is no such route",
+        405: "the route does not take this method",
+    }
+    message = message_of_status.get(status, "the request failed")
+    headers = getattr(error, "headers", None)
+    return _error_response(ServeError("Validation", message, status=status), headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
+    """Answer a request whose handler raised an unexpected error."""
     return _error_response(ServeError("Backend", "internal error; the log says why", status=500))
 
 
@@ -243,47 +256,64 @@ class _Guard:
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
         """Return the error and its headers for a request that is refused; ``None`` for others."""
         if scope["http_version"] not in _HTTP_VERSIONS:
-            return ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505), {
-                "connection": "close",
-            }
-        if not self._allowed(scope):
-            text = "expected a valid key in the header Authorization: Bearer KEY"
-            return ServeError("Validation", text, status=401), {"www-authenticate": "Bearer"}
+            error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
+            return error, {"connection": "close"}
+        if not self._has_access(scope):
+            error = ServeError(
+                "Validation",
+                "expected a valid key in the header Authorization: Bearer KEY",
+                status=401,
+            )
+            return error, {"www-authenticate": "Bearer"}
         if self._local and not _is_local(_header(scope["headers"], b"host")):
-            text = "expected this machine in the header Host, such as localhost; names of other machines need a key"
-            return ServeError("Validation", text, status=421), {}
+            error = ServeError(
+                "Validation",
+                "expected this machine in the header Host, such as localhost; names of other "
+                "machines need a key",
+                status=421,
+            )
+            return error, {}
         return None
 
-    def _allowed(self, scope: Message) -> bool:
+    def _has_access(self, scope: Message) -> bool:
+        """Return whether a request has the key, or needs none."""
         if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
             return True
         scheme, _, key = _header(scope["headers"], b"authorization").partition(b" ")
-        # digests have one length, and are compared in a time that does not depend on where they
-        # differ
+        # Digests have one length, and are compared in a time that does not depend on the position
+        # of the first difference.
         return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
 
 
 def _digest(key: bytes) -> bytes:
+    """Return the SHA-256 digest of a key."""
     return hashlib.sha256(key).digest()
 
 
-def _header(headers: list[tuple[bytes, bytes]], wanted: bytes) -> bytes:
-    return next((value for name, value in headers if name == wanted), b"")
+def _header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:
+    """Return the value of the first header with a name, or empty bytes."""
+    for header_name, value in headers:
+        if header_name == name:
+            return value
+    return b""
 
 
 @functools.lru_cache(256)
 def _is_local(host: bytes) -> bool:
-    """True for an address or a name of this machine, by which no other site can have sent the
-    client here.
+    """Return whether a header ``Host`` is an address, or a name that only means this machine.
+
+    Another site cannot make a browser send such a header, as it could with a domain name of its
+    own that resolves to this machine.
+
+    Args:
+        host: value of the header, with or without a port.
     """
-    given = host.decode("latin-1").strip().lower()
-    name = (
-        given[1:].partition("]")[0]
-        if given.startswith("[")
-        else given.partition(":")[0].removesuffix(".")
-    )
-    # a name without a dot is no exception: whoever runs the network of the client decides what it
-    # stands for
+    name = host.decode("latin-1").strip().lower()
+    if name.startswith("["):  # an IPv6 address
+        name = name[1:].partition("]")[0]
+    else:
+        name = name.partition(":")[0].removesuffix(".")
+    # Other names without a dot are refused: the network of the client decides what they resolve to.
     if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
     with suppress(ValueError):
@@ -293,8 +323,9 @@ def _is_local(host: bytes) -> bool:
 
 
 def _page_router(service: Service) -> APIRouter:
-    """The page, its style and its script. While the service is not healthy, they are a 503, for
-    probes of ``/``.
+    """Create the routes of the page, its style and its script.
+
+    They answer 503 while the service is not healthy, for health checks that request ``/``.
     """
     router = APIRouter()
     contents = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
@@ -317,51 +348,58 @@ def _page_router(service: Service) -> APIRouter:
 
 
 def _add_reference(app: FastAPI) -> None:
-    """Add the page of the routes, made from their OpenAPI description, and a second address of
-    that.
-    """
+    """Add the page that describes the routes, and a second path of the OpenAPI description."""
 
     async def page(request: Request) -> Response:
         headers = {"content-security-policy": _REFERENCE_POLICY}
         return Response("".join(_reference(app.openapi())), media_type="text/html", headers=headers)
 
-    async def described(request: Request) -> Response:
+    async def openapi(request: Request) -> Response:
         return Response(plain(app.openapi()), media_type=JSON)
 
     app.add_api_route("/docs", page, include_in_schema=False, response_class=Response)
-    app.add_api_route(OPENAPI_PATHS[1], described, include_in_schema=False, response_class=Response)
+    app.add_api_route(OPENAPI_PATHS[1], openapi, include_in_schema=False, response_class=Response)
 
 
 def _reference(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the HTML page of an OpenAPI description, in parts."""
     info = schema["info"]
     title = escape(f"{info['title']} {info['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-    yield f'<link rel="stylesheet" href="page.css"><main><h1>{title}</h1><p>{escape(info["description"])}</p>'
-    yield f'<p>Routes of models exist under {" and ".join(_MOUNTED)} too. <a href="openapi.json">openapi.json</a></p>'
+    yield f'<link rel="stylesheet" href="page.css"><main><h1>{title}</h1>'
+    yield f"<p>{escape(info['description'])}</p>"
+    yield f"<p>Routes of models exist under {' and '.join(_MOUNTED)} too. "
+    yield '<a href="openapi.json">openapi.json</a></p>'
     for path, methods in schema["paths"].items():
-        for method, route in methods.items() if not path.startswith(_MOUNTED) else ():
-            yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2><p>{escape(route['summary'])}</p>"
-            body = route.get("requestBody", {"content": {JSON: {"schema": {}}}})["content"][JSON][
-                "schema"
-            ]
-            fields = (
-                escape(_field(name, field)) for name, field in body.get("properties", {}).items()
-            )
-            yield f"<p><code>{'<br>'.join(fields)}</code></p>"
+        if path.startswith(_MOUNTED):
+            continue
+        for method, route in methods.items():
+            yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2>"
+            yield f"<p>{escape(route['summary'])}</p>"
+            fields: Mapping[str, Any] = {}
+            if "requestBody" in route:
+                body_schema = route["requestBody"]["content"][JSON]["schema"]
+                fields = body_schema.get("properties", {})
+            descriptions = [escape(_describe_field(name, fields[name])) for name in fields]
+            yield f"<p><code>{'<br>'.join(descriptions)}</code></p>"
     yield "</main></html>"
 
 
-def _field(name: str, field: Mapping[str, Any]) -> str:
-    return f"{name}: {_kind(field)}" + (
-        f" = {json.dumps(field['default'])}" if "default" in field else ""
-    )
+def _describe_field(name: str, schema: Mapping[str, Any]) -> str:
+    """Return name, type and default of a field, such as ``top_k: integer = 10``."""
+    description = f"{name}: {_describe_type(schema)}"
+    if "default" in schema:
+        description += f" = {json.dumps(schema['default'])}"
+    return description
 
 
-def _kind(field: Mapping[str, Any]) -> str:
-    if several := field.get("anyOf") or field.get("oneOf"):
-        return " | ".join(map(_kind, several))
-    if "enum" in field:
-        return " | ".join(map(json.dumps, field["enum"]))
-    if field.get("type") == "array":
-        return f"list of ({_kind(field.get('items', {}))})"
-    return str(field.get("type", "any"))
+def _describe_type(schema: Mapping[str, Any]) -> str:
+    """Return the type of a JSON schema in words, such as ``list of (string)``."""
+    alternatives = schema.get("anyOf") or schema.get("oneOf")
+    if alternatives:
+        return " | ".join(map(_describe_type, alternatives))
+    if "enum" in schema:
+        return " | ".join(map(json.dumps, schema["enum"]))
+    if schema.get("type") == "array":
+        return f"list of ({_describe_type(schema.get('items', {}))})"
+    return str(schema.get("type", "any"))

@@ -1,6 +1,4 @@
-"""Bodies of requests, checked; and JSON that a client is told: vectors, as short as float32 allows,
-cosines, errors.
-"""
+"""Bodies of requests with their checks, errors, and the JSON of vectors and similarities."""
 
 from __future__ import annotations
 
@@ -21,15 +19,21 @@ Vector = npt.NDArray[np.float32]
 
 
 class Row(NamedTuple):
-    """A sparse vector of n entries."""
+    """A sparse vector of n entries.
 
-    indices: npt.NDArray[np.int32]  # [n], rising
-    weights: Vector  # [n]
-    written: bytes = b""  # the answer of ``/embed_sparse`` that no option changes, if it was made with the vector
+    Attributes:
+        indices: terms in rising order, ``[n]``.
+        weights: weight of each term, ``[n]``.
+        json: answer of ``/embed_sparse`` without options; empty if it was not computed.
+    """
+
+    indices: npt.NDArray[np.int32]
+    weights: Vector
+    json: bytes = b""
 
 
-# kind -> HTTP code, and the label of te_request_failure
-_KINDS = {
+# Kind of an error -> HTTP status, and the label of the metric te_request_failure.
+_STATUS_AND_LABEL = {
     "Unhealthy": (503, "unhealthy"),
     "Backend": (424, "inference"),
     "Overloaded": (429, "overloaded"),
@@ -37,7 +41,7 @@ _KINDS = {
     "Tokenizer": (422, "tokenization"),
     "Empty": (400, "validation"),
 }
-_SHOWN = 300  # characters of a message
+_MAX_MESSAGE_CHARACTERS = 300
 _TEXT_OR_IDS = {
     "oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}],
 }
@@ -46,49 +50,79 @@ _TEXTS_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type
 
 
 def _is_text(value: object) -> bool:
+    """Return whether a value of a body is a text."""
     return isinstance(value, str)
 
 
 def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(id_, int) and not isinstance(id_, bool) for id_ in value
-    )
+    """Return whether a value of a body is a list of token ids."""
+    if not isinstance(value, list):
+        return False
+    return all(isinstance(id_, int) and not isinstance(id_, bool) for id_ in value)
+
+
+def _is_nonempty_ids(value: object) -> bool:
+    """Return whether a value is a list of at least one token id.
+
+    An empty list is a list of no inputs.
+    """
+    return bool(value) and _is_ids(value)
+
+
+def _is_text_or_ids(value: object) -> bool:
+    """Return whether a value is a text or a list of token ids."""
+    return _is_text(value) or _is_ids(value)
+
+
+def _is_text_or_nonempty_ids(value: object) -> bool:
+    """Return whether a value is a text or a list of at least one token id."""
+    return _is_text(value) or _is_nonempty_ids(value)
 
 
 class Single(list[Any]):
-    """The one input of a request that gave no list of them, which metrics count apart."""
+    """List of the only input of a request that has no list; metrics count such requests apart."""
 
 
-def _listed(
-    is_one: Callable[[object], bool],
-    is_each: Callable[[object], bool],
+def _one_or_list(
+    is_input: Callable[[object], bool],
+    is_item: Callable[[object], bool],
     expected: str,
 ) -> PlainValidator:
-    """A check of one input or a list of inputs, which makes it a list."""
+    """Create a validator of one input or a list of inputs, which returns a list.
+
+    Args:
+        is_input: returns whether a value is one input.
+        is_item: returns whether an item of a list is an input.
+        expected: description of a valid value, for the error.
+    """
 
     def check(value: object) -> list[Any]:
-        if is_one(value):
+        if is_input(value):
             return Single([value])
-        if isinstance(value, list) and all(map(is_each, value)):
+        if isinstance(value, list) and all(map(is_item, value)):
             return value
         raise ValueError(f"expected {expected}")
 
     return PlainValidator(check)
 
 
-def _contents(value: object) -> list[Any]:
-    """Documents of a reranker: texts, or objects with a text."""
-    found = (
-        [each.get("text") if isinstance(each, dict) else each for each in value]
-        if isinstance(value, list)
-        else []
-    )
-    if not isinstance(value, list) or not all(map(_is_text, found)):
-        raise ValueError("expected a list of texts, or of objects with a text")
-    return found
+def _check_documents(value: object) -> list[Any]:
+    """Return the texts of a reranker's documents, which are texts or objects with a text.
+
+    Raises:
+        ValueError: for another value.
+    """
+    expected = "expected a list of texts, or of objects with a text"
+    if not isinstance(value, list):
+        raise ValueError(expected)
+    texts = [item.get("text") if isinstance(item, dict) else item for item in value]
+    if not all(map(_is_text, texts)):
+        raise ValueError(expected)
+    return texts
 
 
-def _direction(value: object) -> str:
+def _check_direction(value: object) -> str:
+    """Return a direction of truncation in lower case, or raise ``ValueError``."""
     if isinstance(value, str) and value.lower() in ("left", "right"):
         return value.lower()
     raise ValueError("expected 'left' or 'right'")
@@ -96,38 +130,36 @@ def _direction(value: object) -> str:
 
 Inputs = Annotated[
     list[Any],
-    _listed(
-        lambda value: _is_text(value) or bool(value and _is_ids(value)),
-        lambda each: _is_text(each) or _is_ids(each),
+    _one_or_list(
+        _is_text_or_nonempty_ids,
+        _is_text_or_ids,
         "a text, a list of texts, or lists of token ids",
     ),
     WithJsonSchema(_INPUTS_SCHEMA),
 ]
 Texts = Annotated[
     list[Any],
-    _listed(_is_text, _is_text, "a text or a list of texts"),
+    _one_or_list(_is_text, _is_text, "a text or a list of texts"),
     WithJsonSchema(_TEXTS_SCHEMA),
 ]
 IdLists = Annotated[
     list[Any],
-    _listed(
-        lambda value: bool(value and _is_ids(value)),
+    _one_or_list(
+        _is_nonempty_ids,
         _is_ids,
         "a list of token ids, or a list of such lists",
     ),
 ]
-Contents = Annotated[list[Any], PlainValidator(_contents)]
+Contents = Annotated[list[Any], PlainValidator(_check_documents)]
 Direction = Annotated[
     Any,
-    PlainValidator(_direction),
+    PlainValidator(_check_direction),
     WithJsonSchema({"enum": ["left", "right", "Left", "Right"]}),
 ]
 
 
 class Body(BaseModel):
-    """A body of text-embeddings-inference: fields that it does not know are ignored, types are not
-    converted.
-    """
+    """Body of a request; unknown fields are ignored, and types are not converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -146,13 +178,16 @@ class Encoded(Cut):
 
 
 class EmbedAll(Encoded):
-    """``/embed_all``."""
+    """Body of ``/embed_all``."""
 
     inputs: Inputs
 
 
 class EmbedSparse(EmbedAll):
-    """``/embed_sparse``; the last four fields are ours."""
+    """Body of ``/embed_sparse``; text-embeddings-inference lacks the last four fields."""
+
+    # Largest number of entries of a vector, and weight that they exceed; then whether entries have
+    # their token, and whether the answer is a list of entries, lists, or weights by token.
 
     top_k: int | None = Field(default=None, ge=1)
     threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -161,14 +196,14 @@ class EmbedSparse(EmbedAll):
 
 
 class Embed(EmbedAll):
-    """``/embed``."""
+    """Body of ``/embed``."""
 
     normalize: bool = True
     dimensions: int | None = Field(default=None, ge=1)
 
 
 class OpenAIEmbeddings(Body):
-    """``/v1/embeddings``."""
+    """Body of ``/v1/embeddings``."""
 
     input: Inputs
     model: str | None = None
@@ -178,33 +213,33 @@ class OpenAIEmbeddings(Body):
 
 
 class SimilarityInputs(Body):
-    """The inputs of ``/similarity``."""
+    """Field ``inputs`` of ``/similarity``."""
 
     source_sentence: str
     sentences: list[str]
 
 
 class Similarity(Body):
-    """``/similarity``."""
+    """Body of ``/similarity``."""
 
     inputs: SimilarityInputs
     parameters: Encoded | None = None
 
 
 class Predict(Body):
-    """``/predict``, which no model here answers."""
+    """Body of ``/predict``, which no model of a service answers."""
 
     inputs: Any = None
 
 
 class Vertex(Body):
-    """``/vertex``: bodies of ``/rerank``, and of what the first model makes."""
+    """Body of ``/vertex``: a list of bodies of ``/rerank`` or of the first model's route."""
 
     instances: list[Any]
 
 
 class Tokenize(Body):
-    """``/tokenize``; the last field is ours."""
+    """Body of ``/tokenize``; text-embeddings-inference has no field ``offsets``."""
 
     inputs: Texts
     add_special_tokens: bool = True
@@ -213,15 +248,17 @@ class Tokenize(Body):
 
 
 class Decode(Body):
-    """``/decode``."""
+    """Body of ``/decode``."""
 
     ids: IdLists
     skip_special_tokens: bool = True
 
 
 class Rerank(Cut):
-    """``/rerank``: with ``texts`` as text-embeddings-inference, with ``documents`` as Cohere, Jina
-    and vLLM.
+    """Body of ``/rerank``.
+
+    It has ``texts`` in the form of text-embeddings-inference, and ``documents`` in that of Cohere,
+    Jina and vLLM.
     """
 
     query: str
@@ -235,8 +272,9 @@ class Rerank(Cut):
 
 
 class Score(Cut):
-    """``/score`` of vLLM: one query with every document, or each with its own; under any of the
-    names that it takes.
+    """Body of ``/score``, under all names that vLLM accepts for its fields.
+
+    It has one query for all documents, or a query for each document.
     """
 
     queries: Texts | None = Field(
@@ -256,8 +294,13 @@ class ClientGoneError(Exception):
 
 
 class ServeError(Exception):
-    """An error of a request, or of the service, with the code of its kind and its label among
-    metrics, or others.
+    """Error of a request or of the service, which the client is answered.
+
+    Args:
+        kind: error type of text-embeddings-inference, such as ``"Validation"``.
+        message: message for the client; it is shortened.
+        status: HTTP status; ``None`` takes that of the kind.
+        label: label in the metrics; ``None`` takes that of the kind.
     """
 
     def __init__(
@@ -269,26 +312,30 @@ class ServeError(Exception):
         label: str | None = None,
     ) -> None:
         super().__init__(message)
-        own_status, own_label = _KINDS[kind]
-        self.kind, self.status, self.label = kind, status or own_status, label or own_label
-        self.message = message if len(message) <= _SHOWN else message[:_SHOWN] + " ..."
+        default_status, default_label = _STATUS_AND_LABEL[kind]
+        self.kind = kind
+        self.status = status or default_status
+        self.label = label or default_label
+        self.message = message
+        if len(message) > _MAX_MESSAGE_CHARACTERS:
+            self.message = message[:_MAX_MESSAGE_CHARACTERS] + " ..."
 
     def body(self) -> bytes:
-        """The answer in the form of text-embeddings-inference."""
+        """Return the answer in the form of text-embeddings-inference."""
         return plain({"error": self.message, "error_type": self.kind})
 
     def openai_body(self) -> bytes:
-        """The answer of its OpenAI route."""
+        """Return the answer in the form of OpenAI's routes of text-embeddings-inference."""
         return plain({"message": self.message, "code": self.status, "type": self.kind})
 
 
 def invalid(message: str, label: str | None = None) -> ServeError:
-    """A request that means nothing here: 422."""
+    """Return the error for a body with a wrong value, with status 422."""
     return ServeError("Validation", f"Input validation error: {message}", label=label)
 
 
 def empty(name: str) -> ServeError:
-    """A text, or a list of token ids, without anything in it: 400."""
+    """Return the error for an empty text or an empty list of token ids, with status 400."""
     return ServeError(
         "Empty",
         f"Input validation error: `{name}` cannot be empty",
@@ -297,12 +344,12 @@ def empty(name: str) -> ServeError:
 
 
 def wrong_model(message: str) -> ServeError:
-    """The service has no model of the kind that a route needs: 424."""
+    """Return the error for a route whose kind of model the service lacks, with status 424."""
     return ServeError("Backend", message, label="model_type")
 
 
 def plain(value: object) -> bytes:
-    """Any value as compact JSON."""
+    """Return a value as compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         "utf-8",
         "replace",
@@ -310,124 +357,213 @@ def plain(value: object) -> bytes:
 
 
 def numbers(values: Vector) -> list[str]:
-    """The shortest decimals that read back as the same float32."""
+    """Return the shortest decimals that read back as the same float32."""
     return list(map(_number, values.astype(np.float32).tolist()))
 
 
-@functools.lru_cache(1 << 16)  # weights of 16 bits are so few that nearly all were written before
+# The cache has room for all weights of 16 bits.
+@functools.lru_cache(1 << 16)
 def _number(value: float) -> str:
+    """Return the shortest decimal of a float32."""
     return str(np.float32(value))
 
 
 def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
-    """The `top_k` heaviest entries (equal weights: the lower index stays) above `threshold`, in
-    index order.
+    """Return the heaviest entries of a sparse vector, in the order of their indices.
+
+    Args:
+        row: the vector.
+        top_k: largest number of entries; of equal weights, lower indices stay. ``None`` keeps all.
+        threshold: entries have larger weights; ``None`` is 0.
     """
-    indices, weights, _ = row
-    keep = np.flatnonzero(weights > min(threshold or 0.0, float(np.finfo(np.float32).max)))
-    if top_k is not None and keep.size > top_k:
-        keep = np.sort(keep[np.argsort(-weights[keep], kind="stable")[:top_k]])
-    return Row(indices[keep], weights[keep])
+    largest_float32 = float(np.finfo(np.float32).max)
+    positions = np.flatnonzero(row.weights > min(threshold or 0.0, largest_float32))
+    if top_k is not None and positions.size > top_k:
+        by_weight = np.argsort(-row.weights[positions], kind="stable")
+        positions = np.sort(positions[by_weight[:top_k]])
+    return Row(row.indices[positions], row.weights[positions])
 
 
-def listed(parts: Sequence[bytes]) -> bytes:
-    """A list of what is JSON already."""
-    return b"[" + b",".join(parts) + b"]"
+def json_list(items: Sequence[bytes]) -> bytes:
+    """Return a JSON list of items that are JSON already."""
+    return b"[" + b",".join(items) + b"]"
 
 
 def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], str]) -> list[bytes]:
-    """The parts of the answer of ``/embed_sparse``; `token` names a term."""
+    """Return the JSON of each sparse vector, as ``/embed_sparse`` answers.
+
+    Args:
+        rows: the vectors.
+        body: options of the request.
+        token: returns the name of a term.
+    """
     if body.top_k is not None or body.threshold is not None:
         rows = [strongest(row, body.top_k, body.threshold) for row in rows]
     return [_sparse_row(row, body, token) for row in rows]
 
 
 def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
-    named = body.tokens or body.format == "tokens"
-    if row.written and not named and body.format == "values":
-        return row.written
-    indices, weights = row.indices.tolist(), numbers(row.weights)
-    tokens = [json.dumps(token(index)) for index in indices] if named else None
+    """Return the JSON of a sparse vector in the format of a request.
+
+    The arguments are those of :func:`sparse_rows`.
+    """
+    has_tokens = body.tokens or body.format == "tokens"
+    if row.json and not has_tokens and body.format == "values":
+        return row.json
+    indices = row.indices.tolist()
+    weights = numbers(row.weights)
+    tokens = [json.dumps(token(index)) for index in indices] if has_tokens else []
+    if body.format == "tokens":
+        entries = [f"{name}:{weight}" for name, weight in zip(tokens, weights, strict=True)]
+        return f"{{{','.join(entries)}}}".encode()
     if body.format == "arrays":
-        last = "" if tokens is None else f',"tokens":[{", ".join(tokens)}]'
-        return f'{{"indices":{json.dumps(indices)},"values":[{",".join(weights)}]{last}}}'.encode()
-    if body.format == "values":
-        more = [""] * len(indices) if tokens is None else [f',"token":{name}' for name in tokens]
-        entries = zip(indices, weights, more, strict=True)
-        found = ",".join(
-            f'{{"index":{index},"value":{weight}{name}}}' for index, weight, name in entries
-        )
-        return f"[{found}]".encode()
-    found = ",".join(f"{name}:{weight}" for name, weight in zip(tokens or (), weights, strict=True))
-    return f"{{{found}}}".encode()
+        token_list = f',"tokens":[{", ".join(tokens)}]' if has_tokens else ""
+        value_list = ",".join(weights)
+        return f'{{"indices":{json.dumps(indices)},"values":[{value_list}]{token_list}}}'.encode()
+    token_fields = [f',"token":{name}' for name in tokens] if has_tokens else [""] * len(indices)
+    entries = [
+        f'{{"index":{index},"value":{weight}{token_field}}}'
+        for index, weight, token_field in zip(indices, weights, token_fields, strict=True)
+    ]
+    return f"[{','.join(entries)}]".encode()
 
 
-_written, _known = (
-    np.zeros(1 << 16, "S16"),
-    np.zeros(1 << 16, bool),
-)  # weights of 16 bits that were written before
-_WRITTEN_AT_ONCE = 1 << 17  # entries of a batch
-_writing = threading.Lock()  # numpy copies without Python's lock: nobody may read half a number
+_MAX_BATCH_ENTRIES = 1 << 17  # entries of a batch whose JSON is written at once
+
+
+class _ShortNumbers:
+    """Decimals of float32 numbers with 16 significant bits, such as bf16 weights.
+
+    A number is formatted once, and then read from a table by its upper 16 bits.
+    """
+
+    def __init__(self) -> None:
+        self._decimals = np.zeros(1 << 16, "S16")
+        self._is_formatted = np.zeros(1 << 16, bool)
+        # numpy copies without Python's lock: no thread may read half of a decimal.
+        self._lock = threading.Lock()
+
+    def format(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.bytes_]:
+        """Return the decimals of numbers, given as their bits, ``[n]``; padded with zero bytes."""
+        with self._lock:
+            is_formatted = self._is_formatted[bits >> 16]
+            if not is_formatted.all():
+                new_bits = bits[~is_formatted]
+                self._decimals[new_bits >> 16] = numbers(new_bits.view(np.float32))
+                self._is_formatted[new_bits >> 16] = True
+            decimals: npt.NDArray[np.bytes_] = self._decimals[bits >> 16]
+        return decimals
+
+
+_short_numbers = _ShortNumbers()
 
 
 @functools.lru_cache(4)
-def _openings(size: int) -> npt.NDArray[np.bytes_]:
-    return np.char.add(np.char.add(b'},{"index":', np.arange(size).astype("S")), b',"value":')
+def _entry_openings(size: int) -> npt.NDArray[np.bytes_]:
+    """Return the JSON before the weight of an entry, for each index below `size`.
+
+    It closes the previous entry, and is padded with zero bytes.
+    """
+    indices = np.arange(size).astype("S")
+    return np.char.add(np.char.add(b'},{"index":', indices), b',"value":')
 
 
 def rows_of(offsets: Sequence[int], indices: npt.NDArray[np.int32], weights: Vector) -> list[Row]:
-    """Each row by itself, copied for a cache to keep no batch; written if all weights are of 16
-    bits, as of bf16.
+    """Split a batch of sparse vectors into rows, with their JSON if all weights have 16 bits.
 
-    ``[{"index", "value"}]`` of all rows at once: parts of fixed sizes, without their padding.
+    Rows are copied, so that a cache that keeps some of them does not keep the batch.
+
+    Args:
+        offsets: where each row begins, and the end of the last one.
+        indices: terms of all rows, ``[n]``.
+        weights: weights of all rows, ``[n]``.
     """
-    bits, parts = weights.view(np.uint32), np.empty(0, np.void)
-    if 0 < len(bits) <= _WRITTEN_AT_ONCE and not np.bitwise_or.reduce(bits) & 0xFFFF:
-        with _writing:
-            if np.count_nonzero(known := _known[bits >> 16]) < len(known):
-                new = bits[~known]
-                _written[new >> 16], _known[new >> 16] = numbers(new.view(np.float32)), True
-            values = _written[bits >> 16]
-        openings = _openings(1 << int(indices.max()).bit_length())[indices]
-        parts = np.empty(
-            len(bits),
-            np.dtype([("opening", openings.dtype), ("value", values.dtype)]),
-        )
-        parts["opening"], parts["value"] = openings, values
-    found = []
-    for a, b in itertools.pairwise(offsets):
-        written = (
-            b"[" + parts[a:b].tobytes().translate(None, b"\0")[2:] + b"}]"
-            if len(parts) and a < b
-            else b""
-        )
-        found.append(Row(indices[a:b].copy(), weights[a:b].copy(), written))
-    return found
+    bits = weights.view(np.uint32)
+    json_entries = None
+    if 0 < len(bits) <= _MAX_BATCH_ENTRIES:
+        has_16_bit_weights = not np.bitwise_or.reduce(bits) & 0xFFFF
+        if has_16_bit_weights:
+            json_entries = _json_entries(indices, bits)
+    rows = []
+    for start, stop in itertools.pairwise(offsets):
+        row_json = b""
+        if json_entries is not None and start < stop:
+            row_json = _join_entries(json_entries[start:stop])
+        rows.append(Row(indices[start:stop].copy(), weights[start:stop].copy(), row_json))
+    return rows
+
+
+def _json_entries(
+    indices: npt.NDArray[np.int32],
+    bits: npt.NDArray[np.uint32],
+) -> npt.NDArray[np.void]:
+    """Return the JSON of entries in parts of fixed sizes, ``[n]``, padded with zero bytes.
+
+    Args:
+        indices: term of each entry, ``[n]``.
+        bits: weight of each entry as its bits, ``[n]``.
+    """
+    values = _short_numbers.format(bits)
+    n_openings = 1 << int(indices.max()).bit_length()  # a power of 2, so that few are computed
+    openings = _entry_openings(n_openings)[indices]
+    entries = np.empty(
+        len(bits),
+        np.dtype([("opening", openings.dtype), ("value", values.dtype)]),
+    )
+    entries["opening"] = openings
+    entries["value"] = values
+    return entries
+
+
+def _join_entries(entries: npt.NDArray[np.void]) -> bytes:
+    """Return a JSON list of the entries of a row, without their padding."""
+    joined = entries.tobytes().translate(None, b"\0")
+    return b"[" + joined.removeprefix(b"},") + b"}]"
 
 
 def vectors(rows: Sequence[Vector]) -> list[bytes]:
-    """``[float]`` of each row."""
+    """Return the JSON list of each dense vector ``[D]``."""
     return [f"[{','.join(numbers(row))}]".encode() for row in rows]
 
 
 def matrices(rows: Sequence[Tensor]) -> list[bytes]:
-    """``[[float]]`` of each tensor ``[tokens, D]``."""
-    return [listed(vectors(list(row.numpy()))) for row in rows]
+    """Return the JSON list of lists of each tensor of token vectors ``[tokens, D]``."""
+    return [json_list(vectors(list(row.numpy()))) for row in rows]
 
 
 def cosines(rows: Sequence[Any], kind: str) -> list[float]:
-    """Cosine similarity of the first row, ``"sparse"`` or not, with each of the others; that of an
-    empty one is 0.
+    """Compute the cosine similarity of the first vector with each of the others.
+
+    Products and sums are in fp64. The similarity with an empty vector is 0.
+
+    Args:
+        rows: :class:`Row` of sparse vectors, or dense vectors ``[D]``.
+        kind: ``"sparse"``, or the kind of another model.
     """
     first, *others = rows
     if kind == "sparse":
-        both = [(other, *np.intersect1d(first[0], other[0], True, True)[1:]) for other in others]
-        dots = [
-            float(first[1][mine].astype(np.float64) @ other[1][its]) for other, mine, its in both
-        ]
-        rows = [row[1] for row in rows]
+        dots = [_sparse_dot(first, other) for other in others]
+        values = [row.weights for row in rows]
     else:
         dots = (np.stack(others).astype(np.float64) @ first).tolist()
-    lengths = [float(np.linalg.norm(row.astype(np.float64))) for row in rows]
-    scales = [lengths[0] * length for length in lengths[1:]]
-    return [dot / scale if scale > 0 else 0.0 for dot, scale in zip(dots, scales, strict=True)]
+        values = list(rows)
+    first_length, *other_lengths = (
+        float(np.linalg.norm(vector.astype(np.float64))) for vector in values
+    )
+    similarities = []
+    for dot, length in zip(dots, other_lengths, strict=True):
+        scale = first_length * length
+        similarities.append(dot / scale if scale > 0 else 0.0)
+    return similarities
+
+
+def _sparse_dot(first: Row, second: Row) -> float:
+    """Compute the inner product of two sparse vectors in fp64."""
+    _, first_positions, second_positions = np.intersect1d(
+        first.indices,
+        second.indices,
+        assume_unique=True,
+        return_indices=True,
+    )
+    first_weights = first.weights[first_positions].astype(np.float64)
+    return float(first_weights @ second.weights[second_positions])

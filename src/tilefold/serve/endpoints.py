@@ -18,44 +18,49 @@ B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 JSON = "application/json"
 CLIENT_CLOSED = 499  # nginx's code; nobody is left to read it
-_UNWATCHED_SECONDS = 0.05  # of work, after which it is looked whether the client is still there
+_UNWATCHED_SECONDS = 0.05  # seconds of work before a request watches whether its client leaves
 
 
-class _Ending:
-    """Within it, :meth:`end` cancels the task, which raises `error` then: no task of its own for
-    every request.
+class _Cancellation:
+    """Context in which :meth:`cancel` ends the current task with an error.
 
-    `later` is called `seconds` after it was made, if it has not ended by then; by default
-    :meth:`end`.
+    A timer calls a function unless the context ends before. Unlike ``asyncio.timeout``, another
+    event than the time can cancel the task.
+
+    Args:
+        error: creates the error that the context raises after :meth:`cancel`.
+        seconds: time until `on_timeout` is called.
+        on_timeout: function that the timer calls; by default :meth:`cancel`.
     """
 
-    __slots__ = ("_ended", "_error", "_task", "_timer")
+    __slots__ = ("_error", "_is_cancelled", "_task", "_timer")
 
     def __init__(
         self,
         error: Callable[[], Exception],
         seconds: float,
-        later: Callable[[], None] | None = None,
+        on_timeout: Callable[[], None] | None = None,
     ) -> None:
-        self._error, self._ended = error, False
+        self._error = error
+        self._is_cancelled = False
         self._task: Any = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(seconds, later or self.end)
+        self._timer = asyncio.get_running_loop().call_later(seconds, on_timeout or self.cancel)
 
-    def end(self) -> None:
-        self._ended = self._task is not None and self._task.cancel()
+    def cancel(self) -> None:
+        """Cancel the task; the context then raises the error."""
+        self._is_cancelled = self._task is not None and self._task.cancel()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._timer.cancel()
-        task = self._task
-        # from 3.11 on a task counts who cancelled it: somebody else, too, if it is more than one
-        if (
-            kind is asyncio.CancelledError
-            and self._ended
-            and not (hasattr(task, "uncancel") and task.uncancel())
-        ):
+        if kind is not asyncio.CancelledError or not self._is_cancelled:
+            return
+        # From Python 3.11 on, a task counts its cancellations. If another one remains, such as that
+        # of the server's end, the task stays cancelled.
+        n_other_cancellations = self._task.uncancel() if hasattr(self._task, "uncancel") else 0
+        if not n_other_cancellations:
             raise self._error() from None
 
 
@@ -74,14 +79,14 @@ async def while_connected(request: Request, work: Awaitable[T]) -> T:
     async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        ending.end()
+        cancellation.cancel()
 
     def start_watching() -> None:
         nonlocal watch
         watch = asyncio.get_running_loop().create_task(wait_for_disconnect())
 
-    ending = _Ending(ClientGoneError, _UNWATCHED_SECONDS, start_watching)
-    with ending:
+    cancellation = _Cancellation(ClientGoneError, _UNWATCHED_SECONDS, start_watching)
+    with cancellation:
         try:
             return await work
         finally:
@@ -155,8 +160,19 @@ def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
 
 
 async def read(request: Request, model: type[B], limits: Limits) -> B:
-    """The body of a request."""
-    headers = dict(reversed(request.scope["headers"]))  # of two with one name the first one counts
+    """Read and validate the body of a request.
+
+    Args:
+        request: request, of which nothing was read.
+        model: class of the body.
+        limits: limits of the size of a body and of the time in which it must arrive.
+
+    Raises:
+        ServeError: for a body that is too large or too slow, of another content type, or invalid.
+        ClientGoneError: if the client leaves.
+    """
+    # The first of several headers with one name counts.
+    headers = dict(reversed(request.scope["headers"]))
     if not _is_json(headers.get(b"content-type", b"")):
         raise ServeError(
             "Validation",
@@ -165,42 +181,70 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
         )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
-    raw = await _read(request, headers, limits)
+    raw = await _read_bytes(request, headers, limits)
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        first = _first(error)
+        first = _first_error(error)
         if first["type"] == "json_invalid":
             raise ServeError(
                 "Validation",
                 f"the body is not valid JSON: {first['msg']}",
                 status=400,
             ) from None
-        raise invalid(explained(error)) from None
+        raise invalid(describe_error(error)) from None
 
 
-def explained(error: ValidationError, place: str = "") -> str:
-    """First wrong field of a body, or of the part of one at `place`, and how many more there are."""
-    first = _first(error)
-    where = ".".join(filter(None, [place, *map(str, first["loc"])])) or "body"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    return f"`{where}`: {first['msg'].removeprefix('Value error, ')}{more}"
+def describe_error(error: ValidationError, prefix: str = "") -> str:
+    """Return the first error of a body in words, and the number of further errors.
+
+    Args:
+        error: errors of a body, or of a part of one.
+        prefix: field of the part; empty for a whole body.
+    """
+    first = _first_error(error)
+    fields = [str(field) for field in first["loc"]]
+    if prefix:
+        fields.insert(0, prefix)
+    n_further = error.error_count() - 1
+    further = f" (and {n_further} more)" if n_further else ""
+    message = first["msg"].removeprefix("Value error, ")
+    return f"`{'.'.join(fields) or 'body'}`: {message}{further}"
 
 
-def _first(error: ValidationError) -> Any:
+def _first_error(error: ValidationError) -> Any:
+    """Return the first error of a body, as pydantic describes it, without the wrong value."""
     return error.errors(include_url=False, include_context=False, include_input=False)[0]
 
 
 @lru_cache(256)
 def _is_json(content_type: bytes) -> bool:
-    kind, *rest = (part.strip().lower() for part in content_type.decode("latin-1").split(";"))
-    charsets = {part.partition("=")[2].strip('"') for part in rest if part.startswith("charset=")}
-    json = kind == JSON or (kind.startswith("application/") and kind.endswith("+json"))
-    return json and charsets <= {"utf-8", "utf8"}
+    """Return whether a header ``Content-Type`` names JSON, in UTF-8 if it names an encoding."""
+    parts = [part.strip().lower() for part in content_type.decode("latin-1").split(";")]
+    media_type, *parameters = parts
+    is_json = media_type == JSON or (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    )
+    charsets = {
+        parameter.partition("=")[2].strip('"')
+        for parameter in parameters
+        if parameter.startswith("charset=")
+    }
+    return is_json and charsets <= {"utf-8", "utf8"}
 
 
-async def _read(request: Request, headers: Mapping[bytes, bytes], limits: Limits) -> bytes:
-    """The bytes of the body, no more of them than the limit, in no more time than there is."""
+async def _read_bytes(request: Request, headers: Mapping[bytes, bytes], limits: Limits) -> bytes:
+    """Read the bytes of a body, and stop at the limit of its size or of the time.
+
+    Args:
+        request: request, of which nothing was read.
+        headers: its headers.
+        limits: the limits.
+
+    Raises:
+        ServeError: for a body that is too large or too slow.
+        ClientGoneError: if the client leaves.
+    """
 
     def too_large() -> ServeError:
         return ServeError(
@@ -216,17 +260,18 @@ async def _read(request: Request, headers: Mapping[bytes, bytes], limits: Limits
             status=408,
         )
 
-    declared = headers.get(b"content-length", b"")
-    if declared.isdigit() and int(declared) > limits.payload_limit:
+    declared_length = headers.get(b"content-length", b"")
+    if declared_length.isdigit() and int(declared_length) > limits.payload_limit:
         raise too_large()
-    body, more = bytearray(), True
-    with _Ending(too_slow, limits.body_seconds):
-        while more:
+    body = bytearray()
+    is_complete = False
+    with _Cancellation(too_slow, limits.body_seconds):
+        while not is_complete:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ClientGoneError
             body += message.get("body", b"")
-            more = message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
             if len(body) > limits.payload_limit:
                 raise too_large()
     return bytes(body)

@@ -24,7 +24,7 @@ from tilefold._version import __version__
 from tilefold.ops import maxsim
 from tilefold.serve import bodies
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
-from tilefold.serve.endpoints import JSON, add_route, explained
+from tilefold.serve.endpoints import JSON, add_route, describe_error
 from tilefold.serve.models import Kind, Side, TextTokens
 from tilefold.serve.service import EncodeOptions, Outcome, Service, all_of
 
@@ -173,7 +173,7 @@ class Routes:
         size: Callable[[Any], int] = len,
     ) -> bytes:
         """Return the JSON list of rows; a helper thread writes large ones."""
-        return bodies.listed(await self.service.map_items(rows, serialize, size))
+        return bodies.json_list(await self.service.map_items(rows, serialize, size))
 
     async def _vectors(
         self,
@@ -394,12 +394,12 @@ class Routes:
             try:
                 requests.append((body_type.model_validate(instance), handler))
             except ValidationError as error:
-                raise invalid(explained(error, f"instances.{position}")) from None
+                raise invalid(describe_error(error, f"instances.{position}")) from None
         tasks = [
             asyncio.ensure_future(handler(instance, request)) for instance, handler in requests
         ]
         responses = await all_of(tasks)
-        content = bodies.listed([bytes(response.body) for response in responses])
+        content = bodies.json_list([bytes(response.body) for response in responses])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
@@ -425,7 +425,7 @@ class Routes:
                 return list(map(bodies.plain, tokens))
 
             rows = await service.map_in_portions(texts, serialize, tokenizes=True)
-        return Response(bodies.listed(rows), media_type=JSON)
+        return Response(bodies.json_list(rows), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
         """Answer with the texts of token ids."""
@@ -441,7 +441,7 @@ class Routes:
                 ]
 
             rows = await service.map_in_portions(body.ids, serialize, tokenizes=True)
-        return Response(bodies.listed(rows), media_type=JSON)
+        return Response(bodies.json_list(rows), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
         """Answer with the first model and the limits, in the form of text-embeddings-inference."""

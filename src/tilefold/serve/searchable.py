@@ -28,46 +28,56 @@ from tilefold.serve.models import Served, TextTokens
 
 Options = Mapping[str, Any]
 Explanation = dict[str, object]
-QUERY = "query"  # the id of the one query of a request
-_MARKED = 4000  # characters of a text in which terms are marked
-_TERMS = 512  # of a query's vector that are shown
+QUERY = "query"  # the id of the only query of a request
+_MAX_MARKED_CHARACTERS = 4000  # characters of a text in which terms are marked
+_MAX_EXPLAINED_TERMS = 512  # terms of a query that an explanation lists
 
 
 @dataclass(frozen=True)
 class Searchable:
-    """An index to serve, with what belongs to it.
+    """An index to serve with its models, documents and vectors.
+
+    Whether `encoder` made the index is not checked.
+
+    Attributes:
+        name: name of the index in addresses.
+        index: the index.
+        encoder: model that encodes queries; ``None`` for an index of words.
+        documents: documents by id; empty if the server shows none.
+        vectors: vectors of the documents, for explanations and feedback.
+        words: index of words, for fusion.
+        late: multi-vector model that reranks.
+        store: its token vectors of the documents; ``None`` encodes the texts of candidates.
+        query_top_k: number of heaviest terms that a query keeps; ``None`` keeps all.
+        options: options of the search in the index, such as Seismic's ``heap_factor``.
+        dense: model of the dense vectors of a Qdrant collection.
 
     Raises:
-        DataError: parts of other documents than the index, or by another model; that `encoder` made
-            the index is not checked.
+        DataError: for parts that were made from other documents than the index, or by another
+            model.
     """
 
-    name: str  # in the addresses
+    name: str
     index: SparseIndex | BM25Index | DenseIndex | LateIndex
-    encoder: Served | None = None  # makes the queries' vectors; none for an index of words
-    documents: Mapping[str, Document] = field(
-        default_factory=dict,
-    )  # by id; empty where none are shown
-    vectors: SparseVectors | None = None  # of the documents, for explanations and feedback
-    words: BM25Index | None = None  # to fuse with
-    late: Served | None = None  # the multi-vector model that reranks
-    store: TokenStore | None = None  # its vectors of the documents; without, candidates are encoded
-    query_top_k: int | None = None  # terms kept of a query
-    options: Options = field(
-        default_factory=dict,
-    )  # of the index's search, such as Seismic's ``heap_factor``
-    dense: Served | None = (
-        None  # the model of the dense vectors of the index, a Qdrant collection with such
-    )
+    encoder: Served | None = None
+    documents: Mapping[str, Document] = field(default_factory=dict)
+    vectors: SparseVectors | None = None
+    words: BM25Index | None = None
+    late: Served | None = None
+    store: TokenStore | None = None
+    query_top_k: int | None = None
+    options: Options = field(default_factory=dict)
+    dense: Served | None = None
 
     def __post_init__(self) -> None:
-        _ = self.searcher  # made by the thread that loads: a check may encode
+        # Created by the thread that loads the index, because a check may encode.
+        _ = self.searcher
 
     @cached_property
     def searcher(self) -> Searcher:
-        """Ranks and reranks the vectors of queries, which the service encodes.
+        """Searcher that ranks and reranks; the service encodes its queries.
 
-        The searcher has the models too: it compares their precisions with those of the vectors.
+        The searcher has the models too, because it compares their precisions with the vectors'.
         """
         return Searcher(
             self.index,
@@ -83,22 +93,29 @@ class Searchable:
 
     @property
     def features(self) -> dict[str, bool]:
-        """Features that a search of it offers."""
-        explained = self.vectors is not None and self.encoder is not None
+        """Whether a search offers each feature, by its name."""
+        has_sparse_vectors = self.vectors is not None and self.encoder is not None
+        has_candidates = self.store is not None or bool(self.documents)
         return {
             "documents": bool(self.documents),
-            "explain": explained,
-            "prf": explained or self.index.backend == DENSE,
+            "explain": has_sparse_vectors,
+            "prf": has_sparse_vectors or self.index.backend == DENSE,
             "fusion": self.words is not None,
             "dense": self.dense is not None,
-            "rerank": self.late is not None and (self.store is not None or bool(self.documents)),
+            "rerank": self.late is not None and has_candidates,
             "passages": self.searcher.passages is not None,
             "where": self.index.metadata is not None or self.index.backend == "qdrant",
         }
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
-        """The vector of a query, of a sparse one its heaviest terms alone if the index is searched
-        so.
+        """Return the vector of a query, as the index searches with it.
+
+        Args:
+            row: encoded query: a sparse row, of which :attr:`query_top_k` terms are kept, token
+                vectors ``[Lq, D]``, or a dense vector ``[D]``.
+
+        Raises:
+            ValueError: for an index of words.
         """
         if self.encoder is None:
             raise ArgumentError(
@@ -108,15 +125,14 @@ class Searchable:
             return torch.from_numpy(row[None])
         if self.encoder.kind == "multi-vector":
             return TokenVectors([QUERY], torch.tensor([0, len(row)]), row.float())
-        indices, weights, _ = strongest(row, self.query_top_k, None)
-        fingerprint = vocabulary_fingerprint(self.encoder.model.tokenizer)
+        query = strongest(row, self.query_top_k, None)
         return SparseVectors(
             [QUERY],
-            np.array([0, len(indices)]),
-            indices,
-            weights,
+            np.array([0, len(query.indices)]),
+            query.indices,
+            query.weights,
             self.index.vocab_size,
-            fingerprint,
+            vocabulary_fingerprint(self.encoder.model.tokenizer),
         )
 
     def search_dense(
@@ -138,78 +154,143 @@ class Searchable:
         return {hit.id: hit.score for hit in hits}
 
     def explain_query(self, ranking: Ranking, query: str) -> Explanation:
-        """The terms of the query as searched, heaviest first, and where they stand in its text."""
+        """Explain the sparse vector of a query after feedback.
+
+        Args:
+            ranking: the ranking of the query.
+            query: text of the query.
+
+        Returns:
+            The heaviest terms with their weights, the number of all terms, and the marks of the
+            terms in the text. A term is ``expanded`` if it is no token of the text, and of
+            ``feedback`` if the vector did not have it before. Empty for an index of words.
+        """
         if self.encoder is None:
             return {}
-        text, query = self.encoder.text, query[:_MARKED]
-        own, before = text.words(query), set(ranking.before.row(0)[0].tolist())
-        weights = dict(zip(*(part.tolist() for part in ranking.after.row(0)), strict=True))
-        ordered = sorted(weights, key=lambda term: (-weights[term], term))
-        shown = [term for term in ordered if term not in text.special_ids][:_TERMS]
-        terms = [
+        text = self.encoder.text
+        marked_query = query[:_MAX_MARKED_CHARACTERS]
+        query_tokens = text.words(marked_query)
+        terms_before_feedback, _ = ranking.before.row(0)
+        original_terms = set(terms_before_feedback.tolist())
+        terms, weights = ranking.after.row(0)
+        weight_of_term = dict(zip(terms.tolist(), weights.tolist(), strict=True))
+        by_weight = sorted(weight_of_term, key=lambda term: (-weight_of_term[term], term))
+        listed_terms = [term for term in by_weight if term not in text.special_ids]
+        listed_terms = listed_terms[:_MAX_EXPLAINED_TERMS]
+        explained_terms = [
             {
                 "id": term,
                 "term": text.token(term),
-                "weight": weights[term],
-                "expanded": term not in own,  # among its tokens
-                "feedback": term not in before,  # in its vector
+                "weight": weight_of_term[term],
+                "expanded": term not in query_tokens,
+                "feedback": term not in original_terms,
             }
-            for term in shown
+            for term in listed_terms
         ]
         return {
-            "terms": terms,
-            "terms_in_all": len(weights),
-            "marks": _marks(text, query, set(shown)),
+            "terms": explained_terms,
+            "terms_in_all": len(weight_of_term),
+            "marks": _marks(text, marked_query, set(listed_terms)),
         }
 
     def owner(self, ranking: Ranking, name: str) -> tuple[Document | None, Passage | None]:
-        """The document of a result, and the passage that it was ranked by."""
-        found = ranking.passage(QUERY, name)
-        passage = None if found is None else Passage.of(found)
-        return self.documents.get(passage.document if passage else name), passage
+        """Return the document of a hit, and the passage that it was ranked by.
+
+        Both are ``None`` if the server shows no documents, or ranks whole documents.
+
+        Args:
+            ranking: the ranking with the hit.
+            name: id of the hit.
+        """
+        passage_id = ranking.passage(QUERY, name)
+        passage = None if passage_id is None else Passage.of(passage_id)
+        document_id = name if passage is None else passage.document
+        return self.documents.get(document_id), passage
 
     def explain_document(self, ranking: Ranking, name: str) -> Explanation:
-        """The rank and score of a document in every stage, and the terms that it shares with the
-        query as searched.
+        """Explain a hit by the stages of its ranking and the terms that it shares with the query.
+
+        Args:
+            ranking: the ranking with the hit.
+            name: id of the document.
+
+        Returns:
+            Rank and score in each stage, the shared terms with their contributions to the sparse
+            score, and the marks of these terms in title and text.
         """
-        stages = {
-            stage: {"rank": list(run[QUERY]).index(name) + 1, "score": run[QUERY][name]}
-            for stage, run in ranking.stages.items()
-            if name in run[QUERY]
-        }
-        found: Explanation = {"stages": stages}
-        part = ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name)
-        if (
-            self.vectors is None
-            or self.encoder is None
-            or (row := self.vectors.row_of.get(part)) is None
-        ):
-            return found | {"terms": []}
-        text, (document, passage) = self.encoder.text, self.owner(ranking, name)
-        shown = document.text if document else ""
-        shown = shown[passage.start : passage.stop] if passage else shown
-        matched = matched_terms(ranking.after.row(0), self.vectors.row(row), text.special_ids)
-        own = (
-            text.words(Document(name, document.title, shown).contents[:_MARKED])
-            if document
-            else None
-        )
-        score = ranking.stages["sparse"][QUERY].get(name)
-        found["terms"] = [
-            {"id": term, "term": text.token(term), "contribution": part}
-            | ({} if score is None else {"share": part / score})  # of the sparse score
-            | ({} if own is None else {"expanded": term not in own})
-            for term, part in matched
+        stages = {}
+        for stage, run in ranking.stages.items():
+            scores = run[QUERY]
+            if name in scores:
+                stages[stage] = {"rank": list(scores).index(name) + 1, "score": scores[name]}
+        explanation: Explanation = {"stages": stages, "terms": []}
+        if self.vectors is None or self.encoder is None:
+            return explanation
+        vector_id = ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name)
+        row = self.vectors.row_of.get(vector_id)
+        if row is None:
+            return explanation
+        tokens = self.encoder.text
+        matched = matched_terms(ranking.after.row(0), self.vectors.row(row), tokens.special_ids)
+        document, passage = self.owner(ranking, name)
+        shown_text = ""
+        document_tokens = None
+        if document is not None:
+            shown_text = document.text
+            if passage is not None:
+                shown_text = shown_text[passage.start : passage.stop]
+            contents = Document(name, document.title, shown_text).contents
+            document_tokens = tokens.words(contents[:_MAX_MARKED_CHARACTERS])
+        sparse_score = ranking.stages["sparse"][QUERY].get(name)
+        explanation["terms"] = [
+            _explain_term(tokens, term, contribution, sparse_score, document_tokens)
+            for term, contribution in matched
         ]
-        if document:
+        if document is not None:
             terms = {term for term, _ in matched}
-            read = {"title": document.title, "text": shown[:_MARKED]}
-            found["marks"] = {name: _marks(text, part, terms) for name, part in read.items()}
-        return found
+            explanation["marks"] = {
+                "title": _marks(tokens, document.title, terms),
+                "text": _marks(tokens, shown_text[:_MAX_MARKED_CHARACTERS], terms),
+            }
+        return explanation
+
+
+def _explain_term(
+    tokens: TextTokens,
+    term: int,
+    contribution: float,
+    sparse_score: float | None,
+    document_tokens: set[int] | None,
+) -> Explanation:
+    """Explain a term that a document shares with the query.
+
+    Args:
+        tokens: tokenizer of the model.
+        term: id of the term.
+        contribution: its part of the sparse score.
+        sparse_score: sparse score of the document; ``None`` if it has none in this ranking.
+        document_tokens: tokens of the document's text; ``None`` if the server does not show it.
+    """
+    explanation: Explanation = {
+        "id": term,
+        "term": tokens.token(term),
+        "contribution": contribution,
+    }
+    if sparse_score is not None:
+        explanation["share"] = contribution / sparse_score
+    if document_tokens is not None:
+        explanation["expanded"] = term not in document_tokens
+    return explanation
 
 
 def _marks(text: TextTokens, content: str, terms: set[int]) -> list[list[int]]:
-    """First and last character (in code points) and id of the tokens that are among `terms`."""
+    """Return where tokens of a text are terms, as ``[start, stop, term]`` in code points.
+
+    Args:
+        text: tokenizer of the model.
+        content: the text.
+        terms: ids of the terms.
+    """
     if not content:
         return []
     (tokens,) = text.tokenize([content], False)
