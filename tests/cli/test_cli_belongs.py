@@ -314,7 +314,7 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(
         == 0
     )
     circle = call("train", "--model", dense, *data, "--output", tmp_path / "never", "--steps", "1")
-    assert circle.code == 1
+    assert circle.code == 2
     assert "is a dense model, without the masked-LM head that SPLADE trains" in circle.err
 
 
