@@ -13,7 +13,8 @@ from tilefold._internal.termination import TERMINATED, TerminationHandler
 
 __all__ = ["app", "main"]
 
-WRONG_USAGE, INTERRUPTED = 2, 130
+WRONG_USAGE = 2  # exit codes
+INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -25,12 +26,13 @@ def main(args: Sequence[str] | None = None) -> None:
     # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy
     # machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    given = list(sys.argv[1:] if args is None else args)
-    code = _run_until_signal([arg for arg in given if arg != "--debug"], "--debug" in given)
+    command_line = list(sys.argv[1:] if args is None else args)
+    debug = "--debug" in command_line
+    exit_code = _run_until_signal([arg for arg in command_line if arg != "--debug"], debug)
     if args is None and not _has_nanobind_types():
         # the interpreter would look through all models and libraries for garbage, several times
         gc.freeze()
-    sys.exit(code)
+    sys.exit(exit_code)
 
 
 def _has_nanobind_types() -> bool:
@@ -57,6 +59,13 @@ def _run_until_signal(args: list[str], debug: bool) -> int:
 
 
 def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
+    """Run a command, report its error or interruption, and return its exit code.
+
+    Args:
+        args: words of the command line, without ``--debug``.
+        debug: raise unexpected errors, for their traceback.
+        termination: knows whether SIGTERM has interrupted the command.
+    """
     try:
         import typer
     except ImportError:
@@ -67,27 +76,15 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     from tilefold.cli import _common, _options
 
     _common.kept.clear()
-    _options.command_line[:] = [*args, *(["--debug"] if debug else [])]
+    _options.command_line[:] = [*args, "--debug"] if debug else args
     try:
-        from tilefold.retrieval.encoding.truncation import tally_truncation
-
-        with tally_truncation() as cuts:
-            outcome = typer.main.get_command(_app())(
-                args or ["--help"],
-                prog_name="tilefold",
-                standalone_mode=False,
-            )
-        for line in cuts.lines():
-            _common.note(line)
-        code = outcome if isinstance(outcome, int) else 0
-        if not args:  # the help shows the commands, of which one was expected
-            code = WRONG_USAGE
+        exit_code = _run_command(args)
     except typer.Exit as leave:
-        code = leave.exit_code
+        exit_code = leave.exit_code
     except _common.RanksInterruptedError as interruption:
         return interruption.exit_code  # rank 0 has reported what is kept
     except (typer.Abort, KeyboardInterrupt):
-        code = INTERRUPTED
+        exit_code = INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 1
@@ -95,40 +92,65 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
         if debug:
             raise
         return _report(error)
-    if code == INTERRUPTED:  # typer turns Ctrl-C into this code
-        outcome_text = "Nothing was kept."
-        if any(check() for check in _common.kept):
-            outcome_text = "Finished work is kept: run the same command again to resume."
-        cause = "Ended by SIGTERM" if termination.received else "Interrupted"
-        _common.note(f"{cause}. {outcome_text}")
-        if termination.received:
-            code = TERMINATED
-    return code
+    if exit_code != INTERRUPTED:  # typer turns Ctrl-C into this code
+        return exit_code
+    outcome = "Nothing was kept."
+    if any(is_kept() for is_kept in _common.kept):
+        outcome = "Finished work is kept: run the same command again to resume."
+    cause = "Ended by SIGTERM" if termination.received else "Interrupted"
+    _common.note(f"{cause}. {outcome}")
+    return TERMINATED if termination.received else INTERRUPTED
+
+
+def _run_command(args: list[str]) -> int:
+    """Run a command, note the texts that were truncated, and return its exit code.
+
+    Without arguments, the help is printed, which shows the commands of which one was expected.
+    """
+    import typer
+
+    from tilefold.cli import _common
+    from tilefold.retrieval.encoding.truncation import tally_truncation
+
+    command = typer.main.get_command(_app())
+    with tally_truncation() as tally:
+        result = command(args or ["--help"], prog_name="tilefold", standalone_mode=False)
+    for line in tally.lines():
+        _common.note(line)
+    if not args:
+        return WRONG_USAGE
+    return result if isinstance(result, int) else 0
 
 
 def _report(error: Exception) -> int:
+    """Print an error in one line, with a hint after some, and return the exit code.
+
+    The class of an unexpected error is printed before its text.
+    """
     from tilefold.cli._common import CommandError, UsageError, note, text_of
 
-    formatted = getattr(error, "format_message", None)  # typer's own errors have it
-    usage = formatted is not None
-    text = " ".join((formatted() if formatted is not None else text_of(error)).split())
+    format_message = getattr(error, "format_message", None)  # of typer's own errors
+    is_from_typer = format_message is not None
+    message = text_of(error) if format_message is None else format_message()
+    text = " ".join(message.split())
     if type(error).__name__ == "MissingParameter":  # of click, or of typer's copy of it
         text = f"{text} {error.param.help}"  # type: ignore[attr-defined]
-    known = (
-        isinstance(error, (CommandError, ValueError, OSError, ImportError, RuntimeError)) or usage
-    )
-    if not known or not text:
+    expected_errors = (CommandError, ValueError, OSError, ImportError, RuntimeError)
+    is_expected = is_from_typer or isinstance(error, expected_errors)
+    if not is_expected or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     note(f"Error: {text}", style="bold red")
-    if (context := getattr(error, "ctx", None)) is not None:
+    context = getattr(error, "ctx", None)
+    if context is not None:
         note(f"Try: {context.command_path} --help")
-    elif not known:
+    elif not is_expected:
         note("This is not expected. The same command with --debug shows where it happened.")
-    return WRONG_USAGE if usage or isinstance(error, UsageError) else 1
+    return WRONG_USAGE if is_from_typer or isinstance(error, UsageError) else 1
 
 
 @functools.cache
 def _app() -> Any:
+    """Return the application of typer with all commands."""
     import typer
 
     from tilefold.cli._options import Command, as_command, root

@@ -165,60 +165,82 @@ def print_result(result: object, as_json: bool, *lines: str) -> None:
 
 @contextmanager
 def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[..., None]]:
-    """Progress on stderr, a bar on a terminal and else a line per minute; yields a function of
-    (done, total, note).
+    """Show progress on stderr: a bar on a terminal, and otherwise a line per minute.
 
-    With `resumes`, what the first call reports was done by an earlier run, and a line says so, and
-    how to start over.
+    Args:
+        text: what is done.
+        resumes: if given, the first reported number was done by an earlier run, and a line says so.
+            The text says how to start over, and may be empty.
+
+    Yields:
+        A function of the number that is done, the total, and a remark or None.
     """
-    console, begun = stderr(), resumes is None
-    update: Callable[..., None] = _line_per_minute(text)
+    console = stderr()
+    announces_resumption = resumes is not None
+    show: Callable[[int, int, str], None]
 
-    def updated(done: int, total: int, remark: object = None) -> None:
-        nonlocal begun
-        if done and not begun:
-            how = "resumes: " if done < total else "has nothing left to do: "
-            line = f"{text} {how}{done:,} of {total:,} were done before{f' ({resumes})' if resumes else ''}"
+    def update(done: int, total: int, remark: object = None) -> None:
+        nonlocal announces_resumption
+        if announces_resumption and done:
+            state = "resumes" if done < total else "has nothing left to do"
+            hint = f" ({resumes})" if resumes else ""
+            line = f"{text} {state}: {done:,} of {total:,} were done before{hint}"
             console.print(line, markup=False, highlight=False)
-        begun = True
-        update(done, total, "" if remark is None else str(remark))
+        announces_resumption = False
+        show(done, total, "" if remark is None else str(remark))
 
     if not console.is_terminal:
-        yield updated
+        show = _LinePerMinute(text)
+        yield update
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-    left = TimeRemainingColumn(elapsed_when_finished=True)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), left, "{task.fields[note]}")
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(text, total=None, note="")
+    bar = Progress(
+        "{task.description}",
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+        "{task.fields[note]}",
+        console=console,
+    )
+    with bar:
+        task = bar.add_task(text, total=None, note="")
 
-        def update(done: int, total: int, note: str) -> None:
-            progress.update(task, completed=done, total=total, note=note)
+        def show(done: int, total: int, remark: str) -> None:
+            bar.update(task, completed=done, total=total, note=remark)
 
-        yield updated
+        yield update
 
 
-def _line_per_minute(text: str) -> Callable[[int, int, str], None]:
-    first: tuple[float, int] | None = None
-    spoken = time.monotonic()
+class _LinePerMinute:
+    """Progress as lines on stderr, one per minute at most, with rate and remaining time.
 
-    def update(done: int, total: int, remark: str = "") -> None:
-        nonlocal first, spoken
+    Args:
+        text: what is done.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._first: tuple[float, int] | None = None  # time and number of the first call
+        self._last_line = time.monotonic()
+
+    def __call__(self, done: int, total: int, remark: str = "") -> None:
+        """Print a line if the last one was a minute ago, and something was done since the first."""
         now = time.monotonic()
-        first = first or (now, done)  # an earlier run may have done some
-        if now - spoken < SECONDS_PER_LINE or done == first[1]:
+        if self._first is None:
+            self._first = (now, done)  # an earlier run may have done some
+        first_time, first_done = self._first
+        if now - self._last_line < SECONDS_PER_LINE or done == first_done:
             return
-        spoken, rate = now, (done - first[1]) / (now - first[0])
+        self._last_line = now
+        rate = (done - first_done) / (now - first_time)
         parts = [
             f"{done:,} of {total:,}",
             remark,
             f"{rate:.3g} per second",
             f"{duration((total - done) / rate)} left",
         ]
-        note(f"{text}: {', '.join(part for part in parts if part)}")
-
-    return update
+        note(f"{self._text}: {', '.join(part for part in parts if part)}")
 
 
 def duration(seconds: float) -> str:

@@ -80,14 +80,24 @@ class TextTokens:
         *,
         in_bytes: bool = False,
     ) -> list[list[dict[str, Any]]]:
-        """Tokens as ``/tokenize`` answers: id, text, whether special, and where the others start
-        and stop.
+        """Return the tokens of each text, as ``/tokenize`` answers.
+
+        Args:
+            texts: the texts.
+            special: whether special tokens are added.
+            prompt: text before each of the texts.
+            in_bytes: whether offsets count bytes of UTF-8, instead of code points.
+
+        Returns:
+            For each text its tokens: id, text, whether it is special, and where it starts and stops
+            in the prompt and the text.
         """
-        whole = [prompt + text for text in texts]
-        return [
-            _described(text, encoding, _byte_places(text) if in_bytes else range(len(text) + 1))
-            for text, encoding in zip(whole, self._encode(whole, special), strict=True)
-        ]
+        full_texts = [prompt + text for text in texts]
+        token_lists = []
+        for text, encoding in zip(full_texts, self._encode(full_texts, special), strict=True):
+            offsets = _byte_offsets(text) if in_bytes else range(len(text) + 1)
+            token_lists.append(_describe_tokens(text, encoding, offsets))
+        return token_lists
 
     def known(self, ids: Sequence[int]) -> Sequence[int]:
         """Return token ids as they are.
@@ -128,7 +138,14 @@ class TextTokens:
             raise ServeError("Tokenizer", f"Tokenization error: {type(error).__name__}") from error
 
 
-def _described(text: str, encoding: Any, places: Sequence[int]) -> list[dict[str, Any]]:
+def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[dict[str, Any]]:
+    """Return the tokens of a text, as ``/tokenize`` answers.
+
+    Args:
+        text: the text.
+        encoding: its encoding by the package `tokenizers`.
+        offsets: offset of each code point of the text, and of its end.
+    """
     rows = zip(
         encoding.ids,
         encoding.tokens,
@@ -136,25 +153,31 @@ def _described(text: str, encoding: Any, places: Sequence[int]) -> list[dict[str
         encoding.offsets,
         strict=True,
     )
-    return [
-        {"id": id_, "text": token, "special": True, "start": None, "stop": None}
-        if mask
-        else {
-            "id": id_,
-            "text": text[start:stop],
-            "special": False,
-            "start": places[start],
-            "stop": places[stop],
-        }
-        for id_, token, mask, (start, stop) in rows
-    ]
+    tokens: list[dict[str, Any]] = []
+    for token_id, token, is_special, (start, stop) in rows:
+        if is_special:  # not a part of the text
+            tokens.append(
+                {"id": token_id, "text": token, "special": True, "start": None, "stop": None},
+            )
+        else:
+            tokens.append(
+                {
+                    "id": token_id,
+                    "text": text[start:stop],
+                    "special": False,
+                    "start": offsets[start],
+                    "stop": offsets[stop],
+                },
+            )
+    return tokens
 
 
-def _byte_places(text: str) -> Sequence[int]:
-    """Offset of each code point of a text in its UTF-8, and where the text ends."""
+def _byte_offsets(text: str) -> Sequence[int]:
+    """Return the offset of each code point of a text in its UTF-8, and of the end of the text."""
     if text.isascii():
         return range(len(text) + 1)
     points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    # UTF-8 takes a second, third and fourth byte from these code points on.
     sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
     return [0, *np.cumsum(sizes).tolist()]
 
@@ -221,9 +244,9 @@ class Served:
 
     def _call(self, side: Side) -> TokenizerCall:
         """Return the tokenizer call of the model for a text of a side."""
-        with counting_truncation() as seen:
+        with counting_truncation() as counts:
             self.model.preprocess(["a"], task=side)
-        return seen.calls[-1] if seen.calls else TokenizerCall(1, (), None)
+        return counts.calls[-1] if counts.calls else TokenizerCall(1, (), None)
 
     def limit(self, side: Side) -> int:
         """Return the largest number of tokens that the model reads of a text."""
@@ -280,15 +303,12 @@ class Served:
             return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
         if self.kind == "sparse":
             return {"embedding": {"pooling": "splade"}}
-        modes = [
-            mode
-            for module in self.model.modules()
-            if (mode := getattr(module, "pooling_mode", None))
-        ]
-        found = modes[-1:] if not modes or isinstance(modes[-1], str) else modes[-1]
-        return {
-            "embedding": {"pooling": "+".join(found).replace("lasttoken", "last_token") or "mean"},
-        }
+        pooling: str | Sequence[str] = "mean"
+        for module in self.model.modules():  # the last pooling counts
+            pooling = getattr(module, "pooling_mode", None) or pooling
+        if not isinstance(pooling, str):
+            pooling = "+".join(pooling)
+        return {"embedding": {"pooling": pooling.replace("lasttoken", "last_token")}}
 
     def encode(self, key: BatchKey, inputs: Sequence[Any]) -> list[Any]:
         """Encode a batch. Only one thread at a time may call this.

@@ -12,6 +12,7 @@ import torch
 from fastapi import APIRouter, Request, Response
 from pydantic import ConfigDict, Field
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Filter
@@ -300,9 +301,10 @@ class _SearchRoutes:
         except MissingDocumentError:
             raise
         except ValueError as error:
-            message = str(error)
-            of_feedback = request.feedback is not None and not message.startswith("where")
-            raise invalid(f"`prf`: {message}" if of_feedback else message) from error
+            concerns_filter = isinstance(error, ArgumentError) and error.arguments == ("where",)
+            if request.feedback is not None and not concerns_filter:
+                raise invalid(f"`prf`: {error}") from error
+            raise invalid(str(error)) from error
 
     async def _query_index(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that reads the index, in a thread.
