@@ -789,7 +789,7 @@ def test_what_mine_and_score_write_is_what_training_reads(
     )
     fails(
         call(*asked, "--negatives", mined, "--output", tmp_path / "m"),
-        1,
+        2,
         "has no teachers' scores",
     )
     made = done(call(*asked, "--negatives", scored, "--output", tmp_path / "m"))

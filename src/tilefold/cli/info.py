@@ -1,4 +1,4 @@
-"""``tilefold info``: versions, devices, chosen implementations, and the needs of a model (``plan``)."""
+"""``tilefold info``: versions, devices, implementations, and what a model needs (``plan``)."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def collect() -> dict[str, Any]:
 
 
 def _operators() -> dict[str, dict[str, Any]]:
-    """Return operator -> kind of device -> what ``impl="auto"`` runs there, and why nothing faster."""
+    """Return what ``impl="auto"`` runs for each operator on each kind of device, and why."""
     import torch
 
     from tilefold.ops import implementations

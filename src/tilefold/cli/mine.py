@@ -35,9 +35,14 @@ _LEFT_OUT = {
     "queries_short": "queries have fewer negatives than asked for",
     "left_out_by_score": "candidates were left out as possible false negatives",
     "left_out_by_id": "candidates were left out because they have the query's id",
-    "left_out_by_text": "candidates were left out because their text is the query's or a relevant document's",
+    "left_out_by_text": (
+        "candidates were left out because their text is the query's or a relevant document's"
+    ),
 }
-SHARE_HELP = "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant document."
+SHARE_HELP = (
+    "Leave out negatives above this share, such as 0.95, of the score of the query's best relevant "
+    "document."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
