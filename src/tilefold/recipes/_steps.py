@@ -154,17 +154,18 @@ def check_batches(
     """
     batch_size = recipe.batch_size
     if batch_size % ranks:
-        remedy = f"take {ranks * max(1, batch_size // ranks)}, or another number of ranks."
+        divisible = ranks * max(1, batch_size // ranks)
         raise ArgumentError(
             "batch_size",
-            f"must be a multiple of the {ranks} ranks, got {batch_size}; {remedy}",
+            f"must be a multiple of the {ranks} ranks, got {batch_size}; take {divisible}, or "
+            "another number of ranks.",
         )
     n_rows = len(next(iter(examples.columns.values()), ()))
     if not n_rows:
         return ""
-    full = ranks > 1 or recipe.fill_batches
+    needs_full_batches = ranks > 1 or recipe.fill_batches
     reason = "several ranks" if ranks > 1 else "fill_batches"
-    if full and n_rows < batch_size:
+    if needs_full_batches and n_rows < batch_size:
         raise ArgumentError(
             "batch_size",
             f"must be at most the {n_rows} rows of the data, because {reason} need "
@@ -173,35 +174,58 @@ def check_batches(
     if not distinct_texts:
         return ""
     counts = TextCounts(examples)
-    column, distinct = counts.fewest_distinct()
+    column, n_distinct = counts.fewest_distinct()
     texts = "queries" if column == "query" else "documents"
-    if full and distinct < batch_size:
-        raise ArgumentError(
-            "batch_size",
-            f"must be at most the {distinct} different {texts} of the training pairs, "
-            f"because {reason} need full batches in which none occurs twice, got {batch_size}.",
-        )
-    if distinct < batch_size:
+    if n_distinct < batch_size:
+        if needs_full_batches:
+            raise ArgumentError(
+                "batch_size",
+                f"must be at most the {n_distinct} different {texts} of the training pairs, "
+                f"because {reason} need full batches in which none occurs twice, got "
+                f"{batch_size}.",
+            )
         return (
-            f"no batch can be full: the training pairs have {distinct:,} different {texts}, fewer "
-            f"than batch_size ({batch_size:,}), and none occurs twice in a batch. Set batch_size "
-            "to "
-            f"at most {distinct:,}."
+            f"no batch can be full: the training pairs have {n_distinct:,} different {texts}, "
+            f"fewer than batch_size ({batch_size:,}), and none occurs twice in a batch. Set "
+            f"batch_size to at most {n_distinct:,}."
         )
-    full_batches, possible = n_rows // batch_size, counts.most_full_batches(batch_size)
-    if possible >= full_batches:
+    return _short_batches_warning(counts, n_rows, batch_size, fills_batches=needs_full_batches)
+
+
+def _short_batches_warning(
+    counts: TextCounts,
+    n_rows: int,
+    batch_size: int,
+    *,
+    fills_batches: bool,
+) -> str:
+    """Return a warning if texts occur in so many rows that not all batches can be full.
+
+    Args:
+        counts: how often each text occurs in the rows.
+        n_rows: number of rows of an epoch.
+        batch_size: rows of a full batch.
+        fills_batches: whether short batches are filled with rows that the epoch has already had.
+
+    Returns:
+        The warning; empty if all batches but the last one can be full.
+    """
+    n_full_batches = n_rows // batch_size
+    n_possible = counts.most_full_batches(batch_size)
+    if n_possible >= n_full_batches:
         return ""
-    if full:
-        epoch = math.ceil(n_rows / batch_size)
+    if fills_batches:
+        n_batches = math.ceil(n_rows / batch_size)
+        n_distinct_rows = counts.most_distinct_rows(n_batches)
         return (
-            f"an epoch of {epoch:,} full batches has at most {counts.most_distinct_rows(epoch):,} "
-            f"of the {n_rows:,} pairs, and others more than once: some queries or documents occur "
-            "in very many pairs, and in a batch only once."
+            f"an epoch of {n_batches:,} full batches has at most {n_distinct_rows:,} of the "
+            f"{n_rows:,} pairs, and others more than once: some queries or documents occur in very "
+            "many pairs, and in a batch only once."
         )
     return (
-        f"at most {possible:,} of {full_batches:,} batches can be full: some queries or documents "
-        "occur in very many pairs, and in a batch only once. Set fill_batches to fill the others "
-        "with pairs that an epoch has already had."
+        f"at most {n_possible:,} of {n_full_batches:,} batches can be full: some queries or "
+        "documents occur in very many pairs, and in a batch only once. Set fill_batches to fill "
+        "the others with pairs that an epoch has already had."
     )
 
 
