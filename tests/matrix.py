@@ -70,7 +70,7 @@ WHAT = [
     "tests/retrieval",
     "tests/recipes",
 ]
-NOT = ["*_compile.py", "*_errors.py", "*/test_retrieval_collection.py"]
+NOT = ["*_compile.py", "*_errors.py", "*/data/test_collection.py"]
 VARIABLES = (
     "OPENBLAS_CORETYPE",
     "MKL_ENABLE_INSTRUCTIONS",

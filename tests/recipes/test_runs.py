@@ -31,7 +31,7 @@ from tests.inside import InUseError
 from tests.processes import ROOT
 from tests.recipes.small import with_dev
 from tests.refusals import refused
-from tests.retrieval.test_retrieval_interruptions import held
+from tests.retrieval.encoding.test_interruptions import held
 from tilefold.integrations.transformers import runs_entmax, unregister
 from tilefold.losses import NoPenalty
 from tilefold.recipes import (

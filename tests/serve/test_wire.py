@@ -21,7 +21,7 @@ from sentence_transformers.sentence_transformer.modules import Normalize, Poolin
 
 from tests.refusals import refused
 from tests.serve.running import Client, Reply, serving
-from tests.serve.test_serve_contract import TEXTS, similar
+from tests.serve.test_contract import TEXTS, similar
 from tilefold.serve.app import create_app
 from tilefold.serve.bodies import (
     EmbedSparse,

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
 
 from tests import programs
-from tests.integrations.test_transformers_entmax import (  # noqa: F401
+from tests.integrations.transformers.test_entmax import (  # noqa: F401
     NAMES,
     batch,
     model,

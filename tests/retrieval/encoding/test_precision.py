@@ -21,7 +21,7 @@ from torch import nn
 from tests.cli.program import run_cli
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, tiny_causal_lm
 from tests.refusals import refused
-from tests.retrieval.test_retrieval_interruptions import stop_at
+from tests.retrieval.encoding.test_interruptions import stop_at
 from tilefold import retrieval as r
 from tilefold._internal.precision import inference_precision, scores_in_fp32
 from tilefold.cli import _scores

@@ -18,7 +18,7 @@ import transformers
 
 from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collection, small_masked_lm
 from tests.refusals import refused
-from tests.retrieval.test_retrieval_interruptions import stop_at
+from tests.retrieval.encoding.test_interruptions import stop_at
 from tilefold import retrieval as r
 from tilefold._internal.precision import scores_in_fp32
 from tilefold.recipes.loading import load_saved, saved_kind

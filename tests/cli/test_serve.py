@@ -21,7 +21,7 @@ from tests import programs
 from tests.cli.program import fails
 from tests.processes import environment
 from tests.serve.running import Client, served
-from tests.serve.test_serve_sockets import wait_until
+from tests.serve.test_sockets import wait_until
 from tests.test_imports import HIDE, run_python
 from tilefold.retrieval.data.collection import Collection, Document
 

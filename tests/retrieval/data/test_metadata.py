@@ -62,7 +62,7 @@ def parts_of(backend: str, make: Make, folder: Path) -> tuple[list[Any], Any]:
     second = replace(second, ids=[f"d{at}" for at in range(150, 220)])
     queries = make(4, seed=3, prefix="q")
     if backend == "dense":
-        from tests.retrieval.test_retrieval_growing import dense_folder
+        from tests.retrieval.index.test_updates import dense_folder
 
         stores = [
             dense_folder(folder / str(seed), part.ids, seed)

@@ -18,7 +18,7 @@ from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_cli, run_steps
 from tests.inside import load_encoder, ranks
 from tests.recipes.small import small_collection, tiny_masked_lm
-from tests.retrieval.test_retrieval_teachers import reranker
+from tests.retrieval.training_data.test_teachers import reranker
 from tilefold import retrieval as r
 from tilefold.recipes import RECIPES
 from tilefold.recipes.loading import supports_bf16

@@ -26,8 +26,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.models.bert.tokenization_bert_legacy import BertTokenizerLegacy
 
 from tests.recipes.small import byte_pairs
-from tests.retrieval.test_retrieval_interruptions import stop_at
-from tests.retrieval.test_retrieval_teachers import reranker
+from tests.retrieval.encoding.test_interruptions import stop_at
+from tests.retrieval.training_data.test_teachers import reranker
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.modules.echo import EchoTransformer
 from tilefold.pipeline.truncation import counting_truncation, tally_truncation

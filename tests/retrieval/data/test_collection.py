@@ -22,14 +22,13 @@ import pytest
 
 from tests.recipes.small import small_collection
 from tests.refusals import refused
+from tests.retrieval.conftest import DOCUMENTS, QUERIES
 from tilefold import retrieval as r
 from tilefold.retrieval.common.provenance import TextsDigest, texts_digest
 from tilefold.retrieval.data import document_lines as _document_lines
 from tilefold.retrieval.data import lazy_documents as stored
 from tilefold.retrieval.data.shard_texts import FileTexts
 from tilefold.retrieval.errors import DataError
-
-from .conftest import DOCUMENTS, QUERIES
 
 
 def test_a_beir_folder_is_read_with_titles_grades_and_splits(beir: Path) -> None:

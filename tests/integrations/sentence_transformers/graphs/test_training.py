@@ -15,6 +15,11 @@ import torch
 from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from torch import Tensor, nn
 
+from tests.integrations.sentence_transformers.packing.test_packed_inputs import (
+    KINDS,
+    PAIRS,
+    splade_loss,
+)
 from tests.integrations.splade_models import (
     assert_close,
     build_tiny_splade,
@@ -23,7 +28,6 @@ from tests.integrations.splade_models import (
     logged_losses,
     without_dropout,
 )
-from tests.integrations.test_sentence_transformers_packed import KINDS, PAIRS, splade_loss
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.graphs.backward import (

@@ -16,6 +16,12 @@ from sentence_transformers.sparse_encoder.losses import SparseMarginMSELoss, Spl
 from tokenizers.processors import TemplateProcessing
 
 from tests.integrations.multi_vector_models import POSITIVES, build_colbert, needs_stock
+from tests.integrations.sentence_transformers.packing.test_packed_inputs import (
+    PAIRS,
+    assert_same,
+    gradients_of,
+    splade_loss,
+)
 from tests.integrations.splade_models import (
     TEXTS,
     assert_close,
@@ -23,12 +29,6 @@ from tests.integrations.splade_models import (
     five_steps,
     logged_losses,
     without_dropout,
-)
-from tests.integrations.test_sentence_transformers_packed import (
-    PAIRS,
-    assert_same,
-    gradients_of,
-    splade_loss,
 )
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead, encode_sparse

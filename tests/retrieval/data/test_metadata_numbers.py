@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.retrieval.test_retrieval_growing import dense_folder
+from tests.retrieval.index.test_updates import dense_folder
 from tilefold import retrieval as r
 from tilefold.retrieval import Filter
 from tilefold.retrieval.data.metadata import kept_fields

@@ -67,7 +67,7 @@ def test_the_first_python_of_the_readme_accelerates_a_model(
     tiny_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    readme = Path(__file__).resolve().parents[2] / "README.md"
+    readme = Path(__file__).resolve().parents[3] / "README.md"
     example = re.findall(
         r"^```python\n(.*?)^```",
         readme.read_text(encoding="utf-8"),

@@ -19,7 +19,7 @@ from benchmarks.serve_clients import load
 from benchmarks.serve_load import row
 from tests.refusals import refused
 from tests.serve.running import Client, serving
-from tests.serve.test_serve_sockets import hold, inputs_in_flight, posted, service, wait_until
+from tests.serve.test_sockets import hold, inputs_in_flight, posted, service, wait_until
 from tilefold import retrieval as r
 from tilefold.serve import batching
 from tilefold.serve.batching import BatchWorker, Metrics
