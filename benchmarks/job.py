@@ -1,4 +1,4 @@
-"""Benchmarks of whole jobs, as users run them: cases, rows, and the command line of their scripts."""
+"""Benchmarks of whole jobs as users run them: cases, rows and command lines."""
 
 from __future__ import annotations
 

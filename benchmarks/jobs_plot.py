@@ -3,8 +3,8 @@
     python -m benchmarks.jobs_plot RESULTS PICTURE.png
 
 RESULTS is a folder with the files ``encode.csv`` and ``train.csv`` of ``benchmarks.encode`` and
-``benchmarks.train``. A bar is the time of 1,000 documents, or of a pair in a training step. Its dark
-part is the time in which a kernel ran on the GPU, where that was measured.
+``benchmarks.train``. A bar is the time of 1,000 documents, or of a pair in a training step. Its
+dark part is the time in which a kernel ran on the GPU, where that was measured.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""Train recipes of the catalogue, and measure each before and after: the table of docs/recipes.md.
+r"""Train recipes of the catalogue, and measure each before and after: the table of docs/recipes.md.
 
-    python -m benchmarks.recipes --data scifact=PATH --recipe all --processes 5 --output benchmarks/results
-    python -m benchmarks.recipes --data scifact=PATH --recipe splade-v2 "splade-v2;learning_rate=1e-4" --seeds 0 1 2
-    python -m benchmarks.recipes --data jaquad=PATH --base jaquad=xlmr-small --tokenizer PATH --recipe splade-v2
+    python -m benchmarks.recipes --data scifact=PATH --recipe all --processes 5 \
+        --output benchmarks/results
+    python -m benchmarks.recipes --data scifact=PATH --seeds 0 1 2 \
+        --recipe splade-v2 "splade-v2;learning_rate=1e-4"
+    python -m benchmarks.recipes --data jaquad=PATH --base jaquad=xlmr-small --tokenizer PATH \
+        --recipe splade-v2
 
-A recipe may have changed fields, ``name;field=value;field.field=value``. Recipes that need negatives
-or teachers get the best documents of BM25 with the scores of BM25 and the dense MiniLM, which are
-saved in `--work`. `--base` names the model of a collection or of a kind of recipe (`causal-lm`,
+A recipe may have changed fields, ``name;field=value;field.field=value``. Recipes that need
+negatives or teachers get the best documents of BM25 with the scores of BM25 and the dense MiniLM,
+which are saved in `--work`. `--base` names the model of a collection or of a kind of recipe (`causal-lm`,
 `multi-vector`). Without one, `all` leaves out recipes of causal models. Rows are saved as they end,
 each with its command.
 

@@ -232,7 +232,7 @@ def streamed(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
 
 
 def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """One query at a time and a batch, on the device and from the host, beside torch's CSR matrix."""
+    """Time one query and a batch, on the device and from the host, against torch's CSR matrix."""
     rows, number = made_rows(count, 0, device), BATCH if count > TINY else SEVERAL
     index, queries = rows.on_device(), made_queries(rows.first(min(count, 20_000)), number, 0)
     singles = [queries.take([at]) for at in range(min(TURNS, number))]

@@ -1,4 +1,4 @@
-"""Bad and slow clients for `serve_soak`, and the answers that they may get. Loopback address only."""
+"""Bad and slow clients for `serve_soak`, on the loopback address, and the answers they may get."""
 
 from __future__ import annotations
 

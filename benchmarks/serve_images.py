@@ -1,8 +1,9 @@
-"""The pictures of the page of `tilefold serve` in docs/images: a real Chromium, a model of the
+r"""The pictures of the page of `tilefold serve` in docs/images: a real Chromium, a model of the
 demo, and pydocs.
 
     tilefold demo
-    python -m benchmarks.serve_images --demo tilefold-demo/minutes-5-... [--documents 3000] [--output docs/images]
+    python -m benchmarks.serve_images --demo tilefold-demo/minutes-5-... [--documents 3000] \
+        [--output docs/images]
 
 An embedded Qdrant collection holds the demo's learned sparse vectors and dense ones of the packaged
 all-MiniLM-L6-v2, beside a BM25 index and that model's token vectors for late interaction, which the

@@ -1,6 +1,7 @@
-"""Time requests to tilefold serve, beside sentence-transformers behind the same route.
+r"""Time requests to tilefold serve, beside sentence-transformers behind the same route.
 
-    python -m benchmarks.serve_load --model FOLDER [--clients 1 --clients 8] [--seconds 8] [--device cuda]
+    python -m benchmarks.serve_load --model FOLDER [--clients 1 --clients 8] [--seconds 8] \
+        [--device cuda]
 
 Timed: each client sends a query of pydocs to /embed_sparse on one connection, waits for the answer,
 and sends the next, for `--seconds` per row after a second of warm-up. A row has requests per second

@@ -1,6 +1,7 @@
-"""Check that a server keeps its memory and its answers under minutes of mixed load with bad input.
+r"""Check that a server keeps its memory and its answers under minutes of mixed load with bad input.
 
-    python -m benchmarks.serve_soak --model FOLDER --minutes 30 [--clients 8] [--connections 10000] [--output FOLDER]
+    python -m benchmarks.serve_soak --model FOLDER --minutes 30 [--clients 8] \
+        [--connections 10000] [--output FOLDER]
 
 Measured: memory of the server, and the number of answers of each kind, every minute. Loopback only.
 
@@ -13,7 +14,8 @@ At the same time others (`serve_bad`) send bodies that are too large (declared, 
 without end), are no JSON, are nested 50,000 deep, are Latin-1 or UTF-16, or have wrong fields or
 another content type. They send half a head, half a body, or a byte each half second; read nothing
 of their answer; or leave while their inputs wait. Each expects its code, or a closed connection.
-`--connections` idle ones are opened in waves of 2,000: each must stay open, or be answered with 429.
+`--connections` idle ones are opened in waves of 2,000. Each must stay open, or be answered with
+429.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def options(setting: Setting, seed: int) -> dict[str, Any]:
 
 
 def timed(trainer: Any, setting: Setting) -> float:
-    """Train; processor seconds per step, all cores together, so that other programs do not count."""
+    """Train; return processor seconds per step of all cores, as other programs do not count."""
     trainer.remove_callback(PrinterCallback)
     started = time.process_time()
     trainer.train()

@@ -1,1 +1,1 @@
-"""Programs of a release: its tag and notes, installations in clean environments, kernels for a hub."""
+"""Programs of a release: tag and notes, installations in clean environments, kernels for a hub."""

@@ -32,7 +32,7 @@ backends = ["cuda"]
 
 [torch-noarch]
 """
-FRONT = '''"""Fused operators for neural retrieval: SPLADE heads, ColBERT's MaxSim, entmax attention, token scatter."""
+FRONT = '''"""Fused operators for neural retrieval: SPLADE heads, MaxSim, entmax, token scatter."""
 
 from ._internal.public import PACKAGE_OF as _PACKAGE_OF
 from ._version import __version__ as __version__
@@ -62,7 +62,7 @@ def relative(text: str, depth: int, namespace: str) -> str:
 
 
 def main(target: Path) -> str:
-    """Fill a folder anew; returns the namespace of its operators, which changes with their sources."""
+    """Fill a folder anew; return the namespace of its operators, which depends on their sources."""
     files = sorted([*(SOURCE / "ops").rglob("*.py"), *(SOURCE / name for name in BESIDE)])
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:8]
     namespace, package = f"{NAME}_{digest}", target / "torch-ext" / NAME

@@ -29,19 +29,28 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 TINY_MODEL = """
 import torch, transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
-words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"a sparse model of few words reads texts".split()]
-made = Tokenizer(models.WordPiece({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-made.pre_tokenizer = pre_tokenizers.Whitespace()
+words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+words += "a sparse model of few words reads texts".split()
+vocabulary = {word: number for number, word in enumerate(words)}
+tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
 names = {f"{kind}_token": f"[{kind.upper()}]" for kind in ("pad", "unk", "cls", "sep", "mask")}
-transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained("model")
+transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained("model")
 config = transformers.BertConfig(
-    vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64
+    vocab_size=len(words),
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
 )
 transformers.BertForMaskedLM(config).save_pretrained("model")
 """
 SEARCH = """
 from tilefold import retrieval as r
-texts = {"a": r.Document("a", "", "cards are blocked in the app"), "b": r.Document("b", "", "transfers have limits")}
+texts = {
+    "a": r.Document("a", "", "cards are blocked in the app"),
+    "b": r.Document("b", "", "transfers have limits"),
+}
 r.Collection("bank", texts, {"q": "block my card"}, {"test": {"q": {"a": 1}}}).save_beir("bank")
 assert len(r.load_collection("bank").documents) == 2
 """
@@ -129,7 +138,8 @@ class Environment:
 
     def torch(self) -> str:
         """The release of torch that is installed."""
-        program = "from importlib.metadata import version; print(version('torch'))"  # as pip knows it: without +cu128
+        # The release as pip knows it, without +cu128.
+        program = "from importlib.metadata import version; print(version('torch'))"
         return subprocess.check_output([str(self.bin / "python"), "-c", program], text=True).strip()
 
 

@@ -111,7 +111,8 @@ def _model_rows(
                     _row(size, cell, length, checkpointing, side, source, gate) for side in SIDES
                 ]
                 if not gate.failures:
-                    name = f"{size.name}, S={length}, {'with' if checkpointing else 'no'} checkpointing"
+                    mode = "with" if checkpointing else "no"
+                    name = f"{size.name}, S={length}, {mode} checkpointing"
                     _measure(cell, found, partial(_prefixed, progress, name))
                 yield found
 

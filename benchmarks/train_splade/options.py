@@ -64,7 +64,7 @@ class TrainOptions:
 
 @dataclass
 class TrainRow:
-    """One side of one cell: a line of the table and of the CSV; ``None`` for what was not measured."""
+    """One side of one cell: a line of the table and of the CSV. ``None`` was not measured."""
 
     model: str
     vocab: int

@@ -154,7 +154,8 @@ def plot_results(results: str | Path, picture: str | Path) -> Path:
 def _cell_name(row: Mapping[str, str]) -> str:
     checkpointing = "checkpointing" if row["checkpointing"] == "yes" else "no checkpointing"
     kind = "" if row["documents"] == "full" else ", natural"
-    return f"{row['model']}, S={row['length']}{kind}\n{checkpointing}, {float(row['memory_gib']):g} GiB, {row['dtype']}"
+    memory = f"{float(row['memory_gib']):g} GiB"
+    return f"{row['model']}, S={row['length']}{kind}\n{checkpointing}, {memory}, {row['dtype']}"
 
 
 def _times(above: float | None, below: float | None) -> float | None:
@@ -176,7 +177,10 @@ def markdown_table(results: str | Path) -> str:
 
 
 def _markdown_lines(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
-    yield "| cell | side | batch | step, ms | peak, GiB | largest batch | MiB per pair | pairs/s | status |"
+    yield (
+        "| cell | side | batch | step, ms | peak, GiB | largest batch | MiB per pair | pairs/s "
+        "| status |"
+    )
     yield "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |"
     previous = ""
     for row in rows:

@@ -169,7 +169,7 @@ def _led(page: str, folders: set[str], made: dict[str, str], link: re.Match[str]
 
 
 def _llms(pages: dict[str, str]) -> str:
-    """``llms.txt``: the pages with their titles and first sentences, by their places on the site."""
+    """Return ``llms.txt``: the pages of the site with their titles and first sentences."""
     lines = [
         "# tilefold",
         "",

@@ -1,4 +1,4 @@
-"""Checks of arguments that public functions share: sequences, mappings, models, numbers, choices."""
+"""Checks of arguments that public functions share: sequences, mappings, models, numbers."""
 
 from __future__ import annotations
 
@@ -315,7 +315,7 @@ def check_encoder(name: str, model: object, expected: str = "SparseEncoder") -> 
 
 
 def _described(value: object) -> str:
-    """Return the kind of a value for an error, with the value where it is short text or a number."""
+    """Return the kind of a value for an error, with the value if it is short text or a number."""
     if value is None:
         return "None"
     if isinstance(value, type):

@@ -109,7 +109,7 @@ def print_json(value: object) -> None:
 
 
 def shorten(text: str, cells: int) -> str:
-    """`text` in one line of at most so many cells of a terminal, of which wide characters take two."""
+    """Shorten a text to one line of at most so many cells; wide characters take two."""
     from rich.text import Text
 
     line = Text(" ".join(text.split()))
@@ -144,7 +144,7 @@ def print_table(
 
 
 def next_command(*words: object) -> str:
-    """A line that says how to go on, to be pasted into a shell; --data with the fields named now."""
+    """Return a command to go on with, to be pasted into a shell; --data has the fields of now."""
     if "--data" in words:
         named = fields_of_documents()
         options = {"--id-field": named.id, "--title-field": named.title, "--text-field": named.text}

@@ -157,7 +157,7 @@ class Options:
         self.validate()
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for values that an option does not accept, or that exclude others."""
+        """Raise ``UsageError`` for values an option does not accept, and for contradictions."""
         hints = get_type_hints(type(self))
         for name, spelling in spellings(type(self)).items():
             choices = choices_of(hints[name])

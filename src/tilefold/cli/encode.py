@@ -321,7 +321,7 @@ def encode(request: EncodeRequest) -> None:
 
 
 def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int) -> None:
-    """Load the data and the model, encode the share of this rank, and print the result on rank 0."""
+    """Load data and model, encode the share of this rank, and print the result on rank 0."""
     if rank:  # imported while rank 0 downloads or makes what the others read
         _models.check_sentence_transformers()
     rank_0_writes_first = request.model == _models.PACKAGED or request.data == "pydocs"

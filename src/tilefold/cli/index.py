@@ -442,7 +442,10 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
         result |= built.options
         recall = ""
         if built.recall:
-            recall = f"; on a CPU it scores {built.n_candidates} candidates, of the ten best {built.recall:.1%}"
+            recall = (
+                f"; on a CPU it scores {built.n_candidates} candidates, "
+                f"of the ten best {built.recall:.1%}"
+            )
         size = _common.size(built.files.nbytes)
         summary += f" ({size} of {built.options['storage']}{recall})"
     if built.metadata is not None:
@@ -517,8 +520,8 @@ def _build_of_vectors(request: IndexRequest) -> Any:
         )
     if backend == SEISMIC and terms_per_document > LONG_VECTOR:
         note(
-            f"{terms_per_document:.0f} terms per document are many for seismic, whose time and size grow with "
-            "them: tilefold encode --top-k 128 keeps the heaviest",
+            f"{terms_per_document:.0f} terms per document are many for seismic, whose time and "
+            "size grow with them: tilefold encode --top-k 128 keeps the heaviest",
         )
     return retrieval.build_index(vectors, backend, metadata=metadata, **seismic_options)
 

@@ -163,7 +163,10 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             or (n_sources == 0 and self.model is None)
             or (self.run is not None and self.model is not None)
         ):
-            ways = "--run FILE, --index FOLDER (with --model, but for BM25), --vectors FOLDER with --model"
+            ways = (
+                "--run FILE, --index FOLDER (with --model, but for BM25), "
+                "--vectors FOLDER with --model"
+            )
             raise UsageError(
                 f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs "
                 "no download.",

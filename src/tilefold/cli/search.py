@@ -383,8 +383,8 @@ def _check_queries_have_ids(path: Path) -> None:
 def _queries_without_ids(reason: str) -> UsageError:
     """Return the error for ``--ignore-identical-ids`` with queries that have no ids."""
     return UsageError(
-        "--ignore-identical-ids: expected queries with ids (id, tab, text), as the number of a line "
-        f"may be the id of another document; {reason}",
+        "--ignore-identical-ids: expected queries with ids (id, tab, text), as the number of a "
+        f"line may be the id of another document; {reason}",
     )
 
 

@@ -466,7 +466,10 @@ def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
         else f"trained {result.steps} steps in {result.seconds:.0f} s"
     )
     if result.resumed_from and not result.reused:
-        how = f"trained {result.steps} steps, those after step {result.resumed_from} in {result.seconds:.0f} s"
+        how = (
+            f"trained {result.steps} steps, those after step {result.resumed_from} "
+            f"in {result.seconds:.0f} s"
+        )
     if not result.steps:
         how = f"no step of training, {config.base_model} as the recipe starts from it"
     loss = (
@@ -475,7 +478,10 @@ def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
         else f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
     )
     for kept in (row for row in result.evaluations if row["kept"]):
-        loss += f", nDCG@10 {kept['nDCG@10']:.3f} of {result.evaluated} at step {kept['step']:,}, which was kept"
+        loss += (
+            f", nDCG@10 {kept['nDCG@10']:.3f} of {result.evaluated} at step {kept['step']:,}, "
+            "which was kept"
+        )
     if result.loss is not None and not (output / PLOT).is_file():
         note(
             f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is "

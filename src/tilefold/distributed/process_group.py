@@ -67,6 +67,9 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _in_rank_order(own_first: Tensor) -> list[Tensor]:
-    """Return views of the parts of ``[ranks, ...]`` by rank, of which this rank's is stored first."""
+    """Return views of the parts of ``[ranks, ...]`` in the order of ranks.
+
+    The part of this rank is stored first.
+    """
     size = len(own_first)
     return [own_first[(rank - dist.get_rank()) % size] for rank in range(size)]

@@ -57,7 +57,8 @@ def flops(
 
     Raises:
         TypeError: if ``scores`` is not a floating-point tensor, or ``threshold`` no number.
-        ValueError: for a negative threshold, and for shapes, DTensor placements or groups that do not fit.
+        ValueError: for a negative threshold, and for shapes, DTensor placements or groups that do
+            not fit.
     """
     columns = columns_of(scores, group)
     mean = _mean_over_rows(_long_rows(columns, threshold).sum(dim=0), columns)

@@ -12,11 +12,16 @@ _NAMES = {
     "common.runs": "Run",
     "data.collection": "Document Collection load_beir load_documents load_queries query_of_line",
     "data.datasets": "load_collection build_pydocs",
-    "vectors.sparse_files": "SparseVectors SparseVectorWriter VectorManifest read_manifest read_rows read_vectors write_vectors "
-    "export_jsonl term_names vocabulary_fingerprint",
+    "vectors.sparse_files": (
+        "SparseVectors SparseVectorWriter VectorManifest read_manifest read_rows read_vectors "
+        "write_vectors export_jsonl term_names vocabulary_fingerprint"
+    ),
     "vectors.export": "export_opensearch export_vespa",
     "encoding.sparse": "encode_collection encode_queries",
-    "vectors.tokens": "DenseManifest TokenManifest TokenStore TokenVectorWriter TokenVectors open_dense open_tokens",
+    "vectors.tokens": (
+        "DenseManifest TokenManifest TokenStore TokenVectorWriter TokenVectors open_dense "
+        "open_tokens"
+    ),
     "encoding.tokens": "encode_dense_collection encode_texts encode_tokens",
     "search.reranking": "rerank Reranking",
     "data.passages": "Passage Passages PassageTexts",
@@ -30,9 +35,13 @@ _NAMES = {
     "index.bm25": "BM25Index",
     "encoding.dense": "encode_dense encoded_index",
     "search.fusion": "Fusion interpolate reciprocal_rank_fusion",
-    "evaluation.measures": "evaluate evaluate_per_query write_trec_run read_trec_run active_terms flops",
+    "evaluation.measures": (
+        "evaluate evaluate_per_query write_trec_run read_trec_run active_terms flops"
+    ),
     "evaluation.significance": "Difference Mean compare mean_of",
-    "search.feedback": "Feedback Interpolation expand_dense expand_sparse feedback_documents with_feedback",
+    "search.feedback": (
+        "Feedback Interpolation expand_dense expand_sparse feedback_documents with_feedback"
+    ),
     "training_data.mining": "FalseNegatives Window drop_false_negatives mine_negatives",
     "training_data.teachers": "Teacher score_rows ensemble",
     "training_data.passages": "training_passages",

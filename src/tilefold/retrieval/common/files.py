@@ -56,7 +56,9 @@ def _checksum(value: Mapping[str, object]) -> str:
 # A file that only folders of one kind hold -> that kind, and what to do with such a folder.
 _KINDS_OF_FOLDERS = {
     "index.json": "an index, which tilefold search reads (--index)",
-    "manifest.json": "a folder of vectors, of which tilefold index makes an index (--vectors, --tokens)",
+    "manifest.json": (
+        "a folder of vectors, of which tilefold index makes an index (--vectors, --tokens)"
+    ),
     "modules.json": "a model, with which tilefold encode makes vectors (--model)",
     "config.json": "a model, with which tilefold encode makes vectors (--model)",
     "corpus.jsonl": "a collection, which tilefold encode and index read (--data)",
@@ -177,8 +179,8 @@ def check_text_ids(argument: str, ids: Collection[object]) -> None:
     if "\0" in joined or not is_unicode(joined):
         invalid = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise DataError(
-            f"{argument}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. Rename "
-            "it.",
+            f"{argument}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. "
+            "Rename it.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Fingerprints of the models and texts of vectors, indexes and runs, by which mismatches are found."""
+"""Fingerprints of the models and texts that vectors, indexes and runs were made from."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Provenance:
 
     @property
     def tag(self) -> str:
-        """One word for the last column of a TREC run, such as ``tilefold:texts=0123456789abcdef``."""
+        """Return a tag for the last column of a TREC run: ``tilefold:texts=0123456789abcdef``."""
         parts = [TAG]
         if self.model_fingerprint:
             parts.append(f"model={self.model_fingerprint[:_TAG_DIGITS]}")
@@ -142,8 +142,8 @@ def joined_precisions(precisions: Iterable[str | None]) -> str | None:
     The result is None where none is known.
 
     Args:
-        precisions: names of :func:`tilefold._internal.precision.inference_precision`, several of which may
-            be joined already.
+        precisions: names of :func:`tilefold._internal.precision.inference_precision`, several of
+            which may be joined already.
     """
     names = {
         name
@@ -173,8 +173,8 @@ def warn_of_other_precision(
     if None in (precision, index_precision) or precision == index_precision:
         return
     warnings.warn(
-        f"{vectors}: were computed in {precision}, and those of {index} in {index_precision}: their "
-        "scores differ from those of vectors in one precision. Encode all in one precision.",
+        f"{vectors}: were computed in {precision}, and those of {index} in {index_precision}: "
+        "their scores differ from those of vectors in one precision. Encode all in one precision.",
         PrecisionWarning,
         stacklevel=stacklevel + 1,
     )

@@ -1,1 +1,1 @@
-"""Collections: reading corpora, queries, judgements and metadata, and splitting documents into passages."""
+"""Collections: corpora, queries, judgements and metadata, and documents cut into passages."""

@@ -200,7 +200,7 @@ class Collection:
         return {document.id: document.contents for document in self.documents.values()}
 
     def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the positions of n documents in the corpus, int64 ``[n]``, -1 for an unknown id."""
+        """Return the positions of n documents in the corpus, int64 ``[n]``; -1 is an unknown id."""
         look_up: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
             self.documents,
             "positions_of",
@@ -234,7 +234,7 @@ class Collection:
             ) from None
 
     def split_queries(self, split: str) -> dict[str, str]:
-        """Return query id -> text of the queries judged in a split, in the order of the judgements."""
+        """Return query id -> text of the queries judged in a split, in the order of judgements."""
         return {query_id: self.queries[query_id] for query_id in self.split_qrels(split)}
 
     def pairs(self, split: str) -> list[tuple[str, str]]:
@@ -335,11 +335,11 @@ def load_beir(
     """Read a BEIR folder, or a file or saved dataset of documents.
 
     The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz``, ``.csv`` or
-    ``.parquet``, or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``; queries also in
-    ``queries.tsv`` (id, tab, text) or ``queries.trec`` (TREC topics). Judgements are in
-    ``qrels/<split>.tsv`` (three columns, or the four of TREC), ``.jsonl``, ``.csv`` or
-    ``.parquet``; a grade is a whole number, and pairs with several grades are refused. MS
-    MARCO's own files are read too: ``collection.tsv``, ``queries.<split>.tsv`` and
+    ``.parquet``, or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``.
+    Queries may also be in ``queries.tsv`` (id, tab, text) or ``queries.trec`` (TREC topics).
+    Judgements are in ``qrels/<split>.tsv`` (three columns, or the four of TREC), ``.jsonl``,
+    ``.csv`` or ``.parquet``. A grade is a whole number, and pairs with several grades are refused.
+    MS MARCO's own files are read too: ``collection.tsv``, ``queries.<split>.tsv`` and
     ``qrels.<split>.tsv``. Queries and judgements may be missing.
 
     Args:

@@ -44,7 +44,10 @@ MAX_QUERY_WORDS = 40
 TEST_QUERIES = 400
 
 # Files and folders of the standard library that are no documentation of modules.
-_SKIP = "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages test tests turtledemo"
+_SKIP = (
+    "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages "
+    "test tests turtledemo"
+)
 # Modules written in C, some with the public module that re-exports them.
 _C_MODULES = (
     "builtins sys posix:os _io:io _thread _asyncio:asyncio _bisect:bisect _bz2:bz2 _codecs:codecs "

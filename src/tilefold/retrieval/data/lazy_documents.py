@@ -344,7 +344,7 @@ def _read_cache(
     state: FileState,
     fields: DocumentFields,
 ) -> LazyDocuments[Document] | None:
-    """Return the documents of an earlier run, None where the file or the keys have changed since."""
+    """Return the documents of an earlier run, None if the file or the keys changed since."""
     facts = read_json(folder / _FACTS) or {}
     count = facts.get("documents")
     sha256 = facts.get("texts_sha256")

@@ -99,9 +99,9 @@ class PassageTexts(dict[str, str]):
 class Passages:
     """How texts are cut into passages (Dai and Callan, arXiv 1905.09217).
 
-    All models and BM25 get the same passages. A word is a run of letters and digits, at most 32 of them, or two characters of a script without
-    spaces. Passages begin and end with sentences; a sentence of more than `length` words is cut
-    between words.
+    All models and BM25 get the same passages. A word is a run of letters and digits, at most 32 of
+    them, or two characters of a script without spaces. Passages begin and end with sentences. A
+    sentence of more than `length` words is cut between words.
 
     Attributes:
         length: the most words of a passage, without the title, which is put before each.

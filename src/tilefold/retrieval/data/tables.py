@@ -96,7 +96,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    got = f"the byte {line[error.start]:#04x} at byte {start + error.start} of the text"
+                    byte, position = line[error.start], start + error.start
+                    got = f"the byte {byte:#04x} at byte {position} of the text"
                     remedy = "Convert it: iconv -f LATIN1 -t UTF-8"
                     raise DataError(
                         f"{path}:{number}: expected UTF-8 text, got {got}. {remedy}",
@@ -390,7 +391,8 @@ def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> 
 def _topic_rows(path: Path) -> Iterator[Row]:
     """Yield rows of ``_id`` and ``text`` for TREC topics.
 
-    A topic is ``<top>`` or ``<topic>`` with a number, and a title or query. Blanks next to a tag are layout, and a line break is one blank; blanks within a line are kept.
+    A topic is ``<top>`` or ``<topic>`` with a number, and a title or query. Blanks next to a tag
+    are layout, and a line break is one blank. Blanks within a line are kept.
     """
     text = "".join(line for _, line in numbered_lines(path))
     n_topics = 0

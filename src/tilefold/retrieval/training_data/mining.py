@@ -190,7 +190,8 @@ def mine_negatives(
 
     A document is never a negative if any split judges it relevant for the query, if its text is
     that of such a document or of the query, if its id is the query's, if it is a passage of the
-    document with that id, or if `false_negatives` leaves it out. Negatives are in the order of their ranks, after the relevant documents.
+    document with that id, or if `false_negatives` leaves it out. Negatives are in the order of
+    their ranks, after the relevant documents.
 
     Args:
         rankings: query ids with document id -> score, read one after the other so that they need

@@ -276,8 +276,8 @@ def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> No
     state = "" if earlier.complete else "an unfinished run of "
     raise FileExistsError(
         f"{folder}: expected a new or empty folder, got one with {state}{earlier.n_documents} "
-        "vectors. Choose another folder, or replace them (overwrite=True or --overwrite); nothing was "
-        "overwritten.",
+        "vectors. Choose another folder, or replace them (overwrite=True or --overwrite); "
+        "nothing was overwritten.",
     )
 
 

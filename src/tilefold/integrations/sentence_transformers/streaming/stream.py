@@ -114,7 +114,8 @@ def encode_batch(
 ) -> Batch:
     """Encode texts to sparse rows on the CPU in one forward pass.
 
-    It runs as a CUDA graph if the model has one for these texts. Otherwise the model is in eval mode.
+    It runs as a CUDA graph if the model has one for these texts. Otherwise the model is in eval
+    mode.
     """
     rows = None
     graphs = graphs_of(model)
