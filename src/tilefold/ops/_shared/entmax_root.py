@@ -110,7 +110,7 @@ def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) ->
 
 
 def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
-    """Return ``log p`` for distances ``d``, ``-inf`` off the support; all arguments have gradients."""
+    """Return ``log p`` for distances ``d``, ``-inf`` off the support, with all gradients."""
     c = torch.exp(e * log_peak)
     absent = d == math.inf  # e = 0 would make it 0 * inf
     t = d.masked_fill(absent, 0) / c
