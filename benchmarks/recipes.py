@@ -10,7 +10,8 @@ r"""Train recipes of the catalogue, and measure each before and after: the table
 A recipe may have changed fields, ``name;field=value;field.field=value``. Recipes that need
 negatives or teachers get the best documents of BM25 with the scores of BM25 and the dense MiniLM,
 which are saved in `--work`. `--base` names the model of a collection or of a kind of recipe
-(`causal-lm`, `multi-vector`). Without one, `all` leaves out recipes of causal models. Rows are saved as they end,
+(`causal-lm`, `multi-vector`). Without one, `all` leaves out recipes of causal models. Rows are
+saved as they end,
 each with its command.
 
 Measured: nDCG@10 and recall at 100 on the evaluation split, active terms, and `search_ms`: the time
