@@ -15,6 +15,7 @@ from tests import programs
 from tests.cli.program import Call
 from tilefold.retrieval import read_manifest
 
+READY_SECONDS = 600  # until a command has finished a part; Ray takes minutes to start on a busy CPU
 N_DOCUMENTS = 20_000  # which take far longer to encode than a signal to arrive
 RESUMABLE = "Ended by SIGTERM. Finished work is kept: run the same command again to resume.\n"
 
@@ -47,7 +48,7 @@ def end_when(
     """
     with programs.start("-m", "tilefold.cli", *map(str, arguments), stderr=log) as process:
         try:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + READY_SECONDS
             while not is_ready():
                 assert process.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.02)
@@ -64,6 +65,22 @@ def n_encoded(folder: Path) -> int:
     if not (folder / "manifest.json").exists():
         return 0
     return read_manifest(folder).n_documents
+
+
+def test_sigterm_keeps_shards_of_ray(corpus: Path, masked_lm: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    output = tmp_path / "vectors"
+    command = ("encode", "--model", masked_lm, "--data", corpus, "--output", output)
+    on_ray = ("--engine", "ray", "--workers", 1, "--shard-size", 64)
+
+    def has_shards() -> bool:
+        return len(list(output.glob("*.receipt.json"))) >= 2
+
+    code, stderr = end_when(has_shards, (*command, *on_ray), tmp_path / "log")
+    assert code == 128 + signal.SIGTERM
+    assert stderr.endswith(RESUMABLE)
+    assert has_shards()
+    assert not list(output.glob("*.shared.tmp"))  # the notes for the workers are removed
 
 
 @pytest.mark.parametrize(

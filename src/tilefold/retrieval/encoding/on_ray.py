@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -328,15 +330,16 @@ def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     start = time.monotonic()
     try:
-        if address == LOCAL:
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                include_dashboard=False,
-            )
-        else:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+        with _sigterm_handler_kept():
+            if address == LOCAL:
+                ray.init(
+                    address=address,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    include_dashboard=False,
+                )
+            else:
+                ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         cause = " ".join(str(error).split())
         raise ClusterError(
@@ -346,7 +349,25 @@ def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
     try:
         yield ray
     finally:
-        ray.shutdown()
+        with _sigterm_handler_kept():
+            ray.shutdown()
+
+
+@contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Let SIGTERM do after the block what it did before.
+
+    ``ray.init`` installs a handler that aborts the process, and ``ray.shutdown`` the default one.
+    With either, the command would not report what is saved. A handler that was not installed from
+    Python stays replaced, because Python cannot install it again.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        is_main_thread = threading.current_thread() is threading.main_thread()
+        if handler is not None and is_main_thread:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _check_reachable(address: str, patience: float) -> None:
