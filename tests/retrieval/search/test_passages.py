@@ -1,468 +1,469 @@
-"""Long texts by their passages: where they are cut, documents by the best one in every stage, and a
-model's length.
-"""
+"""Searches of long documents by their passages, in every stage and in the server."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.recipes.small import SUBJECTS
-from tests.refusals import refused
+from tests.retrieval.long_documents import CONTENTS, DOCUMENTS, PASSAGES
+from tests.retrieval.search.parts import SearchParts
 from tests.serve.running import serving
 from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes.colbert import untrained_colbert
 from tilefold.recipes.splade import untrained_splade
-from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, texts_digest
+from tilefold.retrieval.common.provenance import Provenance, texts_digest
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.passages import Passage
-from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.search.passages import best_passages
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
 
 QUERY = {"query": "how do I work with csv files"}
-CUT = r.Passages(6, 3)
-SENTENCES = [f"Functions that read and write {subject} are here." for subject in SUBJECTS]
-# ids that look like those of passages, and texts of one to six sentences
-DOCUMENTS = {
-    name: r.Document(name, title, " ".join(SENTENCES[start:stop]))
-    for name, title, start, stop in (
-        ("a", "First", 0, 6),
-        ("a#1:0-3", "", 6, 10),
-        ("b c", "Third", 10, 15),
-        ("#", "", 15, 16),
-        ("e", "Only", 0, 0),
-    )
-}
-CONTENTS = {name: document.contents for name, document in DOCUMENTS.items()}
-
-
-@given(
-    st.text(st.sampled_from("ab1.!?。日本語 \n\"')(é-"), max_size=120),
-    st.integers(1, 9),
-    st.integers(1, 9),
-    st.sampled_from(["sentences", "words"]),
-)
-def test_passages_hold_every_word_no_more_than_asked_and_all_move_on(
-    text: str,
-    length: int,
-    stride: int,
-    cut: Any,
-) -> None:
-    ranges = r.Passages(length, min(length, stride), cut).ranges(text)
-    words = [match.span() for match in re.finditer(r"[日本語]{1,2}|[ab1é]{1,32}", text)]
-    inside = [sum(low <= a and b <= high for a, b in words) for low, high in ranges]
-    assert all(any(low <= a and b <= high for low, high in ranges) for a, b in words)
-    assert max(inside) <= length and (min(inside) >= 1 or not words)
-    assert all(a[0] < b[0] and a[1] < b[1] for a, b in pairwise(ranges))
-    if cut == "words" and stride >= length:
-        assert inside[:-1] == [length] * (len(inside) - 1)
-
-
-def test_a_text_is_cut_behind_sentences_and_long_ones_between_words() -> None:
-    text = 'He said: "Stop here!" Then he left. One two three four five six seven eight. End.'
-    cut = [text[low:high] for low, high in r.Passages(5).ranges(text)]
-    assert cut == [
-        'He said: "Stop here!"',
-        "Then he left. One two",
-        "three four five six seven",
-        "eight. End.",
-    ]
-    assert [text[low:high] for low, high in r.Passages(8, 4).ranges(text)] == [
-        'He said: "Stop here!" Then he left.',
-        "One two three four five six seven eight.",
-        "End.",
-    ]
-    assert r.Passages(3).ranges("  ... \n") == [(0, 5)] and r.Passages(3).ranges("") == [(0, 0)]
-    assert [b - a for a, b in r.Passages(2).ranges("x" * 200)] == [64, 64, 64, 8], (
-        "a word has 32 letters at most"
-    )
-    texts = CUT.of(DOCUMENTS)
-    assert {Passage.of(name).document for name in texts} == set(DOCUMENTS)
-    for name, text in texts.items():
-        passage = Passage.of(name)
-        document = DOCUMENTS[passage.document]
-        part = document.text[passage.start : passage.stop]
-        assert passage.id == name and text == r.Document("", document.title, part).contents
-    assert texts.provenance == Provenance(
-        texts_sha256=texts_digest(CONTENTS),
-        passages="6/3/sentences",
-    )
-    assert (
-        Provenance.from_tag(texts.provenance.tag).passages == str(CUT)
-        and r.Passages.parse(str(CUT)) == CUT
-    )
-    for name in ("a", "a#", "a#1", "#1:2-"):
-        refused(DataError, "ids: expected that of a passage", Passage.of, name)
-    refused(DataError, "expected such as '128/64/sentences', got '5'", r.Passages.parse, "5")
-    for wrong, message in (
-        ((0,), "length: expected an integer of at least 1"),
-        ((5, 0), "stride: expected an integer of at least 1"),
-        ((5, 6), r"stride: expected at most the length of a passage \(5\)"),
-        ((5, 5, "lines"), "cut: expected one of sentences, words"),
-    ):
-        refused(ValueError, message, r.Passages, *wrong)
-
-
-def test_training_takes_the_passage_of_a_relevant_document_that_has_the_words() -> None:
-    queries = {"q": "read queues", "none": "zebra"}
-    judged = {"q": {"a#1:0-3": 2, "b c": 0}, "none": {"a": 1}}
-    cut = r.training_passages(
-        r.Passages(9),
-        r.Collection("c", DOCUMENTS, queries, {"train": judged}),
-    )
-    texts = {
-        query: [cut.documents[name].text for name in names]
-        for query, names in cut.qrels["train"].items()
-    }
-    assert texts == {
-        "q": ["Functions that read and write queues are here."],
-        "none": [SENTENCES[0]],
-    }
-    assert list(cut.qrels["train"]["q"].values()) == [2] and cut.contents() == r.Passages(9).of(
-        DOCUMENTS,
-    )
-
-
-def test_the_k_best_documents_are_those_of_all_passages() -> None:
-    """Also where one document has all the best passages, and with equal scores."""
-    generator = np.random.default_rng(0)
-    rows = {
-        Passage(f"d{i}", n, n, n + 1).id: {0: float(weight) + 10 * (i == 7)}
-        for i in range(40)
-        for n, weight in enumerate(
-            generator.integers(1, 9, 200 if i == 7 else generator.integers(1, 30)),
-            start=1,
-        )
-    }
-    vectors = r.SparseVectors.from_rows(rows, 2)
-    vectors.provenance = Provenance(passages="1/1/words")
-    queries = r.SparseVectors.from_rows({"x": {0: 1.0}, "nothing": {1: 1.0}}, 2)
-    searcher = r.Searcher(r.build_index(vectors), None)
-    every = r.hits_to_run(queries, r.build_index(vectors).search(queries, len(rows)))["x"]
-    expected: dict[str, float] = {}
-    for name, score in every.items():
-        expected.setdefault(Passage.of(name).document, score)
-    for k in (1, 2, 39, 40, 100):
-        ranking = searcher.rank(dict.fromkeys(("x", "nothing"), ""), r.SearchRequest(k), queries)
-        assert (
-            list(ranking.run["x"].items()) == list(expected.items())[:k]
-            and ranking.run["nothing"] == {}
-        )
-        assert all(
-            every[str(ranking.passage("x", name))] == score
-            for name, score in ranking.run["x"].items()
-        )
-        passages = searcher.rank(
-            {"x": "", "nothing": ""},
-            r.SearchRequest(k, by="passage"),
-            queries,
-        ).run["x"]
-        assert list(passages.items()) == list(every.items())[:k]
+FEEDBACK = r.Feedback("rocchio", depth=2)
+FUSION = r.Fusion("interpolation", 0.3)
 
 
 @pytest.fixture(scope="module")
-def parts(splade: Any, late: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """An index of passages with all that a searcher takes beside it, of the same passages."""
-    folder, texts = tmp_path_factory.mktemp("passages"), CUT.of(DOCUMENTS)
+def parts(splade: Any, late: Any, tmp_path_factory: pytest.TempPathFactory) -> SearchParts:
+    """Everything that a searcher takes, of the passages of the documents."""
+    folder = tmp_path_factory.mktemp("passages")
+    texts = PASSAGES.of(DOCUMENTS)
     r.encode_collection(splade, texts, folder / "vectors", special_tokens=False)
     r.encode_tokens(late, texts, folder / "tokens")
     r.build_index(r.read_vectors(folder / "vectors")).save(folder / "index")
     r.BM25Index.build(texts).save(folder / "bm25")
-    return {
-        "index": r.load_index(folder / "index"),
-        "model": splade,
-        "documents": DOCUMENTS,
-        "vectors": folder / "vectors",
-        "second": r.BM25Index.load(folder / "bm25"),
-        "late": late,
-        "tokens": r.open_tokens(folder / "tokens"),
-    }
-
-
-def best(run: Run) -> Run:
-    return best_passages(run)[0]
-
-
-def test_feedback_fusion_and_reranking_are_of_documents_by_their_best_passages(
-    parts: dict[str, Any],
-) -> None:
-    index, words, vectors = parts["index"], parts["second"], r.read_vectors(parts["vectors"])
-    searcher, feedback = r.Searcher(**parts), r.Feedback("rocchio", 2)
-    queries = r.encode_queries(parts["model"], QUERY)
-    all_of: Callable[..., Run] = lambda asked: r.hits_to_run(asked, index.search(asked, 99))  # noqa: E731
-    first, second = all_of(queries), words.search(QUERY, 99)
-    basis = {"query": dict.fromkeys(best_passages(first)[1]["query"].values(), 0.0)}
-    own = best(all_of(r.expand_sparse(queries, vectors, basis, feedback)))
-    assert searcher.rank(QUERY, r.SearchRequest(9, feedback)).run == own
-    fusion, mix = r.Fusion("interpolation", 0.3), r.Interpolation("after", 0.3)
-    fused = r.interpolate([own, best(second)], [0.7, 0.3], k=9)
-    assert searcher.rank(QUERY, r.SearchRequest(9, feedback, None, fusion)).run == fused
-    assert searcher.rank(QUERY, r.SearchRequest(9, feedback, mix)).run == fused
-    whole = {**parts, "second": r.BM25Index.build(CONTENTS)}  # finds documents, too
-    fused = r.interpolate([own, whole["second"].search(QUERY, 9)], [0.7, 0.3], k=9)
-    assert r.Searcher(**whole).rank(QUERY, r.SearchRequest(9, feedback, None, fusion)).run == fused
-    both = searcher.search(QUERY["query"], r.SearchRequest(3, feedback, r.Interpolation("both")))
-    assert all(hit["passage"]["text"] in DOCUMENTS[hit["id"]].text for hit in both)
-
-    asked = r.encode_texts(parts["late"], QUERY, kind="query")
-    every = r.rerank(
-        {"query": dict.fromkeys(parts["tokens"].ids, 0.0)},
-        asked,
-        parts["tokens"],
-        tail="drop",
+    return SearchParts(
+        index=r.load_index(folder / "index"),
+        model=splade,
+        documents=DOCUMENTS,
+        vectors=folder / "vectors",
+        second=r.BM25Index.load(folder / "bm25"),
+        late=late,
+        tokens=r.open_tokens(folder / "tokens"),
     )
-    expected, passages = best_passages(every)
-    hits = searcher.search(QUERY["query"], r.SearchRequest(9, reranking=r.Reranking(9)))
-    assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected["query"])
-    terms = {hit["id"]: sum(term["contribution"] for term in hit["terms"]) for hit in hits}
-    assert terms == pytest.approx(best(first)["query"], rel=1e-5), (
-        "of the passage that the index found"
-    )
-    for hit in hits:
-        passage = Passage.of(passages["query"][hit["id"]])
-        shown = {"number": passage.number, "start": passage.start, "stop": passage.stop}
-        assert hit["passage"] == shown | {
-            "text": DOCUMENTS[hit["id"]].text[passage.start : passage.stop],
-        }
-    encoded = r.Searcher(**{**parts, "tokens": None}).rerank(
-        QUERY,
-        searcher.rank(QUERY, r.SearchRequest(9)),
-        r.Reranking(9),
-    )
-    found = best_passages(first)[1]["query"]
-    scores = {name: every["query"][passage] for name, passage in found.items()}
-    assert encoded.run["query"] == pytest.approx(scores, abs=1e-2), "those found, encoded in fp32"
-    two = searcher.rerank(QUERY, searcher.rank(QUERY, r.SearchRequest(9)), r.Reranking(2)).run[
-        "query"
-    ]
-    assert set(list(two)[:2]) == set(list(best(first)["query"])[:2]) and len(two) == len(
-        best(first)["query"],
-    )
-
-
-def test_passages_are_asked_for_and_of_other_parts_refused(
-    parts: dict[str, Any],
-    splade: Any,
-    tmp_path: Path,
-) -> None:
-    searcher, by = r.Searcher(**parts), partial(r.SearchRequest, by="passage")
-    asked = r.encode_texts(parts["late"], QUERY, kind="query")
-    expected = r.rerank(searcher.rank(QUERY, by(4)).run, asked, parts["tokens"])["query"]
-    hits = searcher.search(QUERY["query"], by(4, reranking=r.Reranking(4)))
-    assert [hit["score"] for hit in hits] == pytest.approx(list(expected.values()))
-    assert [Passage(hit["id"], *list(hit["passage"].values())[:3]).id for hit in hits] == list(
-        expected,
-    )
-    assert all(hit["terms"] for hit in hits)
-    fused = searcher.rank(QUERY, by(9, fusion=r.Fusion())).run
-    assert fused == {
-        "query": dict(
-            list(
-                r.reciprocal_rank_fusion(
-                    [searcher.rank(QUERY, by(9)).run, parts["second"].search(QUERY, 9)],
-                )["query"].items(),
-            )[:9],
-        ),
-    }
-    other = r.Passages(4).of(DOCUMENTS)
-    r.encode_collection(splade, other, tmp_path / "vectors")
-    r.encode_tokens(parts["late"], other, tmp_path / "tokens")
-    tokens, words = r.open_tokens(tmp_path / "tokens"), r.BM25Index.build(other)
-    mixed = r.Searcher(**{**parts, "tokens": tokens, "second": words})
-    assert mixed.search("csv", r.SearchRequest(3, fusion=r.Fusion(), reranking=r.Reranking())), (
-        "documents are shared"
-    )
-    plain, others = (
-        r.Searcher(r.BM25Index.build(CONTENTS)),
-        {**parts, "vectors": tmp_path / "vectors"},
-    )
-    before = r.SearchRequest(3, r.Feedback(), r.Interpolation("before"))
-    wrong: list[tuple[str, Callable[[], object]]] = [
-        ("by: expected 'document', the index is of whole", lambda: plain.search("csv", by(3))),
-        ("by: expected one of document, passage, got 'word'", lambda: r.SearchRequest(by="word")),  # type: ignore[arg-type]
-        (
-            "teacher w: expected a BM25 index of whole documents",
-            lambda: r.Teacher("w", "bm25", parts["second"]),
-        ),
-        (
-            "tokens: expected those of the passages",
-            lambda: mixed.search("csv", by(3, reranking=r.Reranking())),
-        ),
-        (
-            r"second: .*as passages are asked for, got 4/4/",
-            lambda: mixed.search("csv", by(3, fusion=r.Fusion())),
-        ),
-        ("second: .*whose best ones feedback reads, got 4/4/", lambda: mixed.search("csv", before)),
-        (
-            r"vectors: .*passages 4/4/sentences, those of the index 6/3",
-            lambda: r.Searcher(**others),
-        ),
-    ]
-    for message, call in wrong:
-        refused(ValueError, message, call)
 
 
 @pytest.fixture(scope="module")
-def long_text() -> r.Document:
+def parts_of_other_passages(
+    parts: SearchParts,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> SearchParts:
+    """Vectors, token vectors and a BM25 index of other passages of the same documents."""
+    folder = tmp_path_factory.mktemp("other-passages")
+    texts = r.Passages(4).of(DOCUMENTS)
+    r.encode_collection(parts.model, texts, folder / "vectors")
+    r.encode_tokens(parts.late, texts, folder / "tokens")
+    return replace(
+        parts,
+        vectors=folder / "vectors",
+        second=r.BM25Index.build(texts),
+        tokens=r.open_tokens(folder / "tokens"),
+    )
+
+
+def documents_by_best_passage(run: Run) -> Run:
+    """The documents of a run of passages, each with the score of its best passage."""
+    return best_passages(run)[0]
+
+
+def best_passage_ids(run: Run) -> dict[str, str]:
+    """The best passage of every document that a run of passages finds for the query."""
+    return best_passages(run)[1]["query"]
+
+
+def all_passages(parts: SearchParts, queries: r.SparseVectors) -> Run:
+    """The run of all passages that the sparse index finds."""
+    return r.hits_to_run(queries, parts.index.search(queries, 99))
+
+
+def all_passages_after_feedback(parts: SearchParts) -> Run:
+    """The run of passages of the query that was moved by the best passages of two documents."""
+    queries = r.encode_queries(parts.model, QUERY)
+    passages = best_passage_ids(all_passages(parts, queries))
+    basis = {"query": dict.fromkeys(passages.values(), 0.0)}
+    vectors = r.read_vectors(parts.vectors)
+    return all_passages(parts, r.expand_sparse(queries, vectors, basis, FEEDBACK))
+
+
+def late_scores_of_all_passages(parts: SearchParts) -> Run:
+    """Scores of the query and the stored token vectors of every passage."""
+    assert parts.tokens is not None
+    queries = r.encode_texts(parts.late, QUERY, kind="query")
+    candidates = {"query": dict.fromkeys(parts.tokens.ids, 0.0)}
+    return r.rerank(candidates, queries, parts.tokens, tail="drop")
+
+
+def vectors_of_many_passages() -> r.SparseVectors:
+    """Passages of 40 documents with integer scores, of which many are equal.
+
+    Document d7 has 200 passages, and they score higher than all others.
+    """
+    generator = np.random.default_rng(0)
+    rows: dict[str, dict[int, float]] = {}
+    for number in range(40):
+        has_best_passages = number == 7
+        n_passages = 200 if has_best_passages else int(generator.integers(1, 30))
+        weights = generator.integers(1, 9, n_passages).astype(float)
+        if has_best_passages:
+            weights += 10
+        for position, weight in enumerate(weights.tolist(), start=1):
+            passage = Passage(f"d{number}", position, position, position + 1)
+            rows[passage.id] = {0: weight}
+    vectors = r.SparseVectors.from_rows(rows, 2)
+    vectors.provenance = Provenance(passages="1/1/words")
+    return vectors
+
+
+@pytest.mark.parametrize("k", [1, 2, 39, 40, 100])
+def test_the_best_k_documents_are_those_of_all_passages(k: int) -> None:
+    vectors = vectors_of_many_passages()
+    index = r.build_index(vectors)
+    queries = r.SparseVectors.from_rows({"x": {0: 1.0}, "no hits": {1: 1.0}}, 2)
+    texts = {"x": "", "no hits": ""}
+    passages = r.hits_to_run(queries, index.search(queries, len(vectors)))["x"]
+    best_scores: dict[str, float] = {}
+    for name, score in passages.items():
+        best_scores.setdefault(Passage.of(name).document, score)
+    searcher = r.Searcher(index)
+
+    by_document = searcher.rank(texts, r.SearchRequest(k), queries)
+    by_passage = searcher.rank(texts, r.SearchRequest(k, by="passage"), queries)
+
+    assert list(by_document.run["x"].items()) == list(best_scores.items())[:k]
+    assert by_document.run["no hits"] == {}
+    for document, score in by_document.run["x"].items():
+        assert passages[str(by_document.passage("x", document))] == score
+    assert list(by_passage.run["x"].items()) == list(passages.items())[:k]
+
+
+def test_feedback_reads_the_best_passages(parts: SearchParts) -> None:
+    expected = documents_by_best_passage(all_passages_after_feedback(parts))
+    assert parts.searcher().rank(QUERY, r.SearchRequest(9, FEEDBACK)).run == expected
+
+
+def test_fusion_and_interpolation_rank_documents_by_their_best_passages(
+    parts: SearchParts,
+) -> None:
+    by_vectors = documents_by_best_passage(all_passages_after_feedback(parts))
+    by_words = documents_by_best_passage(parts.second.search(QUERY, 99))
+    expected = r.interpolate([by_vectors, by_words], [0.7, 0.3], k=9)
+    searcher = parts.searcher()
+
+    fused = searcher.rank(QUERY, r.SearchRequest(9, FEEDBACK, fusion=FUSION)).run
+    interpolation = r.Interpolation("after", 0.3)
+    interpolated = searcher.rank(QUERY, r.SearchRequest(9, FEEDBACK, interpolation)).run
+
+    assert fused == expected
+    assert interpolated == expected
+
+
+def test_passages_are_fused_with_an_index_of_whole_documents(parts: SearchParts) -> None:
+    by_vectors = documents_by_best_passage(all_passages_after_feedback(parts))
+    of_documents = r.BM25Index.build(CONTENTS)
+    expected = r.interpolate([by_vectors, of_documents.search(QUERY, 9)], [0.7, 0.3], k=9)
+    searcher = replace(parts, second=of_documents).searcher()
+    assert searcher.rank(QUERY, r.SearchRequest(9, FEEDBACK, fusion=FUSION)).run == expected
+
+
+def test_a_hit_after_feedback_shows_a_passage_of_its_document(parts: SearchParts) -> None:
+    request = r.SearchRequest(3, FEEDBACK, r.Interpolation("both"))
+    for hit in parts.searcher().search(QUERY["query"], request):
+        assert hit["passage"]["text"] in DOCUMENTS[hit["id"]].text
+
+
+def test_reranking_scores_a_document_by_any_of_its_passages(parts: SearchParts) -> None:
+    late_run = late_scores_of_all_passages(parts)
+    expected = documents_by_best_passage(late_run)["query"]
+    passage_ids = best_passage_ids(late_run)
+    request = r.SearchRequest(9, reranking=r.Reranking(9))
+
+    hits = parts.searcher().search(QUERY["query"], request)
+
+    assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected)
+    for hit in hits:
+        passage = Passage.of(passage_ids[hit["id"]])
+        assert hit["passage"] == {
+            "number": passage.number,
+            "start": passage.start,
+            "stop": passage.stop,
+            "text": DOCUMENTS[hit["id"]].text[passage.start : passage.stop],
+        }
+
+
+def test_a_reranked_hit_explains_the_passage_that_the_index_found(parts: SearchParts) -> None:
+    first = all_passages(parts, r.encode_queries(parts.model, QUERY))
+    expected = documents_by_best_passage(first)["query"]
+    request = r.SearchRequest(9, reranking=r.Reranking(9))
+    contributions = {}
+    for hit in parts.searcher().search(QUERY["query"], request):
+        contributions[hit["id"]] = sum(term["contribution"] for term in hit["terms"])
+    assert contributions == pytest.approx(expected, rel=1e-5)
+
+
+def test_reranking_without_stored_tokens_encodes_the_passages_that_were_found(
+    parts: SearchParts,
+) -> None:
+    late_scores = late_scores_of_all_passages(parts)["query"]
+    first = all_passages(parts, r.encode_queries(parts.model, QUERY))
+    expected = {}
+    for document, passage in best_passage_ids(first).items():
+        expected[document] = late_scores[passage]
+    ranking = parts.searcher().rank(QUERY, r.SearchRequest(9))
+
+    reranked = replace(parts, tokens=None).searcher().rerank(QUERY, ranking, r.Reranking(9))
+
+    # Stored token vectors are fp16, those of encoded candidates fp32.
+    assert reranked.run["query"] == pytest.approx(expected, abs=1e-2)
+
+
+def test_reranking_to_a_depth_of_two_reorders_the_best_two_documents_only(
+    parts: SearchParts,
+) -> None:
+    searcher = parts.searcher()
+    ranking = searcher.rank(QUERY, r.SearchRequest(9))
+    first_ids = list(ranking.run["query"])
+    reranked_ids = list(searcher.rerank(QUERY, ranking, r.Reranking(2)).run["query"])
+    assert set(reranked_ids[:2]) == set(first_ids[:2])
+    assert len(reranked_ids) == len(first_ids)
+
+
+def test_passages_are_reranked_when_passages_are_asked_for(parts: SearchParts) -> None:
+    assert parts.tokens is not None
+    searcher = parts.searcher()
+    run = searcher.rank(QUERY, r.SearchRequest(4, by="passage")).run
+    queries = r.encode_texts(parts.late, QUERY, kind="query")
+    expected = r.rerank(run, queries, parts.tokens)["query"]
+
+    request = r.SearchRequest(4, by="passage", reranking=r.Reranking(4))
+    hits = searcher.search(QUERY["query"], request)
+
+    assert [hit["score"] for hit in hits] == pytest.approx(list(expected.values()))
+    passages = []
+    for hit in hits:
+        assert hit["terms"]
+        position = hit["passage"]
+        passage = Passage(hit["id"], position["number"], position["start"], position["stop"])
+        passages.append(passage.id)
+    assert passages == list(expected)
+
+
+def test_passages_are_fused_when_passages_are_asked_for(parts: SearchParts) -> None:
+    searcher = parts.searcher()
+    by_vectors = searcher.rank(QUERY, r.SearchRequest(9, by="passage")).run
+    by_words = parts.second.search(QUERY, 9)
+    fused = r.reciprocal_rank_fusion([by_vectors, by_words])["query"]
+    request = r.SearchRequest(9, by="passage", fusion=r.Fusion())
+    assert searcher.rank(QUERY, request).run["query"] == dict(list(fused.items())[:9])
+
+
+def test_stages_of_different_passages_share_documents(
+    parts: SearchParts,
+    parts_of_other_passages: SearchParts,
+) -> None:
+    searcher = replace(parts_of_other_passages, vectors=parts.vectors).searcher()
+    request = r.SearchRequest(3, fusion=r.Fusion(), reranking=r.Reranking())
+    assert searcher.search("csv", request)
+
+
+@pytest.mark.parametrize(
+    ("request_of_passages", "message"),
+    [
+        pytest.param(
+            r.SearchRequest(3, by="passage", reranking=r.Reranking()),
+            "tokens: expected those of the passages",
+            id="reranked passages",
+        ),
+        pytest.param(
+            r.SearchRequest(3, by="passage", fusion=r.Fusion()),
+            "second: .*as passages are asked for, got 4/4/",
+            id="fused passages",
+        ),
+        pytest.param(
+            r.SearchRequest(3, r.Feedback(), r.Interpolation("before")),
+            "second: .*whose best ones feedback reads, got 4/4/",
+            id="passages for feedback",
+        ),
+    ],
+)
+def test_stages_of_different_passages_cannot_share_passages(
+    parts: SearchParts,
+    parts_of_other_passages: SearchParts,
+    request_of_passages: r.SearchRequest,
+    message: str,
+) -> None:
+    searcher = replace(parts_of_other_passages, vectors=parts.vectors).searcher()
+    with pytest.raises(ValueError, match=message):
+        searcher.search("csv", request_of_passages)
+
+
+def test_vectors_of_other_passages_are_refused(
+    parts: SearchParts,
+    parts_of_other_passages: SearchParts,
+) -> None:
+    searched = replace(parts, vectors=parts_of_other_passages.vectors)
+    message = "vectors: .*passages 4/4/sentences, those of the index 6/3"
+    with pytest.raises(ValueError, match=message):
+        searched.searcher()
+
+
+def test_passages_of_an_index_of_whole_documents_are_refused() -> None:
+    searcher = r.Searcher(r.BM25Index.build(CONTENTS))
+    with pytest.raises(ValueError, match="by: expected 'document', the index is of whole"):
+        searcher.search("csv", r.SearchRequest(3, by="passage"))
+
+
+def test_a_search_by_anything_else_is_refused() -> None:
+    message = "by: expected one of document, passage, got 'word'"
+    with pytest.raises(ValueError, match=message):
+        r.SearchRequest(by="word")  # type: ignore[arg-type]
+
+
+def test_an_index_of_passages_is_no_teacher(parts: SearchParts) -> None:
+    message = "teacher w: expected a BM25 index of whole documents"
+    with pytest.raises(ValueError, match=message):
+        r.Teacher("w", "bm25", parts.second)
+
+
+@pytest.fixture(scope="module")
+def long_document() -> r.Document:
     """10,000 words, the last sentence of which is about something else."""
-    last = "A young sailor painted the harbour of Valparaiso."
-    sentences = [
-        f"The function reads {SUBJECTS[i % 16]} of size {i} and gives a list of numbers."
-        for i in range(800)
-    ]
-    text = " ".join([*sentences, last])
+    sentences = []
+    for size in range(800):
+        subject = SUBJECTS[size % 16]
+        sentences.append(
+            f"The function reads {subject} of size {size} and gives a list of numbers."
+        )
+    sentences.append("A young sailor painted the harbour of Valparaiso.")
+    text = " ".join(sentences)
     assert len(text.split()) > 10_000
     return r.Document("long", "Manual", text)
 
 
-def test_a_document_of_10_000_words_is_found_by_its_last_sentence(
-    long_text: r.Document,
+@pytest.fixture(scope="module")
+def manuals(long_document: r.Document) -> dict[str, r.Document]:
+    """The long document, and the beginning of its text under two other ids."""
+    beginning = long_document.text[:2000]
+    return {
+        "x": replace(long_document, id="x", text=beginning),
+        "y": replace(long_document, id="y", text=beginning),
+        "long": long_document,
+    }
+
+
+def check_last_sentence_is_found(
+    searcher: r.Searcher,
+    long_document: r.Document,
+    reranking: r.Reranking | None = None,
+) -> None:
+    """Expect the long document first, by the passage at the end of its text."""
+    request = r.SearchRequest(2, reranking=reranking)
+    best_hit = searcher.search("sailor who painted a harbour", request)[0]
+    assert best_hit["id"] == "long"
+    assert best_hit["passage"]["text"].endswith("harbour of Valparaiso.")
+    assert best_hit["passage"]["stop"] == len(long_document.text)
+
+
+def test_sparse_vectors_find_a_document_of_10_000_words_by_its_last_sentence(
+    long_document: r.Document,
+    manuals: dict[str, r.Document],
     tmp_path: Path,
 ) -> None:
-    short = {name: replace(long_text, id=name, text=long_text.text[:2000]) for name in ("x", "y")}
-    documents = {**short, "long": long_text}
-    cut = r.Passages(75)
-    texts, contents = (
-        cut.of(documents),
-        {name: document.contents for name, document in documents.items()},
-    )
-    query = "sailor who painted a harbour"
+    contents = {name: document.contents for name, document in manuals.items()}
     splade = untrained_splade(texts_digest(contents), lambda: contents, cache_dir=tmp_path)
     accelerate(splade)
-    late = untrained_colbert()
+    texts = r.Passages(75).of(manuals)
     manifest = r.encode_collection(splade, texts, tmp_path / "vectors", top_k=64)
-    tokens = r.encode_tokens(late, texts, tmp_path / "tokens", storage="int8")
-    assert manifest.truncated["count"] == tokens.truncated["count"] == 0
+    assert manifest.truncated["count"] == 0
     index = r.build_index(r.read_vectors(tmp_path / "vectors"))
-    store = r.open_tokens(tmp_path / "tokens")
-    for searcher, reranking in (
-        (r.Searcher(index, splade, documents=documents), None),
-        (r.Searcher(r.BM25Index.build(texts), documents=documents), None),
-        (
-            r.Searcher(r.BM25Index.build(contents), documents=documents, late=late, tokens=store),
-            r.Reranking(),
-        ),
-    ):
-        hit = searcher.search(query, r.SearchRequest(2, reranking=reranking))[0]
-        assert hit["id"] == "long" and hit["passage"]["text"].endswith("harbour of Valparaiso.")
-        assert hit["passage"]["stop"] == len(long_text.text)
+    check_last_sentence_is_found(r.Searcher(index, splade, documents=manuals), long_document)
 
 
-@pytest.mark.parametrize("fast", [False, True], ids=["plain", "accelerated"])
-def test_a_models_length_is_an_option_of_encoding_and_not_of_the_model(
-    splade: Any,
-    late: Any,
-    tmp_path: Path,
-    fast: bool,
+def test_bm25_finds_a_document_of_10_000_words_by_its_last_sentence(
+    long_document: r.Document,
+    manuals: dict[str, r.Document],
 ) -> None:
-    if fast:
-        accelerate(splade)
-    try:
-        before = model_fingerprint(splade)
-        whole = r.encode_collection(splade, CONTENTS, tmp_path / "whole")
-        for kind in ("document", "query"):
-            cut = r.encode_collection(splade, CONTENTS, tmp_path / kind, max_length=9, kind=kind)  # type: ignore[arg-type]
-            assert cut.truncated == {"count": 4, "max_length": 9}
-            assert cut.settings["max_length"] == 9 and "max_length" not in whole.settings
-            assert cut.provenance == whole.provenance and model_fingerprint(splade) == before
-        again = r.encode_collection(splade, CONTENTS, tmp_path / "again")
-        assert (again.shards, again.truncated) == (whole.shards, whole.truncated), (
-            "its own length is back"
-        )
-        limit = splade.max_seq_length
-        splade.max_seq_length = 9
-        try:
-            r.encode_collection(splade, CONTENTS, tmp_path / "nine")
-        finally:
-            splade.max_seq_length = limit
-        nine, cut_rows = (r.read_vectors(tmp_path / name) for name in ("nine", "document"))
-        assert np.array_equal(nine.indices, cut_rows.indices) and np.allclose(
-            nine.data,
-            cut_rows.data,
-            rtol=1e-5,
-        )
-    finally:
-        if fast:
-            from tilefold.integrations.sentence_transformers import restore
+    index = r.BM25Index.build(r.Passages(75).of(manuals))
+    check_last_sentence_is_found(r.Searcher(index, documents=manuals), long_document)
 
-            restore(splade)
-    short = r.encode_tokens(late, CONTENTS, tmp_path / "tokens", max_length=8)
-    assert (
-        r.encode_tokens(late, CONTENTS, tmp_path / "all").n_tokens
-        > short.n_tokens
-        <= 8 * len(CONTENTS)
-    )
-    assert r.Searcher(
-        r.BM25Index.build(CONTENTS),
+
+def test_reranking_finds_a_document_of_10_000_words_by_its_last_sentence(
+    long_document: r.Document,
+    manuals: dict[str, r.Document],
+    tmp_path: Path,
+) -> None:
+    late = untrained_colbert()
+    texts = r.Passages(75).of(manuals)
+    manifest = r.encode_tokens(late, texts, tmp_path / "tokens", storage="int8")
+    assert manifest.truncated["count"] == 0
+    contents = {name: document.contents for name, document in manuals.items()}
+    searcher = r.Searcher(
+        r.BM25Index.build(contents),
+        documents=manuals,
         late=late,
         tokens=r.open_tokens(tmp_path / "tokens"),
     )
-    said = f"max_length: expected at most {splade.max_seq_length}, .* got 4096"
-    refused(
-        ValueError,
-        said,
-        r.encode_collection,
-        splade,
-        CONTENTS,
-        tmp_path / "far",
-        max_length=4096,
-    )
+    check_last_sentence_is_found(searcher, long_document, r.Reranking())
 
 
-def test_a_server_gives_documents_or_passages(splade: Any, parts: dict[str, Any]) -> None:
-    model, late = Served(splade, "sparse", "tiny"), Served(parts["late"], "multi-vector", "late")
-    made = Searchable(
+@pytest.mark.parametrize("by", ["document", "passage"])
+def test_a_server_returns_documents_or_passages(parts: SearchParts, by: Any) -> None:
+    model = Served(parts.model, "sparse", "tiny")
+    late = Served(parts.late, "multi-vector", "late")
+    searchable = Searchable(
         "long",
-        parts["index"],
+        parts.index,
         model,
         DOCUMENTS,
-        r.read_vectors(parts["vectors"]),
-        parts["second"],
+        r.read_vectors(parts.vectors),
+        parts.second,
         late,
     )
-    searcher = r.Searcher(**{**parts, "tokens": None, "second": None})
-    body = {
-        "query": QUERY["query"],
-        "explain": True,
-        "rerank": True,
-        "columns": True,
-        "fusion": True,
-    }
-    with serving(Service([model, late], searchable=made)) as client:
-        for by in ("document", "passage"):
-            plain = client.post("/v1/long/search", {"query": QUERY["query"], "by": by}).json[
-                "candidates"
-            ]
-            expected = searcher.search(QUERY["query"], r.SearchRequest(by=by))
-            assert [(found["docid"], found["passage"]) for found in plain] == [
-                (hit["id"], hit["passage"]) for hit in expected
-            ]
-            full = client.post("/v1/long/search", body | {"by": by})
-            assert full.status == 200, full.raw
-            assert all(
-                found["explanation"]["terms"]
-                for found in full.json["candidates"]
-                if found["passage"]["text"]
-            )
-            assert {
-                found["docid"] for column in full.json["columns"].values() for found in column
-            } <= set(DOCUMENTS)
-    with serving(
-        Service([], searchable=Searchable("whole", r.BM25Index.build(CONTENTS))),
-    ) as client:
+    searcher = r.Searcher(
+        parts.index,
+        parts.model,
+        documents=DOCUMENTS,
+        vectors=parts.vectors,
+        late=parts.late,
+    )
+    expected = searcher.search(QUERY["query"], r.SearchRequest(by=by))
+
+    with serving(Service([model, late], searchable=searchable)) as client:
+        reply = client.post("/v1/long/search", {"query": QUERY["query"], "by": by})
+        reply_of_all_stages = client.post(
+            "/v1/long/search",
+            {
+                "query": QUERY["query"],
+                "by": by,
+                "explain": True,
+                "rerank": True,
+                "columns": True,
+                "fusion": True,
+            },
+        )
+
+    candidates = reply.json["candidates"]
+    assert [candidate["docid"] for candidate in candidates] == [hit["id"] for hit in expected]
+    assert [candidate["passage"] for candidate in candidates] == [
+        hit["passage"] for hit in expected
+    ]
+    assert reply_of_all_stages.status == 200, reply_of_all_stages.raw
+    for candidate in reply_of_all_stages.json["candidates"]:
+        if candidate["passage"]["text"]:
+            assert candidate["explanation"]["terms"]
+    for column in reply_of_all_stages.json["columns"].values():
+        assert {candidate["docid"] for candidate in column} <= set(DOCUMENTS)
+
+
+def test_a_server_of_whole_documents_refuses_to_return_passages() -> None:
+    searchable = Searchable("whole", r.BM25Index.build(CONTENTS))
+    with serving(Service([], searchable=searchable)) as client:
         reply = client.post("/v1/whole/search", {"query": "csv", "by": "passage"})
-        assert reply.status == 422 and "the index is of whole documents" in reply.json["error"]
+    assert reply.status == 422
+    assert "the index is of whole documents" in reply.json["error"]
