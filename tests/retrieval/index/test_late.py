@@ -1,11 +1,10 @@
-"""An index of token vectors: exact scores of what is stored, candidates, growth, damage, and
-vectors made elsewhere.
-"""
+"""The index of token vectors: exact scores of stored vectors, candidates, updates and damage."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,170 +13,236 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 
-from tests.refusals import refused
 from tilefold import retrieval as r
 from tilefold._internal import files as _files
-from tilefold.ops import maxsim
+from tilefold.ops import maxsim, quantize_tokens
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import centroids, late, token_blocks
 from tilefold.retrieval.index.opening import open_index
-from tilefold.retrieval.vectors.token_files import read_token_file
 from tilefold.testing import assert_within_budget
 
-D = 16
+DIMENSION = 16
+EXIT_CODE_OF_KILLED = 9
+LARGEST_STORAGE_ERROR = {"int8": 1 / 127, "fp16": 2**-10, "int4": 1.01 / 15}
 
 
-def made(
+def random_token_vectors(
     ids: list[str],
     seed: int = 0,
-    dimension: int = D,
-    longest: int = 12,
-    shortest: int = 1,
+    dimension: int = DIMENSION,
+    max_tokens: int = 11,
+    min_tokens: int = 1,
 ) -> r.TokenVectors:
     """Token vectors of norm 1 around 40 directions; the third text has none."""
     generator = torch.Generator().manual_seed(seed)
-    themes = torch.randn(40, dimension, generator=torch.Generator().manual_seed(99))
-    lengths = torch.randint(shortest, longest, (len(ids),), generator=generator).tolist()
-    rows = [
-        normalize(
-            themes[torch.randint(40, (n,), generator=generator)]
-            + torch.randn(n, dimension, generator=generator) / 2,
-        )
-        for n in lengths
-    ]
+    directions = torch.randn(40, dimension, generator=torch.Generator().manual_seed(99))
+    n_tokens = torch.randint(min_tokens, max_tokens + 1, (len(ids),), generator=generator)
+    rows = []
+    for count in n_tokens.tolist():
+        centres = directions[torch.randint(40, (count,), generator=generator)]
+        noise = torch.randn(count, dimension, generator=generator) / 2
+        rows.append(normalize(centres + noise))
     if len(rows) > 2:
         rows[2] = rows[2][:0]
     return r.TokenVectors.pack(ids, rows, dimension, "fp32")
 
 
-def names(*spans: range) -> list[str]:
-    return [f"d{at}" for span in spans for at in span]
+def document_ids(*ranges: range) -> list[str]:
+    """Ids ``d0``, ``d1``, ... of the numbers in all ranges."""
+    return [f"d{number}" for numbers in ranges for number in numbers]
 
 
-def wanted(documents: r.TokenVectors, query: torch.Tensor) -> dict[str, float]:
-    """MaxSim in float64 of the documents that have tokens."""
-    rows = {name: documents.rows(at).double() for at, name in enumerate(documents.ids)}
-    return {name: float((query.double() @ d.T).amax(1).sum()) for name, d in rows.items() if len(d)}
+def query_ids(n_queries: int) -> list[str]:
+    return [f"q{number}" for number in range(n_queries)]
 
 
-def rounded(storage: str) -> str:
-    """Storage to which maxsim rounds queries beside documents of one."""
-    return "fp16" if storage == "fp16" else "int8"
+def number_of(document: str) -> int:
+    """The number in an id of :func:`document_ids`."""
+    return int(document[1:])
 
 
-def stored(index: r.LateIndex) -> r.TokenVectors:
-    """What an index holds, dequantized."""
-    rows = [index.files.document_range(at, at + 1).floats() for at in range(index.n_documents)]
+def maxsim_scores(documents: r.TokenVectors, query: torch.Tensor) -> dict[str, float]:
+    """MaxSim in float64 of a query ``[Lq, D]`` and every document that has tokens."""
+    scores = {}
+    for row, name in enumerate(documents.ids):
+        tokens = documents.rows(row).double()
+        if len(tokens):
+            scores[name] = float((query.double() @ tokens.T).amax(1).sum())
+    return scores
+
+
+def stored_vectors(index: r.LateIndex) -> r.TokenVectors:
+    """The token vectors of an index, dequantized."""
+    rows = []
+    for row in range(index.n_documents):
+        rows.append(index.files.document_range(row, row + 1).floats())
     return r.TokenVectors.pack(list(index.ids), rows, index.dimension, "fp32")
 
 
+def quantized_queries(queries: r.TokenVectors, storage: str) -> r.TokenVectors:
+    """Queries as they are rounded for documents of ``storage``: fp16 for fp16, int8 otherwise."""
+    rows = list(queries.values.split(queries.offsets.diff().tolist()))
+    query_storage = "fp16" if storage == "fp16" else "int8"
+    return r.TokenVectors.pack(queries.ids, rows, DIMENSION, query_storage)
+
+
 @pytest.fixture
-def centred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every index has centroids, in 8 cells."""
+def _centroids_in_every_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small indexes have centroids too, in 8 cells."""
     monkeypatch.setattr(centroids, "FEWEST_TOKENS", 1)
 
 
 @pytest.mark.parametrize("storage", token_blocks.STORAGES)
-def test_scores_are_maxsim_of_what_is_stored(
+def test_stored_vectors_are_within_the_precision_of_their_storage(
     storage: str,
+    tmp_path: Path,
+) -> None:
+    documents = random_token_vectors(document_ids(range(60)))
+    index = r.LateIndex.build(documents, tmp_path / "index", storage=storage)
+    error = (stored_vectors(index).values - documents.values).abs().max()
+    largest_value = documents.values.abs().max()
+    assert float(error) <= LARGEST_STORAGE_ERROR[storage] * float(largest_value)
+
+
+@pytest.mark.parametrize("storage", token_blocks.STORAGES)
+@pytest.mark.parametrize(
+    ("devices", "is_restricted"),
+    [
+        pytest.param("cpu", False, id="one device"),
+        pytest.param("cpu", True, id="one device, allowed documents"),
+        pytest.param(["cpu"] * 3, False, id="three shares"),
+        pytest.param(["cpu"] * 2, True, id="two shares, allowed documents"),
+    ],
+)
+def test_scores_are_maxsim_of_the_stored_vectors(
+    storage: str,
+    devices: Any,
+    is_restricted: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Blocks of 50 tokens, passes of 3 queries, one device and three shares; some documents left
-    out, ties in order.
-    """
+    # Several blocks of documents, and several passes of queries.
     monkeypatch.setattr(late, "_CPU_BLOCK_TOKENS", 50)
     monkeypatch.setattr(late, "_PASS_QUERIES", 3)
-    documents = made(names(range(60)))
+    documents = random_token_vectors(document_ids(range(60)))
     index = r.LateIndex.build(documents, tmp_path / "index", storage=storage)
-    held = stored(index)
-    step = {"int8": 1 / 127, "fp16": 2**-10, "int4": 1.01 / 15}[storage]
-    assert float((held.values - documents.values).abs().max()) <= step * float(
-        documents.values.abs().max(),
-    )
-    queries = made([f"q{at}" for at in range(7)], 1)
-    asked = r.TokenVectors.pack(
-        queries.ids,
-        list(queries.values.split(queries.offsets.diff().tolist())),
-        D,
-        rounded(storage),
-    )
+    stored = stored_vectors(index)
+    queries = random_token_vectors(query_ids(7), seed=1)
+    rounded_queries = quantized_queries(queries, storage)
     allowed = np.arange(60) % 4 != 0
-    for mask, devices in (
-        (None, "cpu"),
-        (allowed, "cpu"),
-        (None, ["cpu"] * 3),
-        (allowed, ["cpu", "cpu"]),
-    ):
-        for at, hits in enumerate(index.search(queries, 10, device=devices, allowed=mask)):
-            scores = wanted(held, asked.rows(at)) if len(asked.rows(at)) else {}
-            scores = {
-                name: score for name, score in scores.items() if mask is None or mask[int(name[1:])]
-            }
-            assert [hit.score for hit in hits] == pytest.approx(
-                sorted(scores.values())[::-1][:10],
-                rel=1e-5,
-            )
-            assert all(hit.score == pytest.approx(scores[hit.id], rel=1e-5) for hit in hits)
-    assert len(index.search(queries.take([0]), 1000)[0]) == 59, "all that have tokens"
-    assert "d2" not in {hit.id for hit in index.search(queries.take([0]), 1000)[0]}
 
-
-def test_equal_scores_are_in_document_order(tmp_path: Path, centred: None) -> None:
-    same = made(["a"]).rows(0)
-    index = r.LateIndex.build(
-        r.TokenVectors.pack(names(range(300)), [same] * 300, D, "fp32"),
-        tmp_path / "index",
+    rows = index.search(
+        queries,
+        10,
+        device=devices,
+        allowed=allowed if is_restricted else None,
     )
-    query = r.TokenVectors.pack(["q"], [same], D, "fp32")
-    for options in ({"candidates": 0}, {"candidates": 20}, {"device": ["cpu", "cpu"]}):
-        hits = index.search(query, 5, **options)[0]
-        assert [hit.score for hit in hits] == [hits[0].score] * 5
-        assert options.get("candidates") == 20 or [hit.id for hit in hits] == names(range(5))
+
+    for row, hits in enumerate(rows):
+        query = rounded_queries.rows(row)
+        scores = maxsim_scores(stored, query) if len(query) else {}
+        if is_restricted:
+            scores = {name: scores[name] for name in scores if allowed[number_of(name)]}
+        best_scores = sorted(scores.values(), reverse=True)[:10]
+        assert [hit.score for hit in hits] == pytest.approx(best_scores, rel=1e-5)
+        for hit in hits:
+            assert hit.score == pytest.approx(scores[hit.id], rel=1e-5)
 
 
-def test_candidates_have_exact_scores_and_the_recall_that_is_told(
-    tmp_path: Path,
-    centred: None,
-) -> None:
-    documents = made(names(range(3000)))
+@pytest.mark.parametrize("storage", token_blocks.STORAGES)
+def test_a_large_k_returns_all_documents_with_tokens(storage: str, tmp_path: Path) -> None:
+    documents = random_token_vectors(document_ids(range(60)))
+    index = r.LateIndex.build(documents, tmp_path / "index", storage=storage)
+    (hits,) = index.search(random_token_vectors(query_ids(1), seed=1), 1000)
+    assert {hit.id for hit in hits} == set(documents.ids) - {"d2"}
+    assert len(hits) == 59
+
+
+@pytest.mark.usefixtures("_centroids_in_every_index")
+def test_equal_scores_are_in_document_order(tmp_path: Path) -> None:
+    tokens = random_token_vectors(["a"]).rows(0)
+    ids = document_ids(range(300))
+    documents = r.TokenVectors.pack(ids, [tokens] * 300, DIMENSION, "fp32")
     index = r.LateIndex.build(documents, tmp_path / "index")
-    assert (
-        index.n_candidates in (250, 500, 1000)
-        and index.recall is not None
-        and index.recall >= 0.985
-    )
-    queries = made([f"q{at}" for at in range(40)], 1, longest=20, shortest=6)
-    exact, near = (index.search(queries, 10, candidates=count) for count in (0, None))
-    shares = []
-    for hits, best in zip(near, exact, strict=True):
-        scores = dict(best)
-        shares.append(len(scores.keys() & dict(hits).keys()) / max(1, len(scores)))
-        assert all(
-            hit.score == pytest.approx(scores[hit.id], rel=1e-5) for hit in hits if hit.id in scores
-        )
-    assert np.mean(shares) > 0.9
-    allowed = np.isin(np.arange(3000) // 100, range(1, 7))
-    found = index.search(queries, 30, candidates=60, allowed=allowed)[0]
-    assert {int(hit.id[1:]) // 100 for hit in found} <= set(range(1, 7))
-    assert index.search(queries, 30, allowed=np.zeros(3000, bool)) == [[]] * 40
-    asked = made([f"q{at}" for at in range(8)], 5)
-    assert r.LateIndex.build(documents, tmp_path / "other", queries=asked).recall is not None
+    query = r.TokenVectors.pack(["q"], [tokens], DIMENSION, "fp32")
+
+    (all_scored,) = index.search(query, 5, candidates=0)
+    (on_two_devices,) = index.search(query, 5, device=["cpu", "cpu"])
+    (of_candidates,) = index.search(query, 5, candidates=20)
+
+    for hits in (all_scored, on_two_devices, of_candidates):
+        assert [hit.score for hit in hits] == [hits[0].score] * 5
+    assert [hit.id for hit in all_scored] == ids[:5]
+    assert [hit.id for hit in on_two_devices] == ids[:5]
 
 
-def test_metadata_choose_documents_also_of_an_index_that_grew(
+@pytest.mark.usefixtures("_centroids_in_every_index")
+def test_candidates_have_exact_scores_and_the_recall_that_the_index_reports(
     tmp_path: Path,
-    centred: None,
 ) -> None:
-    place, queries = tmp_path / "index", made(["q"], 1)
-    fields = {f"d{at}": {"even": at % 2 == 0} for at in range(600)}
-    r.LateIndex.build(made(names(range(500))), place, metadata=fields)
-    r.update_index(place, made(names(range(500, 600)), 2), metadata=fields)
-    for index in (open_index(place), r.merge_segments(place) and open_index(place)):
-        hits: Any = index.search(queries, 40, where={"even": True})  # type: ignore[arg-type, call-arg]
-        assert len(hits[0]) == 40 and all(int(hit.id[1:]) % 2 == 0 for hit in hits[0])
+    documents = random_token_vectors(document_ids(range(3000)))
+    index = r.LateIndex.build(documents, tmp_path / "index")
+    assert index.n_candidates in (250, 500, 1000)
+    assert index.recall is not None
+    assert index.recall >= 0.985
+
+    queries = random_token_vectors(query_ids(40), seed=1, max_tokens=19, min_tokens=6)
+    exact_rows = index.search(queries, 10, candidates=0)
+    rows = index.search(queries, 10)
+
+    recalls = []
+    for hits, exact_hits in zip(rows, exact_rows, strict=True):
+        exact_scores = dict(exact_hits)
+        common_hits = [hit for hit in hits if hit.id in exact_scores]
+        recalls.append(len(common_hits) / max(1, len(exact_scores)))
+        for hit in common_hits:
+            assert hit.score == pytest.approx(exact_scores[hit.id], rel=1e-5)
+    assert np.mean(recalls) > 0.9
+
+
+@pytest.mark.usefixtures("_centroids_in_every_index")
+def test_candidates_are_taken_from_the_allowed_documents(tmp_path: Path) -> None:
+    documents = random_token_vectors(document_ids(range(3000)))
+    index = r.LateIndex.build(documents, tmp_path / "index")
+    queries = random_token_vectors(query_ids(40), seed=1, max_tokens=19, min_tokens=6)
+    is_allowed = np.isin(np.arange(3000) // 100, range(1, 7))
+
+    first_hits = index.search(queries, 30, candidates=60, allowed=is_allowed)[0]
+    assert first_hits
+    assert all(is_allowed[number_of(hit.id)] for hit in first_hits)
+
+    rows_without_allowed = index.search(queries, 30, allowed=np.zeros(3000, bool))
+    assert rows_without_allowed == [[]] * 40
+
+
+@pytest.mark.usefixtures("_centroids_in_every_index")
+def test_recall_is_measured_with_sample_queries(tmp_path: Path) -> None:
+    documents = random_token_vectors(document_ids(range(3000)))
+    queries = random_token_vectors(query_ids(8), seed=5)
+    index = r.LateIndex.build(documents, tmp_path / "index", queries=queries)
+    assert index.recall is not None
+
+
+@pytest.mark.usefixtures("_centroids_in_every_index")
+def test_metadata_select_documents_before_and_after_segments_are_merged(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    metadata = {f"d{number}": {"even": number % 2 == 0} for number in range(600)}
+    r.LateIndex.build(random_token_vectors(document_ids(range(500))), path, metadata=metadata)
+    added = random_token_vectors(document_ids(range(500, 600)), seed=2)
+    r.update_index(path, added, metadata=metadata)
+    query = random_token_vectors(query_ids(1), seed=1)
+
+    with_segments: Any = open_index(path)
+    (hits_of_segments,) = with_segments.search(query, 40, where={"even": True})
+    assert r.merge_segments(path)
+    merged: Any = open_index(path)
+    (hits_of_merged,) = merged.search(query, 40, where={"even": True})
+
+    for hits in (hits_of_segments, hits_of_merged):
+        assert len(hits) == 40
+        assert all(number_of(hit.id) % 2 == 0 for hit in hits)
     with pytest.raises(ValueError, match="where: expected a field of the index"):
-        r.LateIndex.load(place).search(queries, 3, where={"odd": True})
+        r.LateIndex.load(path).search(query, 3, where={"odd": True})
 
 
 @pytest.mark.parametrize("default", [True, False])
@@ -186,250 +251,250 @@ def test_pooled_documents_do_not_depend_on_the_default_of_sentence_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pooling = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules")
-    stock = pooling.HierarchicalTokenPooling
-    documents = made(names(range(20)))
-    expected = stock(3, num_protected_tokens=1, normalize_embeddings=True).pool(
-        [documents.rows(row) for row in range(20)],
-    )
+    modules = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules")
+    pooling_type = modules.HierarchicalTokenPooling
+    documents = random_token_vectors(document_ids(range(20)))
+    pooling = pooling_type(3, num_protected_tokens=1, normalize_embeddings=True)
+    pooled = pooling.pool([documents.rows(row) for row in range(20)])
     defaults = {"num_protected_tokens": 1, "normalize_embeddings": default, "tasks": None}
-    monkeypatch.setattr(stock.__init__, "__kwdefaults__", defaults)
+    monkeypatch.setattr(pooling_type.__init__, "__kwdefaults__", defaults)
+
     index = r.LateIndex.build(documents, tmp_path / "index", storage="fp16", pool_factor=3)
-    assert stored(index).values.tolist() == torch.cat(expected).half().float().tolist()
+
+    expected = torch.cat(pooled).half().float()
+    assert stored_vectors(index).values.tolist() == expected.tolist()
     assert index.files.n_tokens < 0.6 * documents.values.size(0)
     assert index.options["pooling"] == token_blocks.POOLING
 
 
-def test_an_index_that_does_not_tell_how_it_was_pooled_is_not_updated(tmp_path: Path) -> None:
-    place, documents = tmp_path / "index", made(names(range(20)))
-    r.LateIndex.build(documents, place, pool_factor=3)
-    r.update_index(place, made(names(range(20, 25)), 2))
-    assert r.merge_segments(place) == 25
-    assert r.LateIndex.load(place).options["pooling"] == token_blocks.POOLING
+def test_merging_keeps_the_record_of_pooling(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    r.LateIndex.build(random_token_vectors(document_ids(range(20))), path, pool_factor=3)
+    r.update_index(path, random_token_vectors(document_ids(range(20, 25)), seed=2))
+    assert r.merge_segments(path) == 25
+    assert r.LateIndex.load(path).options["pooling"] == token_blocks.POOLING
 
-    written = json.loads((place / "index.json").read_text())
-    del written["options"]["pooling"], written["checksum"]
-    (place / "index.json").write_text(json.dumps(written))
-    more = made(names(range(25, 30)), 3)
+
+def test_an_index_without_a_record_of_pooling_takes_no_documents(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    r.LateIndex.build(random_token_vectors(document_ids(range(25))), path, pool_factor=3)
+    manifest = json.loads((path / "index.json").read_text())
+    del manifest["options"]["pooling"]
+    del manifest["checksum"]
+    (path / "index.json").write_text(json.dumps(manifest))
+    documents = random_token_vectors(document_ids(range(25, 30)), seed=3)
+
     with pytest.raises(DataError, match="one that does not tell how"):
-        r.update_index(place, more)
-    assert r.update_index(place, delete=names(range(2)))["n_documents"] == 23
-    assert r.merge_segments(place) == 23
+        r.update_index(path, documents)
+    assert r.update_index(path, delete=["d0", "d1"])["n_documents"] == 23
+    assert r.merge_segments(path) == 23
     with pytest.raises(DataError, match="Build the index again"):
-        r.update_index(place, more)
+        r.update_index(path, documents)
 
 
+@pytest.mark.usefixtures("_centroids_in_every_index")
 @pytest.mark.parametrize("storage", token_blocks.STORAGES)
-def test_an_index_that_grew_answers_as_one_of_all_documents(
-    storage: str,
-    tmp_path: Path,
-    centred: None,
-) -> None:
-    parts = [
-        made(names(span), seed)
-        for seed, span in enumerate((range(400), range(380, 430), range(500, 530)))
-    ]
-    place = tmp_path / "index"
-    r.LateIndex.build(parts[0], place, storage=storage)
-    assert r.update_index(place, parts[1]) == {"n_documents": 430, "written": 50, "deleted": 0}
-    assert (
-        r.update_index(place, delete=[*names(range(5), range(400, 405)), "nobody"])["deleted"] == 10
-    )
-    assert r.update_index(place, parts[2])["n_documents"] == 450
-    kept = [
-        part.take([row for row, name in enumerate(part.ids) if keep(name)])
-        for part, keep in zip(
-            parts,
-            (
-                lambda n: 5 <= int(n[1:]) < 380,
-                lambda n: not 400 <= int(n[1:]) < 405,
-                lambda n: True,
-            ),
-            strict=True,
-        )
-    ]
-    whole = r.LateIndex.build(r.TokenVectors.concatenate(kept), tmp_path / "whole", storage=storage)
-    queries = made([f"q{at}" for at in range(5)], 7)
-    expected = whole.search(queries, 30, candidates=0)
-    grown: Any = open_index(place)
-    assert grown.n_documents == 450 and sorted(grown.ids) == sorted(whole.ids)
-    assert [dict(row) for row in grown.search(queries, 30, candidates=0)] == [
-        pytest.approx(dict(row), rel=1e-6) for row in expected
-    ]
-    assert r.merge_segments(place) == r.merge_segments(place) == 450
-    merged: Any = open_index(place)
+def test_an_updated_index_answers_as_one_of_all_documents(storage: str, tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    first = random_token_vectors(document_ids(range(400)), seed=0)
+    second = random_token_vectors(document_ids(range(380, 430)), seed=1)
+    third = random_token_vectors(document_ids(range(500, 530)), seed=2)
+    deleted = document_ids(range(5), range(400, 405))
+    r.LateIndex.build(first, path, storage=storage)
+    summary = r.update_index(path, second)
+    assert summary == {"n_documents": 430, "written": 50, "deleted": 0}
+    assert r.update_index(path, delete=[*deleted, "nobody"])["deleted"] == 10
+    assert r.update_index(path, third)["n_documents"] == 450
+
+    replaced_or_deleted = {*deleted, *second.ids}
+    current_rows = [row for row, name in enumerate(first.ids) if name not in replaced_or_deleted]
+    current_of_first = first.take(current_rows)
+    current_rows = [row for row, name in enumerate(second.ids) if name not in deleted]
+    current_of_second = second.take(current_rows)
+    documents = r.TokenVectors.concatenate([current_of_first, current_of_second, third])
+    expected_index = r.LateIndex.build(documents, tmp_path / "expected", storage=storage)
+    queries = random_token_vectors(query_ids(5), seed=7)
+    expected_rows = expected_index.search(queries, 30, candidates=0)
+
+    with_segments: Any = open_index(path)
+    rows = with_segments.search(queries, 30, candidates=0)
+    assert with_segments.n_documents == 450
+    assert sorted(with_segments.ids) == sorted(expected_index.ids)
+    for hits, expected_hits in zip(rows, expected_rows, strict=True):
+        assert dict(hits) == pytest.approx(dict(expected_hits), rel=1e-6)
+
+    assert r.merge_segments(path) == 450
+    assert r.merge_segments(path) == 450, "merging a second time changes nothing"
+    merged: Any = open_index(path)
     assert isinstance(merged, r.LateIndex)
-    assert merged.search(queries, 30, candidates=0) == grown.search(queries, 30, candidates=0)
+    assert merged.search(queries, 30, candidates=0) == rows
+
+
+def test_a_merged_index_is_saved_to_another_folder(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    queries = random_token_vectors(query_ids(5), seed=7)
+    r.LateIndex.build(random_token_vectors(document_ids(range(40))), path)
+    r.update_index(path, random_token_vectors(document_ids(range(40, 50)), seed=1))
+    r.merge_segments(path)
+    merged = r.LateIndex.load(path)
     merged.save(tmp_path / "copy")
     assert r.LateIndex.load(tmp_path / "copy").search(queries, 3) == merged.search(queries, 3)
 
 
-def test_a_killed_update_leaves_the_index_as_it_was(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Killed at every rename of an update and of a merge, in a process of its own."""
-    place = tmp_path / "index"
-    r.LateIndex.build(made(names(range(30))), place)
-    r.update_index(place, made(names(range(25, 40)), 1))
-    queries = made(["q"], 7)
-    index: Any = open_index(place)
-    before, codes = index.search(queries, 60), []
-    for moves in range(20):
-        child = os.fork()
-        if not child:
-            die_at(moves, monkeypatch)
-            r.update_index(place, made(names(range(100, 110)), 2))
-            os._exit(0)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        index = open_index(place)
-        if codes[-1] == 0:
-            break
-        assert index.search(queries, 60) == before, moves
-    assert codes == [9] * (len(codes) - 1) + [0] and len(codes) > 2
-    assert len(index.search(queries, 60)[0]) == len(before[0]) + 9
-    assert len([each for each in (place / "segments").iterdir() if each.is_dir()]) == 2, (
-        "what was half there is gone"
-    )
+def die_before_rename(n_renames: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process die before it renames a file or folder after ``n_renames`` renames."""
+    rename = Path.replace
+    renames_left = n_renames
 
+    def rename_or_die(self: Path, target: Any) -> Path:
+        nonlocal renames_left
+        if renames_left == 0:
+            os._exit(EXIT_CODE_OF_KILLED)
+        renames_left -= 1
+        return rename(self, target)
 
-def die_at(moves: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process die before it puts another file or folder in its place."""
-    honest = Path.replace
-
-    def replace(self: Path, target: Any) -> Path:
-        nonlocal moves
-        if not moves:
-            os._exit(9)
-        moves -= 1
-        return honest(self, target)
-
-    monkeypatch.setattr(Path, "replace", replace)
+    monkeypatch.setattr(Path, "replace", rename_or_die)
     monkeypatch.setattr(_files, "exchange", lambda *_: False)
 
 
-def test_damage_is_refused_when_it_is_read(tmp_path: Path) -> None:
-    place = tmp_path / "index"
-    r.LateIndex.build(made(names(range(30))), place)
-    queries = made(["q"], 7)
-
-    def broken(name: str, change: Any, said: str) -> None:
-        file = place / name
-        whole = file.read_bytes()
-        file.write_bytes(change(bytearray(whole)))
-        with pytest.raises(DataError, match=said):
-            r.LateIndex.load(place).search(queries, 3)
-        file.write_bytes(whole)
-
-    def flipped(data: bytearray) -> bytearray:
-        data[len(data) // 2] ^= 16
-        return data
-
-    broken("values.bin", flipped, "damaged; the token vectors of document")
-    broken("scales.bin", flipped, "damaged; the token vectors of document")
-    broken("values.bin", lambda data: data[:-5], "expected .* bytes, got")
-    broken("offsets.npy", flipped, "damaged; its checksum")
-    assert r.LateIndex.load(place).search(queries, 3)
+def update_in_a_killed_process(
+    path: Path,
+    documents: r.TokenVectors,
+    n_renames: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> int:
+    """Update an index in a child that dies after ``n_renames`` renames; returns its exit code."""
+    child = os.fork()
+    if child == 0:
+        die_before_rename(n_renames, monkeypatch)
+        r.update_index(path, documents)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    documents, place = made(names(range(30))), tmp_path / "index"
-    index = r.LateIndex.build(documents, place)
-    with pytest.raises(ValueError, match="storage: expected one of int8, fp16, int4"):
-        r.LateIndex.build(documents, tmp_path / "other", storage="int2")
-    with pytest.raises(ValueError, match="pool_factor: expected an integer"):
-        r.LateIndex.build(documents, tmp_path / "other", pool_factor=0)
-    with pytest.raises(ValueError, match="expected at least one, got none of 1 texts"):
-        r.LateIndex.build(
-            r.TokenVectors.pack(["a"], [torch.zeros(0, D)], D, "fp16"),
-            tmp_path / "other",
-        )
-    with pytest.raises(
-        ValueError,
-        match=f"finite fp16 or fp32 of dimension {D}, got .* of dimension 8",
-    ):
-        index.search(made(["q"], dimension=8), 3)
-    wrong = made(["q"])
-    wrong.values[0, 0] = torch.nan
-    refused(ValueError, "with NaN or infinity", index.search, wrong, 3)
-    refused(ValueError, "k: expected", index.search, made(["q"]), 0)
-    refused(
-        DataError,
-        r"expected \(dimension, similarity\)",
-        r.update_index,
-        place,
-        made(["x"], dimension=8),
-    )
-    refused(DataError, r"LateIndex\.load", r.load_index, place)
-    assert not (tmp_path / "other").exists()
-
-
-def test_vectors_made_elsewhere(tmp_path: Path) -> None:
-    documents = made(["a", "b", "c", "d"])
-    rows = {name: documents.rows(at) for at, name in enumerate(documents.ids)}
-    padded = torch.nn.utils.rnn.pad_sequence(list(rows.values()), batch_first=True)
-    mask = torch.arange(padded.size(1)) < documents.offsets.diff()[:, None]
-    np.savez(tmp_path / "each.npz", **{name: each.numpy() for name, each in rows.items()})
-    ids = np.array(documents.ids)
-    np.savez(tmp_path / "pages.npz", embeddings=padded.numpy(), ids=ids)
-    np.savez(tmp_path / "masked.npz", embeddings=padded.numpy(), mask=mask.numpy(), ids=ids)
-    save_file = pytest.importorskip("safetensors.torch").save_file
-    packed = {"values": documents.values, "offsets": documents.offsets}
-    packed["ids"] = torch.from_numpy(
-        np.frombuffer(json.dumps(documents.ids).encode(), np.uint8).copy(),
-    )
-    save_file(packed, str(tmp_path / "packed.safetensors"))
-    for name in ("each.npz", "pages.npz", "masked.npz", "packed.safetensors"):
-        found = read_token_file(tmp_path / name)
-        assert (found.ids, found.offsets.tolist()) == (documents.ids, documents.offsets.tolist()), (
-            name
-        )
-        assert torch.equal(found.values, documents.values)
-    padded[1, 0, 0] = torch.nan
-    np.savez(tmp_path / "nan.npz", embeddings=padded.numpy(), ids=ids)
-    refused(DataError, "nan for 'b'", read_token_file, tmp_path / "nan.npz")
-    np.savez(tmp_path / "flat.npz", a=np.zeros(3))
-    (tmp_path / "text.npz").write_text("no archive")
-    for name, said in (("flat.npz", "Expected one array"), ("text.npz", "safetensors or npz")):
-        refused(DataError, said, read_token_file, tmp_path / name)
-
-
-def test_integers_on_a_cpu_give_the_scores_of_the_specification() -> None:
-    from tilefold.ops import quantize_tokens
-
-    documents, queries = made(names(range(50))), made(["q", "r", "s", "t"], 3)
-    asked = queries.values, quantize_tokens(documents.values)
-    lengths = {"cu_seqlens_q": queries.offsets.int(), "cu_seqlens_d": documents.offsets.int()}
-    assert_within_budget(
-        maxsim(*asked, **lengths),
-        maxsim(*asked, **lengths, impl="reference"),
-        dtype=torch.float32,
-    )
-
-
-def test_too_little_memory_to_lock_an_index_is_said(
+def test_an_update_killed_at_any_rename_leaves_the_index_unchanged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(token_blocks, "memory_left", lambda: 10)
-    with pytest.warns(
-        UserWarning,
-        match=r"not locked in memory \(10 bytes are left, \d+ are wanted\)",
-    ):
-        r.LateIndex.build(made(names(range(3))), tmp_path / "index").files.lock()
+    path = tmp_path / "index"
+    r.LateIndex.build(random_token_vectors(document_ids(range(30))), path)
+    r.update_index(path, random_token_vectors(document_ids(range(25, 40)), seed=1))
+    added = random_token_vectors(document_ids(range(100, 110)), seed=2)
+    query = random_token_vectors(query_ids(1), seed=7)
+    index: Any = open_index(path)
+    (hits_before,) = index.search(query, 60)
+
+    for n_renames in range(20):
+        exit_code = update_in_a_killed_process(path, added, n_renames, monkeypatch)
+        if exit_code == 0:
+            break
+        assert exit_code == EXIT_CODE_OF_KILLED
+        index = open_index(path)
+        assert index.search(query, 60) == [hits_before], n_renames
+
+    assert exit_code == 0
+    assert n_renames > 1
+    index = open_index(path)
+    (hits_after,) = index.search(query, 60)
+    assert len(hits_after) == len(hits_before) + 9, "one of ten documents has no tokens"
+    segments = [path for path in (path / "segments").iterdir() if path.is_dir()]
+    assert len(segments) == 2, "incomplete segments of killed updates are removed"
 
 
-def test_integer_token_vectors_of_a_file_are_multiplied_by_their_scales(tmp_path: Path) -> None:
-    values = np.array([[64, -127], [127, 0]], np.int8)
-    scales = np.array([0.5, 0.25], np.float32)
-    offsets = np.array([0, 1, 2])
-    np.savez(tmp_path / "int8.npz", values=values, scales=scales, offsets=offsets)
-    vectors = read_token_file(tmp_path / "int8.npz")
-    assert vectors.values.tolist() == [[32.0, -63.5], [31.75, 0.0]]
-    np.savez(tmp_path / "bare.npz", values=values, offsets=offsets)
-    refused(DataError, "integer values need scales", read_token_file, tmp_path / "bare.npz")
-    np.savez(tmp_path / "short.npz", values=values, scales=scales[:1], offsets=offsets)
-    refused(DataError, r"expected scales \[2\], got \[1\]", read_token_file, tmp_path / "short.npz")
+def flip_a_bit(content: bytes) -> bytes:
+    """``content`` with another bit in its middle."""
+    changed = bytearray(content)
+    changed[len(changed) // 2] ^= 16
+    return bytes(changed)
+
+
+def drop_last_bytes(content: bytes) -> bytes:
+    return content[:-5]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        pytest.param(
+            "values.bin",
+            flip_a_bit,
+            "damaged; the token vectors of document",
+            id="changed values",
+        ),
+        pytest.param(
+            "scales.bin",
+            flip_a_bit,
+            "damaged; the token vectors of document",
+            id="changed scales",
+        ),
+        pytest.param(
+            "values.bin",
+            drop_last_bytes,
+            "expected .* bytes, got",
+            id="shortened values",
+        ),
+        pytest.param("offsets.npy", flip_a_bit, "damaged; its checksum", id="changed offsets"),
+    ],
+)
+def test_damage_is_refused_when_it_is_read(
+    name: str,
+    damage: Callable[[bytes], bytes],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "index"
+    r.LateIndex.build(random_token_vectors(document_ids(range(30))), path)
+    query = random_token_vectors(query_ids(1), seed=7)
+    content = (path / name).read_bytes()
+
+    (path / name).write_bytes(damage(content))
+    with pytest.raises(DataError, match=message):
+        r.LateIndex.load(path).search(query, 3)
+
+    (path / name).write_bytes(content)
+    assert r.LateIndex.load(path).search(query, 3)
+
+
+def test_wrong_options_of_building_are_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    documents = random_token_vectors(document_ids(range(30)))
+    without_tokens = r.TokenVectors.pack(["a"], [torch.zeros(0, DIMENSION)], DIMENSION, "fp16")
+    with pytest.raises(ValueError, match="storage: expected one of int8, fp16, int4"):
+        r.LateIndex.build(documents, path, storage="int2")
+    with pytest.raises(ValueError, match="pool_factor: expected an integer"):
+        r.LateIndex.build(documents, path, pool_factor=0)
+    with pytest.raises(ValueError, match="expected at least one, got none of 1 texts"):
+        r.LateIndex.build(without_tokens, path)
+    assert not path.exists()
+
+
+def test_queries_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    index = r.LateIndex.build(random_token_vectors(document_ids(range(30))), tmp_path / "index")
+    of_another_dimension = random_token_vectors(["q"], dimension=8)
+    with_nan = random_token_vectors(["q"])
+    with_nan.values[0, 0] = torch.nan
+    message = f"finite fp16 or fp32 of dimension {DIMENSION}, got .* of dimension 8"
+    with pytest.raises(ValueError, match=message):
+        index.search(of_another_dimension, 3)
+    with pytest.raises(ValueError, match="with NaN or infinity"):
+        index.search(with_nan, 3)
+    with pytest.raises(ValueError, match="k: expected"):
+        index.search(random_token_vectors(["q"]), 0)
+
+
+def test_an_update_with_vectors_of_another_dimension_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    r.LateIndex.build(random_token_vectors(document_ids(range(30))), path)
+    with pytest.raises(DataError, match=r"expected \(dimension, similarity\)"):
+        r.update_index(path, random_token_vectors(["x"], dimension=8))
+
+
+def test_load_index_names_the_function_that_loads_a_late_index(tmp_path: Path) -> None:
+    path = tmp_path / "index"
+    r.LateIndex.build(random_token_vectors(document_ids(range(30))), path)
+    with pytest.raises(DataError, match=r"LateIndex\.load"):
+        r.load_index(path)
 
 
 def test_entries_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
@@ -441,3 +506,36 @@ def test_entries_that_fp16_cannot_hold_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="within 65504 for fp16, got 1e\\+05"):
         r.LateIndex.build(vectors, tmp_path / "index", storage="fp16")
+
+
+def test_integer_maxsim_on_a_cpu_equals_the_reference() -> None:
+    documents = random_token_vectors(document_ids(range(50)))
+    queries = random_token_vectors(["q", "r", "s", "t"], seed=3)
+    quantized = quantize_tokens(documents.values)
+    offsets_of_queries = queries.offsets.int()
+    offsets_of_documents = documents.offsets.int()
+    scores = maxsim(
+        queries.values,
+        quantized,
+        cu_seqlens_q=offsets_of_queries,
+        cu_seqlens_d=offsets_of_documents,
+    )
+    expected = maxsim(
+        queries.values,
+        quantized,
+        cu_seqlens_q=offsets_of_queries,
+        cu_seqlens_d=offsets_of_documents,
+        impl="reference",
+    )
+    assert_within_budget(scores, expected, dtype=torch.float32)
+
+
+def test_an_index_that_cannot_be_locked_in_memory_warns(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = r.LateIndex.build(random_token_vectors(document_ids(range(3))), tmp_path / "index")
+    monkeypatch.setattr(token_blocks, "memory_left", lambda: 10)
+    message = r"not locked in memory \(10 bytes are left, \d+ are wanted\)"
+    with pytest.warns(UserWarning, match=message):
+        index.files.lock()
