@@ -12,7 +12,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from tilefold.ops._shared.internals import onednn_linear
-from tilefold.ops._shared.onednn import serves
+from tilefold.ops._shared.onednn import onednn_is_faster
 
 __all__ = ["fast_linear"]
 
@@ -63,7 +63,7 @@ def _is_faster_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = Non
         not torch.is_grad_enabled()
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in operands)
         and rows.dim() > 1
-        and serves(rows, rows.numel() // max(1, rows.size(-1)), weight, bias)
+        and onednn_is_faster(rows, rows.numel() // max(1, rows.size(-1)), weight, bias)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )

@@ -89,22 +89,24 @@ def kind_of(alpha: Tensor | None, alpha_value: float) -> str:
 
 
 def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) -> str:
-    """Return the kind of an alpha in kernels.
+    """Return which formula kernels use to raise ``x`` to the power ``1 / (alpha - 1)``.
 
-    Like :func:`kind_of`, with more kinds. Kernels are less exact for any alpha if results are
-    rounded to 16 bits, and faster for a number that is not close to 1.
+    There are closed forms for alpha = 1, 1.5 and 2. A learned alpha, and a number close to 1,
+    need a formula that holds for every alpha; results of 16 bits allow a shorter one. Any other
+    number is known when the kernel is compiled, and has a fast formula below 1.5 and one above.
 
     Args:
-        dtype: dtype of the results.
-        alpha: a tensor, or ``None``.
-        alpha_value: the alpha if it is a number.
+        dtype: Data type of the results.
+        alpha: A tensor of alphas, or ``None``.
+        alpha_value: The alpha if it is a number.
     """
     kind = kind_of(alpha, alpha_value)
     if kind != GENERIC:
-        return kind
+        return kind  # a closed form
     is_16_bit = dtype in (torch.float16, torch.bfloat16)
+    is_learned = alpha is not None
     near_softmax = NEAR_SOFTMAX16 if is_16_bit else NEAR_SOFTMAX
-    if alpha is not None or alpha_value - 1 < near_softmax:
+    if is_learned or alpha_value - 1 < near_softmax:
         return GENERIC16 if is_16_bit else GENERIC
     return GENTLE if alpha_value < 1.5 else STEEP
 

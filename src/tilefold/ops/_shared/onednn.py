@@ -19,22 +19,32 @@ from tilefold.ops._shared.internals import (
     takes_onednn_linear,
 )
 
-FEWEST_ROWS = 256  # of a product that oneDNN computes faster than torch
+# A product with fewer rows is as fast in torch.
+FEWEST_ROWS = 256
 
 
-def serves(rows: Tensor, count: int, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether oneDNN computes ``rows @ weight.T + bias`` faster than torch, without a gradient.
+def onednn_is_faster(
+    rows: Tensor,
+    n_rows: int,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> bool:
+    """Whether a linear layer without gradients should run in oneDNN and not in torch.
+
+    oneDNN is faster for many rows, if it has a kernel for these tensors and is enabled.
 
     Args:
-        rows: ``[.., K]``, or a tensor of the same dtype, device and last dimension.
-        count: rows of one product.
+        rows: Inputs of the layer. Only dtype, device and last dimension are read, so that any
+            tensor that shares them will do.
+        n_rows: Number of rows that are multiplied at once.
         weight: ``[N, K]``.
         bias: ``[N]``, or what else ``torch.nn.functional.linear`` accepts.
     """
+    is_enabled = bool(getattr(torch.backends.mkldnn, "enabled", True))
     return (
-        count >= FEWEST_ROWS
+        n_rows >= FEWEST_ROWS
         and takes_onednn_linear(rows, weight, bias)
-        and bool(getattr(torch.backends.mkldnn, "enabled", True))
+        and is_enabled
         and has_onednn_linear()
     )
 
@@ -50,7 +60,7 @@ def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor],
     Returns:
         ``rows -> rows @ weight.T``, or ``None`` where torch is as fast.
     """
-    if _mkl_is_fast() or not serves(like, count, weight):
+    if _mkl_is_fast() or not onednn_is_faster(like, count, weight):
         return None
     packed = onednn_packed(weight, count)
     return lambda rows: onednn_linear(rows, packed, None)

@@ -464,8 +464,8 @@ def stream_config(
 ) -> Constants | None:
     """Return the constants of the streaming kernel, or ``None`` if other kernels are faster.
 
-    It is faster for 8-bit documents and few query tokens: scales and conversions of fp8 then fall
-    on rows that are in use.
+    The streaming kernel holds the tokens of all queries in one tile and reads each document once.
+    That is faster for 8-bit documents and few query tokens.
 
     Args:
         capability: compute capability, ``(0, 0)`` where kernels are interpreted.
@@ -476,13 +476,13 @@ def stream_config(
     """
     if documents not in QUANTIZED_DTYPES or query_rows > MAX_STREAMED_ROWS or dim > MAX_BLOCK_K:
         return None
-    rows = power_of_two(query_rows)
+    rows = power_of_two(query_rows)  # of the one tile that holds all query tokens
     config = lookup(
         STREAM,
         capability=capability,
         documents=documents,
         rows=rows,
-        wide=queries == torch.float32,
+        wide=queries == torch.float32,  # needs more registers than 16 bits
     )
     config["BLOCK_Q"] = rows
     config["BLOCK_K"] = power_of_two(dim, 32)
