@@ -20,8 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests import programs
 from tests.cli.program import fails
 from tests.processes import environment
-from tests.serve.running import Client, served
-from tests.serve.test_sockets import wait_until
+from tests.serve.running import Client, served, wait_until
 from tests.test_imports import HIDE, run_python
 from tilefold.retrieval.data.collection import Collection, Document
 

@@ -7,7 +7,9 @@ import json
 import re
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +18,17 @@ from typing import Any
 from tests import programs
 from tests.processes import environment
 from tilefold.serve.app import create_app
+from tilefold.serve.models import Served
 from tilefold.serve.server import Server, bind
 from tilefold.serve.service import Service
+from tilefold.serve.settings import Limits
+
+JSON_HEADER = "content-type: application/json\r\n"
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: its code, its headers in lower case, and its body."""
+    """A reply of a server: status code, headers with names in lower case, and body."""
 
     status: int
     headers: Mapping[str, str]
@@ -35,22 +41,22 @@ class Reply:
 
 @dataclass
 class Client:
-    """Requests to one server."""
+    """Client of a server on the loopback address."""
 
     port: int
     headers: dict[str, str] = field(default_factory=dict)
 
     def request(self, method: str, path: str, body: bytes | None = None, **headers: str) -> Reply:
+        """Send a request; underscores in the names of headers become hyphens."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
-            named = {name.replace("_", "-"): value for name, value in headers.items()}
-            connection.request(method, path, body, {**self.headers, **named})
-            reply = connection.getresponse()
-            return Reply(
-                reply.status,
-                {name.lower(): value for name, value in reply.getheaders()},
-                reply.read(),
-            )
+            request_headers = dict(self.headers)
+            for name, value in headers.items():
+                request_headers[name.replace("_", "-")] = value
+            connection.request(method, path, body, request_headers)
+            response = connection.getresponse()
+            reply_headers = {name.lower(): value for name, value in response.getheaders()}
+            return Reply(response.status, reply_headers, response.read())
         finally:
             connection.close()
 
@@ -69,44 +75,129 @@ class Client:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
 
     def raw(self, *parts: bytes) -> bytes:
-        """What a server says to bytes until it closes the connection."""
-        with self.connect() as opened:
+        """Send bytes, and return what the server sends until it closes the connection."""
+        with self.connect() as connection:
             for part in parts:
-                opened.sendall(part)
-            return read_all(opened)
+                connection.sendall(part)
+            return read_all(connection)
+
+    def metrics_text(self) -> str:
+        """Return the metrics of the server in Prometheus' text format."""
+        return self.get("/metrics").raw.decode()
+
+    def metric(self, name: str) -> float:
+        """Return the value of a metric that has no labels."""
+        for line in self.metrics_text().splitlines():
+            if line.startswith(f"{name} "):
+                return float(line.split()[1])
+        raise KeyError(name)
 
 
-def read_all(opened: socket.socket) -> bytes:
-    found = b""
-    while part := opened.recv(65536):
-        found += part
-    return found
+def read_all(connection: socket.socket) -> bytes:
+    """Return the bytes that come until the other side closes the connection."""
+    received = b""
+    while True:
+        part = connection.recv(65536)
+        if not part:
+            return received
+        received += part
+
+
+def request_head(headers: str, path: str = "/embed_sparse") -> bytes:
+    """Return the head of a POST with these header lines, which closes its connection."""
+    lines = f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n{headers}\r\n"
+    return lines.encode()
+
+
+def json_request(content: Any, path: str = "/embed_sparse") -> bytes:
+    """Return the bytes of a POST with a JSON body."""
+    body = json.dumps(content).encode()
+    return request_head(f"{JSON_HEADER}content-length: {len(body)}\r\n", path) + body
+
+
+def sparse_service(model: Any, **limits: Any) -> Service:
+    """Return a service of one sparse model with the given fields of ``Limits``."""
+    return Service([Served(model, "sparse", "/no/such/folder/tiny")], Limits(**limits))
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until a condition is true; fail when the time is over."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.02)
+
+
+@contextmanager
+def hold_batch(
+    client: Client,
+    model: Any,
+    n_inputs: int,
+    seconds: float = 20,
+) -> Iterator[Future[Reply]]:
+    """Keep the batch of one request in the model until the block is left.
+
+    Args:
+        client: client of the server that serves ``model``.
+        model: model whose forward pass waits.
+        n_inputs: number of texts of the request.
+        seconds: longest time that the forward pass waits.
+
+    Yields:
+        The reply to the request, as a future.
+    """
+    released = threading.Event()
+    entered = threading.Event()
+
+    def wait_for_release(module: Any, args: Any) -> None:
+        entered.set()
+        released.wait(seconds)
+
+    hook = model[0].register_forward_pre_hook(wait_for_release)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(client.post, "/embed_sparse", {"inputs": ["held"] * n_inputs})
+        try:
+            assert entered.wait(20)
+            yield reply
+        finally:
+            hook.remove()
+            released.set()
 
 
 @contextmanager
 def serving(service: Service, api_key: str | None = None, **options: Any) -> Iterator[Client]:
-    """The service on a free port of the loopback address, in a thread; `options` are those of
-    :func:`create_app`.
+    """Serve a service on a free port of the loopback address, in a thread.
+
+    Args:
+        service: service to run.
+        api_key: key that requests must carry.
+        options: further arguments of :func:`create_app`.
+
+    Yields:
+        A client of the server.
     """
     app = create_app(service, api_key, **options)
-    opened, ready = bind("127.0.0.1", 0), threading.Event()
+    listener = bind("127.0.0.1", 0)
+    ready = threading.Event()
     server = Server(app, service, ready.set)
-    thread = threading.Thread(target=server.run, args=([opened],))
+    thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
         assert ready.wait(30), "the server did not start"
-        yield Client(opened.getsockname()[1])
+        yield Client(listener.getsockname()[1])
     finally:
         server.should_exit = True
         thread.join(30)
-        opened.close()
+        listener.close()
         assert not thread.is_alive(), "the server did not end"
 
 
 @contextmanager
 def served(*options: str | Path) -> Iterator[tuple[Any, Client, str]]:
-    """A process of ``tilefold serve`` with these options, its client, and the line that says where
-    it answers.
+    """Run ``tilefold serve`` with these options as a process.
+
+    Yields:
+        The process, a client of its server, and the line that names the server's address.
     """
     command = ("-m", "tilefold.cli", "serve", "--port", "0", *options)
     with programs.start(
@@ -115,7 +206,8 @@ def served(*options: str | Path) -> Iterator[tuple[Any, Client, str]]:
         stderr=programs.PIPE,
     ) as process:
         try:
-            line = next(line for line in process.stderr if "http://" in line)
-            yield process, Client(int(re.search(r":(\d+); Ctrl-C ends", line)[1])), line
+            address_line = next(line for line in process.stderr if "http://" in line)
+            port = int(re.search(r":(\d+); Ctrl-C ends", address_line)[1])
+            yield process, Client(port), address_line
         finally:
             process.kill()

@@ -1,6 +1,4 @@
-"""Batches by tokens, failing inputs, what one request may ask for, others' turns; the scripts that
-load a server.
-"""
+"""Tests of batching: token budgets, inputs that fail, turns of requests, and the load scripts."""
 
 from __future__ import annotations
 
@@ -18,8 +16,14 @@ from benchmarks import serve_bad, serve_soak
 from benchmarks.serve_clients import load
 from benchmarks.serve_load import row
 from tests.refusals import refused
-from tests.serve.running import Client, serving
-from tests.serve.test_sockets import hold, inputs_in_flight, posted, service, wait_until
+from tests.serve.running import (
+    Client,
+    hold_batch,
+    json_request,
+    serving,
+    sparse_service,
+    wait_until,
+)
 from tilefold import retrieval as r
 from tilefold.serve import batching
 from tilefold.serve.batching import BatchWorker, Metrics
@@ -30,150 +34,196 @@ from tilefold.serve.service import EncodeOptions, Service
 from tilefold.serve.settings import Limits
 
 PANIC = -99
-MOST = 250 * 64  # characters that the tiny model tokenizes
+MAX_CHARACTERS = 250 * 64  # characters of a text that are tokenized for the tiny model
 
 
 class Panic(BaseException):
-    """As ``pyo3_runtime.PanicException``, which tokenizers raises, is no ``Exception``."""
+    """Error that is no ``Exception``, as ``pyo3_runtime.PanicException`` of tokenizers."""
 
 
-class Recorder:
-    """Runs batches of numbers: doubles them, fails at negative ones, and waits until it is let go."""
+class DoublingRunner:
+    """Runs batches of numbers once it is released: doubles them, and fails at negative ones."""
 
     def __init__(self) -> None:
         self.batches: list[tuple[Any, list[int]]] = []
-        self.go = threading.Event()
+        self.released = threading.Event()
 
     def __call__(self, key: Any, payloads: list[int]) -> list[int]:
-        self.go.wait(10)
+        self.released.wait(10)
         self.batches.append((key, payloads))
-        if min(payloads) < 0:
-            raise (Panic if min(payloads) == PANIC else ArithmeticError)("negative")
+        smallest = min(payloads)
+        if smallest == PANIC:
+            raise Panic("negative")
+        if smallest < 0:
+            raise ArithmeticError("negative")
         return [2 * payload for payload in payloads]
 
 
-def run(
-    entries: list[tuple[Any, ...]],
-    limit: int = 12,
-) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-    """Queue (key, payload, tokens, position, multi_input) behind a first batch: the batches after it, what
-    becomes of them.
-    """
-    recorder = Recorder()
-    worker = BatchWorker("test", recorder, limit, Metrics())
+async def wait_for_waiting_inputs(worker: BatchWorker, n_inputs: int) -> None:
+    """Wait until at most ``n_inputs`` inputs are in the queue of a worker."""
+    while len(worker) > n_inputs:
+        await asyncio.sleep(0.001)
 
-    async def main() -> list[Any]:
+
+def run_entries(
+    entries: list[tuple[Any, ...]],
+    max_batch_tokens: int = 12,
+) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
+    """Queue inputs while a first batch runs, then let the worker run them.
+
+    Args:
+        entries: arguments of ``BatchWorker.submit``: key, payload, tokens, position, multi_input.
+        max_batch_tokens: limit of the padded tokens of a batch.
+
+    Returns:
+        The key and payloads of each batch after the first, and the answer or error of each entry.
+    """
+    runner = DoublingRunner()
+    worker = BatchWorker("test", runner, max_batch_tokens, Metrics())
+
+    async def submit_entries() -> list[Any]:
         worker.start()
         first = worker.submit("first", 0, 1, 0, True)
-        while len(worker):
-            await asyncio.sleep(0.001)
-        waiting = [worker.submit(*entry) for entry in entries]
-        recorder.go.set()
+        await wait_for_waiting_inputs(worker, 0)
+        futures = [worker.submit(*entry) for entry in entries]
+        runner.released.set()
         await first
-        return await asyncio.gather(*waiting, return_exceptions=True)
+        return await asyncio.gather(*futures, return_exceptions=True)
 
     try:
-        answers = asyncio.run(main())
-        return recorder.batches[1:], answers
+        answers = asyncio.run(submit_entries())
+        return runner.batches[1:], answers
     finally:
         worker.close()
 
 
-def test_what_is_quick_runs_on_the_event_loop_while_the_worker_has_nothing() -> None:
-    threads: list[tuple[int, str]] = []
-    recorder = Recorder()
+def payloads_of(batches: list[tuple[Any, list[int]]]) -> list[list[int]]:
+    """Return the payloads of batches without their keys."""
+    return [payloads for _, payloads in batches]
 
-    def noted(key: Any, payloads: list[int]) -> list[int]:
-        threads.extend((payload, threading.current_thread().name) for payload in payloads)
-        return recorder(key, payloads)
 
-    worker = BatchWorker("test", noted, 12, Metrics())
+def test_quick_inputs_run_on_the_event_loop_while_the_worker_is_idle() -> None:
+    ran_in_worker: dict[int, bool] = {}
+    runner = DoublingRunner()
 
-    async def main() -> list[Any]:
+    def run_and_record_thread(key: Any, payloads: list[int]) -> list[int]:
+        in_worker = "tilefold" in threading.current_thread().name
+        for payload in payloads:
+            ran_in_worker[payload] = in_worker
+        return runner(key, payloads)
+
+    worker = BatchWorker("test", run_and_record_thread, 12, Metrics())
+
+    async def submit_inputs() -> list[Any]:
         worker.start()
-        recorder.go.set()
-        early = [worker.submit("a", number, 1, at_once=True) for number in (1, -1)]
-        assert all(future.done() for future in early)
-        recorder.go.clear()
-        waiting = [worker.submit("a", 2, 1), worker.submit("a", 3, 1, at_once=True)]
-        while len(worker) > 1:
-            await asyncio.sleep(0.001)
-        waiting.append(worker.submit("a", 4, 1, at_once=True))  # the worker has a batch
-        recorder.go.set()
-        return await asyncio.gather(*early, *waiting, return_exceptions=True)
+        runner.released.set()
+        while_idle = [worker.submit("a", number, 1, at_once=True) for number in (1, -1)]
+        assert all(future.done() for future in while_idle)
+        runner.released.clear()
+        while_busy = [worker.submit("a", 2, 1), worker.submit("a", 3, 1, at_once=True)]
+        await wait_for_waiting_inputs(worker, 1)
+        while_busy.append(worker.submit("a", 4, 1, at_once=True))
+        runner.released.set()
+        return await asyncio.gather(*while_idle, *while_busy, return_exceptions=True)
 
     try:
-        one, failed, *rest = asyncio.run(main())
+        first, failed, *while_busy = asyncio.run(submit_inputs())
     finally:
         worker.close()
-    assert [one.value, *(each.value for each in rest)] == [2, 4, 6, 8]
-    assert isinstance(failed, ServeError) and failed.kind == "Backend"
-    assert {number: "tilefold" in name for number, name in threads} == {
-        1: False,
-        -1: False,
-        2: True,
-        3: True,
-        4: True,
-    }
+    assert first.value == 2
+    assert [answer.value for answer in while_busy] == [4, 6, 8]
+    assert isinstance(failed, ServeError)
+    assert failed.kind == "Backend"
+    assert ran_in_worker == {1: False, -1: False, 2: True, 3: True, 4: True}
 
 
-def test_a_request_that_is_alone_is_answered_on_the_event_loop(
+class QuickModel:
+    """A served model for which texts of at most 8 tokens are quick, as with graphs on a GPU."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Served, "is_quick", lambda self, tokens: tokens <= 8)
+        self.served = Served(model, "sparse", "tiny")
+        self.ran_in_worker: list[bool] = []
+        encode = self.served.encode
+
+        def encode_and_record_thread(*args: Any) -> Any:
+            self.ran_in_worker.append("tilefold" in threading.current_thread().name)
+            return encode(*args)
+
+        monkeypatch.setattr(self.served, "encode", encode_and_record_thread)
+
+
+def test_a_quick_request_is_encoded_on_the_event_loop_while_no_other_runs(
     sparse: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # as with graphs on a GPU, where a query takes a millisecond
-    threads: list[str] = []
-    monkeypatch.setattr(Served, "is_quick", lambda self, tokens: tokens <= 8)
-    served = Served(sparse, "sparse", "tiny")
-    encode = served.encode
-    served.encode = lambda *args: threads.append(threading.current_thread().name) or encode(*args)  # type: ignore
-    with serving(Service([served])) as client:
+    model = QuickModel(sparse, monkeypatch)
+    with serving(Service([model.served])) as client:
         by_loop = client.post("/embed_sparse", {"inputs": "cats"}).json
         assert client.post("/embed_sparse", {"inputs": ["cats", "cats"]}).json == by_loop * 2
         client.post("/embed_sparse", {"inputs": "cats " * 20})
         client.post("/embed_sparse", {"inputs": ["cats", "dogs"]})
         client.post("/embed_sparse", {"inputs": [[5, 6]]})
-        assert ["tilefold" in name for name in threads] == [False, False, True, True, True]
-        threads.clear()
-        found = asyncio.run(load(client.port, "/embed_sparse", [{"inputs": "cats"}], 16, 0.3))
-    assert not found.refused and found.seconds and any("tilefold" in name for name in threads)
+    assert model.ran_in_worker == [False, False, True, True, True]
 
 
-def test_a_batch_takes_what_queued_of_its_way_while_longest_times_inputs_stays_within_the_limit() -> (
-    None
-):
-    batches, answers = run(
-        [("a", 1, 4), ("a", 2, 3), ("a", 3, 4), ("a", 4, 1), ("a", 5, 30), ("a", 6, 2)],
+def test_quick_requests_that_come_together_are_encoded_by_the_worker(
+    sparse: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = QuickModel(sparse, monkeypatch)
+    with serving(Service([model.served])) as client:
+        result = asyncio.run(load(client.port, "/embed_sparse", [{"inputs": "cats"}], 16, 0.3))
+    assert not result.refused
+    assert result.seconds
+    assert any(model.ran_in_worker)
+
+
+def test_a_batch_takes_inputs_while_the_padded_tokens_are_within_the_limit() -> None:
+    batches, answers = run_entries(
+        [
+            ("a", 1, 4),
+            ("a", 2, 3),
+            ("a", 3, 4),
+            ("a", 4, 1),
+            ("a", 5, 30),
+            ("a", 6, 2),
+        ],
+        max_batch_tokens=12,
     )
-    assert [payloads for _, payloads in batches] == [[1, 2, 3], [4], [5], [6]]
+    assert payloads_of(batches) == [[1, 2, 3], [4], [5], [6]]
     assert [answer.value for answer in answers] == [2, 4, 6, 8, 10, 12]
-    assert all(answer.queue > 0 and answer.inference >= 0 for answer in answers)
-    assert run([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])[0] == [
-        ("a", [1, 3]),
-        ("b", [2, 4]),
-    ]
+    assert all(answer.queue > 0 for answer in answers)
+    assert all(answer.inference >= 0 for answer in answers)
+
+
+def test_a_batch_takes_inputs_of_one_key() -> None:
+    batches, _ = run_entries([("a", 1, 2), ("b", 2, 2), ("a", 3, 2), ("b", 4, 2)])
+    assert batches == [("a", [1, 3]), ("b", [2, 4])]
 
 
 @pytest.mark.parametrize(
-    ("requests", "batches"),
+    ("requests", "expected_batches"),
     [
-        (
+        pytest.param(
             [[10, 11, 12, 13], [1], [2], [3]],
             [[1, 2], [10, 11], [3], [12, 13]],
-        ),  # every second one is of single inputs
-        (
+            id="every second batch is of single inputs",
+        ),
+        pytest.param(
             [[10, 11, 12, 13], [20, 21]],
             [[10, 20], [11, 21], [12, 13]],
-        ),  # the first inputs of all come first
+            id="the first inputs of all requests come first",
+        ),
     ],
 )
-def test_requests_take_turns(requests: list[list[int]], batches: list[list[int]]) -> None:
-    entries = [
-        ("a", each, 1, place, len(inputs) > 1)
-        for inputs in requests
-        for place, each in enumerate(inputs)
-    ]
-    assert [payloads for _, payloads in run(entries, limit=2)[0]] == batches
+def test_requests_take_turns(requests: list[list[int]], expected_batches: list[list[int]]) -> None:
+    entries = []
+    for inputs in requests:
+        for position, payload in enumerate(inputs):
+            entries.append(("a", payload, 1, position, len(inputs) > 1))
+    batches, _ = run_entries(entries, max_batch_tokens=2)
+    assert payloads_of(batches) == expected_batches
 
 
 def test_batches_of_long_requests_are_short_while_others_send_single_inputs(
@@ -183,296 +233,396 @@ def test_batches_of_long_requests_are_short_while_others_send_single_inputs(
     monkeypatch.setattr("tilefold.serve.batching.time.monotonic", lambda: now[0])
     budget = batching._TokenBudget(16384)
     budget.note_batch(True, 8000, 4.0)
-    assert (budget.limit(True), budget.limit(False)) == (16384, 16384)  # nobody waits for these
+    # no single input waits
+    assert budget.limit(True) == 16384
+    assert budget.limit(False) == 16384
     budget.note_single_input()
     budget.note_batch(False, 12, 0.05)
     budget.note_batch(True, 8000, 4.0)
     assert budget.limit(True) == 200  # 2 * 0.05 s at 2,000 tokens a second
     budget.note_batch(True, 200, 0.05)
-    assert budget.limit(True) == 400  # each batch has a cost of its own, so that more fit
+    assert budget.limit(True) == 400  # a batch has a fixed cost, so that more tokens fit
     budget.note_batch(True, 30, 0.05)
-    assert (budget.limit(True), budget.limit(False)) == (400, 16384)  # there was no more to encode
+    # the batch was short because no more inputs waited
+    assert budget.limit(True) == 400
+    assert budget.limit(False) == 16384
     now[0] += 11
     assert budget.limit(True) == 16384
 
 
-def test_an_input_that_fails_does_not_take_the_others_with_it() -> None:
-    for bad in (-2, PANIC):
-        batches, answers = run([("a", 1, 2), ("a", bad, 2), ("a", 3, 2), ("a", 4, 2)])
-        assert [getattr(answer, "value", None) for answer in answers] == [2, None, 6, 8]
-        assert isinstance(answers[1], ServeError)
-        assert (answers[1].kind, "negative" in answers[1].message) == ("Backend", False)
-        assert ("a", [bad]) in batches
+@pytest.mark.parametrize(
+    "failing_payload",
+    [
+        pytest.param(-2, id="error"),
+        pytest.param(PANIC, id="panic of the tokenizer"),
+    ],
+)
+def test_an_input_that_fails_leaves_the_others_of_its_batch_unharmed(failing_payload: int) -> None:
+    batches, answers = run_entries(
+        [("a", 1, 2), ("a", failing_payload, 2), ("a", 3, 2), ("a", 4, 2)],
+    )
+    error = answers.pop(1)
+    assert [answer.value for answer in answers] == [2, 6, 8]
+    assert isinstance(error, ServeError)
+    assert error.kind == "Backend"
+    assert "negative" not in error.message
+    assert ("a", [failing_payload]) in batches
 
 
-def test_a_closed_worker_refuses_what_waits_and_what_comes() -> None:
-    recorder = Recorder()
-    worker = BatchWorker("test", recorder, 12, Metrics())
+def test_a_closed_worker_refuses_waiting_and_new_inputs() -> None:
+    runner = DoublingRunner()
+    worker = BatchWorker("test", runner, 12, Metrics())
 
-    async def main() -> tuple[Any, Any]:
+    async def close_while_inputs_wait() -> tuple[Any, Any]:
         worker.start()
-        first = worker.submit("a", 1, 1)
-        while len(worker):
-            await asyncio.sleep(0.001)
+        running = worker.submit("a", 1, 1)
+        await wait_for_waiting_inputs(worker, 0)
         waiting = worker.submit("a", 2, 1)
-        recorder.go.set()
+        runner.released.set()
         await asyncio.to_thread(worker.close)
         refused(ServeError, "closing", worker.submit, "a", 3, 1)
-        return await asyncio.gather(first, waiting, return_exceptions=True)
+        return await asyncio.gather(running, waiting, return_exceptions=True)
 
-    first, waiting = asyncio.run(main())
-    assert getattr(first, "value", None) == 2 or isinstance(first, ServeError)
-    assert (isinstance(waiting, ServeError) and waiting.kind == "Unhealthy") or waiting.value == 4
+    running, waiting = asyncio.run(close_while_inputs_wait())
+    # both may have been answered before the worker was closed
+    assert isinstance(running, ServeError) or running.value == 2
+    if isinstance(waiting, ServeError):
+        assert waiting.kind == "Unhealthy"
+    else:
+        assert waiting.value == 4
     assert not worker.alive
 
 
-def test_queries_asked_again_are_answered_from_before(sparse: Any, masked_lm: str) -> None:
-    with serving(
-        Service([Served(sparse, "sparse", masked_lm)], Limits(cached_queries=2)),
-    ) as client:
-
-        def kept() -> int:
-            found = client.get("/metrics").raw.decode().split("tilefold_cached_count ")[-1]
-            return int(float(found.split()[0]))
-
-        first = [
-            client.post("/query/embed_sparse", {"inputs": text}).json for text in ("a list", "sum")
-        ]
-        both = client.post("/query/embed_sparse", {"inputs": ["sum", "a list", "sum"]}).json
-        assert both == [first[1][0], first[0][0], first[1][0]] and kept() == 2
-        for text in ("x", "y", "a list"):  # which goes first: it was asked before the others
+def test_repeated_queries_are_answered_from_the_cache(sparse: Any, masked_lm: str) -> None:
+    service = Service([Served(sparse, "sparse", masked_lm)], Limits(cached_queries=2))
+    with serving(service) as client:
+        (a_list,) = client.post("/query/embed_sparse", {"inputs": "a list"}).json
+        (a_sum,) = client.post("/query/embed_sparse", {"inputs": "sum"}).json
+        repeated = client.post("/query/embed_sparse", {"inputs": ["sum", "a list", "sum"]}).json
+        assert repeated == [a_sum, a_list, a_sum]
+        assert client.metric("tilefold_cached_count") == 2
+        # "x" and "y" evict "a list", so that it is encoded again
+        for text in ("x", "y", "a list"):
             client.post("/query/embed_sparse", {"inputs": text})
         client.post("/document/embed_sparse", {"inputs": "a list"})
         client.post("/document/embed_sparse", {"inputs": "a list"})
-        assert kept() == 2
-    refused(ValueError, "cached_queries: expected at least 0, got -1", Limits, cached_queries=-1)
+        assert client.metric("tilefold_cached_count") == 2
 
 
-def test_texts_of_one_turn_of_the_loop_are_counted_by_one_call_and_fail_alone(
-    sparse: Any,
+class LengthCounter:
+    """Replaces ``TextTokens.lengths``: records the texts per call, and raises for the text "bad"."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+        self.texts_per_call: list[int] = []
+        lengths = TextTokens.lengths
+
+        def record_and_count(tokens: TextTokens, texts: list[str], *args: Any) -> list[int]:
+            self.texts_per_call.append(len(texts))
+            if "bad" in texts:
+                raise error
+            return lengths(tokens, texts, *args)
+
+        monkeypatch.setattr(TextTokens, "lengths", record_and_count)
+
+
+@pytest.fixture
+def service(sparse: Any) -> Iterator[Service]:
+    """A service of the sparse model that is called without a server."""
+    service = Service([Served(sparse, "sparse", "tiny")])
+    yield service
+    service.close()
+
+
+def encode_together(service: Service, texts: list[str]) -> list[Any]:
+    """Encode texts by one call each in one turn of the event loop; return answers or errors."""
+
+    async def encode_texts() -> list[Any]:
+        service.start()
+        calls = [service.encode("sparse", [text], EncodeOptions("query")) for text in texts]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    return asyncio.run(encode_texts())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        pytest.param(ServeError("Tokenizer", "Tokenization error: Panic"), id="error"),
+        pytest.param(Panic(), id="panic of the tokenizer"),
+    ],
+)
+def test_tokens_of_texts_of_one_turn_of_the_loop_are_counted_by_one_call(
+    service: Service,
     monkeypatch: pytest.MonkeyPatch,
+    error: BaseException,
 ) -> None:
-    texts, whole, counted = ["cats", "dogs bark", "b" * 20, "bad"], TextTokens.lengths, list[int]()
-    failing: BaseException = ServeError("Tokenizer", "Tokenization error: Panic")
-
-    def spied(self: TextTokens, given: list[str], *rest: Any) -> list[int]:
-        counted.append(len(given))
-        if "bad" in given:
-            raise failing
-        return whole(self, given, *rest)
-
-    async def main(wanted: list[str]) -> list[Any]:
-        asked.start()
-        return await asyncio.gather(
-            *(asked.encode("sparse", [each], EncodeOptions("query")) for each in wanted),
-            return_exceptions=True,
-        )
-
-    asked = Service([Served(sparse, "sparse", "tiny")])
-    monkeypatch.setattr(TextTokens, "lengths", spied)
-    try:
-        together, (*others, failed) = asyncio.run(main(texts[:3])), asyncio.run(main(texts))
-        alone = [asyncio.run(main([text]))[0].tokens for text in texts[:3]]
-        failing = Panic()
-        after_panic = asyncio.run(main(texts))
-    finally:
-        asked.close()
-    assert counted[:2] == [3, 4] and isinstance(failed, ServeError)
-    assert [each.tokens for each in together] == [each.tokens for each in others] == alone
-    assert isinstance(after_panic.pop(), Panic) and [each.tokens for each in after_panic] == alone
+    texts = ["cats", "dogs bark", "b" * 20]
+    counter = LengthCounter(monkeypatch, error)
+    together = encode_together(service, texts)
+    *others, failed = encode_together(service, [*texts, "bad"])
+    assert counter.texts_per_call[:2] == [3, 4]
+    assert isinstance(failed, type(error))
+    separate_tokens = [encode_together(service, [text])[0].tokens for text in texts]
+    assert [answer.tokens for answer in together] == separate_tokens
+    assert [answer.tokens for answer in others] == separate_tokens
 
 
-def test_limits_that_make_no_sense_are_refused() -> None:
-    for name in ("max_concurrent_requests", "payload_limit", "max_connections"):
-        refused(ValueError, f"{name}: expected at least 1, got 0", Limits, **{name: 0})
-    refused(ValueError, "body_seconds: expected a finite number above 0", Limits, body_seconds=0)
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        pytest.param(
+            {"max_concurrent_requests": 0},
+            "max_concurrent_requests: expected at least 1, got 0",
+            id="no concurrent requests",
+        ),
+        pytest.param(
+            {"payload_limit": 0},
+            "payload_limit: expected at least 1, got 0",
+            id="no payload",
+        ),
+        pytest.param(
+            {"max_connections": 0},
+            "max_connections: expected at least 1, got 0",
+            id="no connections",
+        ),
+        pytest.param(
+            {"cached_queries": -1},
+            "cached_queries: expected at least 0, got -1",
+            id="negative size of the cache",
+        ),
+        pytest.param(
+            {"body_seconds": 0},
+            "body_seconds: expected a finite number above 0",
+            id="no time for a body",
+        ),
+        pytest.param(
+            {"grace_seconds": -1},
+            "grace_seconds: expected a finite number of at least 0, got",
+            id="negative grace period",
+        ),
+        pytest.param(
+            {"grace_seconds": float("inf")},
+            "grace_seconds: expected a finite number of at least 0, got",
+            id="infinite grace period",
+        ),
+        pytest.param(
+            {"grace_seconds": float("nan")},
+            "grace_seconds: expected a finite number of at least 0, got",
+            id="grace period of nan",
+        ),
+        pytest.param(
+            {"max_concurrent_requests": 8, "max_client_batch_size": 9},
+            "at most max_concurrent",
+            id="request larger than the limit of all requests",
+        ),
+    ],
+)
+def test_limits_reject(limits: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Limits(**limits)
+
+
+def test_a_server_may_end_without_a_grace_period() -> None:
     assert Limits(grace_seconds=0).grace_seconds == 0
-    wrong = "grace_seconds: expected a finite number of at least 0, got"
-    for seconds in (-1, float("inf"), float("nan")):
-        refused(ValueError, wrong, Limits, grace_seconds=seconds)
-    refused(
-        ValueError,
-        "at most max_concurrent",
-        Limits,
-        max_concurrent_requests=8,
-        max_client_batch_size=9,
-    )
 
 
-def test_as_many_characters_are_taken_as_any_model_reads(client: Client, collection: Any) -> None:
-    assert [
-        len(tokens) for tokens in client.post("/tokenize", {"inputs": ["." * 8000] * 2}).json
-    ] == [8002] * 2
-    assert len(client.post("/decode", {"ids": [[7] * 8000] * 2}).json) == 2
-    with serving(
-        Service([], searchable=Searchable("words", r.BM25Index.build(collection.contents()))),
-    ) as other:
-        replies = [
-            other.post("/v1/words/search", {"query": "csv " * count}) for count in (32_000, 32_001)
-        ]
-        assert [reply.status for reply in replies] == [200, 422]
-        assert (
-            replies[1]
-            .json["error"]
-            .endswith("`query` must have less than 128000 characters. Given: 128004")
-        )
+def test_tokenize_and_decode_take_as_many_characters_as_any_model_reads(client: Client) -> None:
+    rows = client.post("/tokenize", {"inputs": ["." * 8000] * 2}).json
+    assert [len(tokens) for tokens in rows] == [8002, 8002]
+    texts = client.post("/decode", {"ids": [[7] * 8000] * 2}).json
+    assert len(texts) == 2
+
+
+def test_a_query_of_bm25_has_a_limit_of_characters(collection: Any) -> None:
+    searchable = Searchable("words", r.BM25Index.build(collection.contents()))
+    with serving(Service([], searchable=searchable)) as client:
+        longest = client.post("/v1/words/search", {"query": "csv " * 32_000})
+        longer = client.post("/v1/words/search", {"query": "csv " * 32_001})
+    assert longest.status == 200
+    assert longer.status == 422
+    message = "`query` must have less than 128000 characters. Given: 128004"
+    assert longer.json["error"].endswith(message)
 
 
 @pytest.mark.parametrize("direction", ["left", "right"])
-def test_nothing_beyond_the_limit_of_a_text_is_read(
+def test_characters_beyond_the_limit_of_a_text_are_not_tokenized(
     client: Client,
     direction: str,
     monkeypatch: Any,
 ) -> None:
-    lengths, read = TextTokens.lengths, []
+    lengths = TextTokens.lengths
+    tokenized: list[str] = []
 
-    def spied(self: TextTokens, texts: list[str], *given: Any) -> list[int]:
-        read.extend(texts)
-        return lengths(self, texts, *given)
+    def record_and_count(tokens: TextTokens, texts: list[str], *args: Any) -> list[int]:
+        tokenized.extend(texts)
+        return lengths(tokens, texts, *args)
 
-    monkeypatch.setattr(TextTokens, "lengths", spied)
+    monkeypatch.setattr(TextTokens, "lengths", record_and_count)
     text = "csv files " * 100_000 + "dates " * 100_000
+    truncated = text[:MAX_CHARACTERS] if direction == "right" else text[-MAX_CHARACTERS:]
     body = {"truncation_direction": direction}
-    whole = client.post("/embed_sparse", body | {"inputs": text})
-    assert whole.status == 200
-    assert read == [text[:MOST] if direction == "right" else text[-MOST:]]
-    assert whole.json == client.post("/embed_sparse", body | {"inputs": read[0]}).json
+    reply = client.post("/embed_sparse", body | {"inputs": text})
+    assert reply.status == 200
+    assert tokenized == [truncated]
+    assert reply.json == client.post("/embed_sparse", body | {"inputs": truncated}).json
 
 
 class Gate:
-    """Stands before a method of ``TextTokens``: counts who comes, and lets nobody pass until it is
-    opened.
-    """
+    """Delays a method of ``TextTokens`` until the gate is opened, and records its calls."""
 
-    def __init__(self, function: Any) -> None:
-        self.function, self.open = function, threading.Event()
-        self.came: list[tuple[Any, ...]] = []
+    def __init__(self, method: Any) -> None:
+        self.method = method
+        self.opened = threading.Event()
+        self.calls: list[tuple[Any, ...]] = []
 
-    def wait(self, *given: Any, **named: Any) -> Any:
-        self.came.append(given)
-        self.open.wait(20)
-        return self.function(*given, **named)
+    def call(self, *args: Any, **options: Any) -> Any:
+        """Record a call, wait, and call the method."""
+        self.calls.append(args)
+        self.opened.wait(20)
+        return self.method(*args, **options)
 
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Gate]:
-    made = Gate(getattr(TextTokens, request.param))
-    monkeypatch.setattr(
-        TextTokens,
-        request.param,
-        lambda *given, **named: made.wait(*given, **named),  # noqa: PLW0108
-    )
-    yield made
-    made.open.set()
+    """A gate before the method of ``TextTokens`` that the test names as its parameter."""
+    gate = Gate(getattr(TextTokens, request.param))
+
+    def call_through_gate(tokens: TextTokens, *args: Any, **options: Any) -> Any:
+        return gate.call(tokens, *args, **options)
+
+    monkeypatch.setattr(TextTokens, request.param, call_through_gate)
+    yield gate
+    gate.opened.set()
 
 
 @pytest.mark.parametrize("gate", ["tokenize"], indirect=True)
-def test_tokenizing_holds_nobody_else_up(sparse: Any, gate: Gate) -> None:
-    with serving(service(sparse)) as client, ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(client.post, "/tokenize", {"inputs": "csv"}) for _ in range(4)]
-        wait_until(lambda: len(gate.came) == 2)  # as many as there are threads for it
+def test_encoding_does_not_wait_for_requests_to_tokenize(sparse: Any, gate: Gate) -> None:
+    n_tokenizer_threads = 2
+    with serving(sparse_service(sparse)) as client, ThreadPoolExecutor(4) as pool:
+        replies = [pool.submit(client.post, "/tokenize", {"inputs": "csv"}) for _ in range(4)]
+        wait_until(lambda: len(gate.calls) == n_tokenizer_threads)
         assert client.post("/embed_sparse", {"inputs": "csv files"}).status == 200
-        gate.open.set()
-        assert [each.result().status for each in asked] == [200] * 4
+        gate.opened.set()
+        assert [reply.result().status for reply in replies] == [200] * 4
 
 
 @pytest.mark.parametrize("gate", ["lengths"], indirect=True)
-def test_work_for_a_client_that_has_gone_ends_with_its_next_portion(
-    sparse: Any,
-    gate: Gate,
-) -> None:
-    with serving(service(sparse)) as client:
-        with client.connect() as opened:
-            opened.sendall(posted({"inputs": ["." * 9000] * 32}))
-            wait_until(lambda: len(gate.came) == 1)
-        wait_until(lambda: inputs_in_flight(client) == 0)
-        gate.open.set()
+def test_texts_of_a_client_that_disconnected_are_no_longer_counted(sparse: Any, gate: Gate) -> None:
+    with serving(sparse_service(sparse)) as client:
+        with client.connect() as connection:
+            connection.sendall(json_request({"inputs": ["." * 9000] * 32}))
+            wait_until(lambda: len(gate.calls) == 1)
+        wait_until(lambda: client.metric("tilefold_inputs_in_flight") == 0)
+        gate.opened.set()
         assert client.post("/embed_sparse", {"inputs": "csv files"}).status == 200
-        assert [len(texts) for _, texts, *_ in gate.came] == [1, 1]
+        # one text of the client that disconnected, and the text of the other
+        assert [len(texts) for _, texts, *_ in gate.calls] == [1, 1]
 
 
-def test_a_single_query_is_encoded_before_batches_that_came_first(
+def test_a_single_query_is_encoded_before_batches_of_documents_that_came_earlier(
     sparse: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    encode, batches = Served.encode, []
+    encode = Served.encode
+    batches: list[list[str]] = []
 
-    def spied(self: Served, way: Any, inputs: list[str]) -> Any:
+    def record_and_encode(served: Served, key: Any, inputs: list[str]) -> Any:
         batches.append(list(inputs))
-        return encode(self, way, inputs)
+        return encode(served, key, inputs)
 
-    monkeypatch.setattr(Served, "encode", spied)
+    monkeypatch.setattr(Served, "encode", record_and_encode)
     documents = [f"csv {number}" for number in range(32)]
-    with serving(service(sparse, max_batch_tokens=64)) as client, ThreadPoolExecutor(5) as pool:
-        with hold(client, sparse, inputs=1):
+    service = sparse_service(sparse, max_batch_tokens=64)
+    with serving(service) as client, ThreadPoolExecutor(5) as pool:
+        with hold_batch(client, sparse, n_inputs=1):
             for _ in range(4):
                 pool.submit(client.post, "/embed_sparse", {"inputs": documents})
-            wait_until(lambda: "te_queue_size 128" in client.get("/metrics").raw.decode())
+            wait_until(lambda: client.metric("te_queue_size") == 128)
             pool.submit(client.post, "/embed_sparse", {"inputs": "dates"})
-            wait_until(lambda: "te_queue_size 129" in client.get("/metrics").raw.decode())
+            wait_until(lambda: client.metric("te_queue_size") == 129)
         pool.shutdown()
-    assert (
-        batches.index(["dates"]) <= 2 and len(batches) > 8
-    )  # the held one, one of documents, and then the query
+    # at most the held batch and one batch of documents come before the query
+    assert batches.index(["dates"]) <= 2
+    assert len(batches) > 8
 
 
-def test_load_counts_answers_and_their_times(client: Client) -> None:
+def test_load_measures_answers_and_their_times(client: Client) -> None:
     bodies = [{"inputs": text, "top_k": 4} for text in ("csv files", "dates")]
-    found = asyncio.run(load(client.port, "/embed_sparse", bodies, clients=4, seconds=0.5))
-    assert (len(found.seconds) > 8, found.refused) == (True, 0)
-    shown = row("tilefold", 4, 1, found)
-    assert shown["requests_s"] == round(len(found.seconds) / found.wall, 1)
-    assert 0 < shown["p50_ms"] <= shown["p99_ms"] < 1000 * found.wall
-    refused = asyncio.run(
-        load(client.port, "/embed_sparse", [{"inputs": []}], clients=1, seconds=0.2),
-    )
-    assert (refused.seconds, refused.refused > 0) == ([], True)
+    result = asyncio.run(load(client.port, "/embed_sparse", bodies, clients=4, seconds=0.5))
+    assert len(result.seconds) > 8
+    assert result.refused == 0
+    figures = row("tilefold", 4, 1, result)
+    assert figures["requests_s"] == round(len(result.seconds) / result.wall, 1)
+    assert 0 < figures["p50_ms"] <= figures["p99_ms"] < 1000 * result.wall
+
+
+def test_load_counts_refused_requests(client: Client) -> None:
+    empty = [{"inputs": []}]
+    result = asyncio.run(load(client.port, "/embed_sparse", empty, clients=1, seconds=0.2))
+    assert result.seconds == []
+    assert result.refused > 0
+
+
+def test_load_rejects_more_clients_than_it_can_run(client: Client) -> None:
     with pytest.raises(ValueError, match="at most 1,000"):
-        asyncio.run(load(client.port, "/embed_sparse", bodies, clients=5000, seconds=1))
+        asyncio.run(load(client.port, "/embed_sparse", [{"inputs": "a"}], clients=5000, seconds=1))
 
 
-def test_bad_input_gets_the_codes_that_the_soak_expects(sparse: Any, masked_lm: str) -> None:
-    limits = Limits(header_seconds=0.5, body_seconds=0.5)  # some wait for them
-    with serving(Service([Served(sparse, "sparse", masked_lm)], limits)) as hasty:
-        every = serve_bad.BAD | serve_bad.SLOW
-
-        async def send() -> list[Any]:
-            return await asyncio.gather(
-                *(serve_bad.send(hasty.port, sent) for sent, _ in every.values()),
-            )
-
-        for (name, (_, codes)), code in zip(every.items(), asyncio.run(send()), strict=True):
-            assert code in codes, name
-        seen: Counter[str] = Counter()
-        until = time.monotonic() + 0.1
-        asyncio.run(serve_bad.drip(hasty.port, until, seen))
-        asyncio.run(serve_bad.unread(hasty.port, time.monotonic() + 0.1, seen, wait=2))
-        assert seen == {"byte by byte: as expected": 1, "unread: as expected": 1}
+@pytest.fixture
+def impatient_client(sparse: Any, masked_lm: str) -> Iterator[Client]:
+    """A server that waits half a second for heads and bodies of requests."""
+    limits = Limits(header_seconds=0.5, body_seconds=0.5)
+    with serving(Service([Served(sparse, "sparse", masked_lm)], limits)) as client:
+        yield client
 
 
-def test_the_soak_tells_answers_from_those_of_other_texts(client: Client) -> None:
-    seen: Counter[str] = Counter()
+def test_bad_input_gets_the_status_codes_that_the_soak_expects(impatient_client: Client) -> None:
+    cases = serve_bad.BAD | serve_bad.SLOW
+
+    async def send_all() -> list[Any]:
+        requests = [
+            serve_bad.send(impatient_client.port, request_bytes)
+            for request_bytes, _ in cases.values()
+        ]
+        return await asyncio.gather(*requests)
+
+    codes = asyncio.run(send_all())
+    for (name, (_, expected_codes)), code in zip(cases.items(), codes, strict=True):
+        assert code in expected_codes, name
+
+
+def test_slow_clients_get_what_the_soak_expects(impatient_client: Client) -> None:
+    counts: Counter[str] = Counter()
+    port = impatient_client.port
+    asyncio.run(serve_bad.drip(port, time.monotonic() + 0.1, counts))
+    asyncio.run(serve_bad.unread(port, time.monotonic() + 0.1, counts, wait=2))
+    assert counts == {"byte by byte: as expected": 1, "unread: as expected": 1}
+
+
+def test_the_soak_notices_vectors_of_other_texts(client: Client) -> None:
+    counts: Counter[str] = Counter()
     texts = ["csv files", "dates", "queues of threads", "hash tables"]
     vectors = asyncio.run(serve_soak.alone(client.port, texts))
-    asyncio.run(serve_soak.good(client.port, texts, vectors, time.monotonic() + 0.5, seen))
-    assert set(seen) == {"answered"}
+    asyncio.run(serve_soak.good(client.port, texts, vectors, time.monotonic() + 0.5, counts))
+    assert set(counts) == {"answered"}
     shifted = [{index + 1: value for index, value in vector.items()} for vector in vectors]
-    asyncio.run(serve_soak.good(client.port, texts, shifted, time.monotonic() + 0.1, seen))
-    assert set(seen) == {"answered", "LOST: another vector"}
+    asyncio.run(serve_soak.good(client.port, texts, shifted, time.monotonic() + 0.1, counts))
+    assert set(counts) == {"answered", "LOST: another vector"}
+
+
+def test_the_soak_counts_idle_connections_that_stay_open(client: Client) -> None:
+    counts: Counter[str] = Counter()
     asyncio.run(serve_bad.leave(client.port))
-    asyncio.run(serve_bad.flood(client.port, 20, seen))
-    assert seen["idle connection: kept"] == 20
-    assert serve_soak.summed(seen)["connections_kept"] == 20
+    asyncio.run(serve_bad.flood(client.port, 20, counts))
+    assert counts["idle connection: kept"] == 20
+    assert serve_soak.summed(counts)["connections_kept"] == 20
 
 
-def test_memory_that_grows_from_the_second_third_to_the_last_is_seen() -> None:
-    seen: Counter[str] = Counter(answered=6)
-    watched = serve_soak.Watched(
-        [(2.0 * step, (100 + step // 30) * 2**20, seen) for step in range(91)],
-    )
+def test_the_soak_compares_memory_of_the_second_and_the_last_third() -> None:
+    counts: Counter[str] = Counter(answered=6)
+    # a sample every 2 s; memory grows by 1 MiB a minute
+    samples = [(2.0 * step, (100 + step // 30) * 2**20, counts) for step in range(91)]
+    watched = serve_soak.Watched(samples)
     assert watched.medians() == (101, 102)
-    assert [(row["minute"], row["memory_mib"], row["answered"]) for row in watched.minutes()] == [
-        (1, 101.0, 6),
-        (2, 102.0, 0),
-        (3, 103.0, 0),
-    ]
+    minutes = [(row["minute"], row["memory_mib"], row["answered"]) for row in watched.minutes()]
+    assert minutes == [(1, 101.0, 6), (2, 102.0, 0), (3, 103.0, 0)]
