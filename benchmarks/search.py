@@ -32,7 +32,7 @@ import numpy as np
 
 from benchmarks.job import Job, JobCase, JobOptions, Row, main
 from benchmarks.search_baselines import BASELINES
-from benchmarks.search_data import made_documents, made_queries
+from benchmarks.search_data import make_documents, make_queries
 from tilefold.bench.timing import in_fresh_process, resident_mib
 from tilefold.retrieval import SparseVectors, build_index, load_index
 
@@ -91,8 +91,8 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     Yields:
         The rows. The exact index is first, since it gives the truth.
     """
-    documents = made_documents(case.numbers["documents"], SEED)
-    queries = made_queries(documents, QUICK_QUERIES if options.quick else QUERIES, SEED)
+    documents = make_documents(case.numbers["documents"], SEED)
+    queries = make_queries(documents, QUICK_QUERIES if options.quick else QUERIES, SEED)
     collection_cells = {
         "documents": len(documents),
         "terms": len(documents.indices) / len(documents),

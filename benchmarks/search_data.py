@@ -1,24 +1,30 @@
-"""Sparse vectors made with published statistics of SPLADE's on MS MARCO, and queries for them.
+"""Synthetic collections for benchmarks of search: sparse vectors, token vectors and their queries.
 
-Bruch, Nardini, Rulli and Venturini (SIGIR 2024) count 119 terms in a document and 43 in a query;
-the heaviest 50 and 10 of them hold 75% of the weights, and products of the 20 and 9 heaviest 85% of
-the scores of the best documents. The numbers below were chosen to meet these (tested). What the
-papers do not say is ours: terms fall as Zipf's law, so that the commonest is in two fifths of the
-documents with small weights, as expansions are; half of a document's terms are of one of `documents
-/ 200` topics, heavier; and a query asks for one document, by its heavy terms.
+Sparse vectors have the published statistics of SPLADE on MS MARCO. Bruch, Nardini, Rulli and
+Venturini (SIGIR 2024) count 119 terms in a document and 43 in a query. The heaviest 50 terms of a
+document, and 10 of a query, hold 75% of the weights. Products of the 20 and 9 heaviest terms hold
+85% of the scores of the best documents. The constants below were chosen to meet these numbers, and
+tests check them.
 
-For GPUs, the same is made on a device, with other numbers, and random token vectors for late
-interaction, with gates for what is found.
+The papers leave the rest open, and these choices are ours:
+
+- Terms follow Zipf's law. The most common term is in two fifths of the documents. Common terms have
+  small weights, as expansion terms have.
+- Half of the terms of a document belong to one of ``documents / 200`` topics, with larger weights.
+- A query asks for one document, by its heavy terms.
+
+For GPUs, :func:`make_device_rows` draws the same distribution on a device, with other random
+numbers. Token vectors for late interaction are random. The functions ``check_*`` compare search
+results with exact scores.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -36,145 +42,240 @@ from tilefold.retrieval.index import token_blocks
 from tilefold.retrieval.index.on_device import DeviceIndex
 from tilefold.testing import relative_error
 
-VOCABULARY, FINGERPRINT = 30_522, "0" * 64
-TERMS, TOPIC_TERMS, TOPIC_VOCABULARY, TOPIC_DOCUMENTS = 178, 75, 400, 200
-SHORTEST, COMMON_WEIGHT = (
-    0.5,
-    0.45,
-)  # of the terms drawn, in a document; of a common term beside one of the topic
-QUERY_TERMS, ASKED, HEAVIEST = 44, 12, 14
-ASKED_WEIGHT = 8.0  # of a term of the document that is asked for, beside a common one
-PIECE = 50_000  # documents made at a time, for memory
-SAMPLE, GATED = 64, 8  # documents of a gate, beside those found; sparse queries of one
-_STEP = (
-    1 / 8192
-)  # weights are multiples of it: a term and a weight are sorted as one integer of 32 bits
+VOCABULARY = 30_522
+FINGERPRINT = "0" * 64
 
-Integers = npt.NDArray[np.integer]
+# terms that are drawn for a document: the first are from its topic, the others from all terms
+DRAWN_TERMS = 178
+DRAWN_TOPIC_TERMS = 75
+# terms of a topic, and documents per topic
+TOPIC_VOCABULARY = 400
+TOPIC_DOCUMENTS = 200
+# a document retains a share of its drawn terms, uniform between this one and 1
+MIN_RETAINED_SHARE = 0.5
+# factor of the weights of common terms, where terms of the topic have 1
+COMMON_WEIGHT = 0.45
+
+QUERY_TERMS = 44
+# a query has this many terms of its document, drawn from the heaviest ones
+TARGET_TERMS = 12
+HEAVIEST_TERMS = 14
+# factor of the weights of these terms, where common terms of the query have 1
+TARGET_WEIGHT = 8.0
+
+# documents that are drawn together, to bound the memory
+CHUNK_DOCUMENTS = 50_000
+# documents whose checksums one thread computes
+CHECKSUM_DOCUMENTS = 1000
+# documents and sparse queries that are checked with exact scores
+CHECKED_DOCUMENTS = 64
+CHECKED_QUERIES = 8
+
+# Weights are multiples of this step, so that they fit into 16 bits. A term and its weight are
+# sorted as one 32-bit integer, with the term in the upper half.
+_WEIGHT_STEP = 1 / 8192
+_WEIGHT_BITS = 16
+_MAX_WEIGHT = (1 << _WEIGHT_BITS) - 1
+# about the root mean square of random integers from -127 to 127
+_INT8_ROOT_MEAN_SQUARE = 73.3
+
 Floats = npt.NDArray[np.float32]
-Found = tuple[Tensor, Tensor]  # scores and documents
+# scores `[Q, k]` and positions of documents `[Q, k]`, the best first; -1 pads the positions
+TopK = tuple[Tensor, Tensor]
 
 
-def made_documents(count: int, seed: int) -> SparseVectors:
-    """`count` vectors of about 119 terms."""
+class _Rows(NamedTuple):
+    """Sparse rows of NumPy, one after another.
+
+    Attributes:
+        terms: ``[nnz]``, increasing in each row.
+        weights: ``[nnz]``.
+        lengths: ``[N]``, number of terms of each row.
+    """
+
+    terms: npt.NDArray[np.int32]
+    weights: Floats
+    lengths: npt.NDArray[np.int64]
+
+    def vectors(self, id_prefix: str) -> SparseVectors:
+        """Return the rows as sparse vectors with ids such as ``d0``, ``d1``."""
+        return SparseVectors(
+            _ids(id_prefix, len(self.lengths)),
+            np.concatenate([np.zeros(1, np.int64), np.cumsum(self.lengths)]),
+            self.terms,
+            self.weights,
+            VOCABULARY,
+            FINGERPRINT,
+        )
+
+
+def _ids(prefix: str, count: int) -> list[str]:
+    """Return ids of a prefix and a position."""
+    return [f"{prefix}{position}" for position in range(count)]
+
+
+def make_documents(count: int, seed: int) -> SparseVectors:
+    """Draw sparse vectors of about 119 terms, with ids ``d0``, ``d1`` and so on.
+
+    Args:
+        count: number of documents.
+        seed: seed of the random numbers.
+    """
     rng = np.random.default_rng(seed)
-    names = rng.permutation(VOCABULARY).astype(np.uint32)
+    terms_by_rank = rng.permutation(VOCABULARY).astype(np.uint32)
     topics = rng.integers(
         VOCABULARY,
         size=(1 + count // TOPIC_DOCUMENTS, TOPIC_VOCABULARY),
         dtype=np.uint32,
     )
-    pieces = [
-        _piece(min(PIECE, count - start), names, topics, rng) for start in range(0, count, PIECE)
+    chunks = [
+        _draw_documents(min(CHUNK_DOCUMENTS, count - start), terms_by_rank, topics, rng)
+        for start in range(0, count, CHUNK_DOCUMENTS)
     ]
-    terms, weights, lengths = (np.concatenate(part) for part in zip(*pieces, strict=True))
-    del pieces
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return SparseVectors(
-        [f"d{i}" for i in range(count)],
-        offsets,
-        terms,
-        weights,
-        VOCABULARY,
-        FINGERPRINT,
+    rows = _Rows(
+        terms=np.concatenate([chunk.terms for chunk in chunks]),
+        weights=np.concatenate([chunk.weights for chunk in chunks]),
+        lengths=np.concatenate([chunk.lengths for chunk in chunks]),
     )
+    return rows.vectors("d")
 
 
-def _piece(
+def _draw_documents(
     count: int,
-    names: npt.NDArray[np.uint32],
+    terms_by_rank: npt.NDArray[np.uint32],
     topics: npt.NDArray[np.uint32],
     rng: np.random.Generator,
-) -> tuple[npt.NDArray[np.int32], Floats, npt.NDArray[np.int64]]:
-    """Terms, weights, and numbers of terms of `count` documents."""
-    terms = np.empty((count, TERMS), np.uint32)
-    own = rng.integers(len(topics), size=(count, 1))
-    terms[:, :TOPIC_TERMS] = topics[own, _zipf(TOPIC_VOCABULARY, (count, TOPIC_TERMS), rng)]
-    terms[:, TOPIC_TERMS:] = names[_zipf(VOCABULARY, (count, TERMS - TOPIC_TERMS), rng)]
+) -> _Rows:
+    """Draw the rows of some documents.
+
+    Args:
+        count: number of documents.
+        terms_by_rank: ``[V]``, terms from the most common to the rarest.
+        topics: ``[topics, TOPIC_VOCABULARY]``, terms of each topic in the same order.
+        rng: generator of the random numbers.
+    """
+    terms = np.empty((count, DRAWN_TERMS), np.uint32)
+    topic_of_document = rng.integers(len(topics), size=(count, 1))
+    topic_ranks = _zipf_ranks(TOPIC_VOCABULARY, (count, DRAWN_TOPIC_TERMS), rng)
+    terms[:, :DRAWN_TOPIC_TERMS] = topics[topic_of_document, topic_ranks]
+    common_ranks = _zipf_ranks(VOCABULARY, (count, DRAWN_TERMS - DRAWN_TOPIC_TERMS), rng)
+    terms[:, DRAWN_TOPIC_TERMS:] = terms_by_rank[common_ranks]
     weights = np.log1p(rng.standard_exponential(terms.shape, np.float32))
-    weights[:, TOPIC_TERMS:] *= COMMON_WEIGHT
-    kept = rng.random((count, TERMS), np.float32) < rng.uniform(SHORTEST, 1, (count, 1))
-    return _rows(terms, weights, kept)
+    weights[:, DRAWN_TOPIC_TERMS:] *= COMMON_WEIGHT
+    # the order of both draws is part of the seed's meaning
+    draws = rng.random((count, DRAWN_TERMS), np.float32)
+    retained_shares = rng.uniform(MIN_RETAINED_SHARE, 1, (count, 1))
+    return _sorted_rows(terms, weights, draws < retained_shares)
 
 
-def _rows(
+def _sorted_rows(
     terms: npt.NDArray[np.uint32],
     weights: Floats,
-    kept: npt.NDArray[np.bool_],
-) -> tuple[npt.NDArray[np.int32], Floats, npt.NDArray[np.int64]]:
-    """Rows in the order of their terms, each term once, with its largest weight."""
-    keys = terms << 16 | np.clip(weights / _STEP, 1, 65535).astype(np.uint32)
-    keys[~kept] = np.iinfo(np.uint32).max
+    retained: npt.NDArray[np.bool_],
+) -> _Rows:
+    """Sort the terms of each row, and retain one entry per term: the one of the largest weight.
+
+    Args:
+        terms: ``[N, drawn]``, with repetitions.
+        weights: ``[N, drawn]``, rounded down to multiples of ``_WEIGHT_STEP``.
+        retained: ``[N, drawn]``, False for entries that are left out.
+    """
+    quantized = np.clip(weights / _WEIGHT_STEP, 1, _MAX_WEIGHT).astype(np.uint32)
+    keys = terms << _WEIGHT_BITS | quantized
+    left_out = np.iinfo(np.uint32).max
+    keys[~retained] = left_out
     keys.sort(axis=1)
-    last = np.ones(keys.shape, bool)
-    last[:, :-1] = keys[:, 1:] >> 16 != keys[:, :-1] >> 16
-    last &= keys != np.iinfo(np.uint32).max
-    flat = keys[last]
-    return (
-        (flat >> 16).astype(np.int32),
-        (flat & 65535).astype(np.float32) * np.float32(_STEP),
-        last.sum(axis=1),
+    is_largest = keys != left_out
+    is_largest[:, :-1] &= keys[:, 1:] >> _WEIGHT_BITS != keys[:, :-1] >> _WEIGHT_BITS
+    entries = keys[is_largest]
+    return _Rows(
+        terms=(entries >> _WEIGHT_BITS).astype(np.int32),
+        weights=(entries & _MAX_WEIGHT).astype(np.float32) * np.float32(_WEIGHT_STEP),
+        lengths=is_largest.sum(axis=1),
     )
 
 
-def made_queries(documents: SparseVectors, count: int, seed: int) -> SparseVectors:
-    """Vectors of about 43 terms, 12 of them among the 14 heaviest of a document, and by far heavier
-    than the others.
+def make_queries(documents: SparseVectors, count: int, seed: int) -> SparseVectors:
+    """Draw queries of about 43 terms, each of which asks for one document.
+
+    12 terms are among the 14 heaviest of the document, and much heavier than the others.
+
+    Args:
+        documents: the collection, or a part of it.
+        count: number of queries.
+        seed: seed of the random numbers.
+
+    Returns:
+        Sparse vectors with ids ``q0``, ``q1`` and so on.
     """
     rng = np.random.default_rng([seed, 1])
-    common = np.bincount(documents.indices, minlength=VOCABULARY).argsort()[::-1]
-    terms = common[_zipf(VOCABULARY, (count, QUERY_TERMS), rng)].astype(np.uint32)
+    frequencies = np.bincount(documents.indices, minlength=VOCABULARY)
+    terms_by_rank = frequencies.argsort()[::-1]
+    terms = terms_by_rank[_zipf_ranks(VOCABULARY, (count, QUERY_TERMS), rng)].astype(np.uint32)
     weights = rng.standard_exponential(terms.shape, np.float32)
-    for at, document in enumerate(rng.integers(len(documents), size=count)):
-        own, theirs = documents.row(int(document))
-        heavy = rng.permutation(np.argsort(-theirs)[:HEAVIEST])[:ASKED]
-        terms[at, : len(heavy)] = own[heavy]
-        weights[at, : len(heavy)] *= ASKED_WEIGHT * theirs[heavy]
-    indices, data, lengths = _rows(terms, weights * np.float32(1 / 8), np.ones(terms.shape, bool))
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    return SparseVectors(
-        [f"q{i}" for i in range(count)],
-        offsets,
-        indices,
-        data,
-        VOCABULARY,
-        FINGERPRINT,
-    )
+    for query, document in enumerate(rng.integers(len(documents), size=count)):
+        document_terms, document_weights = documents.row(int(document))
+        heaviest = np.argsort(-document_weights)[:HEAVIEST_TERMS]
+        targets = rng.permutation(heaviest)[:TARGET_TERMS]
+        terms[query, : len(targets)] = document_terms[targets]
+        weights[query, : len(targets)] *= TARGET_WEIGHT * document_weights[targets]
+    # weights of queries are smaller, so that they fit into 16 bits
+    scaled_weights = weights * np.float32(1 / 8)
+    rows = _sorted_rows(terms, scaled_weights, retained=np.ones(terms.shape, bool))
+    return rows.vectors("q")
 
 
-def _zipf(size: int, shape: tuple[int, int], rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Ranks from 0, with probabilities that fall as 1 / (rank + 10)."""
-    ranks = 10 * np.exp(rng.random(shape, np.float32) * np.float32(np.log((size + 10) / 10))) - 10
-    whole: npt.NDArray[np.int64] = np.minimum(ranks.astype(np.int64), size - 1)
-    return whole
+def _zipf_ranks(
+    size: int,
+    shape: tuple[int, int],
+    rng: np.random.Generator,
+) -> npt.NDArray[np.int64]:
+    """Draw ranks below ``size``, with probabilities proportional to ``1 / (rank + 10)``."""
+    log_range = np.float32(np.log((size + 10) / 10))
+    ranks = 10 * np.exp(rng.random(shape, np.float32) * log_range) - 10
+    bounded: npt.NDArray[np.int64] = np.minimum(ranks.astype(np.int64), size - 1)
+    return bounded
 
 
 class DeviceRows(NamedTuple):
-    """Sparse rows on a device, as CSR."""
+    """Sparse rows on a device, as CSR.
 
-    offsets: Tensor  # [N + 1] int64
-    terms: Tensor  # [nnz] int32, rising in each row
-    weights: Tensor  # [nnz] fp32
+    Attributes:
+        offsets: ``[N + 1]`` int64.
+        terms: ``[nnz]`` int32, increasing in each row.
+        weights: ``[nnz]`` fp32.
+    """
+
+    offsets: Tensor
+    terms: Tensor
+    weights: Tensor
 
     def first(self, count: int) -> SparseVectors:
-        """The first rows, on the host."""
-        parts = self.offsets[: count + 1], *(part[: int(self.offsets[count])] for part in self[1:])
-        arrays = (part.cpu().numpy() for part in parts)
-        return SparseVectors([f"d{i}" for i in range(count)], *arrays, VOCABULARY, FINGERPRINT)
+        """Return the first ``count`` rows on the CPU, with ids ``d0``, ``d1`` and so on."""
+        n_entries = int(self.offsets[count])
+        return SparseVectors(
+            _ids("d", count),
+            self.offsets[: count + 1].cpu().numpy(),
+            self.terms[:n_entries].cpu().numpy(),
+            self.weights[:n_entries].cpu().numpy(),
+            VOCABULARY,
+            FINGERPRINT,
+        )
 
     def on_device(self) -> DeviceIndex:
-        """What an :class:`ExactIndex` of these rows is there."""
-        order, count = self.terms.argsort(stable=True), len(self.offsets) - 1
-        rows = torch.arange(count, dtype=torch.int32, device=order.device).repeat_interleave(
-            self.offsets.diff(),
-        )
+        """Return what ``on(device)`` of an :class:`ExactIndex` of these rows would return."""
+        count = len(self.offsets) - 1
+        order = self.terms.argsort(stable=True)
+        documents = torch.arange(count, dtype=torch.int32, device=order.device)
+        document_of_entry = documents.repeat_interleave(self.offsets.diff())
         ends = torch.bincount(self.terms, minlength=VOCABULARY).cumsum(0)
-        lists = torch.nn.functional.pad(ends, (1, 0)), rows[order], self.weights[order]
-        names = ("offsets", "documents", "weights")
-        found: Any = SimpleNamespace(
-            **dict(zip(names, (part.cpu().numpy() for part in lists), strict=True)),
+        # stand-ins for the files and the description of an index on disk
+        files: Any = SimpleNamespace(
+            offsets=torch.nn.functional.pad(ends, (1, 0)).cpu().numpy(),
+            documents=document_of_entry[order].cpu().numpy(),
+            weights=self.weights[order].cpu().numpy(),
         )
-        described: Any = SimpleNamespace(
+        description: Any = SimpleNamespace(
             backend="exact",
             metadata=None,
             n_documents=count,
@@ -182,134 +283,246 @@ class DeviceRows(NamedTuple):
             fingerprint=FINGERPRINT,
             provenance=Provenance(),
         )
-        return DeviceIndex([f"d{i}" for i in range(count)], found, described, order.device)
+        return DeviceIndex(_ids("d", count), files, description, order.device)
 
     def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """``[N, V]`` as torch's CSR."""
-        shape = len(self.offsets) - 1, VOCABULARY
-        with warnings.catch_warnings():  # that this layout is young
+        """Return the rows as torch's CSR matrix ``[N, V]``."""
+        with warnings.catch_warnings():
+            # torch warns that its CSR support is in beta
             warnings.simplefilter("ignore", UserWarning)
             return torch.sparse_csr_tensor(
                 self.offsets.int(),
                 self.terms,
                 self.weights.to(dtype),
-                shape,
+                (len(self.offsets) - 1, VOCABULARY),
             )
 
-    def judged(self, found: Found, index: DeviceIndex, terms: Tensor, weights: Tensor) -> str:
-        """The gate: products in fp64 of some queries, and the best, to 2^-30 of the highest
-        possible for each term.
+    def check_top_k(
+        self,
+        top_k: TopK,
+        index: DeviceIndex,
+        terms: Tensor,
+        weights: Tensor,
+    ) -> str:
+        """Compare the scores of the first queries with products in fp64.
+
+        Both the scores of the returned documents and the ``k`` best scores of all documents are
+        compared. A search sums integers, so each of a query's terms may add an error of 2^-30 of
+        the largest possible score. The result in fp32 may add 2^-22 of the score.
+
+        Args:
+            top_k: scores and documents ``[Q, k]`` of a search by the index.
+            index: the index of these rows.
+            terms: ``[Q, terms]``, terms of the queries.
+            weights: ``[Q, terms]``, their weights. Padding has 0.
+
+        Returns:
+            ``"ok"``, or the reason why the scores are wrong.
         """
         matrix = self.matrix(torch.float64)
-        for values, documents, asked, given in zip(
-            *(part[:GATED] for part in (*found, terms, weights)),
-            strict=True,
-        ):
-            query = torch.zeros(index.vocab_size, dtype=torch.float64, device=asked.device)
-            scores = matrix @ query.scatter_add_(0, asked.long(), given.double())
-            most = (given.double() * index.postings.largest[asked.long()]).sum()
-            best = scores.topk(len(values)).values
-            shown = torch.where(documents >= 0, scores[documents.clamp(min=0)], 0)
-            allowed = (given > 0).sum() * 2.0**-30 * most + 2.0**-22 * best
-            error = torch.maximum((values - best).abs(), (values - shown).abs()) / allowed.clamp(
-                min=1e-30,
+        all_scores, all_documents = top_k
+        for query in range(min(CHECKED_QUERIES, len(terms))):
+            scores, documents = all_scores[query], all_documents[query]
+            query_terms, query_weights = terms[query].long(), weights[query].double()
+            dense_query = torch.zeros(index.vocab_size, dtype=torch.float64, device=terms.device)
+            dense_query.scatter_add_(0, query_terms, query_weights)
+            exact_scores = matrix @ dense_query
+            best_scores = exact_scores.topk(len(scores)).values
+            returned_scores = torch.where(
+                documents >= 0,
+                exact_scores[documents.clamp(min=0)],
+                0,
             )
-            if not bool((error <= 1).all()):
-                return f"scores are off by {float(error.max()):.3g} times what is allowed"
+            largest_score = (query_weights * index.postings.largest[query_terms]).sum()
+            n_terms = (query_weights > 0).sum()
+            allowed = n_terms * 2.0**-30 * largest_score + 2.0**-22 * best_scores
+            error = torch.maximum(
+                (scores - best_scores).abs(),
+                (scores - returned_scores).abs(),
+            )
+            ratio = error / allowed.clamp(min=1e-30)
+            if not bool((ratio <= 1).all()):
+                return f"scores are off by {float(ratio.max()):.3g} times what is allowed"
         return "ok"
 
 
-def made_rows(count: int, seed: int, device: torch.device) -> DeviceRows:
-    """What :func:`made_documents` makes, on a device."""
+def make_device_rows(count: int, seed: int, device: torch.device) -> DeviceRows:
+    """Draw documents like those of :func:`make_documents` on a device.
+
+    Args:
+        count: number of documents.
+        seed: seed of the random numbers. They differ from those of :func:`make_documents`.
+        device: the device that draws and holds the rows.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    how: dict[str, Any] = {"generator": generator, "device": device}
-    names = torch.randperm(VOCABULARY, dtype=torch.int32, **how)
+    terms_by_rank = torch.randperm(
+        VOCABULARY,
+        dtype=torch.int32,
+        generator=generator,
+        device=device,
+    )
     topics = torch.randint(
         VOCABULARY,
         (1 + count // TOPIC_DOCUMENTS, TOPIC_VOCABULARY),
         dtype=torch.int32,
-        **how,
+        generator=generator,
+        device=device,
+    )
+    chunks = [
+        _draw_device_documents(
+            min(CHUNK_DOCUMENTS, count - start),
+            terms_by_rank,
+            topics,
+            generator,
+        )
+        for start in range(0, count, CHUNK_DOCUMENTS)
+    ]
+    terms, weights, lengths = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return DeviceRows(offsets, terms, weights)
+
+
+def _draw_device_documents(
+    count: int,
+    terms_by_rank: Tensor,
+    topics: Tensor,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Draw the rows of some documents on a device, as :func:`_draw_documents` does with NumPy.
+
+    Args:
+        count: number of documents.
+        terms_by_rank: ``[V]`` int32, terms from the most common to the rarest.
+        topics: ``[topics, TOPIC_VOCABULARY]`` int32, terms of each topic in the same order.
+        generator: generator of the random numbers, on the device of the tensors.
+
+    Returns:
+        Terms ``[nnz]`` int32, weights ``[nnz]`` fp32, and the number of terms of each row
+        ``[count]``.
+    """
+    device = topics.device
+    topic_of_document = torch.randint(
+        len(topics),
+        (count, 1),
+        generator=generator,
+        device=device,
+    )
+    common_ranks = _device_zipf_ranks(
+        VOCABULARY,
+        (count, DRAWN_TERMS - DRAWN_TOPIC_TERMS),
+        generator,
+    )
+    topic_ranks = _device_zipf_ranks(TOPIC_VOCABULARY, (count, DRAWN_TOPIC_TERMS), generator)
+    topic_terms = topics[topic_of_document, topic_ranks]
+    terms = torch.cat([topic_terms, terms_by_rank[common_ranks]], dim=1)
+    weights = torch.empty(terms.shape, device=device)
+    weights.exponential_(generator=generator).log1p_()
+    weights[:, DRAWN_TOPIC_TERMS:] *= COMMON_WEIGHT
+    share_draws = torch.rand(count, 1, generator=generator, device=device)
+    retained_shares = MIN_RETAINED_SHARE + (1 - MIN_RETAINED_SHARE) * share_draws
+    # a term and its weight as one integer; see _sorted_rows
+    keys = terms << _WEIGHT_BITS | (weights / _WEIGHT_STEP).clamp(1, _MAX_WEIGHT).int()
+    left_out = torch.iinfo(torch.int32).max
+    draws = torch.rand(terms.shape, generator=generator, device=device)
+    keys[draws >= retained_shares] = left_out
+    keys = keys.sort(dim=1).values
+    is_largest = keys != left_out
+    is_largest[:, :-1] &= keys[:, 1:] >> _WEIGHT_BITS != keys[:, :-1] >> _WEIGHT_BITS
+    entries = keys[is_largest]
+    return (
+        entries >> _WEIGHT_BITS,
+        (entries & _MAX_WEIGHT) * _WEIGHT_STEP,
+        is_largest.sum(dim=1),
     )
 
-    def zipf(size: int, *shape: int) -> Tensor:
-        ranks = 10 * (torch.rand(shape, **how) * math.log((size + 10) / 10)).exp() - 10
-        return torch.clamp(ranks.long(), max=size - 1)
 
-    def pieces() -> Iterator[tuple[Tensor, ...]]:
-        for low in range(0, count, PIECE):
-            size = min(PIECE, count - low)
-            own = torch.randint(len(topics), (size, 1), **how)
-            common = names[zipf(VOCABULARY, size, TERMS - TOPIC_TERMS)]
-            terms = torch.cat([topics[own, zipf(TOPIC_VOCABULARY, size, TOPIC_TERMS)], common], 1)
-            weights = (
-                torch.empty(terms.shape, device=device).exponential_(generator=generator).log1p_()
-            )
-            weights[:, TOPIC_TERMS:] *= COMMON_WEIGHT
-            shares = SHORTEST + (1 - SHORTEST) * torch.rand(size, 1, **how)
-            keys = terms << 16 | (weights / _STEP).clamp(1, 65535).int()
-            keys[torch.rand(terms.shape, **how) >= shares] = (gone := torch.iinfo(torch.int32).max)
-            keys = keys.sort(dim=1).values
-            last = keys != gone
-            last[:, :-1] &= keys[:, 1:] >> 16 != keys[:, :-1] >> 16
-            flat = keys[last]
-            yield flat >> 16, (flat & 65535) * _STEP, last.sum(dim=1)
-
-    terms, weights, lengths = map(torch.cat, zip(*pieces(), strict=True))
-    return DeviceRows(torch.nn.functional.pad(lengths.cumsum(0), (1, 0)), terms, weights)
+def _device_zipf_ranks(
+    size: int,
+    shape: tuple[int, int],
+    generator: torch.Generator,
+) -> Tensor:
+    """Draw ranks below ``size`` on a device, with probabilities ``~ 1 / (rank + 10)``."""
+    draws = torch.rand(shape, generator=generator, device=generator.device)
+    ranks = 10 * (draws * math.log((size + 10) / 10)).exp() - 10
+    return torch.clamp(ranks.long(), max=size - 1)
 
 
-def made_tokens(
+def make_tokens(
     count: int,
     length: int,
     dims: int,
     seed: int,
     device: torch.device,
 ) -> QuantizedTokens:
-    """Random int8 token vectors ``[count, length, dims]`` of norm 1, about."""
+    """Draw random int8 token vectors ``[count, length, dims]`` with norms of about 1.
+
+    Args:
+        count: number of documents.
+        length: tokens of a document.
+        dims: dimensions of a token vector.
+        seed: seed of the random numbers.
+        device: the device that draws and holds the vectors.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     values = torch.empty(count, length, dims, dtype=torch.int8, device=device)
-    for part in torch.split(values, PIECE):
-        part.random_(-127, 128, generator=generator)
+    for chunk in torch.split(values, CHUNK_DOCUMENTS):
+        chunk.random_(-127, 128, generator=generator)
     scales = torch.empty(count, length, device=device).uniform_(0.5, 1.5, generator=generator)
-    return QuantizedTokens(values, scales.div_(73.3 * math.sqrt(dims)))
+    return QuantizedTokens(values, scales.div_(_INT8_ROOT_MEAN_SQUARE * math.sqrt(dims)))
 
 
-def made_asked(count: int, length: int, dims: int, device: torch.device) -> Tensor:
-    """Queries ``[count, length, dims]`` for them, of norm 1."""
-    made = torch.randn(
+def make_query_tokens(count: int, length: int, dims: int, device: torch.device) -> Tensor:
+    """Draw random token vectors of queries, ``[count, length, dims]`` fp32, with norms of 1."""
+    vectors = torch.randn(
         count,
         length,
         dims,
         generator=torch.Generator(device).manual_seed(1),
         device=device,
     )
-    return torch.nn.functional.normalize(made, dim=-1)
+    return torch.nn.functional.normalize(vectors, dim=-1)
 
 
-def judged(found: Found, scores: Tensor, truth: Callable[[Tensor], Tensor]) -> str:
-    """The gate of MaxSim: `scores` are of all documents, `truth` gives some in fp64."""
+def check_maxsim_top_k(
+    top_k: TopK,
+    scores: Tensor,
+    exact_scores: Callable[[Tensor], Tensor],
+) -> str:
+    """Compare the result of a late-interaction search with exact scores.
+
+    Args:
+        top_k: scores and documents ``[Q, k]`` of the search.
+        scores: ``[Q, N]``, scores of all documents by the kernel.
+        exact_scores: returns scores ``[Q, n]`` in fp64 of the documents at ``n`` positions.
+
+    Returns:
+        ``"ok"``, or the comparisons whose error is over the budget of fp32.
+    """
+    best_scores, best_documents = top_k
     spread = torch.linspace(
         0,
         scores.size(1) - 1,
-        SAMPLE,
+        CHECKED_DOCUMENTS,
         dtype=torch.float64,
         device=scores.device,
     ).long()
-    some = torch.cat([spread, found[1][0]])
+    # some documents of the whole collection, and the hits of the first query
+    checked = torch.cat([spread, best_documents[0]])
+    k = best_scores.size(1)
     errors = {
-        "scores": relative_error(scores[:, some], truth(some)),
-        "the best scores": relative_error(found[0], scores.topk(found[0].size(1)).values),
-        "their documents": relative_error(found[0], scores.gather(1, found[1])),
+        "scores": relative_error(scores[:, checked], exact_scores(checked)),
+        "the best scores": relative_error(best_scores, scores.topk(k).values),
+        "their documents": relative_error(best_scores, scores.gather(1, best_documents)),
     }
-    wrong = [
+    failures = [
         f"{name} are off by {error:.1e}"
         for name, error in errors.items()
         if error > BUDGETS["float32"].forward
     ]
-    return ", ".join(wrong) or "ok"
+    return ", ".join(failures) if failures else "ok"
 
 
-def made_late(
+def make_late_index(
     folder: Path,
     storage: str,
     count: int,
@@ -317,39 +530,65 @@ def made_late(
     dims: int,
     device: torch.device,
 ) -> LateIndex:
-    """An index of such documents without candidates, by files as :meth:`LateIndex.build` writes
-    them.
+    """Write and open a late-interaction index of random documents, without candidates.
+
+    The files are those that :meth:`LateIndex.build` writes, but the vectors of all documents are
+    never in memory together.
+
+    Args:
+        folder: folder of the index, which must not exist.
+        storage: storage of token vectors, ``int8`` or ``int4``.
+        count: number of documents.
+        length: tokens of a document.
+        dims: dimensions of a token vector.
+        device: the device that draws the vectors.
     """
     folder.mkdir()
-    sums = list[int]()
-
-    def checked(arrays: list[npt.NDArray[np.generic]], start: int) -> list[int]:
-        rows = np.arange(start, min(start + 1000 * length, len(arrays[0])), length)
-        found: list[int] = token_blocks.checksums(arrays, rows, rows + length).tolist()
-        return found
-
-    values, scales = (
-        (folder / name).open("wb") for name in (token_blocks.VALUES, token_blocks.SCALES)
-    )
-    with values, scales, ThreadPoolExecutor() as pool:
-        for low in range(0, count, PIECE):
-            made = made_tokens(min(PIECE, count - low), length, dims, low, device)
-            flat = QuantizedTokens(made.values.flatten(0, 1), made.scales.flatten())
-            arrays = token_blocks.file_arrays(
-                token_blocks.to_storage(flat, storage).map(Tensor.cpu),
-            )
-            for stream, array in zip((values, scales), arrays, strict=True):
-                stream.write(array.data)
-            sums += chain.from_iterable(
-                pool.map(partial(checked, arrays), range(0, len(arrays[0]), 1000 * length)),
-            )
+    checksums: list[int] = []
+    with (
+        (folder / token_blocks.VALUES).open("wb") as values_file,
+        (folder / token_blocks.SCALES).open("wb") as scales_file,
+        ThreadPoolExecutor() as pool,
+    ):
+        for start in range(0, count, CHUNK_DOCUMENTS):
+            tokens = make_tokens(min(CHUNK_DOCUMENTS, count - start), length, dims, start, device)
+            packed = QuantizedTokens(tokens.values.flatten(0, 1), tokens.scales.flatten())
+            stored = token_blocks.to_storage(packed, storage).map(Tensor.cpu)
+            values, scales = token_blocks.file_arrays(stored)
+            values_file.write(values.data)
+            scales_file.write(scales.data)
+            checksums += _checksums(pool, [values, scales], length)
     np.save(folder / token_blocks.OFFSETS, np.arange(count + 1) * length)
-    np.save(folder / token_blocks.CHECKSUMS, np.array(sums, np.uint32))
-    files = token_blocks.TokenFiles(folder, count, dims, storage)
+    np.save(folder / token_blocks.CHECKSUMS, np.array(checksums, np.uint32))
     return LateIndex(
-        [f"d{i}" for i in range(count)],
-        files,
+        _ids("d", count),
+        token_blocks.TokenFiles(folder, count, dims, storage),
         None,
         {"storage": storage},
         Provenance(),
     )
+
+
+def _checksums(
+    pool: ThreadPoolExecutor,
+    arrays: list[npt.NDArray[Any]],
+    length: int,
+) -> list[int]:
+    """Compute the checksums of documents of one length, with several threads.
+
+    Args:
+        pool: the threads.
+        arrays: packed values and scales of the documents, as they are in the files.
+        length: tokens of a document.
+    """
+    n_tokens = len(arrays[0])
+
+    def checksums_from(first_token: int) -> list[int]:
+        """Compute the checksums of the documents of one task."""
+        end = min(first_token + CHECKSUM_DOCUMENTS * length, n_tokens)
+        starts = np.arange(first_token, end, length)
+        results: list[int] = token_blocks.checksums(arrays, starts, starts + length).tolist()
+        return results
+
+    first_tokens = range(0, n_tokens, CHECKSUM_DOCUMENTS * length)
+    return list(itertools.chain.from_iterable(pool.map(checksums_from, first_tokens)))

@@ -1,19 +1,25 @@
-"""Time searches of whole collections on one GPU.
+"""Time searches of large collections on one GPU.
 
     python -m benchmarks.search_gpu [--only sparse-1m] [--output benchmarks/results]
 
-Timed: late interaction in memory, in 4 bits and streamed from mapped files; learned sparse vectors,
-one query at a time and in batches; and texts to hits. Times are by the wall clock, with the part of
-the CPU, until the device has finished. Ways of a comparison take turns. Collections are random and
-made on the device (``search_data``).
+Timed are searches of three kinds:
 
-Baseline: products of torch, torch's CSR matrix, copies from pinned memory, or int8 beside int4.
-`goal` is what an H200 should reach: milliseconds, queries a second, or a `share`: of the rate of
-copies from pinned memory, of the bytes of int8, or of the time in which the GPU is busy.
+- late interaction with documents in memory, in 4 bits, and streamed from mapped files
+- learned sparse vectors, one query at a time and in batches
+- from texts to hits
 
-Gate: scores of some documents and of the best ones in fp64, within the budget of fp32. Sparse
-scores may differ by the rounding of their integer sums. Single queries must find what they find in
-the batch.
+Times are by the wall clock until the device has finished, so they include the CPU's part. Methods
+of a comparison run in turns. Collections are random, and are drawn on the device by
+:mod:`benchmarks.search_data`.
+
+Baselines are products of torch, torch's CSR matrix, copies from pinned memory, or int8 for int4.
+The column `goal` is the value that an H200 should reach. It has milliseconds, queries per second,
+or a value for the column `share`. `share` is relative to the rate of copies from pinned memory, to
+the bytes of int8, or to the whole time, for the part in which the GPU is busy.
+
+Gate: scores of some documents, and of the best ones, are compared with fp64, within the budget of
+fp32. Sparse scores may differ by the rounding of their integer sums. Single queries must return the
+same documents as in the batch.
 
 `--device cpu --tiny` shows that all of it runs.
 """
@@ -29,7 +35,8 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -42,13 +49,14 @@ from benchmarks.encode_data import CASES, make_model
 from benchmarks.job import Job, JobCase, JobOptions, Row, SearchMethod, main, time_methods
 from benchmarks.queries import queries_of
 from benchmarks.search_data import (
-    Found,
-    judged,
-    made_asked,
-    made_late,
-    made_queries,
-    made_rows,
-    made_tokens,
+    DeviceRows,
+    TopK,
+    check_maxsim_top_k,
+    make_device_rows,
+    make_late_index,
+    make_queries,
+    make_query_tokens,
+    make_tokens,
 )
 from tilefold.bench.spec import Runnable, captured
 from tilefold.bench.timing import TimeBudget
@@ -56,356 +64,756 @@ from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
 from tilefold.ops.sparse_search import sparse_topk
 from tilefold.pipeline.rows import Batch, SparseRows, Window, repeat_interleave
 from tilefold.pipeline.threads import Prefetcher
-from tilefold.retrieval import LateIndex, TokenVectors
+from tilefold.retrieval import LateIndex, SparseVectors, TokenVectors
 from tilefold.retrieval.index import late, token_blocks
+from tilefold.retrieval.index.on_device import DeviceIndex
 
-K, DIMS, QUERY_TOKENS, TOKENS = 100, 128, 32, 64
-SEVERAL, BATCH, TURNS, TINY = (
-    16,
-    512,
-    64,
-    2000,
-)  # queries of a pass, of a batch, and that take turns; documents
-BATCHES, TOGETHER = 96, 4  # of texts; batches that one call encodes
-COPY, PIECE = (
-    1 << 28,
-    1 << 16,
-)  # bytes of a copy from pinned memory; documents that torch scores at a time
-BUDGET, ONCE = TimeBudget(seconds=0.8, min_reps=7, max_reps=30), TimeBudget(0.0, 1, 1)
+# number of hits, dimensions of token vectors, and tokens of a query and of a document
+K = 100
+DIMS = 128
+QUERY_TOKENS = 32
+DOCUMENT_TOKENS = 64
+# documents of each collection with --tiny
+TINY_DOCUMENTS = 2000
+
+# queries that a late-interaction search takes together
+SEVERAL_QUERIES = 16
+# queries of a batch of sparse vectors or texts
+BATCH_QUERIES = 512
+# single sparse queries that are timed in turn, so that no result is of one query
+SINGLE_QUERIES = 64
+# documents from which the terms of sparse queries are drawn
+QUERIED_DOCUMENTS = 20_000
+# batches of texts, and batches that one call encodes together
+TEXT_BATCHES = 96
+BATCHES_PER_CALL = 4
+
+# bytes of one copy from pinned memory
+COPY_BYTES = 1 << 28
+# documents that torch's MaxSim scores at a time
+TORCH_DOCUMENTS = 1 << 16
+
+BUDGET = TimeBudget(seconds=0.8, min_reps=7, max_reps=30)
+TEXT_BUDGET = TimeBudget(seconds=2.0, min_reps=3, max_reps=7)
+ONCE = TimeBudget(seconds=0.0, min_reps=1, max_reps=1)
 
 
 def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
-    """Rows of a case; an error is one, and leaves the other cases."""
+    """Measure a case. An error becomes a row, so that the other cases still run.
+
+    Raises:
+        ValueError: for a CPU without ``--tiny``.
+    """
     if options.device.type == "cpu" and not options.quick:
         raise ValueError("device: expected a GPU, or --tiny, got cpu.")
-    count = min(case.numbers["documents"], TINY) if options.quick else case.numbers["documents"]
+    n_documents = case.numbers["documents"]
+    if options.quick:
+        n_documents = min(n_documents, TINY_DOCUMENTS)
     try:
-        for row in case.numbers["run"](case, count, options.device):
-            yield {"case": case.name, "documents": count, "share": "", **row}
+        for row in case.numbers["measure"](case, n_documents, options.device):
+            yield {"case": case.name, "documents": n_documents, "share": "", **row}
     except Exception as error:
         traceback.print_exc()
-        yield {
-            "case": case.name,
-            "way": "error",
-            "gate": " ".join(f"{type(error).__name__}: {error}".split())[:300],
-        }
+        message = " ".join(f"{type(error).__name__}: {error}".split())
+        yield {"case": case.name, "way": "error", "gate": message[:300]}
     finally:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-def in_memory(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """MaxSim over all documents, padded and packed; where asked for, beside products and maxima of
-    torch in bf16.
+def measure_maxsim(
+    case: JobCase,
+    n_documents: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Time MaxSim over all documents in memory, padded and packed.
+
+    If the case has ``peer``, torch's products and maxima in bf16 are timed too.
     """
-    tokens = made_tokens(count, case.numbers["length"], DIMS, 0, device)
-    asked = made_asked(SEVERAL, QUERY_TOKENS, DIMS, device)
-    packed = QuantizedTokens(tokens.values.flatten(0, 1), tokens.scales.flatten())
-    offsets = torch.arange(count + 1, dtype=torch.int32, device=device) * case.numbers["length"]
-
-    def part(some: Any) -> QuantizedTokens:
-        return QuantizedTokens(tokens.values[some], tokens.scales[some])
-
-    def of_torch() -> Found:
-        scores = torch.empty(count, device=device)
-        for low in range(0, count, PIECE):
-            products = (
-                part(slice(low, low + PIECE)).dequantize(torch.bfloat16) @ asked[0].bfloat16().T
-            )
-            scores[low : low + PIECE] = products.amax(1).float().sum(1)
-        return scores.topk(K)
-
-    def way(
-        queries: Tensor,
-        documents: QuantizedTokens,
-        cut: Tensor | None,
-        goal: object = "",
-    ) -> SearchMethod:
-        call = partial(maxsim_topk, queries, documents, K, cu_seqlens_d=cut)
-        scores = maxsim(queries, documents, cu_seqlens_d=cut)
-        gate = judged(call(), scores, lambda some: maxsim(queries, part(some), impl="reference"))
-        return SearchMethod(call, len(queries), tokens.nbytes, tokens.nbytes, goal, gate)
-
-    for queries, goal in zip((asked[:1], asked), case.numbers["goals"], strict=True):
-        name = f"maxsim_topk, {len(queries)}"
-        ways = {
-            name: way(queries, tokens, None, goal),
-            f"{name}, packed": way(queries, packed, offsets),
+    length = case.numbers["length"]
+    documents = make_tokens(n_documents, length, DIMS, 0, device)
+    packed = QuantizedTokens(documents.values.flatten(0, 1), documents.scales.flatten())
+    offsets = torch.arange(n_documents + 1, dtype=torch.int32, device=device) * length
+    all_queries = make_query_tokens(SEVERAL_QUERIES, QUERY_TOKENS, DIMS, device)
+    for n_queries, goal in zip((1, SEVERAL_QUERIES), case.numbers["goals"], strict=True):
+        queries = all_queries[:n_queries]
+        name = f"maxsim_topk, {n_queries}"
+        methods = {
+            name: _maxsim_method(queries, documents, None, documents, goal),
+            f"{name}, packed": _maxsim_method(queries, packed, offsets, documents),
         }
-        yield from time_methods(ways, device, BUDGET)
+        yield from time_methods(methods, device, BUDGET)
     if case.numbers["peer"]:
-        yield from time_methods(
-            {"torch, 1": SearchMethod(of_torch, 1, tokens.nbytes)}, device, ONCE
-        )
+        search = partial(_torch_maxsim_topk, all_queries[0], documents)
+        method = SearchMethod(search, 1, documents.nbytes)
+        yield from time_methods({"torch, 1": method}, device, ONCE)
 
 
-work = functools.cache(partial(tempfile.TemporaryDirectory, prefix="tilefold-search-gpu-"))
+def _maxsim_method(
+    queries: Tensor,
+    documents: QuantizedTokens,
+    offsets: Tensor | None,
+    padded_documents: QuantizedTokens,
+    goal: object = "",
+) -> SearchMethod:
+    """Return a search by ``maxsim_topk``, checked with the reference implementation.
+
+    Args:
+        queries: ``[Q, L, D]``.
+        documents: padded ``[N, S, D]``, or packed ``[N * S, D]``.
+        offsets: ``[N + 1]`` of packed documents. None for padded ones.
+        padded_documents: ``[N, S, D]``, for the check.
+        goal: milliseconds that a GPU should reach.
+    """
+    search = partial(maxsim_topk, queries, documents, K, cu_seqlens_d=offsets)
+
+    def exact_scores(positions: Tensor) -> Tensor:
+        """Score documents with the reference implementation."""
+        return maxsim(queries, _select(padded_documents, positions), impl="reference")
+
+    n_bytes = padded_documents.nbytes
+    return SearchMethod(
+        search,
+        queries=len(queries),
+        stored_bytes=n_bytes,
+        read_bytes=n_bytes,
+        goal=goal,
+        gate=check_maxsim_top_k(
+            search(),
+            maxsim(queries, documents, cu_seqlens_d=offsets),
+            exact_scores,
+        ),
+    )
+
+
+def _select(documents: QuantizedTokens, selection: Tensor | slice) -> QuantizedTokens:
+    """Return some of padded documents."""
+    return QuantizedTokens(documents.values[selection], documents.scales[selection])
+
+
+def _torch_maxsim_topk(query: Tensor, documents: QuantizedTokens) -> TopK:
+    """Search with torch's products and maxima in bf16.
+
+    Args:
+        query: ``[L, D]``.
+        documents: padded, ``[N, S, D]``.
+
+    Returns:
+        Scores ``[K]`` and documents ``[K]``.
+    """
+    n_documents = len(documents.values)
+    scores = torch.empty(n_documents, device=query.device)
+    for start in range(0, n_documents, TORCH_DOCUMENTS):
+        block = slice(start, start + TORCH_DOCUMENTS)
+        tokens = _select(documents, block).dequantize(torch.bfloat16)
+        products = tokens @ query.bfloat16().T
+        scores[block] = products.amax(1).float().sum(1)
+    return scores.topk(K)
 
 
 @functools.cache
-def store(storage: str, count: int, device: torch.device) -> LateIndex:
-    """The index of a storage, which two cases search."""
-    return made_late(Path(work().name) / storage, storage, count, TOKENS, DIMS, device)
+def _work_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder of the indexes, which is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="tilefold-search-gpu-")
 
 
-def late_ways(
+@functools.cache
+def _stored_index(storage: str, n_documents: int, device: torch.device) -> LateIndex:
+    """Write an index once, for all cases that search it.
+
+    Args:
+        storage: storage of token vectors, ``int8`` or ``int4``.
+        n_documents: number of documents.
+        device: the device that draws the vectors.
+    """
+    return make_late_index(
+        Path(_work_folder().name) / storage,
+        storage,
+        n_documents,
+        DOCUMENT_TOKENS,
+        DIMS,
+        device,
+    )
+
+
+def _late_methods(
     storage: str,
-    count: int,
+    n_documents: int,
     device: torch.device,
     goal: object = "",
-    read: bool = False,
+    streamed: bool = False,
 ) -> dict[str, SearchMethod]:
-    """One query and several by an index that holds nothing yet; its first search reads and checks
-    the files.
+    """Return searches of a late-interaction index with one query and with several.
+
+    The index is opened anew, so that its first search, for the gate, reads and checks the files.
+
+    Args:
+        storage: storage of token vectors, ``int8`` or ``int4``.
+        n_documents: number of documents.
+        device: the device that searches.
+        goal: the value that a GPU should reach.
+        streamed: whether every search must read the documents from the files.
     """
-    made = store(storage, count, device)
-    index = LateIndex(made.ids, made.files, None, made.options, made.provenance).on(str(device))
-    asked, ways = made_asked(SEVERAL, QUERY_TOKENS, DIMS, device), {}
-    for number in (1, SEVERAL):
-        rows, how = asked[:number].cpu(), token_blocks.QueryBatch(asked[:number], None)
-        queries = TokenVectors.pack([f"q{at}" for at in range(number)], list(rows), DIMS, "fp32")
-        hits = index.search(queries, K)
-        best = torch.tensor([[score for _, score in row] for row in hits], device=device)
-        documents = torch.tensor(
-            [[int(name[1:]) for name, _ in row] for row in hits],
-            device=device,
+    stored = _stored_index(storage, n_documents, device)
+    index = LateIndex(stored.ids, stored.files, None, stored.options, stored.provenance)
+    index = index.on(str(device))
+    all_queries = make_query_tokens(SEVERAL_QUERIES, QUERY_TOKENS, DIMS, device)
+    methods: dict[str, SearchMethod] = {}
+    for n_queries in (1, SEVERAL_QUERIES):
+        vectors = all_queries[:n_queries]
+        queries = TokenVectors.pack(
+            [f"q{position}" for position in range(n_queries)],
+            list(vectors.cpu()),
+            DIMS,
+            "fp32",
         )
-        (share,) = index._documents_on(index._devices(device))
-        scores = [
-            token_blocks.maxsim_scores(how, part, cut, "sum") for _, _, part, cut in share.blocks()
-        ]
-
-        def truth(some: Tensor, rows: Tensor = rows) -> Tensor:
-            packed, offsets = index.files.take(some.cpu().numpy())
-            return maxsim(rows, packed.decoded(), cu_seqlens_d=offsets, impl="reference").to(device)
-
-        gate, size = judged((best, documents), torch.cat(scores, 1), truth), index.files.nbytes
-        gate = "the GPU holds the documents" if read and share.resident is not None else gate
-        ways[f"{storage}, {number}"] = SearchMethod(
+        n_bytes = index.files.nbytes
+        methods[f"{storage}, {n_queries}"] = SearchMethod(
             partial(index.search, queries, K),
-            number,
-            size,
-            size * read,
-            goal,
-            gate,
+            queries=n_queries,
+            stored_bytes=n_bytes,
+            read_bytes=n_bytes if streamed else 0,
+            goal=goal,
+            gate=_check_late_search(index, queries, vectors, streamed),
         )
-    return ways
+    return methods
 
 
-def four_bits(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """The index in memory, in 8 and in 4 bits."""
-    eight, four = (
-        late_ways("int8", count, device),
-        late_ways("int4", count, device, case.numbers["goal"]),
-    )
-    for row in time_methods(eight | four, device, BUDGET):
-        yield row | (
-            {"share": row["gb"] * 1e9 / eight["int8, 1"].stored_bytes} if row["way"] in four else {}
-        )
+def _check_late_search(
+    index: LateIndex,
+    queries: TokenVectors,
+    query_vectors: Tensor,
+    streamed: bool,
+) -> str:
+    """Compare the hits of a late-interaction index with exact scores.
 
+    Args:
+        index: an index on one device.
+        queries: the queries.
+        query_vectors: ``[Q, L, D]`` of the same queries, on the device of the index.
+        streamed: whether the device must not hold the documents.
 
-def streamed(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """The index in mapped files, of which the GPU may hold nothing, beside copies of as many bytes
-    of pinned memory.
+    Returns:
+        ``"ok"``, or the reason why the check failed.
     """
-    pinned = torch.empty(COPY, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there, times = (
-        torch.empty_like(pinned, device=device),
-        1 + store("int8", count, device).files.nbytes // COPY,
-    )
+    device = query_vectors.device
+    hits = index.search(queries, K)
+    scores = torch.tensor([[score for _, score in row] for row in hits], device=device)
+    # ids are "d" and the position
+    documents = torch.tensor([[int(name[1:]) for name, _ in row] for row in hits], device=device)
+    (device_documents,) = index._documents_on(index._devices(device))
+    if streamed and device_documents.resident is not None:
+        return "the GPU holds the documents"
+    batch = token_blocks.QueryBatch(query_vectors, None)
+    block_scores = [
+        token_blocks.maxsim_scores(batch, block.vectors, block.offsets, "sum")
+        for block in device_documents.blocks()
+    ]
 
-    def copies() -> None:
-        for _ in range(times):
-            there.copy_(pinned, non_blocking=True)
+    def exact_scores(positions: Tensor) -> Tensor:
+        """Score documents from the files with the reference implementation."""
+        packed, offsets = index.files.take(positions.cpu().numpy())
+        return maxsim(
+            query_vectors.cpu(),
+            packed.decoded(),
+            cu_seqlens_d=offsets,
+            impl="reference",
+        ).to(device)
 
+    return check_maxsim_top_k((scores, documents), torch.cat(block_scores, 1), exact_scores)
+
+
+def measure_four_bits(
+    case: JobCase,
+    n_documents: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Time a late-interaction index in memory, in 8 and in 4 bits.
+
+    The column ``share`` of 4 bits is the size relative to 8 bits.
+    """
+    int8_methods = _late_methods("int8", n_documents, device)
+    int4_methods = _late_methods("int4", n_documents, device, case.numbers["goal"])
+    int8_bytes = int8_methods["int8, 1"].stored_bytes
+    for row in time_methods({**int8_methods, **int4_methods}, device, BUDGET):
+        method = int4_methods.get(row["way"])
+        if method is not None:
+            row["share"] = method.stored_bytes / int8_bytes
+        yield row
+
+
+def measure_streamed(
+    case: JobCase,
+    n_documents: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Time an index in mapped files, and copies of the same size from pinned memory.
+
+    The GPU is not allowed to hold any document. The column ``share`` is the rate of reading,
+    relative to the copies.
+    """
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty_like(source, device=device)
+    n_copies = 1 + _stored_index("int8", n_documents, device).files.nbytes // COPY_BYTES
+
+    def copy() -> None:
+        """Copy at least as many bytes as the index has."""
+        for _ in range(n_copies):
+            target.copy_(source, non_blocking=True)
+
+    copied_bytes = n_copies * COPY_BYTES
     with mock.patch.object(late, "_MEMORY_FRACTION", 0.0):
-        ways = late_ways("int8", count, device, case.numbers["goal"], read=True)
-        rows = list(
-            time_methods(
-                {"pinned": SearchMethod(copies, 0, times * COPY, times * COPY), **ways},
-                device,
-                BUDGET,
-            ),
-        )
+        methods = {
+            "pinned": SearchMethod(copy, 0, copied_bytes, copied_bytes),
+            **_late_methods("int8", n_documents, device, case.numbers["goal"], streamed=True),
+        }
+        rows = list(time_methods(methods, device, BUDGET))
+    copy_rate = rows[0]["tb_s"]
     for row in rows:
-        yield row | ({"share": row["tb_s"] / rows[0]["tb_s"]} if row["gate"] == "ok" else {})
+        if row["gate"] == "ok":
+            row["share"] = row["tb_s"] / copy_rate
+        yield row
 
 
-def sparse(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """Time one query and a batch, on the device and from the host, against torch's CSR matrix."""
-    rows, number = made_rows(count, 0, device), BATCH if count > TINY else SEVERAL
-    index, queries = rows.on_device(), made_queries(rows.first(min(count, 20_000)), number, 0)
-    singles = [queries.take([at]) for at in range(min(TURNS, number))]
-    (terms, weights), *each = (
-        [part.to(device) for part in index._padded(some)] for some in (queries, *singles)
-    )
-    dense = torch.zeros(number, index.vocab_size, device=device).scatter_add_(
-        1,
-        terms.long(),
-        weights,
-    )
-    matrix, held = rows.matrix(), index.postings.nbytes
+@dataclass(frozen=True)
+class _SparseSearch:
+    """A sparse collection on a device and a batch of queries, in the forms that searches take.
 
-    def best(terms: Tensor, weights: Tensor) -> Found:
-        return sparse_topk(index.postings, terms, weights, K)
+    Attributes:
+        rows: the documents.
+        index: index of the documents.
+        queries: the queries on the CPU.
+        terms: ``[Q, T]``, terms of the queries on the device, padded.
+        weights: ``[Q, T]``, weights of the terms. Padding has 0.
+    """
 
-    whole = best(terms, weights)
-    right = rows.judged(whole, index, terms, weights)
-    expected = [row[row >= 0].tolist() for row in whole[1]]
+    rows: DeviceRows
+    index: DeviceIndex
+    queries: SparseVectors
+    terms: Tensor
+    weights: Tensor
 
-    def way(ask: Callable[[int], Any], goal: object = "", peer: bool = False) -> SearchMethod:
-        wrong = (
-            sum(documents_of(ask(at)) != expected[at] for at in range(len(singles)))
-            if not peer
-            else 0
+    @classmethod
+    def make(cls, n_documents: int, device: torch.device) -> _SparseSearch:
+        """Draw the documents and the queries."""
+        rows = make_device_rows(n_documents, 0, device)
+        index = rows.on_device()
+        n_queries = BATCH_QUERIES if n_documents > TINY_DOCUMENTS else SEVERAL_QUERIES
+        queries = make_queries(rows.first(min(n_documents, QUERIED_DOCUMENTS)), n_queries, 0)
+        terms, weights = index._padded(queries)
+        return cls(rows, index, queries, terms.to(device), weights.to(device))
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the index on the device."""
+        return self.index.postings.nbytes
+
+    @cached_property
+    def dense_queries(self) -> Tensor:
+        """Queries ``[Q, V]`` on the device."""
+        dense = torch.zeros(
+            len(self.terms),
+            self.index.vocab_size,
+            device=self.terms.device,
         )
-        turns = itertools.cycle(range(len(singles)))
-        gate = f"{wrong} queries find others than in the batch" if wrong else right
-        return SearchMethod(lambda: ask(next(turns)), 1, held, 0, goal, gate)
+        return dense.scatter_add_(1, self.terms.long(), self.weights)
 
-    goals = case.numbers["goals"]
-    ways = {
-        "sparse_topk, 1": way(lambda at: best(*each[at]), goals[0]),
-        "DeviceIndex.search, 1": way(lambda at: index.search(singles[at], K)),
-        "search_tensor, 1": way(lambda at: index.search_tensor(dense[at : at + 1], K)),
-        "torch CSR and topk, 1": way(lambda at: (matrix @ dense[at]).topk(K), peer=True),
+    @cached_property
+    def matrix(self) -> Tensor:
+        """Documents ``[N, V]`` as torch's CSR matrix."""
+        return self.rows.matrix()
+
+    @cached_property
+    def top_k(self) -> TopK:
+        """Scores and documents ``[Q, K]`` of the whole batch."""
+        return self.search(self.terms, self.weights)
+
+    @cached_property
+    def gate(self) -> str:
+        """Result of the check of :attr:`top_k`: ``"ok"``, or the reason why it failed."""
+        return self.rows.check_top_k(self.top_k, self.index, self.terms, self.weights)
+
+    def search(self, terms: Tensor, weights: Tensor) -> TopK:
+        """Search with terms and weights ``[Q, T]`` that are on the device."""
+        return sparse_topk(self.index.postings, terms, weights, K)
+
+
+def measure_sparse(
+    case: JobCase,
+    n_documents: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Time searches of sparse vectors with one query and with a batch.
+
+    Queries are on the device or on the CPU. The baseline is torch's CSR matrix.
+    """
+    search = _SparseSearch.make(n_documents, device)
+    single_goal, batch_goal = case.numbers["goals"]
+    yield from time_methods(_single_query_methods(search, single_goal), device, BUDGET)
+    yield from time_methods(_batch_methods(search, batch_goal), device, BUDGET)
+
+
+def _single_query_methods(search: _SparseSearch, goal: float) -> dict[str, SearchMethod]:
+    """Return searches with one query at a time.
+
+    Args:
+        search: the collection and the queries.
+        goal: milliseconds that ``sparse_topk`` should reach.
+    """
+    device = search.terms.device
+    index = search.index
+    n_queries = min(SINGLE_QUERIES, len(search.queries))
+    singles = [search.queries.take([position]) for position in range(n_queries)]
+    # without the padding of the batch
+    padded_singles: list[tuple[Tensor, Tensor]] = []
+    for single in singles:
+        terms, weights = index._padded(single)
+        padded_singles.append((terms.to(device), weights.to(device)))
+    dense = search.dense_queries
+    matrix = search.matrix
+
+    def search_tensors(query: int) -> TopK:
+        """Search with one query that is on the device."""
+        terms, weights = padded_singles[query]
+        return search.search(terms, weights)
+
+    methods = {
+        "sparse_topk, 1": _single_query_method(search, search_tensors, n_queries, goal),
+        "DeviceIndex.search, 1": _single_query_method(
+            search,
+            lambda query: index.search(singles[query], K),
+            n_queries,
+        ),
+        "search_tensor, 1": _single_query_method(
+            search,
+            lambda query: index.search_tensor(dense[query : query + 1], K),
+            n_queries,
+        ),
+        "torch CSR and topk, 1": _single_query_method(
+            search,
+            lambda query: (matrix @ dense[query]).topk(K),
+            n_queries,
+            is_baseline=True,
+        ),
     }
     if device.type == "cuda":
-        static: Any = [part[:1].clone() for part in (terms, weights)]
-        capture: Any = lambda: best(*static)  # noqa: E731
-        graph = captured(Runnable(capture, None, "")).forward
-
-        def replayed(at: int) -> object:
-            for held, part in zip(static, (terms, weights), strict=True):
-                held.copy_(part[at : at + 1])
-            return graph()
-
-        ways["sparse_topk, 1, as a CUDA graph"] = way(replayed)
-    yield from time_methods(ways, device, BUDGET)
-    csr = dense.to_sparse_csr()
-    batched: dict[str, tuple[Callable[[], object], object]] = {
-        "sparse_topk, batch": (lambda: best(terms, weights), f"{goals[1]} a second"),
-        "search_tensor, batch": (lambda: index.search_tensor(csr, K), ""),
-        "DeviceIndex.search, batch": (lambda: index.search(queries, K), ""),
-        "torch CSR, batch": (lambda: matrix @ dense.T, ""),
-    }
-    together = {
-        name: SearchMethod(call, number, held, 0, goal, right)
-        for name, (call, goal) in batched.items()
-    }
-    yield from time_methods(together, device, BUDGET)
-
-
-def documents_of(found: Any) -> list[int]:
-    """The documents of a single query."""
-    if isinstance(found[0], list):
-        return [int(name[1:]) for name, _ in found[0]]
-    return [at for at in found[1][0].tolist() if at >= 0]
-
-
-def encode_search(case: JobCase, count: int, device: torch.device) -> Iterator[Row]:
-    """Texts to hits: batches one after the other, and encoded in a thread while others are
-    searched.
-    """
-    from tilefold.integrations.sentence_transformers import accelerate
-
-    rows, small = made_rows(count, 0, device), count <= TINY
-    index, texts = rows.on_device(), queries_of(BATCH * (TOGETHER if small else BATCHES))
-    named = "tiny-cpu" if small else "bert-base"
-    with tempfile.TemporaryDirectory() as folder:
-        model = make_model(
-            next(one for one in CASES if one.name == named),
-            texts,
-            Path(folder),
-            device,
+        methods["sparse_topk, 1, as a CUDA graph"] = _single_query_method(
+            search,
+            _graph_search(search),
+            n_queries,
         )
-    truth = Truth(model, {str(place): text for place, text in enumerate(texts[:BATCH])})
-    accelerate(model)
-    encode: Callable[[Sequence[str]], Tensor] = partial(model.encode_query, show_progress_bar=False)
+    return methods
 
-    def cut(size: int, start: int = 0) -> list[list[str]]:
-        return [texts[low : low + size] for low in range(start, len(texts), size)]
 
-    def one_by_one() -> None:
-        for part in cut(BATCH):
-            index.search_tensor(encode(part), K)
+def _single_query_method(
+    search: _SparseSearch,
+    search_query: Callable[[int], Any],
+    n_queries: int,
+    goal: object = "",
+    is_baseline: bool = False,
+) -> SearchMethod:
+    """Return a search that takes the next query at each call.
 
-    def ahead(size: int) -> None:
+    Args:
+        search: the collection and the queries.
+        search_query: searches with the query at a position.
+        n_queries: number of queries that take turns.
+        goal: milliseconds that a GPU should reach.
+        is_baseline: whether results are not compared with those of the batch.
+    """
+    gate = search.gate
+    if not is_baseline:
+        batch_documents = search.top_k[1]
+        n_different = 0
+        for query in range(n_queries):
+            row = batch_documents[query]
+            expected = row[row >= 0].tolist()
+            n_different += _returned_documents(search_query(query)) != expected
+        if n_different:
+            gate = f"{n_different} queries find others than in the batch"
+    turns = itertools.cycle(range(n_queries))
+    return SearchMethod(
+        lambda: search_query(next(turns)),
+        queries=1,
+        stored_bytes=search.n_bytes,
+        goal=goal,
+        gate=gate,
+    )
+
+
+def _graph_search(search: _SparseSearch) -> Callable[[int], object]:
+    """Capture a search with one query as a CUDA graph.
+
+    Returns:
+        A function that copies the query at a position into the graph's input, and replays it.
+    """
+    input_terms = search.terms[:1].clone()
+    input_weights = search.weights[:1].clone()
+    # a Runnable returns tensors in whatever form its function does
+    forward: Any = partial(search.search, input_terms, input_weights)
+    graph = captured(Runnable(forward, None, "")).forward
+
+    def replay(query: int) -> object:
+        """Search with one query of the batch."""
+        input_terms.copy_(search.terms[query : query + 1])
+        input_weights.copy_(search.weights[query : query + 1])
+        return graph()
+
+    return replay
+
+
+def _batch_methods(search: _SparseSearch, goal: int) -> dict[str, SearchMethod]:
+    """Return searches with all queries at once.
+
+    Args:
+        search: the collection and the queries.
+        goal: queries per second that ``sparse_topk`` should reach.
+    """
+    csr_queries = search.dense_queries.to_sparse_csr()
+    dense_queries = search.dense_queries
+    matrix = search.matrix
+    index = search.index
+    searches: dict[str, Callable[[], object]] = {
+        "sparse_topk, batch": partial(search.search, search.terms, search.weights),
+        "search_tensor, batch": partial(index.search_tensor, csr_queries, K),
+        "DeviceIndex.search, batch": partial(index.search, search.queries, K),
+        "torch CSR, batch": lambda: matrix @ dense_queries.T,
+    }
+    goals = {"sparse_topk, batch": f"{goal} a second"}
+    return {
+        name: SearchMethod(
+            search_batch,
+            queries=len(search.queries),
+            stored_bytes=search.n_bytes,
+            goal=goals.get(name, ""),
+            gate=search.gate,
+        )
+        for name, search_batch in searches.items()
+    }
+
+
+def _returned_documents(result: Any) -> list[int]:
+    """Return the positions of the documents in the result of a single query.
+
+    Args:
+        result: hits of each query, as of ``DeviceIndex.search``, or :data:`TopK`.
+    """
+    if isinstance(result[0], list):
+        (hits,) = result
+        # ids are "d" and the position
+        return [int(name[1:]) for name, _ in hits]
+    _, documents = result
+    return [position for position in documents[0].tolist() if position >= 0]
+
+
+class _TextSearch:
+    """Ways from texts to hits, with an accelerated sparse encoder and an index on the device.
+
+    Args:
+        n_documents: number of documents of the index.
+        device: the device that encodes and searches.
+    """
+
+    def __init__(self, n_documents: int, device: torch.device) -> None:
+        from tilefold.integrations.sentence_transformers import accelerate
+
+        is_tiny = n_documents <= TINY_DOCUMENTS
+        self.device = device
+        self.rows = make_device_rows(n_documents, 0, device)
+        self.index = self.rows.on_device()
+        n_batches = BATCHES_PER_CALL if is_tiny else TEXT_BATCHES
+        self.texts = queries_of(BATCH_QUERIES * n_batches)
+        model_name = "tiny-cpu" if is_tiny else "bert-base"
+        (model_case,) = (case for case in CASES if case.name == model_name)
+        with tempfile.TemporaryDirectory() as folder:
+            self.model = make_model(model_case, self.texts, Path(folder), device)
+        first_texts = self.texts[:BATCH_QUERIES]
+        self.truth = Truth(
+            self.model,
+            {str(position): text for position, text in enumerate(first_texts)},
+        )
+        accelerate(self.model)
+
+    def encode(self, texts: Sequence[str]) -> Tensor:
+        """Encode queries as a sparse tensor ``[Q, V]``."""
+        rows: Tensor = self.model.encode_query(texts, show_progress_bar=False)
+        return rows
+
+    def in_turn(self) -> None:
+        """Encode a batch, search with it, and go to the next one."""
+        for texts in self._batches(BATCH_QUERIES):
+            self.index.search_tensor(self.encode(texts), K)
+
+    def encoded_in_thread(self, batch_size: int) -> None:
+        """Encode in a thread, while batches before are searched."""
         with ThreadPoolExecutor(1) as pool:
-            for found in pool.map(encode, cut(size)):
-                index.search_tensor(found, K)
+            for rows in pool.map(self.encode, self._batches(batch_size)):
+                self.index.search_tensor(rows, K)
 
-    def batches(windows: Sequence[list[str]]) -> Iterator[Batch]:
-        items = model.encode_sparse_batch.stream(map(Window, windows), task="query", to_host=False)
-        return (item for item in items if isinstance(item, Batch))
-
-    def streamed(size: int) -> None:
-        first = [
-            texts[:BATCH],
-            texts[BATCH : 3 * BATCH],
-        ]  # small ones, for which the GPU waits less
+    def streamed(self, batch_size: int) -> None:
+        """Encode as a stream in a thread, while batches before are searched."""
+        # The first batches are small, because the GPU waits until they are tokenized.
+        n_first = 3 * BATCH_QUERIES
+        windows = [
+            self.texts[:BATCH_QUERIES],
+            self.texts[BATCH_QUERIES:n_first],
+            *self._batches(batch_size, start=n_first),
+        ]
+        encoded = self._stream(windows)
         with (
             torch.inference_mode(),
-            Prefetcher(batches([*first, *cut(size, 3 * BATCH)]), TOGETHER, "encoded") as found,
+            Prefetcher(encoded, BATCHES_PER_CALL, "encoded") as batches,
         ):
-            for batch in found:
-                index.search_tensor(batch.rows, K)
+            for batch in batches:
+                self.index.search_tensor(batch.rows, K)
 
-    def judged(queries: Tensor | SparseRows, dense: Tensor) -> str:
-        weights, terms = dense.float().topk(int((dense > 0).sum(1).max()), dim=1)
-        return rows.judged(index.search_tensor(queries, K), index, terms.int(), weights)
+    def check(self) -> str:
+        """Compare rows with the stock encoder's, and searches with exact scores.
 
-    some = encode(texts[:BATCH])
-    gate = judged(some, some.to_dense())
-    for batch in (
-        batches([texts[:BATCH]]) if gate == "ok" else ()
-    ):  # rows of the stream, searched as they are
-        counts, columns, values, size = batch.rows
-        dense = torch.zeros(len(counts), size, dtype=values.dtype, device=device)
-        dense[repeat_interleave(torch.arange(len(counts)), counts, device), columns.long()] = values
-        known = [
-            (row, place) for row, place in enumerate(batch.positions) if place < len(truth.rows)
+        Returns:
+            ``"ok"``, or the reason why a check failed.
+        """
+        texts = self.texts[:BATCH_QUERIES]
+        queries = self.encode(texts)
+        gate = self._check_search(queries, queries.to_dense())
+        if gate != "ok":
+            return gate
+        for batch in self._stream([texts]):
+            dense = self._dense_rows(batch.rows)
+            if self._largest_error(batch.positions, dense) > self.truth.allowed:
+                return "rows of the stream differ from those of the stock encoder"
+            gate = self._check_search(batch.rows, dense)
+            if gate != "ok":
+                return gate
+        return "ok"
+
+    def _batches(self, size: int, start: int = 0) -> list[list[str]]:
+        """Split the texts from a position on into batches."""
+        return [
+            self.texts[position : position + size]
+            for position in range(start, len(self.texts), size)
         ]
-        errors = [
-            float((dense[row].float().cpu() - truth.rows[place]).abs().max())
-            for row, place in known
-        ]
-        gate = judged(batch.rows, dense) if gate == "ok" else gate
-        if max(errors, default=0.0) > truth.allowed:
-            gate = "rows of the stream differ from those of the stock encoder"
-    calls: dict[str, Callable[[], None]] = {
-        "one after the other": one_by_one,
-        "encoded in a thread": partial(ahead, BATCH),
-        f"encoded in a thread, {TOGETHER} batches together": partial(ahead, TOGETHER * BATCH),
-        "a stream in a thread, 2 batches together": partial(streamed, 2 * BATCH),
-        f"a stream in a thread, {TOGETHER} batches together": partial(streamed, TOGETHER * BATCH),
-    }
-    held, goal = index.postings.nbytes, case.numbers["goal"]
-    ways = {
-        name: SearchMethod(call, len(texts), held, 0, goal, gate) for name, call in calls.items()
-    }
-    for row in time_methods(ways, device, TimeBudget(2.0, 3, 7)):
-        shares = [busy_share(calls[row["way"]], device) or 0.0 for _ in range(3)]
-        yield row | {"share": statistics.median(shares) or ""}
+
+    def _stream(self, windows: Sequence[list[str]]) -> Iterator[Batch]:
+        """Encode windows of texts as batches of rows that stay on the device."""
+        items = self.model.encode_sparse_batch.stream(
+            map(Window, windows),
+            task="query",
+            to_host=False,
+        )
+        return (item for item in items if isinstance(item, Batch))
+
+    def _check_search(self, queries: Tensor | SparseRows, dense: Tensor) -> str:
+        """Compare a search with exact scores.
+
+        Args:
+            queries: rows in the form that is searched with.
+            dense: the same rows, ``[Q, V]``.
+        """
+        n_terms = int((dense > 0).sum(1).max())
+        weights, terms = dense.float().topk(n_terms, dim=1)
+        top_k = self.index.search_tensor(queries, K)
+        return self.rows.check_top_k(top_k, self.index, terms.int(), weights)
+
+    def _dense_rows(self, rows: SparseRows) -> Tensor:
+        """Return rows of a stream as ``[Q, V]``."""
+        counts, columns, values, size = rows
+        row_of_entry = repeat_interleave(torch.arange(len(counts)), counts, self.device)
+        dense = torch.zeros(len(counts), size, dtype=values.dtype, device=self.device)
+        dense[row_of_entry, columns.long()] = values
+        return dense
+
+    def _largest_error(self, positions: Sequence[int], dense: Tensor) -> float:
+        """Return the largest difference from rows of the stock encoder.
+
+        Args:
+            positions: position of the text of each row. Only the first texts have stock rows.
+            dense: ``[Q, V]``.
+        """
+        largest = 0.0
+        for row, position in enumerate(positions):
+            if position < len(self.truth.rows):
+                difference = dense[row].float().cpu() - self.truth.rows[position]
+                largest = max(largest, float(difference.abs().max()))
+        return largest
 
 
-def _case(name: str, run: Any, documents: int, **numbers: Any) -> JobCase:
-    return JobCase(name, quick=True, numbers={"run": run, "documents": documents, **numbers})
+def measure_text_search(
+    case: JobCase,
+    n_documents: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Time the way from texts to hits: encoding and search in turn, or at the same time.
+
+    The column ``share`` is the part of the time in which the GPU is busy.
+    """
+    search = _TextSearch(n_documents, device)
+    gate = search.check()
+    together = f"{BATCHES_PER_CALL} batches together"
+    large_batch = BATCHES_PER_CALL * BATCH_QUERIES
+    searches: dict[str, Callable[[], None]] = {
+        "one after the other": search.in_turn,
+        "encoded in a thread": partial(search.encoded_in_thread, BATCH_QUERIES),
+        f"encoded in a thread, {together}": partial(search.encoded_in_thread, large_batch),
+        "a stream in a thread, 2 batches together": partial(search.streamed, 2 * BATCH_QUERIES),
+        f"a stream in a thread, {together}": partial(search.streamed, large_batch),
+    }
+    methods = {
+        name: SearchMethod(
+            search_all,
+            queries=len(search.texts),
+            stored_bytes=search.index.postings.nbytes,
+            goal=case.numbers["goal"],
+            gate=gate,
+        )
+        for name, search_all in searches.items()
+    }
+    for row in time_methods(methods, device, TEXT_BUDGET):
+        shares = [busy_share(searches[row["way"]], device) or 0.0 for _ in range(3)]
+        # empty on a CPU, whose shares are 0
+        row["share"] = statistics.median(shares) or ""
+        yield row
+
+
+Measure = Callable[[JobCase, int, torch.device], Iterator[dict[str, Any]]]
+
+
+def _case(name: str, measure: Measure, documents: int, **numbers: Any) -> JobCase:
+    """Return a case.
+
+    Args:
+        name: name of the case.
+        measure: yields the rows of a case, for a number of documents on a device.
+        documents: number of documents.
+        numbers: goals and sizes that ``measure`` reads.
+    """
+    return JobCase(
+        name,
+        quick=True,
+        numbers={"measure": measure, "documents": documents, **numbers},
+    )
 
 
 JOB = Job(
-    "search_gpu",
-    (
-        _case("maxsim-1m", in_memory, 1_000_000, length=TOKENS, goals=(2.3, 9), peer=True),
-        _case("maxsim-8.8m", in_memory, 8_800_000, length=67, goals=(23, 80), peer=False),
-        _case("maxsim-4bit", four_bits, 1_000_000, goal="half"),
-        _case("streamed", streamed, 1_000_000, goal="80%"),
-        _case("sparse-1m", sparse, 1_000_000, goals=(0.12, 25_000)),
-        _case("sparse-8.8m", sparse, 8_800_000, goals=(0.4, 8_000)),
-        _case("encode-search", encode_search, 1_000_000, goal="85%"),
+    name="search_gpu",
+    cases=(
+        _case(
+            "maxsim-1m",
+            measure_maxsim,
+            1_000_000,
+            length=DOCUMENT_TOKENS,
+            goals=(2.3, 9),
+            peer=True,
+        ),
+        _case("maxsim-8.8m", measure_maxsim, 8_800_000, length=67, goals=(23, 80), peer=False),
+        _case("maxsim-4bit", measure_four_bits, 1_000_000, goal="half"),
+        _case("streamed", measure_streamed, 1_000_000, goal="80%"),
+        _case("sparse-1m", measure_sparse, 1_000_000, goals=(0.12, 25_000)),
+        _case("sparse-8.8m", measure_sparse, 8_800_000, goals=(0.4, 8_000)),
+        _case("encode-search", measure_text_search, 1_000_000, goal="85%"),
     ),
-    ("case", "way"),
-    (
+    key=("case", "way"),
+    shown=(
         "way",
         "queries",
         "gb",
@@ -418,7 +826,7 @@ JOB = Job(
         "goal",
         "gate",
     ),
-    run,
+    run=run,
 )
 
 if __name__ == "__main__":

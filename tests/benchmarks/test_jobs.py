@@ -46,13 +46,13 @@ def test_made_vectors_have_the_statistics_that_the_benchmark_states(
     device: torch.device | None,
 ) -> None:
     documents = (
-        search_data.made_rows(5000, 0, CPU).first(5000)
+        search_data.make_device_rows(5000, 0, CPU).first(5000)
         if device
-        else search_data.made_documents(5000, 0)
+        else search_data.make_documents(5000, 0)
     )
     assert documents.vocab_size == 30_522 and 115 < np.diff(documents.indptr).mean() < 123
     assert all(np.all(np.diff(documents.row(row)[0]) > 0) for row in range(500))
-    queries = search_data.made_queries(documents, 100, 0)
+    queries = search_data.make_queries(documents, 100, 0)
     assert 42 < np.diff(queries.indptr).mean() < 44
     for vectors, k in ((documents, 50), (queries, 10)):
         mass = [
@@ -88,23 +88,24 @@ def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: P
     assert len(searches) == 3 and all(recall >= 0.95 for cut, recall in searches if cut >= 10)
 
 
-def test_ways_to_search_a_collection_pass_their_gates_and_an_error_leaves_the_other_cases(
+def test_searches_pass_their_gates_and_an_error_leaves_the_other_cases(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name, value in {"TINY": 300, "BUDGET": search_gpu.ONCE, "make_model": None}.items():
-        monkeypatch.setattr(search_gpu, name, value)
-    asked = [
-        f"--only={name}"
-        for name in ("encode-search", "maxsim-1m", "maxsim-4bit", "streamed", "sparse-1m")
-    ]
-    assert (
-        main(search_gpu.JOB, None, [*asked, "--tiny", "--device", "cpu", "--output", str(tmp_path)])
-        == 1
-    )
+    monkeypatch.setattr(search_gpu, "TINY_DOCUMENTS", 300)
+    monkeypatch.setattr(search_gpu, "BUDGET", search_gpu.ONCE)
+    # the case of texts fails
+    monkeypatch.setattr(search_gpu, "make_model", None)
+    arguments = ["--tiny", "--device", "cpu", "--output", str(tmp_path)]
+    for case in ("encode-search", "maxsim-1m", "maxsim-4bit", "streamed", "sparse-1m"):
+        arguments.append(f"--only={case}")
+    assert main(search_gpu.JOB, None, arguments) == 1
     failed, *rows = read_csv(next(tmp_path.rglob("search_gpu.csv")))
     assert failed["gate"] == "TypeError: 'NoneType' object is not callable"
-    assert len(rows) == 20 and all(row["gate"] == "ok" and float(row["p50_ms"]) > 0 for row in rows)
+    assert len(rows) == 20
+    for row in rows:
+        assert row["gate"] == "ok"
+        assert float(row["p50_ms"]) > 0
 
 
 def test_an_unknown_shape_is_answered_with_the_known_ones(
@@ -135,8 +136,8 @@ def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
 
 
 def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
-    documents = search_data.made_documents(300, 0)
-    queries = search_data.made_queries(documents, 4, 0)
+    documents = search_data.make_documents(300, 0)
+    queries = search_data.make_queries(documents, 4, 0)
     truth = [
         [(hit.id, hit.score) for hit in row] for row in build_index(documents).search(queries, 10)
     ]
