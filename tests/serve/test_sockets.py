@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import signal
 import socket
@@ -285,6 +286,30 @@ def test_a_client_that_does_not_read_is_given_up_and_one_that_reads_slowly_is_no
         # a third connection is accepted, since the one that does not read was closed
         assert client.get("/health").status == 200
         assert len(read_all(unread)) < len(reply)
+
+
+def test_a_client_that_reads_no_answer_to_pipelined_requests_is_given_up_in_one_line_of_the_log(
+    sparse: Any,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="tilefold.serve")
+    caplog.set_level(logging.INFO, logger="tilefold.serve.clients")
+    n_requests = 20
+    last_request = json_request({"inputs": "a " * 8_000}, "/tokenize")
+    request = last_request.replace(CLOSE_HEADER, b"")
+    with (
+        serving(sparse_service(sparse, body_seconds=1)) as client,
+        connect_with_small_buffer(client) as unread,
+    ):
+        unread.sendall(request * (n_requests - 1) + last_request)
+        wait_until(lambda: "closed a connection" in caplog.text, 30)
+        assert client.get("/health").status == 200
+        answers = read_all(unread)
+    assert status_codes(answers).count(200) < n_requests
+    (record,) = [record for record in caplog.records if record.name.startswith("tilefold.serve")]
+    assert record.levelno == logging.INFO
+    assert record.exc_info is None
+    assert "its client read nothing for 1 s" in record.getMessage()
 
 
 def send_and_reset(client: Client, request: bytes) -> None:

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.service import Service
@@ -140,6 +141,8 @@ class _LimitedProtocol(Protocol):
         self._shared = shared
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
+        # Requests whose answers are not complete, in their order: several if they are pipelined.
+        self._open_cycles: deque[RequestResponseCycle] = deque()
         self._close_transport: Callable[[], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -171,6 +174,7 @@ class _LimitedProtocol(Protocol):
         """Begin to answer a request, as the last one of its connection if the server drains."""
         previous = self.cycle
         super().on_headers_complete()
+        self._open_cycles.append(self.cycle)
         if self._shared.service.draining:
             if previous is not None and not previous.response_started:
                 # This request is pipelined: the connection stays open for its answer.
@@ -185,6 +189,7 @@ class _LimitedProtocol(Protocol):
     def on_response_complete(self) -> None:
         """Send the head of an answer without a body."""
         self.transport.flush()  # type: ignore[attr-defined]
+        self._open_cycles.popleft()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
@@ -199,11 +204,16 @@ class _LimitedProtocol(Protocol):
             self._write_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers of a closed connection."""
+        """Stop the timers of a closed connection, and the answers to its requests."""
         self._shared.lingering.discard(self)
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
+        # uvicorn does this for the last request only. The one that is being answered may be an
+        # earlier one, which would write to the closed connection.
+        for cycle in self._open_cycles:
+            cycle.disconnected = True
+            cycle.message_event.set()
         super().connection_lost(exc)
 
     def _close(self) -> None:
@@ -259,8 +269,14 @@ class _LimitedProtocol(Protocol):
         unread = self.transport.get_write_buffer_size()
         if unread < previously_unread:
             self._start_write_timer(unread)
-        else:
-            self.transport.abort()
+            return
+        _logger.info(
+            "closed a connection: its client read nothing for %g s, and %d bytes of its answer "
+            "are left",
+            self._shared.limits.body_seconds,
+            unread,
+        )
+        self.transport.abort()
 
 
 class _HeadBufferingTransport:
