@@ -1,6 +1,4 @@
-"""A real MultiVectorEncoder and the texts that the tests score; token vectors, and their scores and
-gradients.
-"""
+"""A MultiVectorEncoder, texts, and token vectors with masks, whose scores tests compare."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ NEGATIVES = [
 
 
 def build_colbert(**options: Any) -> Any:
-    """The real MiniLM trunk with a projection, punctuation skipped in documents. No dropout."""
+    """Return MiniLM with a projection and without dropout; documents skip punctuation."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
@@ -65,15 +63,18 @@ def problem(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> dict[str, Tensor]:
-    """Token vectors and masks with holes, a query without a token, and a document without one."""
-    keys = ("queries_embeddings", "documents_embeddings", "queries_mask", "documents_mask")
-    return dict(
-        zip(
-            keys,
-            masked((3,) if "pairwise" in name else (3, 2), "bool", dtype, device),
-            strict=True,
-        ),
-    )
+    """Return arguments of a scoring function: token vectors and masks with holes.
+
+    One query and one document have no unmasked token.
+    """
+    outer_shape = (3,) if "pairwise" in name else (3, 2)
+    queries, documents, query_mask, document_mask = masked(outer_shape, "bool", dtype, device)
+    return {
+        "queries_embeddings": queries,
+        "documents_embeddings": documents,
+        "queries_mask": query_mask,
+        "documents_mask": document_mask,
+    }
 
 
 def results_of(
@@ -81,7 +82,7 @@ def results_of(
     arguments: dict[str, Any],
     **options: Any,
 ) -> list[Tensor]:
-    """Scores and gradients of a :func:`problem`."""
+    """Return the scores of a :func:`problem`, and the gradients of queries and documents."""
     queries, documents, *_ = arguments.values()
     masks = {key: value for key, value in arguments.items() if key.endswith("mask")}
     return results(function, [queries, documents], **masks, **options)
@@ -99,39 +100,61 @@ def masked(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> list[Any]:
-    """Mostly negative similarities, so that where a mask multiplies a masked token often wins; rows
-    without a token.
+    """Return queries, documents and their masks.
 
-    ``shape`` is that of the documents, or the name of the function of PyLate that reads them.
+    Most similarities are negative, so that a masked token often wins where a mask multiplies
+    similarities. One query and one document have no unmasked token.
+
+    Args:
+        shape: leading dimensions of the documents, or the name of the function of PyLate that
+            reads them.
+        masks: ``"none"``, the name of a dtype, or ``"weights"`` for masks of any numbers.
+        dtype: dtype of the token vectors.
+        device: device of all tensors.
     """
     generator = torch.Generator().manual_seed(0)
-    outer = shape if isinstance(shape, tuple) else (4,) if shape == "colbert_scores" else (3, 2)
-    queries = torch.randn(3, 5, 16, generator=generator) - 0.3
-    documents = torch.randn(*outer, 9, 16, generator=generator) + 0.3
-    if masks == "none":
-        return [queries.to(device, dtype), documents.to(device, dtype), None, None]
-    query_mask = torch.rand(3, 5, generator=generator) < 0.7
-    document_mask = torch.rand(*outer, 9, generator=generator) < 0.6
-    query_mask[2], document_mask[1], document_mask[0, ..., :4] = False, False, False
-    if masks == "weights":
-        weights = [
-            torch.randn(m.shape, generator=generator) * m for m in (query_mask, document_mask)
-        ]
+    if isinstance(shape, tuple):
+        outer_shape = shape
+    elif shape == "colbert_scores":
+        outer_shape = (4,)
     else:
-        weights = [m.to(getattr(torch, masks)) for m in (query_mask, document_mask)]
-    return [part.to(device) for part in (queries.to(dtype), documents.to(dtype), *weights)]
+        outer_shape = (3, 2)
+    queries = torch.randn(3, 5, 16, generator=generator) - 0.3
+    documents = torch.randn(*outer_shape, 9, 16, generator=generator) + 0.3
+    queries = queries.to(device, dtype)
+    documents = documents.to(device, dtype)
+    if masks == "none":
+        return [queries, documents, None, None]
+    query_mask = torch.rand(3, 5, generator=generator) < 0.7
+    document_mask = torch.rand(*outer_shape, 9, generator=generator) < 0.6
+    query_mask[2] = False
+    document_mask[1] = False
+    document_mask[0, ..., :4] = False
+    if masks == "weights":
+        query_mask = torch.randn(query_mask.shape, generator=generator) * query_mask
+        document_mask = torch.randn(document_mask.shape, generator=generator) * document_mask
+    else:
+        mask_dtype = getattr(torch, masks)
+        query_mask = query_mask.to(mask_dtype)
+        document_mask = document_mask.to(mask_dtype)
+    return [queries, documents, query_mask.to(device), document_mask.to(device)]
 
 
 def padded(name: str, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
-    """For colpali-engine: rows of zeros after, before and in sequences; many negative similarities."""
+    """Return queries and documents of a function of colpali-engine, padded with rows of zeros.
+
+    The rows of zeros are after, before and in place of sequences. Many similarities are negative.
+    """
     generator = torch.Generator().manual_seed(0)
+    outer_shape = (4,) if name == "maxsim_inbatch" else (3, 2)
     query = torch.randn(3, 5, 16, generator=generator) / 4 - 0.1
-    doc = (
-        torch.randn(*((4,) if name == "maxsim_inbatch" else (3, 2)), 9, 16, generator=generator) / 4
-        + 0.1
-    )
-    query[0, 3:], query[1, :2], query[2] = 0, 0, 0
-    doc[0, ..., 6:, :], doc[1, ..., :4, :], doc[2] = 0, 0, 0
+    doc = torch.randn(*outer_shape, 9, 16, generator=generator) / 4 + 0.1
+    query[0, 3:] = 0
+    query[1, :2] = 0
+    query[2] = 0
+    doc[0, ..., 6:, :] = 0
+    doc[1, ..., :4, :] = 0
+    doc[2] = 0
     return [query.to(device, dtype), doc.to(device, dtype)]
 
 
@@ -142,27 +165,32 @@ def results(
     sides: int = 2,
     **options: Any,
 ) -> list[Tensor]:
-    """Scores and the gradients of the sides, on the CPU; with `padding`, of rows that are no zeros.
+    """Return scores, and gradients of a weighted sum of them, on the CPU.
 
-    Similarities of rows of zeros tie: which of them has the gradient, which ends at the padding, is
-    nobody's concern.
+    Args:
+        score: scoring function.
+        arguments: its positional arguments; the first ``sides`` are differentiated.
+        padding: leave out gradients of rows of zeros. Similarities of such rows tie, and any of
+            them may have the gradient, which ends at the padding.
+        sides: number of differentiated arguments.
+        options: keyword arguments of ``score``.
     """
-    leaves = [part.detach().clone().requires_grad_() for part in arguments[:sides]]
+    inputs = arguments[:sides]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     scores = score(*leaves, *arguments[sides:], **options)
     weights = torch.rand(scores.shape, generator=torch.Generator().manual_seed(1)).to(scores)
-    gradients = torch.autograd.grad(scores, leaves, weights)
-    kept = [part.any(dim=-1) if padding else ... for part in arguments[:sides]]
-    return [
-        scores.detach().cpu(),
-        *(grad[where].cpu() for grad, where in zip(gradients, kept, strict=True)),
-    ]
+    gradients = list(torch.autograd.grad(scores, leaves, weights))
+    if padding:
+        gradients = [
+            gradient[tensor.any(dim=-1)] for gradient, tensor in zip(gradients, inputs, strict=True)
+        ]
+    return [scores.detach().cpu(), *(gradient.cpu() for gradient in gradients)]
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor], budget: float = BUDGET) -> None:
-    for mine, truth in zip(found, expected, strict=True):
-        assert mine.shape == truth.shape
-        error, allowed = (
-            (mine - truth).abs().max().item(),
-            budget * truth.abs().max().clamp(min=1).item(),
-        )
+def assert_equal(results: list[Tensor], expected: list[Tensor], budget: float = BUDGET) -> None:
+    """Compare tensors with an error of ``budget``, relative to the largest number if above 1."""
+    for result, exact in zip(results, expected, strict=True):
+        assert result.shape == exact.shape
+        error = (result - exact).abs().max().item()
+        allowed = budget * exact.abs().max().clamp(min=1).item()
         assert error <= allowed, f"error {error:.2e}, allowed {allowed:.2e}"
