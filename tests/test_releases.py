@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import sentence_transformers
+import torch
 
 from tests.refusals import refused
+from tilefold import retrieval
 from tilefold._internal.sentence_transformers import check_sentence_transformers
+
+VECTORS_INDEX = retrieval.build_index(retrieval.SparseVectors.from_rows({"a": {1: 1.0}}, 5))
 
 
 @pytest.mark.parametrize("release", ["5.1.0", "6.0.0", "6.1.0", "6.2.0rc1"])
@@ -29,6 +34,27 @@ def test_a_newer_sentence_transformers_is_accepted(
 ) -> None:
     monkeypatch.setattr(sentence_transformers, "__version__", release)
     check_sentence_transformers()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        pytest.param(
+            lambda model: retrieval.encode_dense(model, {"q": "a"}, kind="query"), id="encode_dense"
+        ),
+        pytest.param(
+            lambda model: retrieval.encode_queries(model, {"q": "a"}), id="encode_queries"
+        ),
+        pytest.param(lambda model: retrieval.Searcher(VECTORS_INDEX, model), id="Searcher"),
+    ],
+)
+def test_a_model_of_an_older_sentence_transformers_is_refused(
+    use: Callable[[object], object],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = sentence_transformers.SentenceTransformer(modules=[torch.nn.Identity()], device="cpu")
+    monkeypatch.setattr(sentence_transformers, "__version__", "6.1.0")
+    refused(ImportError, "needs sentence-transformers 6.2 or later, got 6.1.0", use, model)
 
 
 @pytest.mark.parametrize(

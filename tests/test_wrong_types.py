@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,13 +33,39 @@ from tilefold.modules import (
     load_encoder,
     to_stock,
 )
+from tilefold.modules.prosper import literal_residual
 from tilefold.modules.window import keep_heaviest
+from tilefold.recipes import minilm_splade
+from tilefold.recipes._bge_m3 import load_sparse_linear
+from tilefold.recipes._splate import splate_encoder
+from tilefold.recipes.adaptation import pack_texts
+from tilefold.recipes.adapters import check_trainable, merge_adapters, train_adapters
+from tilefold.recipes.loading import load_saved, saved_kind
+from tilefold.recipes.onnx_export import export_onnx
+from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
+from tilefold.retrieval.encoding.sparse import (
+    Output,
+    SparseEncoding,
+    encode_batch,
+    encode_to_folder,
+)
+from tilefold.retrieval.encoding.tokens import TokenEncoding
 from tilefold.retrieval.training_data.mining import FalseNegatives, Window
 from tilefold.retrieval.training_data.passages import training_passages
 from tilefold.retrieval.training_data.rows import TrainingRows
 from tilefold.retrieval.training_data.teachers import with_relevant
 
 SCORES = torch.rand(2, 5)
+TOKEN_IDS = torch.tensor([[0, 1], [1, 0]])
+FOLDER = Path(os.devnull) / "vectors"  # where nothing can be written
+VECTORS = retrieval.SparseVectors.from_rows({"a": {1: 1.0}}, 5)
+BATCH: dict[str, Any] = {"texts": ["a"], "kind": "document"}
+ON_RAY: dict[str, Any] = {
+    "load": dict,
+    "texts": {"a": "text"},
+    "output_dir": FOLDER,
+    "encoding": SparseEncoding(),
+}
 LM_INPUTS: dict[str, Any] = {
     "hidden": torch.rand(2, 3),
     "weight": torch.rand(4, 3),
@@ -100,6 +128,102 @@ def small_collection() -> retrieval.Collection:
         pytest.param(keep_heaviest, {"rows": [[1.0]], "count": 1}, "rows", id="keep-heaviest"),
         pytest.param(load_encoder, {"name_or_path": None}, "name_or_path", id="load-encoder"),
         pytest.param(to_stock, {"model": "minilm"}, "model", id="to-stock"),
+        pytest.param(
+            minilm_splade,
+            {"sample_texts": ["a"], "max_length": "x"},
+            "max_length",
+            id="length-of-minilm",
+        ),
+        pytest.param(
+            minilm_splade, {"sample_texts": ["a"], "seed": "x"}, "seed", id="seed-of-minilm"
+        ),
+        pytest.param(
+            load_saved, {"name_or_path": None, "kind": "sparse"}, "name_or_path", id="load-saved"
+        ),
+        pytest.param(saved_kind, {"name_or_path": None}, "name_or_path", id="saved-kind"),
+        pytest.param(load_sparse_linear, {"path": None}, "path", id="sparse-linear"),
+        pytest.param(
+            export_onnx, {"model": "x", "output": FOLDER, "top_k": "8"}, "top_k", id="onnx-top-k"
+        ),
+        pytest.param(export_onnx, {"model": "x", "output": None}, "output", id="onnx-output"),
+        pytest.param(merge_adapters, {"model": "x"}, "model", id="merge-adapters"),
+        pytest.param(train_adapters, {"model": "x"}, "model", id="train-adapters"),
+        pytest.param(check_trainable, {"model": "x"}, "model", id="check-trainable"),
+        pytest.param(
+            splate_encoder, {"colbert": "x", "masked_lm": "x"}, "colbert", id="splate-colbert"
+        ),
+        pytest.param(
+            pack_texts,
+            {"tokenizer": 5, "texts": ["a"], "length": 8},
+            "tokenizer",
+            id="tokenizer-of-packed-texts",
+        ),
+        pytest.param(
+            literal_residual,
+            {"pooled": None, "weight": SCORES, "input_ids": TOKEN_IDS},
+            "pooled",
+            id="residual-pooled",
+        ),
+        pytest.param(
+            literal_residual,
+            {"pooled": SCORES, "weight": [1.0], "input_ids": TOKEN_IDS},
+            "weight",
+            id="residual-weight",
+        ),
+        pytest.param(
+            literal_residual,
+            {"pooled": SCORES, "weight": SCORES, "input_ids": [[0]]},
+            "input_ids",
+            id="residual-input-ids",
+        ),
+        pytest.param(
+            literal_residual,
+            {"pooled": SCORES, "weight": SCORES, "input_ids": TOKEN_IDS, "ignore_ids": ["cls"]},
+            "ignore_ids",
+            id="residual-ignore-ids",
+        ),
+        pytest.param(Output, {"folder": "vectors"}, "folder", id="output-folder"),
+        pytest.param(
+            Output, {"folder": FOLDER, "shard_size": None}, "shard_size", id="output-shard-size"
+        ),
+        pytest.param(
+            Output,
+            {"folder": FOLDER, "save_minutes": None},
+            "save_minutes",
+            id="output-save-minutes",
+        ),
+        pytest.param(Output, {"folder": FOLDER, "progress": 5}, "progress", id="output-progress"),
+        pytest.param(SparseEncoding, {"min_weight": None}, "min_weight", id="min-weight"),
+        pytest.param(TokenEncoding, {"source": 5}, "source", id="source-of-tokens"),
+        pytest.param(encode_batch, {"model": None, **BATCH}, "model", id="model-of-a-batch"),
+        pytest.param(
+            encode_to_folder,
+            {"encoding": None, "model": None, "texts": {}, "output": None},
+            "encoding",
+            id="encoding-of-a-folder",
+        ),
+        pytest.param(
+            encode_to_folder,
+            {"encoding": SparseEncoding(), "model": None, "texts": {}, "output": "vectors"},
+            "output",
+            id="output-of-an-encoding",
+        ),
+        pytest.param(RayCluster, {"address": 5}, "address", id="ray-address"),
+        pytest.param(RayCluster, {"patience": "x"}, "patience", id="ray-patience"),
+        pytest.param(
+            encode_on_ray, {**ON_RAY, "encoding": "sparse"}, "encoding", id="encoding-on-ray"
+        ),
+        pytest.param(encode_on_ray, {**ON_RAY, "load": "model"}, "load", id="load-on-ray"),
+        pytest.param(encode_on_ray, {**ON_RAY, "cluster": "auto"}, "cluster", id="cluster-of-ray"),
+        pytest.param(retrieval.DocumentFields, {"id": 5}, "id", id="field-of-ids"),
+        pytest.param(retrieval.DocumentFields, {"text": ["body"]}, "text", id="field-of-texts"),
+        pytest.param(
+            retrieval.write_vectors,
+            {"vectors": VECTORS, "path": FOLDER, "shard_size": None},
+            "shard_size",
+            id="shard-size-of-vectors",
+        ),
+        pytest.param(retrieval.interpolate, {"runs": [{}], "k": None}, "k", id="k-of-interpolate"),
         pytest.param(Window, {"first": "1", "last": 2, "count": 1}, "first", id="window-first"),
         pytest.param(Window, {"first": 1, "last": None, "count": 1}, "last", id="window-last"),
         pytest.param(Window, {"first": 1, "last": 2, "count": 1.5}, "count", id="window-count"),
@@ -155,6 +279,17 @@ def test_an_argument_of_a_wrong_type_is_named(
         pytest.param(AntiZeroLoss, {"epsilon": -1.0}, "epsilon", id="epsilon-below-0"),
         pytest.param(HeadPooling, {"ignore_ids": [-1]}, "ignore_ids", id="negative-token-id"),
         pytest.param(FalseNegatives, {"max_share": 1.5}, "max_share", id="share-above-1"),
+        pytest.param(
+            export_onnx,
+            {"model": "x", "output": FOLDER, "quantize": ["int8"]},
+            "quantize",
+            id="quantize-as-a-list",
+        ),
+        pytest.param(
+            load_saved, {"name_or_path": "x", "kind": "splade"}, "kind", id="kind-of-a-saved-model"
+        ),
+        pytest.param(Output, {"folder": FOLDER, "shard_size": 0}, "shard_size", id="shards-of-0"),
+        pytest.param(RayCluster, {"patience": -1}, "patience", id="negative-patience"),
     ],
 )
 def test_a_size_or_a_number_out_of_range_is_named(

@@ -8,8 +8,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from tilefold._internal.sentence_transformers import check_release_of
+
 __all__ = [
     "ArgumentError",
+    "check_callable",
     "check_choice",
     "check_count",
     "check_encoder",
@@ -20,8 +23,10 @@ __all__ = [
     "check_least_count",
     "check_mapping",
     "check_number",
+    "check_optional_text",
     "check_share",
     "check_texts_by_id",
+    "check_tokenizer",
     "list_of",
     "list_of_ids",
     "list_of_texts",
@@ -182,6 +187,35 @@ def check_instance(
         raise TypeError(f"{name}: expected {names}, got {_described(value)}; pass {remedy}.")
 
 
+def check_callable(name: str, value: object, signature: str) -> None:
+    """Raise ``TypeError`` unless an argument is a function or another callable.
+
+    Args:
+        name: the argument, for the error.
+        value: what was passed.
+        signature: how it is called, such as ``"progress(texts done, texts in all)"``.
+    """
+    if not callable(value):
+        raise TypeError(
+            f"{name}: expected a function, got {_described(value)}; it is called as {signature}."
+        )
+
+
+def check_optional_text(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument is None or a string."""
+    if value is not None:
+        check_instance(name, value, str, "a string or None")
+
+
+def check_tokenizer(name: str, value: object) -> None:
+    """Raise ``TypeError`` unless an argument is a tokenizer of transformers."""
+    if not callable(value) or not hasattr(value, "get_vocab"):
+        raise TypeError(
+            f"{name}: expected a tokenizer, got {_described(value)}; pass "
+            "AutoTokenizer.from_pretrained(name) or model.tokenizer.",
+        )
+
+
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ``ValueError`` unless an argument is one of the allowed strings."""
     if not isinstance(value, str) or value not in allowed:  # a list cannot be looked up
@@ -301,11 +335,15 @@ def check_encoder(name: str, model: object, expected: str = "SparseEncoder") -> 
         model: what was passed; a name or a path of a model is refused, since a function that
             encodes loads nothing.
         expected: the class of sentence-transformers, or several, that the function works with.
+
+    Raises:
+        ImportError: for a model of a sentence-transformers that is too old.
     """
     encodes = all(
         callable(getattr(model, method, None)) for method in ("encode_query", "encode_document")
     )
     if encodes and not isinstance(model, type):
+        check_release_of(model)
         return
     remedy = "pass a loaded model"
     if isinstance(model, str):

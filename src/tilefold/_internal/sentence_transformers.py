@@ -29,3 +29,16 @@ def check_sentence_transformers() -> None:
         raise ImportError(
             f"{expected}, got {release}, which stores and computes other values: {remedy}",
         )
+
+
+def check_release_of(model: object) -> None:
+    """Refuse a model that an older release of sentence-transformers has loaded.
+
+    Models of other libraries are accepted.
+
+    Raises:
+        ImportError: as in :func:`check_sentence_transformers`.
+    """
+    packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    if "sentence_transformers" in packages:
+        check_sentence_transformers()

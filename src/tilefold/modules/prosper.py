@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
+from tilefold._internal.arguments import sorted_token_ids
 from tilefold._internal.typing import Network
 from tilefold.modules.fused_pooling import (
     Features,
@@ -19,6 +20,7 @@ from tilefold.modules.fused_pooling import (
 )
 from tilefold.modules.head_pooling import pool_logits
 from tilefold.ops import lsr_head, token_scatter
+from tilefold.ops.checks import check_tensor
 
 __all__ = ["ProsperTransformer", "literal_residual"]
 
@@ -232,6 +234,12 @@ def literal_residual(
     Returns:
         ``[B, V]``, not negative, fp32 (fp64 for an fp64 weight).
     """
+    check_tensor("pooled", pooled)
+    check_tensor("weight", weight)
+    check_tensor("input_ids", input_ids)
+    if attention_mask is not None:
+        check_tensor("attention_mask", attention_mask)
+    ignored_ids = sorted_token_ids("ignore_ids", () if ignore_ids is None else ignore_ids)
     with torch.autocast(pooled.device.type, enabled=False):
         pooled = pooled.to(weight.dtype)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -252,8 +260,9 @@ def literal_residual(
             keep = torch.ones_like(input_ids, dtype=torch.bool)
         else:
             keep = attention_mask != 0
-        if ignore_ids:
-            keep = keep & ~torch.isin(input_ids, torch.tensor(ignore_ids, device=input_ids.device))
+        if ignored_ids:
+            ignored = torch.tensor(ignored_ids, device=input_ids.device)
+            keep = keep & ~torch.isin(input_ids, ignored)
         return token_scatter(
             gap,
             input_ids,

@@ -8,7 +8,7 @@ import torch
 from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 from torch import Tensor
 
-from tilefold._internal.arguments import check_count
+from tilefold._internal.arguments import check_count, check_tokenizer
 from tilefold._internal.typing import Tokenizer
 from tilefold._internal.vocabulary import id_bound
 from tilefold.modules.fused_pooling import (
@@ -74,11 +74,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         frozen: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        if not hasattr(tokenizer, "get_vocab"):
-            raise TypeError(
-                f"tokenizer: expected a tokenizer, got {type(tokenizer).__name__}; pass "
-                "AutoTokenizer.from_pretrained(name).",
-            )
+        check_tokenizer("tokenizer", tokenizer)
         if weight is not None:
             check_tensor("weight", weight)
         if vocab_size is not None:

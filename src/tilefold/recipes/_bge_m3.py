@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tilefold._internal.arguments import path_of
 from tilefold._internal.typing import Module, Tensor, Transformer
 from tilefold.recipes._encoder_spec import Base, SharableSpec
 from tilefold.recipes._masked_encoders import load_transformer
@@ -113,7 +114,7 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: if the file has anything else, or numbers that are not finite.
     """
-    path = Path(path)
+    path = path_of("path", path)
     state = _read_tensors(path)
     _check_linear(state, path)
     return {name: value.float() for name, value in state.items()}

@@ -6,6 +6,7 @@ import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from tilefold._internal.arguments import check_instance
 from tilefold._internal.typing import (
     Module,
     MultiVectorEncoder,
@@ -109,10 +110,18 @@ def splate_modules(
         ValueError: if `colbert` does not begin with a Transformer, or `masked_lm` has another
             width or tokenizer.
     """
+    from sentence_transformers import MultiVectorEncoder as MultiVectorModel
     from sentence_transformers.base.modules import Transformer as TransformerModule
 
     from tilefold.modules.splate import FrozenTransformer
 
+    check_instance("colbert", colbert, MultiVectorModel, "a loaded MultiVectorEncoder")
+    check_instance(
+        "masked_lm",
+        masked_lm,
+        TransformerModule,
+        'Transformer(name, transformer_task="fill-mask")',
+    )
     backbone = colbert[0]
     if not isinstance(backbone, TransformerModule):
         raise ValueError(f"colbert must begin with a Transformer, got {type(backbone).__name__}.")

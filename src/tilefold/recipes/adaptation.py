@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tilefold._internal.arguments import check_count, check_instance, list_of_texts
+from tilefold._internal.arguments import check_count, check_instance, check_tokenizer, list_of_texts
 from tilefold._internal.typing import Model, Network, Tokenizer
 from tilefold.recipes._settings import (
     BOOLEAN,
@@ -122,9 +122,10 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
         length: tokens of a block. Tokens after the last full block are dropped.
 
     Raises:
-        TypeError: for texts that are not strings.
+        TypeError: for another type of tokenizer, or texts that are not strings.
         ValueError: if the texts do not fill one block.
     """
+    check_tokenizer("tokenizer", tokenizer)
     check_count("length", length, least=2)
     packed: list[int] = []
     end_id = tokenizer.eos_token_id

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from tilefold._internal.arguments import check_instance
 from tilefold._internal.typing import Model, Module, Network, SparseEncoder, Tensor
 
 PROBE_TOKENS = 8  # tokens of the input whose outputs are compared before and after a merge
@@ -23,6 +24,7 @@ def train_adapters(model: Model) -> tuple[str, ...]:
     Returns:
         The names of the adapters; none for a model without adapters.
     """
+    _check_is_model(model)
     names: list[str] = []
     for network in _trained_networks(model):
         names += train_adapters_of_network(network)
@@ -74,8 +76,16 @@ def _trained_networks(model: Model) -> Iterator[Network]:
             yield module.model
 
 
+def _check_is_model(model: object) -> None:
+    """Raise ``TypeError`` unless `model` is a module of torch, as all loaded models are."""
+    from torch import nn
+
+    check_instance("model", model, nn.Module, "a loaded model, such as load_encoder(folder)")
+
+
 def count_weights(model: Model) -> tuple[int, int]:
     """Return the number of trained weights of a model, and the number of all its weights."""
+    _check_is_model(model)
     n_trained = 0
     n_weights = 0
     for parameter in model.parameters():
@@ -123,6 +133,7 @@ def merge_adapters(model: SparseEncoder) -> int:
 
     from tilefold.integrations.sentence_transformers import is_accelerated
 
+    _check_is_model(model)
     try:
         import peft  # noqa: F401
     except ImportError:

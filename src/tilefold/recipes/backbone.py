@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tilefold._internal.arguments import ArgumentError, list_of_texts
+from tilefold._internal.arguments import ArgumentError, check_integer, list_of_texts
 from tilefold._internal.files import sha256_file
 from tilefold._internal.typing import (
     Model,
@@ -114,7 +114,8 @@ def minilm_splade(
         device: as in sentence-transformers, which chooses by default.
 
     Raises:
-        TypeError: if `sample_texts` is no sequence of strings.
+        TypeError: if `sample_texts` is no sequence of strings, or another argument has a wrong
+            type.
         ValueError: for no sample texts, or a number out of range.
         MissingPackageError: if the packaged model is not installed.
         RuntimeError: if its weights are damaged.
@@ -127,6 +128,8 @@ def minilm_splade(
         )
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
     integer()("layers", layers, True)
+    check_integer("max_length", max_length)
+    check_integer("seed", seed)
     if not 2 < max_length <= MINILM_MAX_TOKENS:
         raise ArgumentError(
             "max_length",

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from tilefold._internal.arguments import check_choice, path_of
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold._internal.typing import Model
 from tilefold.recipes._run import LOG, PLOT, newest_step
@@ -34,6 +35,7 @@ M = TypeVar("M", bound=Model)
 _loading = threading.RLock()  # held while a method of transformers is replaced
 LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")
 
+KINDS = ("sparse", "multi-vector", "dense", "cross-encoder", "backbone")
 _KIND_OF_CLASS = {
     "SparseEncoder": "sparse",
     "MultiVectorEncoder": "multi-vector",
@@ -50,6 +52,7 @@ def saved_kind(name_or_path: str) -> str:
         ``"sparse"``, ``"multi-vector"``, ``"dense"``, ``"cross-encoder"``, or ``"backbone"`` for
         any other or unknown model.
     """
+    path_of("name_or_path", name_or_path)  # a name or a path
     config = _read(name_or_path, "config_sentence_transformers.json")
     if isinstance(config, dict):
         kind = _KIND_OF_CLASS.get(str(config.get("model_type")))
@@ -120,6 +123,8 @@ def load_saved(name_or_path: str, kind: str) -> Model:
         ValueError: for a model that was trained with entmax attention and would run softmax, one
             whose files lack weights, or one with the tokenizer of another model.
     """
+    path_of("name_or_path", name_or_path)  # a name or a path
+    check_choice("kind", kind, KINDS)
     check_sentence_transformers()
     import sentence_transformers
 

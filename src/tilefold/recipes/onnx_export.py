@@ -18,7 +18,7 @@ from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, check_integer, path_of
 from tilefold._internal.files import atomic_directory, sha256_file
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
@@ -91,7 +91,10 @@ def export_onnx(
             by torch, or whose graph computes something else; nothing is written then.
     """
     _check_packages()
-    if quantize not in {None, "int8"}:
+    output = path_of("output", output)
+    if top_k is not None:
+        check_integer("top_k", top_k)  # the range is checked when the vocabulary is known
+    if quantize not in (None, "int8"):
         raise ArgumentError("quantize", f"expected 'int8' or None, got {quantize!r}.")
     if isinstance(model, str):
         model = load_complete(load_encoder, model)
@@ -131,7 +134,7 @@ def export_onnx(
         # The comparison changed modules that both models share, such as static queries, to fp64.
         exported.float()
         exported.max_active_dims = model.max_active_dims
-        with atomic_directory(Path(output), own_names=(), overwrite=False) as folder:
+        with atomic_directory(output, own_names=(), overwrite=False) as folder:
             exported.save_pretrained(str(folder), create_model_card=False)
     n_bytes = sum(file.stat().st_size for file in Path(output).rglob("*") if file.is_file())
     return ExportedGraph(str(output), len(exporter.graphs), n_bytes, quantize, error)

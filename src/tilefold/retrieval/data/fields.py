@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from tilefold._internal.arguments import check_optional_text
+
 __all__ = ["DocumentFields"]
 
 # Names that BEIR, TREC, MS MARCO, Anserini, datasets and data frames give a field.
@@ -63,6 +65,11 @@ class DocumentFields:
     id: str | None = None
     title: str | None = None
     text: str | None = None
+
+    def __post_init__(self) -> None:
+        check_optional_text("id", self.id)
+        check_optional_text("title", self.title)
+        check_optional_text("text", self.text)
 
     @property
     def names(self) -> dict[str, str]:

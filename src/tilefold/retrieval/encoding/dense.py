@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from tilefold._internal.arguments import ArgumentError, check_choice, check_encoder, check_mapping
+from tilefold._internal.arguments import (
+    ArgumentError,
+    check_callable,
+    check_choice,
+    check_encoder,
+    check_integer,
+    check_least,
+    check_mapping,
+)
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model, Tensor
 from tilefold.pipeline.truncation import Truncation, counting_truncation, report_truncation
@@ -84,6 +92,10 @@ def encode_dense(
     check_encoder("model", model, "SentenceTransformer")
     check_mapping("texts", texts, "id -> text")
     check_choice("kind", kind, ("document", "query"))
+    check_integer("batch_size", batch_size)
+    check_least("batch_size", batch_size)
+    if progress is not None:
+        check_callable("progress", progress, "progress(texts encoded, texts in all)")
     if not texts:
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     import torch  # the package is imported without it

@@ -11,7 +11,15 @@ from typing import Any, ClassVar, Generic, Literal
 
 from torch import Tensor
 
-from tilefold._internal.arguments import check_choice, check_least, check_least_count
+from tilefold._internal.arguments import (
+    check_callable,
+    check_choice,
+    check_instance,
+    check_integer,
+    check_least,
+    check_least_count,
+    check_number,
+)
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import (
@@ -58,8 +66,13 @@ class Output:
     resume: bool = True
 
     def __post_init__(self) -> None:
-        check_least_count("shard_size", self.shard_size)
+        check_instance("folder", self.folder, Path, "Path(folder)")
+        check_integer("shard_size", self.shard_size)
+        check_least("shard_size", self.shard_size)
+        check_number("save_minutes", self.save_minutes)
         check_least("save_minutes", self.save_minutes, 0)
+        if self.progress is not None:
+            check_callable("progress", self.progress, "progress(texts done, texts in all)")
 
     def report(self, n_done: int, n_texts: int) -> None:
         """Call ``progress``, if there is one."""

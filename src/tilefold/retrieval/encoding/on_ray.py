@@ -18,7 +18,15 @@ from typing import Any
 
 import torch
 
-from tilefold._internal.arguments import check_instance, check_least, check_least_count, path_of
+from tilefold._internal.arguments import (
+    check_callable,
+    check_instance,
+    check_least,
+    check_least_count,
+    check_number,
+    check_optional_text,
+    path_of,
+)
 from tilefold._internal.typing import Model
 from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.retrieval.common.files import Json, require
@@ -91,9 +99,12 @@ class RayCluster:
     patience: float = 20.0
 
     def __post_init__(self) -> None:
+        check_optional_text("address", self.address)
         check_least_count("workers", self.workers)
         check_least_count("worker_cpus", self.worker_cpus)
         check_least("worker_gpus", self.worker_gpus, 0)
+        check_number("patience", self.patience)
+        check_least("patience", self.patience, 0)
 
 
 @dataclass(frozen=True)
@@ -163,6 +174,12 @@ def encode_on_ray(
         (Mapping, str, Path, InMemoryTexts, FileTexts),
         "the path of the documents",
     )
+    check_callable("load", load, "load()")
+    check_instance("encoding", encoding, Encoding, "SparseEncoding()")
+    if cluster is not None:
+        check_instance("cluster", cluster, RayCluster, "RayCluster(address)")
+    if progress is not None:
+        check_callable("progress", progress, "progress(texts done, texts in all)")
     output = Output(
         folder=path_of("output_dir", output_dir).resolve(),
         shard_size=shard_size,

@@ -13,10 +13,14 @@ from torch import Tensor
 
 from tilefold._internal.arguments import (
     ArgumentError,
+    check_choice,
     check_encoder,
+    check_instance,
     check_least,
     check_least_count,
     check_mapping,
+    check_number,
+    list_of,
     path_of,
 )
 from tilefold._internal.typing import Model
@@ -159,6 +163,8 @@ def encode_to_folder(
     Raises:
         Exception: the errors of :func:`encode_collection`.
     """
+    check_instance("encoding", encoding, Encoding, "SparseEncoding()")
+    check_instance("output", output, Output, "Output(Path(folder))")
     check_encoder("model", model, encoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     if not texts:
@@ -189,6 +195,7 @@ class SparseEncoding(Encoding):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_least_count("top_k", self.top_k)
+        check_number("min_weight", self.min_weight)
         check_least("min_weight", self.min_weight, 0)
 
     def create_job(
@@ -357,7 +364,16 @@ def encode_batch(
     Returns:
         ``[len(texts), V]``, dense from a plain model and CSR from an accelerated one. A plain model
         ignores `min_weight`.
+
+    Raises:
+        TypeError: `model` is not a loaded model, or `texts` is not a sequence.
+        ValueError: another argument is wrong.
     """
+    check_encoder("model", model)
+    check_choice("kind", kind, ("document", "query"))
+    check_least_count("top_k", top_k)
+    check_number("min_weight", min_weight)
+    texts = list_of("texts", texts)
     encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
     if encode is not None:
         return encode(cut_texts(model, texts), task=kind, top_k=top_k, min_weight=min_weight)

@@ -17,6 +17,7 @@ from tilefold._internal.arguments import (
     check_encoder,
     check_least_count,
     check_mapping,
+    check_optional_text,
     path_of,
 )
 from tilefold._internal.typing import Model
@@ -110,6 +111,7 @@ class TokenEncoding(Encoding):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
+        check_optional_text("source", self.source)
 
     def create_job(
         self,

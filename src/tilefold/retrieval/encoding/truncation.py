@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, check_least_count
 from tilefold._internal.typing import Model, Tokenizer
 from tilefold.pipeline.truncation import (
     Tally,
@@ -150,6 +150,7 @@ def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model,
     Raises:
         ValueError: if the model reads fewer tokens, or has no limit for this kind of texts.
     """
+    check_least_count("max_length", max_length)
     if max_length is None:
         return {}
     model_limit = getattr(model, "max_seq_length", None)

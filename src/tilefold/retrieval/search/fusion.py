@@ -12,7 +12,8 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_instance,
-    check_least_count,
+    check_integer,
+    check_least,
     check_mapping,
     check_share,
     list_of,
@@ -183,7 +184,8 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
     """Check arguments of a fusion, and return the weights of the runs, equal ones for None."""
     if not runs:
         raise ArgumentError("runs", "expected at least one run, got an empty list.")
-    check_least_count("k", k)
+    check_integer("k", k)
+    check_least("k", k)
     for number, run in enumerate(runs):
         check_mapping(f"runs[{number}]", run, "query id -> scores by document")
         check_text_ids("runs", run)

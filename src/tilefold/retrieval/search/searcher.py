@@ -16,6 +16,7 @@ from tilefold._internal.arguments import (
     check_k,
     check_mapping,
 )
+from tilefold._internal.sentence_transformers import check_release_of
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import term_names_of
 from tilefold.retrieval.common.files import Json
@@ -822,6 +823,7 @@ def _check_parts(
         raise TypeError(
             f"model: expected the encoder of the index, got {type(model).__name__}; load it first.",
         )
+    check_release_of(model)
     if second is not None and not isinstance(second, (BM25Index, Mapping)):
         raise TypeError(
             f"second: expected a BM25Index or a run, got {type(second).__name__}; pass "

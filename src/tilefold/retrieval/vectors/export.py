@@ -17,7 +17,8 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_instance,
-    check_least_count,
+    check_integer,
+    check_least,
     check_mapping,
     list_of,
     path_of,
@@ -160,7 +161,8 @@ def export_opensearch(
         reserved=("id", "text"),
         more_characters=", -",
     )
-    check_least_count("part_bytes", part_bytes)
+    check_integer("part_bytes", part_bytes)
+    check_least("part_bytes", part_bytes)
     documents = _survey(vectors, "OpenSearch", lambda _: None, texts)
     if 0 < documents.min_weight < _MIN_OPENSEARCH_WEIGHT:
         raise ArgumentDataError(

@@ -11,7 +11,8 @@ import numpy as np
 
 from tilefold._internal.arguments import (
     ArgumentError,
-    check_least_count,
+    check_integer,
+    check_least,
     check_mapping,
     list_of,
     list_of_ids,
@@ -289,7 +290,8 @@ def write_vectors(
         FileExistsError: if the folder has vectors and `overwrite` is False.
     """
     check_vectors("vectors", vectors)
-    check_least_count("shard_size", shard_size)
+    check_integer("shard_size", shard_size)
+    check_least("shard_size", shard_size)
     # Each shard has its precision.
     provenance = replace(vectors.provenance, precision=None).to_dict()
     settings = {name: value for name, value in provenance.items() if value}
