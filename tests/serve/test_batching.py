@@ -557,7 +557,7 @@ def test_load_measures_answers_and_their_times(client: Client) -> None:
 
 
 def test_load_counts_refused_requests(client: Client) -> None:
-    empty = [{"inputs": []}]
+    empty: list[dict[str, list[str]]] = [{"inputs": []}]
     result = asyncio.run(load(client.port, "/embed_sparse", empty, clients=1, seconds=0.2))
     assert result.seconds == []
     assert result.refused > 0
