@@ -1,6 +1,4 @@
-"""Small real parts: a BEIR folder, sparse vectors, and a tiny SparseEncoder over the real MiniLM
-tokenizer.
-"""
+"""Small inputs for tests of retrieval: a BEIR folder, random vectors, and tiny models."""
 
 from __future__ import annotations
 
@@ -13,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tilefold.retrieval import Collection, SparseVectors, build_pydocs
+from tilefold.retrieval import (
+    Collection,
+    SparseVectors,
+    TokenStore,
+    TokenVectors,
+    TokenVectorWriter,
+    build_pydocs,
+    open_dense,
+)
+from tilefold.retrieval.vectors.tokens import DenseManifest
 
 DOCUMENTS = [
     {"_id": "d1", "title": "Cats", "text": "Cats sleep all day."},
@@ -26,26 +33,26 @@ QRELS = "query-id\tcorpus-id\tscore\nq1\td1\t2\nq1\td2\t0\nq2\td3\t1\n"
 
 @pytest.fixture(autouse=True)
 def _seismic_is_installed(request: pytest.FixtureRequest) -> None:
-    """Skip what names Seismic on Pythons for which its package has no wheels, such as 3.13."""
+    """Skip tests that name Seismic on a Python for which its package has no wheels."""
     if "seismic" in request.node.name and find_spec("seismic") is None:
         pytest.skip("pyseismic-lsr is not installed")
 
 
 @pytest.fixture
 def beir(tmp_path: Path) -> Path:
+    """A BEIR folder of three documents, two queries and one split."""
     folder = tmp_path / "tiny"
     (folder / "qrels").mkdir(parents=True)
     for name, rows in (("corpus", DOCUMENTS), ("queries", QUERIES)):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows),
-            encoding="utf-8",
-        )
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     (folder / "qrels" / "test.tsv").write_text(QRELS, encoding="utf-8")
     return folder
 
 
 @pytest.fixture(scope="session")
 def pydocs() -> Collection:
+    """The collection of the documentation of Python, built once for all tests."""
     return build_pydocs()
 
 
@@ -57,27 +64,38 @@ def random_vectors(
     prefix: str = "d",
     fingerprint: str | None = "f" * 64,
 ) -> SparseVectors:
+    """Sparse vectors with ``terms`` random terms each, and ids of ``prefix`` and a number."""
     generator = np.random.default_rng(seed)
-    rows = {
-        f"{prefix}{i}": {
-            int(term): float(generator.exponential() + 0.01)
-            for term in generator.choice(vocab_size, terms, replace=False)
-        }
-        for i in range(n)
-    }
+    rows: dict[str, dict[int, float]] = {}
+    for number in range(n):
+        weights: dict[int, float] = {}
+        for term in generator.choice(vocab_size, terms, replace=False):
+            weights[int(term)] = float(generator.exponential() + 0.01)
+        rows[f"{prefix}{number}"] = weights
     return SparseVectors.from_rows(rows, vocab_size, fingerprint)
+
+
+def dense_folder(folder: Path, ids: list[str], seed: int, dimension: int = 8) -> TokenStore:
+    """A folder of random dense vectors, which are compared by dot product."""
+    import torch
+
+    manifest = DenseManifest(dimension, "fp32", settings={"similarity": "dot"})
+    writer = TokenVectorWriter(folder, manifest)
+    vectors = torch.randn(len(ids), 1, dimension, generator=torch.Generator().manual_seed(seed))
+    writer.write_shard(0, TokenVectors.pack(ids, list(vectors), dimension, "fp32"))
+    writer.finish()
+    return open_dense(folder)
 
 
 @pytest.fixture
 def make_vectors() -> Callable[..., SparseVectors]:
+    """The function :func:`random_vectors`."""
     return random_vectors
 
 
 @pytest.fixture(scope="session")
 def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A SPLADE model of random weights, 32 wide, with words of a real tokenizer and prompts for
-    both sides.
-    """
+    """A SPLADE model of random weights, 32 wide, with a real tokenizer and a prompt of queries."""
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
     from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -95,9 +113,7 @@ def splade(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def late(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A multi-vector model of random weights, 16 wide, over the real MiniLM tokenizer; punctuation
-    is skipped.
-    """
+    """A multi-vector model of random weights, 16 wide, with the tokenizer of MiniLM."""
     from sentence_transformers import MultiVectorEncoder
 
     from tests.recipes.small import small_masked_lm

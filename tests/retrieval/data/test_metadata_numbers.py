@@ -1,4 +1,4 @@
-"""Numbers, objects and nested lists in filters: every backend finds what Python's comparison says."""
+"""Numbers and objects in filters: every backend finds what a comparison in Python finds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.retrieval.index.test_updates import dense_folder
+from tests.retrieval.conftest import dense_folder
 from tilefold import retrieval as r
 from tilefold.retrieval import Filter
 from tilefold.retrieval.data.metadata import kept_fields
