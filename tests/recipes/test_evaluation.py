@@ -18,7 +18,7 @@ from tests.recipes.test_runs import assert_equal, rows_of, stop_at
 from tests.refusals import refused
 from tilefold._internal.files import LOCK
 from tilefold.recipes import ColbertRecipe, OutOfTimeError, get_recipe, train
-from tilefold.recipes._evaluation import choose
+from tilefold.recipes._evaluation import create_evaluation
 from tilefold.recipes.loading import newest_step
 from tilefold.retrieval import SparseVectors, build_index, evaluate, hits_to_run
 from tilefold.retrieval.data.collection import Collection
@@ -89,7 +89,7 @@ def test_the_best_evaluation_is_kept_and_told_although_later_ones_are_worse(whol
         device="cpu",
         local_files_only=True,
     )
-    evaluator, *_ = choose(recipe, with_dev())
+    evaluator, *_ = create_evaluation(recipe, with_dev())
     assert evaluator(model)[evaluator.primary_metric] == pytest.approx(best, abs=1e-6)
     assert [row for row in rows_of(folder) if "nDCG@10" in row] == list(result.evaluations)
     assert [row["step"] for row in result.evaluations if row["kept"]] == [result.kept_step]
@@ -182,13 +182,16 @@ def test_a_split_that_is_missing_is_refused_before_a_model_is_loaded(
     refused(ValueError, told, train, recipe, small_collection(), tmp_path / "m")
     other = with_dev()
     other.qrels["valid"] = other.qrels.pop("dev") | {"q0": {"d0": 0}}
-    evaluator, told, _ = choose(recipe, other)
+    evaluator, told, _ = create_evaluation(recipe, other)
     assert told == "valid (4 queries, 12 documents)" and {"d0", "d8", "d9", "d10", "d11"} <= {
         *evaluator.corpus_ids,
     }
-    assert choose(recipe, other)[2] != choose(replace(recipe, seed=1), other)[2]
     assert (
-        choose(replace(recipe, evaluate_documents=1), other)[1] == "valid (4 queries, 5 documents)"
+        create_evaluation(recipe, other)[2] != create_evaluation(replace(recipe, seed=1), other)[2]
+    )
+    assert (
+        create_evaluation(replace(recipe, evaluate_documents=1), other)[1]
+        == "valid (4 queries, 5 documents)"
     )
     refused(
         ValueError,
@@ -229,7 +232,7 @@ def test_the_evaluator_ignores_hits_with_the_id_of_the_query_as_beir_does(base: 
     recipe = replace(
         get_recipe("splade", base_model=base, **DESTROYED), evaluate_documents=len(ids)
     )
-    evaluator, told, _ = choose(recipe, documents)
+    evaluator, told, _ = create_evaluation(recipe, documents)
     assert "hits with the query's own id ignored for 12 queries" in told
     model = SparseEncoder(base, device="cpu", local_files_only=True)
     value = evaluator(model)[evaluator.primary_metric]
@@ -246,7 +249,9 @@ def test_the_evaluator_ignores_hits_with_the_id_of_the_query_as_beir_does(base: 
     assert value == pytest.approx(expected, abs=1e-5)
     assert counted != pytest.approx(expected, abs=1e-3)
     judged["d0"]["d0"] = 1
-    assert "ignored" not in choose(recipe, documents)[1], "ids that are numbered independently"
+    assert "ignored" not in create_evaluation(recipe, documents)[1], (
+        "ids that are numbered independently"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support:UserWarning")
@@ -262,7 +267,7 @@ def test_the_evaluator_ignores_passages_of_the_document_with_the_id_of_the_query
     recipe = replace(
         get_recipe("splade", base_model=base, **DESTROYED), evaluate_documents=len(cut.documents)
     )
-    evaluator, description, _ = choose(recipe, cut)
+    evaluator, description, _ = create_evaluation(recipe, cut)
     assert "hits with the query's own id ignored for 4 queries" in description
     model = SparseEncoder(base, device="cpu", local_files_only=True)
     value = evaluator(model)[evaluator.primary_metric]
@@ -286,5 +291,5 @@ def test_the_evaluator_ignores_passages_of_the_document_with_the_id_of_the_query
     assert value == pytest.approx(expected, abs=1e-5)
     assert counted != pytest.approx(expected, abs=1e-3)
     judged["d0"]["d0"] = 1
-    description = choose(recipe, training_passages(Passages(3), whole))[1]
+    description = create_evaluation(recipe, training_passages(Passages(3), whole))[1]
     assert "ignored" not in description, "ids that are numbered independently"

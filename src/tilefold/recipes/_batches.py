@@ -89,6 +89,7 @@ class RowStream:
         *,
         repeats: bool,
     ) -> None:
+        """Draw the first random order of the rows; no row is read before a batch needs it."""
         self._keys_of = keys_of
         self._n_rows = n_rows
         self._generator = generator
@@ -98,14 +99,19 @@ class RowStream:
         self._order = self._shuffled_rows()
 
     def take(self, size: int, carried: Sequence[Row] = ()) -> list[Row]:
-        """Draw rows that share no text with each other.
+        """Draw up to `size` rows that share no text with each other.
 
-        Fewer than `size` rows mean that every other row shares a text with one of them or, if the
-        rows do not repeat, that no other row is left.
+        Rows that waited since an earlier call come first, then the next rows of the random order.
+        A row that shares a text with a drawn row waits for a later call.
 
         Args:
             size: largest number of rows.
-            carried: rows that were drawn before, which come first and count.
+            carried: rows that an earlier call returned and that no batch has used. They are the
+                first rows of the result.
+
+        Returns:
+            The rows. There are fewer than `size` if every other row shares a text with one of them
+            or, where rows do not repeat, if no other row is left.
         """
         batch = _Batch(size)
         for row in carried:
@@ -185,6 +191,7 @@ class TrainingBatches(BatchSampler):
         seed: int = 0,
         lengths: RowNumbers | None = None,
     ) -> None:
+        """Store how batches are drawn; they are drawn anew whenever an epoch is iterated."""
         super().__init__(range(n_rows), batch_size, drop_last)
         self.epoch = 0
         self._keys_of = keys_of or _row_numbers_as_keys
@@ -202,6 +209,7 @@ class TrainingBatches(BatchSampler):
         return math.ceil(self._n_rows / self.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yield the row numbers of each batch of the current epoch, and record the batch sizes."""
         stream = RowStream(
             self._keys_of,
             self._n_rows,
@@ -235,8 +243,9 @@ class TrainingBatches(BatchSampler):
     def _grouped_batches(self, stream: RowStream, lengths: RowNumbers) -> Iterator[list[Row]]:
         """Yield batches of rows of similar length, as long as there are rows.
 
-        Batches are cut from pools of rows with distinct texts, which are sorted by length. The
-        batches of a pool come in random order.
+        A pool is a few batches' worth of rows with distinct texts. It is sorted by length and cut
+        into batches, which come in random order. Rows that fill no batch are carried to the next
+        pool.
 
         Args:
             stream: the rows in random order.
@@ -249,17 +258,24 @@ class TrainingBatches(BatchSampler):
             if not pool:
                 return
             has_new_rows = len(pool) > len(carried)
-            if not has_new_rows:  # every other row shares a text with those that were carried
+            if not has_new_rows:  # every other row shares a text with a carried row
                 self._check_full(carried)
                 yield carried
                 carried = []
                 continue
             batches = self._cut_pool(pool, lengths)
             generator.shuffle(batches)
-            # The epoch may end within this pool, so rows that were carried come first.
             carried_numbers = {row.number for row in carried}
-            batches.sort(key=lambda batch: carried_numbers.isdisjoint(row.number for row in batch))
-            yield from batches
+            with_carried_rows = []
+            without_carried_rows = []
+            for batch in batches:
+                if carried_numbers.isdisjoint(row.number for row in batch):
+                    without_carried_rows.append(batch)
+                else:
+                    with_carried_rows.append(batch)
+            # The epoch may end within this pool, and no row should miss it twice.
+            yield from with_carried_rows
+            yield from without_carried_rows
             carried = pool[len(batches) * self.batch_size :]
 
     def _cut_pool(self, pool: list[Row], lengths: RowNumbers) -> list[list[Row]]:

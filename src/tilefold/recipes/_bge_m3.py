@@ -27,7 +27,16 @@ class BgeM3Spec(SharableSpec, kind="bge_m3"):
     """
 
     def build(self, base: Base) -> list[Module]:
-        """Build a transformer without an LM head, and the weight of every token."""
+        """Build a transformer and the linear layer that computes a weight for every token.
+
+        The layer is loaded from the base model if that has one, and is new otherwise.
+
+        Args:
+            base: base model, maximum length and seed.
+
+        Returns:
+            The transformer without an LM head, and its :class:`tilefold.modules.TokenWeights`.
+        """
         import torch
 
         from tilefold.modules import TokenWeights
@@ -67,14 +76,17 @@ def _unweighted_ids(transformer: Transformer) -> list[int]:
 
 
 def _find_head(base_model: str) -> str | None:
-    """Return the path of a base model's sparse head; ``None`` without one.
+    """Return the path of the file with a base model's sparse head, downloaded if necessary.
 
     Args:
         base_model: ``"minilm"``, a folder or a Hugging Face name.
+
+    Returns:
+        The path; ``None`` for a model without a sparse head.
     """
     from sentence_transformers.util import load_file_path
 
-    if base_model == "minilm":
+    if base_model == "minilm":  # a dense model
         return None
     is_local = Path(base_model).is_dir()
     for file in HEAD_FILES:
@@ -85,7 +97,11 @@ def _find_head(base_model: str) -> str | None:
 
 
 def _load_head(head: Module, path: str) -> None:
-    """Load the weights of a :class:`TokenWeights` from a file, in place.
+    """Load the linear layer of a new :class:`tilefold.modules.TokenWeights` from a file, in place.
+
+    Args:
+        head: the module; its ``linear`` maps states of width D to one weight.
+        path: file of BGE-M3's sparse head.
 
     Raises:
         ValueError: if the file has no such weights, or belongs to a model of another width.
@@ -123,6 +139,9 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
 def _read_tensors(path: Path) -> Any:
     """Read a file of tensors without running code in it.
 
+    Args:
+        path: ``.safetensors`` file, or a file of ``torch.save``.
+
     Returns:
         The content, a dictionary of tensors in a valid file.
 
@@ -152,11 +171,15 @@ def _read_tensors(path: Path) -> Any:
 
 
 def _check_linear(state: Any, path: Path) -> None:
-    """Refuse a state that is not that of a linear layer with one output and finite weights.
+    """Refuse anything but the finite weights of a linear layer with one output.
 
     Args:
-        state: content of the file.
-        path: the file, for the error.
+        state: content of the file, a dictionary of tensors if the file is valid.
+        path: the file, which the error names.
+
+    Raises:
+        ValueError: for other names or shapes than ``weight [1, D]`` and ``bias [1]``, or for NaN
+            or infinity.
     """
     import torch
 

@@ -32,14 +32,17 @@ def describe(
     history: Sequence[Mapping[str, float]],
     command: str,
 ) -> str:
-    """Describe a training in Markdown: data, command, settings, losses and warnings.
+    """Describe a training in Markdown, for the model's card.
+
+    The section has a table of data, command and losses, a usage example, the recipe's settings and
+    the warnings of the training.
 
     Args:
         recipe: the recipe.
         result: the :class:`TrainResult`.
         data: name of the collection.
         n_pairs: number of training pairs.
-        history: rows of the training's log.
+        history: rows of the training's log, each a dictionary of names and values.
         command: command that repeats the training; empty without one.
     """
     parts = [
@@ -69,12 +72,21 @@ def _summary_table(
     history: Sequence[Mapping[str, float]],
     command: str,
 ) -> str:
-    """Return a Markdown table of what was trained, on what, and with which result.
+    """Return a Markdown table that summarizes a training: its recipe, data, steps and losses.
 
-    The arguments are described in :func:`describe`. Rows without a value are left out.
+    Rows without a value are left out.
+
+    Args:
+        recipe: the recipe.
+        result: the :class:`TrainResult`.
+        data: name of the collection.
+        n_pairs: number of training pairs.
+        history: rows of the training's log.
+        command: command that repeats the training; empty without one.
     """
     name = getattr(recipe, "name", type(recipe).__name__)
-    last_log = _last_log(history, result.kept_step or result.steps)
+    saved_step = result.kept_step or result.steps  # without evaluations, the last step is saved
+    last_log = _last_log(history, saved_step)
     values = {
         "recipe": f"`{name}` of tilefold {__version__}",
         "data": f"{data}, {n_pairs:,} pairs",
@@ -160,6 +172,7 @@ def extend_card(card: Path, section: str) -> None:
     if not section:
         return
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
+    # without the heading, `before` is the complete text
     before, heading, after = text.partition(TRAINING_HEADING)
     extended = f"{before.rstrip()}\n\n{section}\n{heading}{after}"
     card.write_text(extended.lstrip(), encoding="utf-8")

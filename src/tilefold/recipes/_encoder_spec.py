@@ -76,7 +76,11 @@ class EncoderSpec(Settings, ABC):
         """Build the modules of the encoder; the last one returns sparse vectors."""
 
     def build_model(self, base: Base, device: str | None = None) -> SparseEncoder:
-        """Build a model that encodes queries and documents with this encoder.
+        """Build a ``SparseEncoder`` that encodes queries and documents with this encoder.
+
+        Args:
+            base: base model, maximum length, seed and sample texts.
+            device: as in sentence-transformers, which chooses by default.
 
         Raises:
             ValueError: if the encoder has no network.
@@ -119,9 +123,14 @@ class EncoderSpec(Settings, ABC):
 
     @classmethod
     def from_dict(cls: type[E], values: dict[str, Any]) -> E:
-        """Create the spec of the kind that ``values["kind"]`` names; the inverse of `to_dict`.
+        """Create the encoder spec that a JSON object describes; the inverse of `to_dict`.
 
-        A field that is ``None`` takes its default. Without a kind, it is that of this class.
+        The kind decides about the class of the spec: ``{"kind": "mlm", "top_k": 256}`` becomes an
+        :class:`MlmSpec`.
+
+        Args:
+            values: the kind and the fields. A field that is ``None`` takes its default. Values
+                without a kind describe a spec of this class.
 
         Raises:
             ValueError: for an unknown kind, a field that the kind does not have, or a value out of
@@ -130,19 +139,20 @@ class EncoderSpec(Settings, ABC):
         settings = {name: value for name, value in values.items() if value is not None}
         kind = settings.pop("kind", cls.kind)
         classes = {
-            name: encoder_class
-            for name, encoder_class in EncoderSpec.classes.items()
+            class_kind: encoder_class
+            for class_kind, encoder_class in EncoderSpec.classes.items()
             if issubclass(encoder_class, cls)
         }
-        one_of(*sorted(classes))("kind", kind)
+        check_kind = one_of(*sorted(classes))
+        check_kind("kind", kind)
         encoder_class = classes[kind]
-        names = [setting.name for setting in fields(encoder_class)]
+        field_names = [setting.name for setting in fields(encoder_class)]
         for name in settings:
-            if name not in names:
+            if name not in field_names:
                 raise ArgumentError(
                     name,
                     f"does not apply to an encoder of kind {kind!r}, which has the fields "
-                    f"{', '.join(names)}; leave it out.",
+                    f"{', '.join(field_names)}; leave it out.",
                 )
         return encoder_class(**settings)
 
@@ -182,7 +192,8 @@ class SharableSpec(EncoderSpec):
         """Return the network of the document encoder, for a query encoder that shares it.
 
         Args:
-            base: the network.
+            base: starting points of the encoders. ``base.network`` is the document encoder's
+                Transformer; ``None`` if the document encoder has none.
             task: task that the network must have, such as ``"fill-mask"``; ``None`` allows any.
 
         Raises:

@@ -15,7 +15,7 @@ from tilefold.retrieval.data.collection import Collection
 
 DEFAULT_DOCUMENTS = 10_000  # searched documents of a recipe that names no number
 CUT_OFF = 10  # hits that the measures read
-MAX_SCORES = 2**26  # scores of queries and documents in memory at a time
+MAX_SCORES = 2**26  # scores of queries and documents in memory at a time, 256 MiB in fp32
 MAX_CHUNK_SIZE = 1000  # documents that are encoded and searched at a time
 
 
@@ -33,14 +33,19 @@ class Evaluation(NamedTuple):
     digest: str = ""
 
 
-def choose(recipe: TrainingSettings, collection: Collection) -> Evaluation:
-    """Create the evaluation of a recipe.
+def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evaluation:
+    """Create the evaluation that repeats while a model trains, on one split of a collection.
 
-    Documents are all judged ones of the split, and others that the recipe's seed draws.
+    The searched documents are all judged documents of the split, and others that the recipe's seed
+    draws.
 
     Args:
-        recipe: the recipe, whose evaluator is ``None`` without ``evaluate_steps``.
+        recipe: the recipe. Without ``evaluate_steps`` there is no evaluation.
         collection: collection with judgements of the split.
+
+    Returns:
+        The evaluator of sentence-transformers, its description for the user, and a digest that
+        changes with anything that it measures.
 
     Raises:
         ValueError: if the split has no pairs.
@@ -52,18 +57,20 @@ def choose(recipe: TrainingSettings, collection: Collection) -> Evaluation:
     queries = {query_id: collection.queries[query_id] for query_id in relevant}
     n_documents = recipe.evaluate_documents or DEFAULT_DOCUMENTS
     documents = _sample_documents(collection, split, n_documents, recipe.seed)
-    evaluator_class = _evaluator_class(late=recipe.late)
     description = f"{len(queries):,} queries, {len(documents):,} documents"
     judgements = {query_id: repr(sorted(names)) for query_id, names in relevant.items()}
     digest = texts_digest(queries) + texts_digest(documents) + texts_digest(judgements)
-    n_own_entries = _count_own_entries(collection, queries, documents)
-    if n_own_entries and _judges_other_documents(collection, relevant):
+    evaluator_class = _evaluator_class(late=recipe.late)
+    # As BEIR does, a query that is a document itself must not retrieve itself.
+    n_own_documents = _count_own_documents(collection, queries, documents)
+    if n_own_documents and not _judges_own_documents(collection, relevant):
         evaluator_class = _ignoring_identical_ids(
             evaluator_class,
             collection.whole_document_of,
-            max_own_hits=max(n_own_entries.values()),
+            max_own_hits=max(n_own_documents.values()),
         )
-        description += f", hits with the query's own id ignored for {len(n_own_entries):,} queries"
+        n_queries = len(n_own_documents)
+        description += f", hits with the query's own id ignored for {n_queries:,} queries"
         digest += "without identical ids"
     evaluator = evaluator_class(
         queries,
@@ -90,6 +97,13 @@ def _default_split(collection: Collection) -> str:
 def _relevant_documents(collection: Collection, split: str) -> dict[str, set[str]]:
     """Return the ids of the relevant documents of each query of a split.
 
+    Args:
+        collection: the collection.
+        split: name of the split.
+
+    Returns:
+        Query id -> ids of its relevant documents, for queries that have any.
+
     Raises:
         ValueError: if the split has no pairs.
     """
@@ -113,23 +127,24 @@ def _sample_documents(
     n_documents: int,
     seed: int,
 ) -> dict[str, str]:
-    """Return the judged documents of a split, and drawn ones up to a number of documents.
+    """Return all judged documents of a split, and random other documents.
 
     Args:
         collection: the collection.
-        split: the split.
-        n_documents: number of documents, if fewer are judged.
-        seed: seed of the draws.
+        split: name of the split.
+        n_documents: number of documents of the sample. Judged documents are all in it, even if
+            they are more.
+        seed: seed of the random documents.
 
     Returns:
         Id -> text.
     """
-    judged_ids = dict.fromkeys(
-        document_id for grades in collection.qrels[split].values() for document_id in grades
-    )
+    judged_ids: dict[str, None] = {}  # a dictionary, as a set with an order
+    for grades in collection.qrels[split].values():
+        judged_ids.update(dict.fromkeys(grades))
     contents = collection.contents()
     n_others = max(0, n_documents - len(judged_ids))
-    # Judged documents among those that are drawn are left out, so that many more are drawn.
+    # A draw may hit any judged document, which is skipped. This many draws suffice nevertheless.
     n_draws = min(len(contents), n_others + len(judged_ids))
     generator = random.Random(seed)  # noqa: S311 - reproducible, no secret
     positions = generator.sample(range(len(contents)), n_draws)
@@ -147,11 +162,15 @@ def _documents_at(
     contents: Mapping[str, str],
     positions: Iterable[int],
 ) -> Iterable[tuple[str, str]]:
-    """Return the ids and texts of documents at positions.
+    """Return the ids and texts of the documents at positions of a collection.
 
     Args:
-        contents: id -> text, in memory or in a file that reads single documents (``pair``).
+        contents: id -> text. It is a dictionary, or a file with a method ``pair`` that reads the
+            id and text of a single document.
         positions: positions of the documents.
+
+    Returns:
+        Pairs ``(id, text)``.
     """
     read_pair = getattr(contents, "pair", None)
     if read_pair is not None:
@@ -161,10 +180,11 @@ def _documents_at(
 
 
 def _evaluator_class(*, late: bool) -> Any:
-    """Return the class of sentence-transformers that evaluates retrieval.
+    """Return the class of sentence-transformers that evaluates retrieval with a kind of model.
 
     Args:
-        late: whether the model computes token vectors.
+        late: whether the model computes a vector for each token (late interaction); otherwise it
+            computes sparse vectors.
     """
     from sentence_transformers.multi_vector_encoder.evaluation import (
         MultiVectorInformationRetrievalEvaluator,
@@ -176,40 +196,43 @@ def _evaluator_class(*, late: bool) -> Any:
     return SparseInformationRetrievalEvaluator
 
 
-def _count_own_entries(
+def _count_own_documents(
     collection: Collection,
     queries: Iterable[str],
     documents: Iterable[str],
 ) -> dict[str, int]:
-    """Count the documents that have the id of a query, or are passages of such a document.
+    """Count the documents that have the same id as a query, or are passages of such a document.
+
+    In data sets such as ArguAna and Quora, queries are documents too.
 
     Args:
-        collection: knows the whole document of a passage.
+        collection: its ``whole_document_of`` maps the id of a passage to that of its document.
         queries: ids of the queries.
         documents: ids of the sampled documents.
 
     Returns:
         Query id -> number of documents, for queries that have any.
     """
-    entry_counts = Counter(map(collection.whole_document_of, documents))
-    return {query_id: entry_counts[query_id] for query_id in queries if query_id in entry_counts}
+    n_passages = Counter(map(collection.whole_document_of, documents))
+    return {query_id: n_passages[query_id] for query_id in queries if query_id in n_passages}
 
 
-def _judges_other_documents(
+def _judges_own_documents(
     collection: Collection,
     relevant: Mapping[str, Iterable[str]],
 ) -> bool:
-    """Return whether no query is relevant to its own id, so that hits of that id are ignored.
+    """Return whether a query has a relevant document with the query's own id.
+
+    The equal id is then an answer or a coincidence, and hits with it must count.
 
     Args:
-        collection: knows the whole document of a passage.
+        collection: its ``whole_document_of`` maps the id of a passage to that of its document.
         relevant: query id -> ids of its relevant documents.
     """
-    judgements = {
-        query_id: {collection.whole_document_of(document_id): 1 for document_id in document_ids}
-        for query_id, document_ids in relevant.items()
-    }
-    return ignores_identical_ids(judgements)
+    judgements: dict[str, dict[str, int]] = {}
+    for query_id, document_ids in relevant.items():
+        judgements[query_id] = dict.fromkeys(map(collection.whole_document_of, document_ids), 1)
+    return not ignores_identical_ids(judgements)
 
 
 def _ignoring_identical_ids(
@@ -234,9 +257,12 @@ def _ignoring_identical_ids(
         map_at_k: list[int]
 
         def __call__(self, *args: Any, **options: Any) -> Any:
-            """Evaluate a model, with a larger cut-off while hits are collected."""
-            # The stock class collects as many hits as the largest cut-off. A larger cut-off makes
-            # up for the hits that are left out.
+            """Evaluate a model, and raise the cut-off of MAP while its hits are collected.
+
+            The stock evaluator collects as many hits as its largest cut-off. A larger one makes up
+            for the hits of the query's own document, which ``compute_metrics`` leaves out. That
+            method also restores the cut-off before it measures.
+            """
             self._map_at_k = self.map_at_k
             cut_offs = (
                 self.accuracy_at_k,

@@ -51,16 +51,16 @@ class HeadSpec(SharableSpec):
         pooling: str,
         drop_special_tokens: bool = False,
     ) -> Module:
-        """Build the pooling of the LM head.
+        """Build the module that reduces the logits of an LM head to one sparse vector.
 
         Args:
             transformer: network with an LM head.
-            pooling: name of the pooling.
+            pooling: reduction over the tokens of a text, such as ``"max"``.
             drop_special_tokens: whether special tokens get no weight.
 
         Returns:
-            The stock ``SpladePooling`` if it has these options, else
-            :class:`tilefold.modules.HeadPooling`.
+            The ``SpladePooling`` of sentence-transformers if it has the options of this spec, so
+            that the model loads without tilefold. Otherwise :class:`tilefold.modules.HeadPooling`.
         """
         from tilefold.modules import stock_module
         from tilefold.modules.head_pooling import HeadPooling
@@ -69,12 +69,12 @@ class HeadSpec(SharableSpec):
         if logit_scale is None:
             logit_scale = default_logit_scale(transformer)
         module = HeadPooling(
-            pooling,
-            self.activation,
-            logit_scale,
-            transformer.tokenizer.all_special_ids if drop_special_tokens else [],
-            self.top_k,
-            self.normalize,
+            pooling=pooling,
+            activation=self.activation,
+            logit_scale=logit_scale,
+            ignore_ids=transformer.tokenizer.all_special_ids if drop_special_tokens else [],
+            top_k=self.top_k,
+            normalize=self.normalize,
             embedding_dimension=head_rows(transformer),
         )
         return stock_module(module) or module
@@ -114,7 +114,12 @@ class MlmSpec(PooledHeadSpec, kind="mlm"):
     layers: int | None = checked(None, integer())
 
     def build(self, base: Base) -> list[Module]:
-        """Build a masked language model and the pooling of its logits."""
+        """Build a masked language model and the pooling of its logits.
+
+        Args:
+            base: base model, maximum length and seed; and the document encoder's network, for
+                queries that share it.
+        """
         if self.shared_network:
             transformer = self.document_network(base, "fill-mask")
         else:
@@ -143,7 +148,12 @@ class ClsMlmSpec(HeadSpec, kind="cls_mlm"):
     layers: int | None = checked(None, integer())
 
     def build(self, base: Base) -> list[Module]:
-        """Build a masked language model and the pooling of its first token."""
+        """Build a masked language model and a pooling that reads the first token's logits.
+
+        Args:
+            base: base model, maximum length and seed; and the document encoder's network, for
+                queries that share it.
+        """
         if self.shared_network:
             transformer = self.document_network(base, "fill-mask")
         else:
@@ -178,7 +188,11 @@ class EpicSpec(EncoderSpec, kind="epic"):
         return self.top_k
 
     def build(self, base: Base) -> list[Module]:
-        """Build a masked language model that returns its hidden states too, and EPIC's pooling."""
+        """Build a masked language model, and EPIC's pooling of its logits and hidden states.
+
+        Args:
+            base: base model, maximum length and seed.
+        """
         from tilefold.modules import EpicPooling
 
         transformer = load_transformer(
@@ -188,12 +202,11 @@ class EpicSpec(EncoderSpec, kind="epic"):
             layers=self.layers,
             output_hidden_states=True,
         )
+        special_ids = transformer.tokenizer.all_special_ids
         with seeded(base.seed):
             pooling = EpicPooling(
                 transformer.model.config.hidden_size,
-                ignore_ids=transformer.tokenizer.all_special_ids
-                if self.drop_special_tokens
-                else (),
+                ignore_ids=special_ids if self.drop_special_tokens else (),
                 embedding_dimension=head_rows(transformer),
             )
         return [transformer, pooling]
@@ -221,7 +234,14 @@ class MlpSpec(SharableSpec, kind="mlp"):
     layers: int | None = checked(None, integer())
 
     def build(self, base: Base) -> list[Module]:
-        """Build a transformer without its LM head, and a learned weight for every token."""
+        """Build a transformer without its LM head, and a layer with a weight for every token.
+
+        A base model that already has trained token weights keeps them.
+
+        Args:
+            base: base model, maximum length and seed; and the document encoder's network and
+                vocabulary size, for queries that share them.
+        """
         import torch
 
         from tilefold.modules import TokenWeights
@@ -236,15 +256,14 @@ class MlpSpec(SharableSpec, kind="mlp"):
                 layers=self.layers,
             )
         n_embeddings = transformer.model.get_input_embeddings().num_embeddings
+        special_ids = transformer.tokenizer.all_special_ids
         with seeded(base.seed):
             weights = TokenWeights(
                 transformer.get_embedding_dimension(),
-                base.vocab_size or n_embeddings,
+                base.vocab_size or n_embeddings,  # 0 if no other encoder was built before
                 activation=self.activation,
                 scale=self.scale,
-                ignore_ids=transformer.tokenizer.all_special_ids
-                if self.drop_special_tokens
-                else (),
+                ignore_ids=special_ids if self.drop_special_tokens else (),
                 saturation=self.saturation,
             )
             # Every token starts with a positive weight. Otherwise half of the tokens, or all of a
@@ -258,10 +277,14 @@ class MlpSpec(SharableSpec, kind="mlp"):
 
 
 def _load_token_weights(weights: Module, base_model: str) -> None:
-    """Load the token weights of a base model that has trained ones, in place.
+    """Load trained token weights from a base model, in place; do nothing if it has none.
+
+    Args:
+        weights: the new :class:`tilefold.modules.TokenWeights`.
+        base_model: ``"minilm"``, a folder or a Hugging Face name.
 
     Raises:
-        ValueError: if their parameters have other names or shapes.
+        ValueError: if the parameters of the base model's token weights have other names or shapes.
     """
     from tilefold.modules import TokenWeights, load_encoder
 
@@ -288,7 +311,7 @@ def _parameter_shapes(module: Module) -> dict[str, list[int]]:
 
 
 def default_logit_scale(transformer: Transformer) -> float:
-    """Return the initial factor on the logits of a backbone."""
+    """Return the initial factor on the logits of a backbone: 1/16 for ModernBERT, else 1."""
     model_type = str(getattr(transformer.model.config, "model_type", ""))
     return SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
 

@@ -110,6 +110,12 @@ class Pairs(NamedTuple):
 def training_pairs(collection: Collection) -> Pairs:
     """Return the pairs of query and relevant document in the split ``"train"``.
 
+    Args:
+        collection: corpus, queries and judgements.
+
+    Returns:
+        The pairs, with the positions of their texts in the collection.
+
     Raises:
         ValueError: for fewer than two pairs, or for a pair whose query or document is not in the
             collection.
@@ -129,6 +135,7 @@ def training_pairs(collection: Collection) -> Pairs:
     query_ids = [query_id for query_id, _ in id_pairs]
     document_ids = [document_id for _, document_id in id_pairs]
     position_of_query = {query_id: position for position, query_id in enumerate(collection.queries)}
+    # -1 stands for a query or document that the collection does not have
     queries = np.array([position_of_query.get(query_id, -1) for query_id in query_ids], np.int64)
     documents = collection.positions_of(document_ids)
     incomplete = np.flatnonzero((queries < 0) | (documents < 0))
@@ -167,13 +174,14 @@ def examples_of(
     columns: Mapping[str, npt.NDArray[Any]],
     notes: tuple[str, ...] = (),
 ) -> Examples:
-    """Create training rows from positions of texts.
+    """Create training rows from the positions of their texts in a collection.
 
     Args:
         collection: collection of the texts.
-        n_pairs: number of pairs of one epoch.
-        columns: positions of queries in the column ``"query"``, scores in ``"label"``, and
-            positions of documents in every other column.
+        n_pairs: number of pairs of one epoch. A pair may have several rows.
+        columns: name -> array with a value for each of n rows. ``"query"`` has positions ``[n]``
+            of queries, ``"label"`` teacher scores ``[n, documents]``, and every other column, such
+            as ``"positive"``, positions ``[n]`` of documents.
         notes: what the user should know about the rows.
     """
     queries = TextsInMemory(collection.queries.values())
@@ -213,18 +221,22 @@ class PairsWithNegatives:
         *,
         scored: bool,
     ) -> None:
-        """Find the negatives of each pair, and leave out pairs without any."""
+        """Find the negatives of each pair, and leave out pairs without any.
+
+        The rows of a query follow one another. They are called a group below.
+        """
         group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
-        # position of each pair's query among the queries of the mined rows, or -1
+        # the group of each pair's query, or -1 if the query was not mined
         groups = np.array([group_of_query.get(name, -1) for name in pairs.query_ids], np.int64)
         positive_rows = _find_positive_rows(rows, groups, positions, pairs.documents)
         _check_relevant(rows, groups, positive_rows)
         is_negative = ~rows.relevant
         is_negative[positive_rows[positive_rows >= 0]] = False
-        # negatives before the first row of each query, and the number of its own
+        # number of negatives in all rows before the first row of each group
         n_negatives_before = np.append(0, np.cumsum(is_negative))[rows.offsets]
         n_negatives_of_group = np.diff(n_negatives_before)
-        n_negatives = np.append(n_negatives_of_group, 0)[groups]  # 0 for group -1, the last one
+        # Group -1 reads the last element, which is the appended 0.
+        n_negatives = np.append(n_negatives_of_group, 0)[groups]
         usable = n_negatives > 0
         if scored:
             usable &= positive_rows >= 0
@@ -243,19 +255,20 @@ class PairsWithNegatives:
         self._n_negatives = n_negatives[usable_pairs]
 
     def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
-        """Return training rows with drawn negatives.
+        """Return the columns of n training rows: a pair with negatives drawn for its query.
 
         A row has no negative twice if its query has enough of them.
 
         Args:
             n_negatives: number of negatives of a row.
-            n_draws: number of rows of each pair, which have different negatives.
+            n_draws: number of rows of each pair. Each of them draws negatives of its own.
             seed: seed of the draws.
 
         Returns:
-            Positions of texts in ``"query"``, ``"positive"`` and ``"negative_1"`` to
-            ``"negative_n"``, and the scores of these documents in ``"label"`` if the pairs are
-            scored.
+            Name -> array. ``"query"``, ``"positive"`` and ``"negative_1"`` to
+            ``"negative_<n_negatives>"`` hold positions ``[n]`` of texts in the collection. If the
+            pairs are scored, ``"label"`` holds the teacher's scores ``[n, 1 + n_negatives]`` of
+            the positive and the negatives.
         """
         pairs = np.tile(np.arange(len(self.pairs.queries)), n_draws)
         draws = draw_without_repetition(self._n_negatives[pairs], n_negatives, seed)
@@ -274,14 +287,16 @@ class PairsWithNegatives:
 
 
 def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positions) -> None:
-    """Refuse rows that mostly mark other documents as relevant than the training split.
+    """Refuse mined rows whose relevant documents are mostly not relevant by the training split.
 
     Such a file is often a run, in which every retrieved document is marked as relevant.
 
     Args:
-        rows: mined rows. ``rows.relevant`` marks the documents that the file calls relevant.
-        groups: query ``[P]`` of each training pair in `rows`, or -1.
-        positive_rows: row ``[P]`` of the relevant document of each pair, or -1.
+        rows: mined rows, one for each query and document. ``rows.relevant`` ``[R]`` marks the rows
+            that the file calls relevant. The rows of a query follow one another, from
+            ``rows.offsets[group]`` to ``rows.offsets[group + 1]``.
+        groups: group ``[P]`` of the query of each training pair, -1 for a query without rows.
+        positive_rows: row ``[P]`` of the relevant document of each pair, -1 for none.
 
     Raises:
         DataError: if fewer than half of the documents that the file calls relevant, for the
@@ -309,22 +324,24 @@ def _find_positive_rows(
 ) -> Positions:
     """Find the row of each pair's relevant document among the mined rows of its query.
 
-    All pairs are searched together. In each step, every pair that is not found compares the next
-    row of its query.
+    This is a linear search for all P pairs at once: each step compares the next row of every pair
+    that still searches.
 
     Args:
-        rows: mined rows, grouped by query.
-        groups: query ``[P]`` of each pair in `rows`, or -1.
+        rows: mined rows, one for each query and document. ``rows.document`` ``[R]`` numbers the
+            document of each row. The rows of a query follow one another, from
+            ``rows.offsets[group]`` to ``rows.offsets[group + 1]``.
+        groups: group ``[P]`` of the query of each pair, -1 for a query without rows.
         positions: position ``[D]`` in the collection of each document of `rows`.
-        relevant: position ``[P]`` of each pair's relevant document in the collection.
+        relevant: position ``[P]`` in the collection of each pair's relevant document.
 
     Returns:
-        Row ``[P]`` of each pair's document, -1 for none.
+        Row ``[P]`` of each pair's relevant document, -1 for none.
     """
     positive_rows = np.full(len(groups), -1, np.int64)
     next_row = rows.offsets[groups]
     end_row = rows.offsets[groups + 1]
-    searching = np.flatnonzero(groups >= 0)
+    searching = np.flatnonzero(groups >= 0)  # numbers of the pairs that still search
     searching = searching[next_row[searching] < end_row[searching]]
     while searching.size:
         candidates = next_row[searching]
@@ -337,13 +354,14 @@ def _find_positive_rows(
 
 
 def draw_without_repetition(sizes: Positions, count: int, seed: int) -> Positions:
-    """Draw several different numbers below each of n sizes.
+    """Draw `count` different random numbers from each of n ranges ``0 .. size - 1``.
 
-    Numbers repeat only where `count` exceeds the size.
+    All ranges are drawn from together, one number of each at a time. Numbers repeat only where
+    `count` exceeds the size.
 
     Args:
-        sizes: sizes ``[n]``, at least 1.
-        count: how many numbers are drawn below each size.
+        sizes: sizes ``[n]`` of the ranges, at least 1.
+        count: how many numbers are drawn from each range.
         seed: seed of the draws.
 
     Returns:
@@ -355,10 +373,10 @@ def draw_without_repetition(sizes: Positions, count: int, seed: int) -> Position
         n_left = sizes - n_drawn
         has_left = n_left > 0
         new = generator.integers(0, np.where(has_left, n_left, sizes))
-        # `new` counts the numbers that are left. It becomes a number below the size by skipping
-        # those that were drawn, in ascending order.
-        for smaller in np.sort(drawn, axis=1).T:
-            new += has_left & (new >= smaller)
+        # `new` is the rank of the drawn number among the numbers that are left. Skipping the
+        # numbers that were drawn before, in ascending order, turns the rank into the number.
+        for drawn_number in np.sort(drawn, axis=1).T:
+            new += has_left & (new >= drawn_number)
         drawn = np.column_stack([drawn, new])
     return drawn
 
@@ -366,7 +384,8 @@ def draw_without_repetition(sizes: Positions, count: int, seed: int) -> Position
 class Reader:
     """Function that turns the positions of texts in a batch into texts.
 
-    A text ends where the model stops to read it.
+    A text that is much longer than the model's limit is cut near the limit, so that the tokenizer
+    does not read the rest of it.
 
     Args:
         columns: columns of all rows, as in :class:`Examples`.
@@ -375,6 +394,7 @@ class Reader:
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
+        """Prepare to cut texts at the model's limit, and estimate that limit in characters."""
         self._columns = columns
         self._cut = text_cutter(model, copy_tokenizer=True)
         self._digest = digest
@@ -382,7 +402,7 @@ class Reader:
         self._cut_lengths_of_queries: dict[int, int] = {}
         self._cut_lengths_of_documents: dict[int, int] = {}
         first_module = next(iter(model or ()), None)
-        max_tokens = getattr(first_module, "document_length", None)
+        max_tokens = getattr(first_module, "document_length", None)  # only a ColBERT has it
         if not max_tokens:
             max_tokens = getattr(model, "max_seq_length", None) or UNLIMITED_TOKENS
         self._max_characters = MAX_CHARACTERS_PER_TOKEN * min(max_tokens, UNLIMITED_TOKENS)
@@ -397,13 +417,15 @@ class Reader:
         }
 
     def text_keys(self, rows: Positions) -> npt.NDArray[np.uint64]:
-        """Return keys of the texts of n rows, without reading a text.
+        """Return keys of the texts of n rows, by which equal texts are recognized.
+
+        The keys were computed before, so that no text is read.
 
         Args:
             rows: numbers ``[n]`` of the rows.
 
         Returns:
-            Keys ``[n, C]`` of C columns; equal texts have equal keys.
+            Keys ``[n, C]`` of the texts in C columns; equal texts have equal keys.
         """
         keys = [
             column.texts.text_keys[column.positions[rows]]
@@ -414,18 +436,20 @@ class Reader:
     def document_lengths(self) -> Positions:
         """Return the length of the relevant document of each row, as far as the model reads it.
 
-        Texts in memory and in a file have the same lengths, unlike :meth:`sizes`.
+        All documents are read and cut for this. Their lengths are equal for texts in memory and in
+        a file, so that batches by length are equal, too. The estimates of :meth:`sizes` are not.
 
         Returns:
-            Characters ``[rows]``.
+            Numbers of characters ``[n]`` for all n rows.
         """
         columns = self._text_columns()
-        name = next(name for name in columns if name != "query")  # negatives come later
+        # The column of relevant documents is the first one after the queries.
+        name = next(name for name in columns if name != "query")
         positions = columns[name].positions
         lengths = np.empty(len(positions), np.int64)
         for start in range(0, len(positions), LENGTH_BATCH_SIZE):
             end = start + LENGTH_BATCH_SIZE
-            texts = self._read(name, positions[start:end].tolist())
+            texts = self._read_column(name, positions[start:end].tolist())
             lengths[start:end] = [len(text) for text in texts]
         return lengths
 
@@ -435,32 +459,38 @@ class Reader:
         Args:
             batch: values of each column.
         """
-        return {name: self._read(name, values) for name, values in batch.items()}
+        return {name: self._read_column(name, values) for name, values in batch.items()}
 
     def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
-        """Return rows with their texts and scores.
+        """Read the texts and scores of some rows.
 
         Args:
             numbers: numbers of the rows.
+
+        Returns:
+            One dictionary per row, from the name of a column to its text or scores.
         """
         batch = {}
         for name, column in self._columns.items():
             values = column.positions if isinstance(column, Column) else column
             batch[name] = values[numbers].tolist()
-        columns = self(batch)
+        columns = self(batch)  # texts instead of positions
         return [
-            dict(zip(columns, values, strict=True))
-            for values in zip(*columns.values(), strict=True)
+            dict(zip(columns, row_values, strict=True))
+            for row_values in zip(*columns.values(), strict=True)
         ]
 
     def sizes(self, numbers: Sequence[int]) -> Positions:
-        """Estimate the number of characters of n rows that the model reads.
+        """Estimate how many characters the model reads of each of n rows.
+
+        Texts are not tokenized. A long text counts as 8 characters for each token that the model
+        reads at most.
 
         Args:
             numbers: numbers ``[n]`` of the rows.
 
         Returns:
-            Characters ``[n]``, the sum over all texts of a row.
+            Numbers of characters ``[n]``, the sum over all texts of a row.
         """
         total = np.zeros(len(numbers), np.int64)
         for column in self._text_columns().values():
@@ -468,24 +498,30 @@ class Reader:
             total += np.minimum(text_sizes, self._max_characters)
         return total
 
-    def _read(self, name: str, values: list[Any]) -> list[Any]:
-        """Return the texts of a column, cut where the model stops to read; scores stay.
+    def _read_column(self, name: str, values: list[Any]) -> list[Any]:
+        """Return the texts of a column, cut near the model's maximum length.
+
+        The lengths of cut texts are cached, because cutting a text tokenizes it.
 
         Args:
             name: name of the column.
-            values: positions of texts, or scores.
+            values: positions of texts; or scores, which are returned unchanged.
         """
         column = self._columns[name]
-        if not isinstance(column, Column):
+        if not isinstance(column, Column):  # scores
             return values
-        is_query = name == "query"
-        cut_lengths = self._cut_lengths_of_queries if is_query else self._cut_lengths_of_documents
+        # position of a text -> its length in characters after the cut
+        cut_lengths = self._cut_lengths_of_documents
+        if name == "query":
+            cut_lengths = self._cut_lengths_of_queries
         texts = column.texts.at(values)
-        unknown = [row for row, position in enumerate(values) if position not in cut_lengths]
-        cut_texts = self._cut([texts[row] for row in unknown])
-        for row, cut_text in zip(unknown, cut_texts, strict=True):
+        # texts that were not cut before; most are short, and cutting them returns them unchanged
+        uncached = [row for row, position in enumerate(values) if position not in cut_lengths]
+        cut_texts = self._cut([texts[row] for row in uncached])
+        for row, cut_text in zip(uncached, cut_texts, strict=True):
             if len(cut_text) < len(texts[row]):
                 cut_lengths[values[row]] = len(cut_text)
+        # A text without a cut length is short enough: text[:None] is all of it.
         return [
             text[: cut_lengths.get(position)] for text, position in zip(texts, values, strict=True)
         ]

@@ -110,12 +110,15 @@ class TrainingRun:
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
         """Return the result of a finished run with the same recipe and data.
 
+        Checkpoints that such a run has left behind are removed.
+
         Args:
             overwrite: whether a model of other settings may be replaced.
-            resume: whether a finished run is returned; otherwise it must be overwritten.
+            resume: whether the result of a finished run may be returned. Otherwise its model must
+                be overwritten.
 
         Returns:
-            The result; ``None`` if the run has yet to be done.
+            The result; ``None`` if the training has to run.
 
         Raises:
             FileExistsError: if the folder holds anything else, and `overwrite` does not allow it to
@@ -150,15 +153,18 @@ class TrainingRun:
             shutil.rmtree(self.work_dir)
 
     def open(self, *, resume: bool, full_batches: bool) -> ResumePoint:
-        """Lock the work folder, and remove what cannot be resumed from it.
+        """Lock the work folder, and choose the checkpoint from which this call resumes.
 
-        A resumed run keeps the kind of batches that it began with, whatever the number of ranks.
-        Short batches may only become full when one rank becomes several. The number of steps of an
-        epoch is the same for both.
+        Everything that cannot be resumed is removed from the folder. A run that began with full
+        batches keeps them. A run that began with short batches gets full ones if this call needs
+        them, as several ranks do. The number of steps of an epoch is the same for both.
 
         Args:
             resume: whether to resume from a checkpoint.
             full_batches: whether this call needs full batches.
+
+        Returns:
+            The newest checkpoint with its step, and whether batches are full.
 
         Raises:
             ValueError: if the checkpoints belong to a run with other settings.
@@ -196,7 +202,10 @@ class TrainingRun:
                 entry.unlink()
 
     def finish(self, model: Model, result: Record, card: str = "") -> None:
-        """Save a model with its card, log and plot, and move it into place atomically.
+        """Save the trained model with its card, log and plot, and close the run.
+
+        The model is written into the work folder, and moved into place atomically. The work folder
+        with all checkpoints is then removed.
 
         Args:
             model: the trained model.
@@ -212,7 +221,7 @@ class TrainingRun:
             lines = [json.dumps(row) + "\n" for row in self.history]
             (model_dir / LOG).write_text("".join(lines), encoding="utf-8")
             with suppress(ImportError):  # matplotlib is optional
-                draw(self.history, model_dir / PLOT)
+                plot_history(self.history, model_dir / PLOT)
         write_json(model_dir / RECORD_FILE, {"settings": self.settings, "result": result})
         swap_directory(model_dir, self.output_dir)
         shutil.rmtree(self.work_dir)
@@ -230,7 +239,8 @@ class TrainingRun:
         """Describe in which settings a stored run differs from this one.
 
         Args:
-            record: content of the file with the settings of the stored run.
+            record: content of the stored run's JSON file. Its ``"settings"`` hold the fields of
+                the recipe and the digest of the training data.
 
         Returns:
             ``"differs in <fields>"``; empty if the settings are equal.
@@ -239,11 +249,11 @@ class TrainingRun:
         if not isinstance(settings, dict) or not isinstance(settings.get("recipe"), dict):
             return "unreadable record"
         stored_fields = _fields_of_model(settings["recipe"])
-        own_fields = _fields_of_model(self.settings["recipe"])
+        fields = _fields_of_model(self.settings["recipe"])
         names = sorted(
             name
-            for name in {*stored_fields, *own_fields}
-            if stored_fields.get(name) != own_fields.get(name)
+            for name in {*stored_fields, *fields}
+            if stored_fields.get(name) != fields.get(name)
         )
         if settings.get("data") != self.settings["data"]:
             names.append("training data")
@@ -255,15 +265,15 @@ def _fields_of_model(recipe: Record) -> Record:
     return {name: value for name, value in recipe.items() if name not in RUN_FIELDS}
 
 
-def draw(history: Sequence[Mapping[str, float]], picture: Path) -> None:
+def plot_history(history: Sequence[Mapping[str, float]], picture: Path) -> None:
     """Plot the log of a training over its steps.
 
     The panels, from top to bottom, show losses and weighted penalties, active terms, and nDCG@10.
     A panel without values is left out.
 
     Args:
-        history: rows of the log, with the step and the values that were logged.
-        picture: file that is written.
+        history: rows of the log, each with the step and the values that were logged then.
+        picture: image file that is written.
     """
     names = list(dict.fromkeys(name for row in history for name in row))
     losses = [name for name in names if name.endswith("loss")]
@@ -284,7 +294,7 @@ def draw(history: Sequence[Mapping[str, float]], picture: Path) -> None:
                 marker=".",
                 linewidth=1,
             )
-        if panel == evaluations:
+        if panel == evaluations:  # mark the step whose model was kept
             for row in history:
                 if row.get("kept"):
                     axes.axvline(row["step"], label="kept", linestyle=":")

@@ -21,17 +21,19 @@ _SPHINX_ROLE = re.compile(r":\w+:`~?([^`]*)`")
 
 
 def rule(accept: Callable[[Any], bool], expected: str) -> Check:
-    """Create a validator of a field.
+    """Create a validator of a field from a condition.
 
     Args:
         accept: returns whether a value is valid.
         expected: description of a valid value, for the error message.
 
     Returns:
-        A function of a field's name, its value and whether ``None`` is valid too.
+        A function of a field's name, its value and whether ``None`` is valid too. It raises an
+        ``ArgumentError`` for a value that is not valid.
     """
 
     def check(name: str, value: object, optional: bool = False) -> None:
+        """Raise an ``ArgumentError`` unless the value of a field is valid."""
         if optional and value is None:
             return
         if not accept(value):
@@ -52,14 +54,15 @@ def integer(minimum: int = 1) -> Check:
 
 
 def number(accept: Callable[[float], bool], expected: str) -> Check:
-    """Create a validator of finite numbers.
+    """Create a validator of finite numbers in a range.
 
     Args:
-        accept: returns whether a finite number is valid.
-        expected: description of the valid range, such as ``"greater than 0"``.
+        accept: returns whether a finite number is in the range.
+        expected: description of the range for the error message, such as ``"greater than 0"``.
     """
 
     def is_valid(value: object) -> bool:
+        """Return whether a value is a finite number in the range; ``True`` is no number."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return math.isfinite(value) and accept(value)
@@ -122,15 +125,19 @@ class Settings:
 
     @classmethod
     def field_descriptions(cls) -> dict[str, str]:
-        """Return the description of each field in plain text.
+        """Return the description of each field in plain text, for ``--help`` and messages.
 
         Descriptions come from the section "Attributes" of the docstrings of the class and of its
         bases. A class overrides the descriptions of its bases.
+
+        Returns:
+            Name of a field -> description.
         """
         descriptions: dict[str, str] = {}
         for base in reversed(cls.__mro__):
             docstring = inspect.cleandoc(base.__doc__ or "")
             _, _, section = docstring.partition("Attributes:\n")
+            # An entry may describe several fields: "first_field, second_field: description".
             for names, description in _ATTRIBUTE_ENTRY.findall(section):
                 joined_lines = " ".join(description.split())
                 plain_text = _SPHINX_ROLE.sub(r"\1", joined_lines).replace("`", "")
@@ -140,7 +147,10 @@ class Settings:
 
     @classmethod
     def from_dict(cls: type[S], values: dict[str, Any]) -> S:
-        """The inverse of :meth:`to_dict`.
+        """Create settings from field names and values; the inverse of :meth:`to_dict`.
+
+        Args:
+            values: name -> value. Fields that are left out take their defaults.
 
         Raises:
             ValueError: for an unknown field, or a value out of range.
@@ -226,7 +236,7 @@ class TrainingSettings(Settings):
     anneal_alpha: float = checked(0.0, number(lambda value: 0 <= value <= 1, "in [0, 1]"))
 
     def __post_init__(self) -> None:
-        """Check each field, and fields that depend on each other."""
+        """Check each field by itself, and then fields that depend on each other."""
         super().__post_init__()
         self._check_attention()
         self._check_evaluation()
@@ -286,6 +296,7 @@ class RegularizerSpec(Settings):
     per_position: bool = checked(False, BOOLEAN)
 
     def __post_init__(self) -> None:
+        """Check each field by itself, and refuse options that the kind of penalty does not have."""
         super().__post_init__()
         if self.kind == "anti_zero" and self.threshold is not None:
             raise ArgumentError(

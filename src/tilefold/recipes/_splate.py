@@ -39,7 +39,13 @@ class SplateSpec(EncoderSpec, kind="splate"):
     trainable: bool = checked(False, BOOLEAN)
 
     def build(self, base: Base) -> list[Module]:
-        """Build the ColBERT's Transformer, the adapter and the MLM head.
+        """Build the modules of SPLATE: a frozen ColBERT, and a head that makes sparse vectors.
+
+        Args:
+            base: base model, which is the ColBERT, maximum length and seed.
+
+        Returns:
+            The ColBERT's Transformer, and the MLM head with its new adapter.
 
         Raises:
             ValueError: if the ColBERT has prompts, or does not fit the head.
@@ -49,6 +55,7 @@ class SplateSpec(EncoderSpec, kind="splate"):
             max_length=base.max_length,
             seed=base.seed,
         ).start([])
+        # the modules alone are returned, so that prompts of the model would be lost
         prompts = {name: text for name, text in colbert.prompts.items() if text}
         if prompts:
             raise ValueError(
@@ -99,12 +106,14 @@ def splate_modules(
     masked_lm: Transformer,
     **options: Any,
 ) -> list[Module]:
-    """Build the modules of :func:`splate_encoder`: the ColBERT's frozen Transformer, and the head.
+    """Build the two modules of SPLATE: a ColBERT's Transformer, frozen, and an MLM head on it.
 
     Args:
-        colbert: as in :func:`splate_encoder`.
-        masked_lm: as in :func:`splate_encoder`.
-        options: options of :class:`tilefold.modules.splate.SplateHead`.
+        colbert: any ``MultiVectorEncoder`` on a text Transformer.
+        masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) of the same tokenizer
+            and width. Its MLM head is copied.
+        options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of
+            :class:`tilefold.modules.splate.SplateHead`.
 
     Raises:
         ValueError: if `colbert` does not begin with a Transformer, or `masked_lm` has another
@@ -135,6 +144,7 @@ def splate_modules(
             f"{len(colbert_vocabulary)} tokens, got width {head.hidden_size} and "
             f"{len(head_vocabulary)} tokens; take the masked LM that the ColBERT was made of.",
         )
+    # Saving and loading turns the Transformer into a FrozenTransformer with the same weights.
     with tempfile.TemporaryDirectory(prefix="tilefold-splate-") as folder:
         backbone.save(folder)
         frozen = FrozenTransformer.load(folder, local_files_only=True)
@@ -173,9 +183,13 @@ _LAYOUTS = (_BERT_LAYOUT, _ROBERTA_LAYOUT, _DISTILBERT_LAYOUT, _MODERNBERT_LAYOU
 def mlm_head(network: Network, **options: Any) -> SplateHead:
     """Copy the MLM head of a BERT-like ``...ForMaskedLM``, with a new adapter in front of it.
 
+    The head is a dense layer, an activation, a LayerNorm and a linear layer to the vocabulary,
+    which is called the decoder.
+
     Args:
         network: BERT, RoBERTa, MPNet, DistilBERT or ModernBERT with an MLM head.
-        options: options of :class:`tilefold.modules.splate.SplateHead`.
+        options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of
+            :class:`tilefold.modules.splate.SplateHead`.
 
     Raises:
         ValueError: if the network has no MLM head of a known layout.
@@ -206,8 +220,13 @@ def mlm_head(network: Network, **options: Any) -> SplateHead:
 def _find_head_layers(network: Network) -> tuple[_HeadLayout, Module, Module]:
     """Find the dense layer and the LayerNorm of a network's MLM head.
 
+    Each family of networks in transformers has its own names for them, which a layout lists.
+
+    Args:
+        network: a ``...ForMaskedLM`` of transformers.
+
     Returns:
-        The layout of the head, its dense layer and its LayerNorm.
+        The layout that fits the network, the dense layer and the LayerNorm.
 
     Raises:
         ValueError: if the network has no MLM head of a known layout.

@@ -34,11 +34,15 @@ class StaticSpec(EncoderSpec):
         """Return the weight of each vocabulary entry, or one weight of all entries."""
 
     def build(self, base: Base) -> list[Module]:
-        """Build the lookup of token weights.
+        """Build the module that looks up the weight of each distinct token of a text.
+
+        Args:
+            base: the tokenizer, maximum length and vocabulary size of the other encoder, whose
+                network is ``base.network``.
 
         Returns:
-            The stock ``SparseStaticEmbedding`` if it can hold the weights and they are not
-            trained, else :class:`tilefold.modules.StaticQuery`.
+            The ``SparseStaticEmbedding`` of sentence-transformers if it can hold the weights and
+            they are not trained. Otherwise :class:`tilefold.modules.StaticQuery`.
         """
         import torch
         from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
@@ -102,6 +106,13 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
 
     Tokens that the file does not list get weight 1, as in OpenSearch.
 
+    Args:
+        file: path of the file.
+        base: the tokenizer, as ``base.network.tokenizer``, and the vocabulary size V.
+
+    Returns:
+        The V weights.
+
     Raises:
         ValueError: if the file is not such a JSON file, or has no token of the vocabulary.
     """
@@ -118,7 +129,8 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
     for token, weight in weight_of_token.items():
         NOT_NEGATIVE(f"idf: the weight of {token!r} in {file}", weight)
         token_id = tokenizer.convert_tokens_to_ids(token)
-        if token_id not in (None, tokenizer.unk_token_id):
+        is_in_vocabulary = token_id not in (None, tokenizer.unk_token_id)
+        if is_in_vocabulary:
             weight_of_id[token_id] = float(weight)
     if not weight_of_id:
         raise ValueError(
@@ -131,7 +143,14 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
 def _idf_of_texts(base: Base) -> list[float]:
     """Compute BM25's IDF of each vocabulary entry in the sample texts.
 
-    It is ``log(1 + (N - df + 1/2) / (df + 1/2))`` for N texts and document frequency df.
+    It is ``log(1 + (N - df + 1/2) / (df + 1/2))`` for N texts, of which df contain the token.
+
+    Args:
+        base: the sample texts, the tokenizer as ``base.network.tokenizer``, maximum length and the
+            vocabulary size V.
+
+    Returns:
+        The V weights.
 
     Raises:
         ValueError: if there are no texts.

@@ -58,9 +58,10 @@ def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
 
 
 def announced_pairs(steps: int, n_rows: int, batch_size: int) -> int:
-    """Return how many pairs a number of steps trains with, repeated ones too.
+    """Return the number of pairs that a number of steps trains with.
 
-    Only the last batch of an epoch is assumed to be short.
+    A pair counts once for each epoch that it is trained in. Only the last batch of an epoch is
+    assumed to be short.
 
     Args:
         steps: number of steps.
@@ -110,24 +111,26 @@ class TextCounts:
 
 
 def _most_batches(counts: Any, n_rows: int, batch_size: int) -> int:
-    """Return the largest number of full batches in which no text of a column occurs twice.
+    """Return how many full batches can be made such that no text occurs twice in a batch.
 
-    A text fills at most one row of a batch. So k batches need ``sum(min(counts, k)) >= k *
-    batch_size``. The largest such k is found by bisection.
+    A text fills at most one row of a batch, and so at most ``min(count, k)`` rows of k batches.
+    Together the texts must fill ``k * batch_size`` rows. The largest such k is found by bisection.
 
     Args:
-        counts: number of rows of each distinct text.
+        counts: number of rows ``[n_texts]`` in which each distinct text of a column occurs.
         n_rows: number of rows.
         batch_size: rows of a batch.
     """
-    least, most = 0, n_rows // batch_size
-    while least < most:
-        middle = (least + most + 1) // 2
-        if np.minimum(counts, middle).sum() >= middle * batch_size:
-            least = middle
+    possible = 0  # a number of batches that can be made
+    upper_bound = n_rows // batch_size
+    while possible < upper_bound:
+        candidate = (possible + upper_bound + 1) // 2
+        n_fillable_rows = np.minimum(counts, candidate).sum()
+        if n_fillable_rows >= candidate * batch_size:
+            possible = candidate
         else:
-            most = middle - 1
-    return least
+            upper_bound = candidate - 1
+    return possible
 
 
 def check_batches(
@@ -237,14 +240,14 @@ def step_warnings(
     batch_size: int,
     negatives_among: Callable[[int], int],
 ) -> tuple[str, ...]:
-    """Return warnings about the steps of a training that is over.
+    """Return warnings about a finished training with few steps, short batches or no negatives.
 
     Args:
-        counts: what the steps trained with.
-        announced: pairs that the training was announced to train with in these steps.
-        n_pairs: pairs of the data.
-        batch_size: pairs of a full step.
-        negatives_among: returns the negatives of each query in a step of a number of pairs.
+        counts: number of steps, and of the pairs that they trained with.
+        announced: number of pairs in these steps if every batch but the last of an epoch is full.
+        n_pairs: number of pairs of the data.
+        batch_size: number of pairs of a full step.
+        negatives_among: returns how many negatives a query has in a step of a number of pairs.
     """
     warnings = []
     if counts.steps < FEW_STEPS:
@@ -261,8 +264,7 @@ def step_warnings(
         warnings.append(
             f"{count_of(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
             f"{announced:,}: texts that occur in many pairs, and in a batch only once, left "
-            "batches "
-            "short. Set fill_batches to fill them, or take a smaller batch_size.",
+            "batches short. Set fill_batches to fill them, or take a smaller batch_size.",
         )
     if counts.single and not negatives_among(1):
         warnings.append(

@@ -51,12 +51,24 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
         """DDP's options with a hook that averages buckets."""
 
         def register_comm_hook(self, model: Any) -> None:
-            """Register the hook on a model that DDP wraps."""
-            bucket_addresses: dict[int, int] = {}
+            """Register a hook on a model that DDP wraps, which averages each bucket of gradients.
+
+            A bucket is one buffer with the gradients of several parameters. CUDA graphs must write
+            gradients into it directly, so that they get the addresses of new buckets.
+            """
+            bucket_addresses: dict[int, int] = {}  # number of a bucket -> address of its buffer
 
             # DDP refuses annotations that are strings.
             def reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
-                """Average the gradients of a bucket over all ranks; graphs write into it."""
+                """Average the gradients of a bucket over all ranks of a process group.
+
+                Args:
+                    group: the process group, as DDP passes it to the hook.
+                    bucket: DDP's ``GradBucket``: one buffer with the gradients of some parameters.
+
+                Returns:
+                    A future of the averaged buffer.
+                """
                 buffer = bucket.buffer()
                 parameters = bucket.parameters()
                 if graphs is not None:
@@ -67,8 +79,10 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
                         gradients = dict(
                             zip(map(id, parameters), bucket.gradients(), strict=True),
                         )
+                        # The graphs write their gradients into the bucket from now on.
                         graphs.use_bucket_gradients({**graphs.bucket_gradients, **gradients})
-                if not (buffer.is_cuda and "nccl" in dist.get_backend_config(group)):
+                has_nccl = buffer.is_cuda and "nccl" in dist.get_backend_config(group)
+                if not has_nccl:  # other backends cannot average
                     return allreduce_hook(group, bucket)
                 work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group, async_op=True)
                 return work.get_future().then(lambda future: future.value()[0])
@@ -177,7 +191,7 @@ def _prepare_logging(job: TrainingJob) -> None:
 
 
 def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
-    """Create the callbacks that a recipe asks for: alpha of entmax, and patience."""
+    """Create the callbacks for a rising alpha of entmax and for early stopping, if they are set."""
     from transformers.trainer_callback import EarlyStoppingCallback
 
     from tilefold.integrations.transformers import AlphaSchedule
@@ -185,6 +199,7 @@ def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
     recipe = job.recipe
     callbacks: list[TrainerCallback] = []
     if recipe.anneal_alpha:
+        # alpha rises over this share of the steps
         callbacks.append(AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha)))
     if recipe.patience:
         callbacks.append(EarlyStoppingCallback(recipe.patience))
@@ -200,7 +215,20 @@ def _create_trainer(
     reader: Reader,
     settings: Mapping[str, object],
 ) -> Trainer:
-    """Create the stock trainer over a data set whose rows are read when a batch needs them."""
+    """Create the stock trainer of a job, over a data set whose texts are read batch by batch.
+
+    The data set holds positions of texts. The reader replaces them by texts when a batch needs
+    them.
+
+    Args:
+        job: the training: its model, training rows and evaluator.
+        trainer_class: trainer of the kind of model.
+        arguments_class: class of the trainer's arguments.
+        loss: the loss.
+        callbacks: callbacks of the trainer.
+        reader: function from positions of texts to texts.
+        settings: the trainer's arguments.
+    """
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
 
@@ -222,13 +250,21 @@ def _create_trainer(
     )
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
-    # The stock method only logs that it failed.
+    # The stock method only logs when it fails.
     trainer._load_best_model = functools.partial(_load_best, trainer, job.run)
     return trainer
 
 
 def _prepare_loading(trainer: Trainer, job: TrainingJob, reader: Reader) -> Any:
-    """Let a trainer collate ahead, average buckets of gradients, and share batches among ranks.
+    """Replace how a trainer loads batches and, with several ranks, averages gradients.
+
+    A thread tokenizes the next batches while the model trains. Gradients are averaged in buckets.
+    All ranks share each batch.
+
+    Args:
+        trainer: the trainer, changed in place.
+        job: the training.
+        reader: reads the texts of a batch.
 
     Returns:
         The CUDA graphs of the encoder, or ``None``.
@@ -262,8 +298,8 @@ def _keep_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
 
     Args:
         trainer: the trainer, after training.
-        job: its job.
-        metric: the trainer's name of nDCG@10.
+        job: its job, which has the run and the model.
+        metric: name of nDCG@10 in the trainer's logs; empty without evaluations.
     """
     from tilefold.recipes._watch import LOG_NAMES
 
@@ -276,7 +312,9 @@ def _keep_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
             job.run.history.append(
                 {"step": row["step"], NDCG: row[metric], "kept": row["step"] == best_step},
             )
-            if row["step"] == best_step:  # the stock card has the last one
+            if row["step"] == best_step:
+                # The trainer has put the last evaluation there. Measures have names such as
+                # "eval_dev_dot_ndcg@10".
                 job.model.model_card_data.eval_results_dict[job.evaluator] = {
                     name.removeprefix("eval_"): row[name] for name in row if "@" in name
                 }
@@ -346,17 +384,23 @@ def _load_best(trainer: Trainer, run: TrainingRun) -> None:
 
 
 def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
-    """Return the batches of a job, which are the same on all ranks."""
+    """Create the batches of row numbers of a job, which are the same on all ranks.
+
+    Args:
+        job: the training, whose recipe has the batch size and the seed.
+        reader: returns keys and lengths of the texts of rows.
+    """
     from tilefold.recipes._batches import TrainingBatches
 
     recipe = job.recipe
+    group_by_length = getattr(recipe, "group_by_length", False)  # a field of some recipes
     return TrainingBatches(
         reader.text_keys if recipe.distinct_texts else None,
         len(reader),
         recipe.batch_size,
         drop_last=job.run.full_batches,
         seed=recipe.seed,
-        lengths=reader.document_lengths() if getattr(recipe, "group_by_length", False) else None,
+        lengths=reader.document_lengths() if group_by_length else None,
     )
 
 
@@ -365,19 +409,21 @@ def _batches_by_epoch(
     reader: Reader,
     world: World,
 ) -> Any:
-    """Create the trainer's loader, with a new order in each epoch and a share for each rank.
+    """Create the trainer's data loader, with a new order in each epoch and a share for each rank.
 
     Args:
-        create_loader: the trainer's method.
+        create_loader: the trainer's ``get_train_dataloader``.
         reader: reads the rows of a batch.
         world: all ranks.
     """
     loader = create_loader()
-    inner: Any = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
-    if hasattr(inner, "set_epoch") and not hasattr(loader.batch_sampler, "set_epoch"):
-        loader.batch_sampler.set_epoch = inner.set_epoch
+    # With several ranks, accelerate's sampler wraps the sampler of the trainer.
+    outer_sampler = loader.batch_sampler
+    sampler: Any = getattr(outer_sampler, "batch_sampler", outer_sampler)
+    if hasattr(sampler, "set_epoch") and not hasattr(outer_sampler, "set_epoch"):
+        outer_sampler.set_epoch = sampler.set_epoch
     if world.size > 1:
-        loader.batch_sampler.batch_sampler = BalancedBatches(inner, reader, world.size)
+        outer_sampler.batch_sampler = BalancedBatches(sampler, reader, world.size)
     if hasattr(loader.collate_fn, "read"):
         # The data set returns numbers of rows, which the collator reads in its own thread.
         loader.dataset.__getitems__ = list
@@ -386,7 +432,14 @@ def _batches_by_epoch(
 
 
 def _settings(job: TrainingJob) -> dict[str, object]:
-    """Return the arguments of a trainer that do not depend on the kind of model."""
+    """Return the arguments of the stock trainer that all kinds of models share.
+
+    Args:
+        job: the training: its recipe, number of steps, run and ranks.
+
+    Returns:
+        Name -> value of fields of ``TrainingArguments``.
+    """
     import torch
 
     recipe = job.recipe

@@ -23,7 +23,7 @@ from tilefold.distributed.ranks import (
 from tilefold.distributed.world import World
 from tilefold.recipes import _run
 from tilefold.recipes._card import describe
-from tilefold.recipes._evaluation import choose
+from tilefold.recipes._evaluation import create_evaluation
 from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._steps import check_batches, total_steps
@@ -280,7 +280,19 @@ def _check_arguments(
     hours: float | None,
     report_to: str,
 ) -> None:
-    """Check the arguments of :func:`train` that need no files."""
+    """Check the arguments of :func:`train` before anything is read or written.
+
+    Args:
+        recipe: a recipe, not its name or class.
+        collection: a ``Collection``.
+        negatives: file of mined negatives; ``None`` without one.
+        hours: time limit of the call; ``None`` for none.
+        report_to: ``"none"``, ``"all"`` or an integration of transformers, such as ``"wandb"``.
+
+    Raises:
+        TypeError: for a recipe or a collection of another type.
+        ValueError: for an argument that the recipe does not take, or a value out of range.
+    """
     if not hasattr(recipe, "fit") or isinstance(recipe, type):
         remedy = f"get_recipe({recipe!r})" if isinstance(recipe, str) else "get_recipe(name)"
         raise TypeError(
@@ -309,9 +321,12 @@ def _check_arguments(
 
 
 def _check_launcher() -> None:
-    """Refuse several processes that no known launcher started.
+    """Refuse several processes that cannot communicate, because no known launcher started them.
 
     They would all train the same model, and write to the same folder.
+
+    Raises:
+        RuntimeError: if ``WORLD_SIZE`` is above 1 without a process group.
     """
     import torch.distributed as dist
 
@@ -343,7 +358,7 @@ def _train(
     if is_trained:
         examples = recipe.examples(collection, negatives)
         batches_warning = _check_batches(recipe, examples, world)
-    evaluation = choose(recipe, collection)
+    evaluation = create_evaluation(recipe, collection)
     if is_trained:
         data_digest = examples.digest() + evaluation.digest
     else:
@@ -469,12 +484,13 @@ def _start_model(recipe: Recipe, collection: Collection) -> Model:
 
     Args:
         recipe: the recipe.
-        collection: collection of the documents that the model may start from.
+        collection: its documents are a sample from which some models compute initial weights.
     """
     from tilefold.integrations.transformers import register
 
-    register()  # entmax attention
-    with first_rank_first(), as_single_process():  # rank 0 downloads for all ranks
+    register()  # lets transformers load models with entmax attention
+    # Rank 0 downloads the model before the other ranks read it.
+    with first_rank_first(), as_single_process():
         model = recipe.start(document_texts(collection))
     _use_attention(model, recipe)
     return model
@@ -489,7 +505,11 @@ def _reused_result(saved: dict[str, Any], model_dir: Path, seconds: float) -> Tr
 
 
 def _use_attention(model: Model, recipe: TrainingSettings) -> None:
-    """Set the attention of a model to the recipe's.
+    """Replace the attention of a model by entmax or softmax attention, in place.
+
+    Args:
+        model: the model.
+        recipe: its ``attention`` is ``"entmax"``, ``"softmax"``, or ``None`` for no change.
 
     Raises:
         ValueError: if the model's attention cannot be replaced.

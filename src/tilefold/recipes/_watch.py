@@ -84,6 +84,7 @@ class Watcher(TrainerCallback):
     """
 
     def __init__(self, job: TrainingJob, batches: TrainingBatches) -> None:
+        """Start the clock of the call, which limits its time and spaces its checkpoints."""
         self.batches = batches
         self.counts = PairCounts()
         self.progress = job.progress
@@ -115,7 +116,15 @@ class Watcher(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        """Keep the losses of a log.
+        """Store the losses and nDCG@10 of a log, and stop a training that has diverged.
+
+        The trainer calls this method after each log.
+
+        Args:
+            args: the trainer's arguments.
+            state: steps and log of the training.
+            control: not used.
+            logs: names and values that are logged: losses, or measures of an evaluation.
 
         Raises:
             TrainingError: if the loss is not finite.
@@ -145,7 +154,12 @@ class Watcher(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
-        """Report the step, and request a checkpoint if one is due.
+        """Count and report the step that has ended, and request a checkpoint if one is due.
+
+        Args:
+            args: not used.
+            state: number of the step and of all steps, best evaluation.
+            control: its ``should_save`` makes the trainer write a checkpoint.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C, or a SIGTERM that the program handles.
@@ -161,6 +175,7 @@ class Watcher(TrainerCallback):
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
         self._step_ended = time.monotonic()
+        # Only rank 0 requests anything. The maximum tells all ranks.
         save_request = self.world.max_over_ranks(self._save_request(state.global_step))
         save_steps = self.recipe.save_steps
         if save_request != _SaveRequest.NONE:
@@ -171,18 +186,29 @@ class Watcher(TrainerCallback):
             self.out_of_time = True
 
     def _save_request(self, step: int) -> int:
-        """Return which checkpoint this rank requests; only rank 0 reads its clock."""
+        """Return whether a checkpoint is due by the clock of rank 0, and whether time is over.
+
+        A recipe without ``save_steps`` saves every 25 steps, unless writing checkpoints would take
+        more than a twentieth of the time.
+
+        Args:
+            step: number of the step that has ended.
+
+        Returns:
+            A :class:`_SaveRequest`; ``NONE`` on all ranks but 0.
+        """
         if self.world.rank != 0:
             return _SaveRequest.NONE
         now = self._step_ended
         request = _SaveRequest.NONE
-        seconds = now - self._last_saved
-        by_default_steps = (
+        seconds_since_save = now - self._last_saved
+        is_due_by_steps = (
             self.recipe.save_steps is None
             and step % DEFAULT_SAVE_STEPS == 0
-            and seconds * MAX_SAVE_SHARE >= self._save_seconds
+            and seconds_since_save * MAX_SAVE_SHARE >= self._save_seconds
         )
-        if by_default_steps or seconds >= 60 * self.recipe.save_minutes:
+        is_due_by_time = seconds_since_save >= 60 * self.recipe.save_minutes
+        if is_due_by_steps or is_due_by_time:
             self._last_saved = now
             request = _SaveRequest.SAVE
         if self.hours is not None and now - self._started >= 3600 * self.hours:
@@ -196,7 +222,14 @@ class Watcher(TrainerCallback):
         control: TrainerControl,
         **_: object,
     ) -> None:
-        """Mark a checkpoint as complete, and remove older ones.
+        """Mark the checkpoint that the trainer has written as complete, and remove older ones.
+
+        A run resumes from complete checkpoints only. The best one is retained.
+
+        Args:
+            args: not used.
+            state: number of the step, and of the step of the best evaluation.
+            control: says whether the training stops after this step.
 
         Raises:
             OutOfTimeError: if the call's time is over.
@@ -224,13 +257,14 @@ class Watcher(TrainerCallback):
 
     @contextmanager
     def handle_interrupts(self) -> Iterator[None]:
-        """Let Ctrl-C and a handled SIGTERM stop training at the next step, too.
+        """Record Ctrl-C and a handled SIGTERM in this context, so that the next step stops.
 
-        Python ignores a ``KeyboardInterrupt`` that a destructor or a callback from C raises.
-        SIGTERM keeps its default action where the program has no handler.
+        The handlers of the program run, too, and usually raise a ``KeyboardInterrupt``. Python
+        ignores it where a destructor or a callback from C is running. The record is for that case.
+        SIGTERM keeps its default action if the program has no handler.
         """
         if threading.current_thread() is not threading.main_thread():
-            yield
+            yield  # other threads cannot set handlers
             return
 
         previous_handlers: dict[int, Callable[[int, FrameType | None], object]] = {
@@ -241,6 +275,7 @@ class Watcher(TrainerCallback):
             previous_handlers[signal.SIGTERM] = handler_of_program
 
         def handle(number: int, frame: FrameType | None) -> None:
+            """Record the signal, and call the handler of the program."""
             self.interrupted = True
             previous_handlers[number](number, frame)
 
@@ -324,6 +359,7 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         bounded: bool = False,
         world: World | None = None,
     ) -> None:
+        """Attach a counter of active terms to the penalty of each side."""
         super().__init__(loss)
         self.warmups = warmups
         self.bounded = bounded
@@ -341,8 +377,17 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         control: object,
         **_: object,
     ) -> None:
-        """Set the weight of each penalty: it rises quadratically during the warm-up."""
-        if self.total_steps is None:
+        """Set the weight of each penalty for the next step.
+
+        The weight rises quadratically during the warm-up, from 0 to its maximum. Attributes of the
+        stock base class have the current and the maximum weights.
+
+        Args:
+            args: not used.
+            state: number of steps that were done.
+            control: not used.
+        """
+        if self.total_steps is None:  # the training has not begun
             return
         for side, warmup_ratio in self.warmups.items():
             warmup_steps = max(1, int(self.total_steps * warmup_ratio))
@@ -359,7 +404,14 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         logs: dict[str, float] | None = None,
         **options: object,
     ) -> None:
-        """Add active terms to the logs.
+        """Add the mean number of active terms of each side to the logs, and detect a dead model.
+
+        Args:
+            args: the trainer's arguments.
+            state: number of steps that were done.
+            control: passed to the stock callback.
+            logs: names and values that are logged; active terms are added.
+            options: passed to the stock callback.
 
         Raises:
             TrainingError: if all vectors of a side, or the gradient, were zero in several logs.
@@ -374,9 +426,9 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
             self.first.setdefault(side, counts)
             self.last[side] = counts
             logs[f"{side}_active_terms"] = counts.active
-            self._note_zero(side, counts.empty == 1.0)
+            self._note_zero(side, is_zero=counts.empty == 1.0)
         if "grad_norm" in logs:
-            self._note_zero("gradient", float(logs["grad_norm"]) == 0.0)
+            self._note_zero("gradient", is_zero=float(logs["grad_norm"]) == 0.0)
         self._check_alive(state.global_step)
 
     def _note_zero(self, quantity: str, is_zero: bool) -> None:
@@ -384,7 +436,14 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         self.zero_logs[quantity] = self.zero_logs[quantity] + 1 if is_zero else 0
 
     def _check_alive(self, step: int) -> None:
-        """Raise a ``TrainingError`` if the model is dead."""
+        """Stop a training that learns nothing any more.
+
+        Args:
+            step: number of steps that were done, for the message.
+
+        Raises:
+            TrainingError: if all vectors of a side, or the gradient, were zero in the last logs.
+        """
         for side in SIDES:
             if self.zero_logs[side] >= PATIENCE:
                 raise TrainingError(

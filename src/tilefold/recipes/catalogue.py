@@ -80,16 +80,20 @@ RECIPES: Mapping[str, Entry] = MappingProxyType({entry.name: entry for entry in 
 
 
 def get_recipe(name: str, **overrides: Any) -> Config:
-    """Return the recipe of a system, with some fields replaced.
+    """Return the recipe of a published system, with some fields replaced.
+
+    Args:
+        name: name of the system, such as ``"splade"``.
+        overrides: field -> new value, as objects or as in JSON.
 
     Raises:
-        ValueError: an unknown name or field, or a value out of range.
+        ValueError: for an unknown name or field, or a value out of range.
     """
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
     recipe = RECIPES[name].recipe
     if not overrides:
-        return replace(recipe)
+        return replace(recipe)  # a copy, since a recipe's dictionaries can be changed
     return type(recipe).from_dict(recipe.to_dict() | overrides)
 
 
@@ -97,7 +101,8 @@ def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
     """Describe the fields of a recipe, and the fields of its encoders and regularizers.
 
     Yields:
-        The name, as ``--set`` takes it, the JSON value, and the meaning of a field.
+        For each field, its name as ``--set`` takes it, such as ``document.top_k``, its JSON value,
+        and its description.
     """
     values = recipe.to_dict()
     for name, description in recipe.field_descriptions().items():

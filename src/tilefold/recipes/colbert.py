@@ -20,8 +20,8 @@ from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
 MAX_DIMENSION = 4096
-DIMENSION_MULTIPLE = 8  # of the kernels' loads
-UNLIMITED_TOKENS = 1 << 30  # limit of a model that names none
+DIMENSION_MULTIPLE = 8  # kernels load 8 elements of 16 bits at a time
+UNLIMITED_TOKENS = 2**30  # limit of a model that names none
 
 
 def _is_dimension(value: object) -> bool:
@@ -64,7 +64,10 @@ class ColbertRecipe(Recipe):
     skip_punctuation: bool = checked(True, BOOLEAN)
 
     def start(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
-        """Load the stock MultiVectorEncoder that training starts from.
+        """Load the ``MultiVectorEncoder`` that training starts from.
+
+        A multi-vector model is taken as it was saved. The backbone of any other model gets the
+        modules of a ColBERT: a projection, a mask of punctuation and a normalization.
 
         Args:
             texts: ignored; other recipes read the documents.
@@ -105,7 +108,14 @@ class ColbertRecipe(Recipe):
         return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
-        """Train the job's model in place."""
+        """Train the job's model in place, with the document length of training.
+
+        Args:
+            job: the training: its model, training rows and ranks.
+
+        Returns:
+            The job's result with the steps, losses and warnings of the training.
+        """
         from sentence_transformers import (
             MultiVectorEncoderTrainer,
             MultiVectorEncoderTrainingArguments,
@@ -129,10 +139,14 @@ class ColbertRecipe(Recipe):
         return result
 
     def _make_loss(self, job: TrainingJob) -> Module:
-        """Create the contrastive loss, with the fused similarity if the recipe is fused.
+        """Create the contrastive loss of MaxSim scores with in-batch negatives.
 
         Args:
-            job: the training, whose model has the length of training documents.
+            job: the training. Its model has the document length of training, to which documents
+                are padded when several ranks exchange them.
+
+        Returns:
+            The loss of sentence-transformers; the one with GradCache for ``mini_batch_size``.
         """
         from sentence_transformers.multi_vector_encoder import losses
         from sentence_transformers.multi_vector_encoder.scoring import (
@@ -174,18 +188,21 @@ def scores_of_all_ranks(
     scores: Callable[..., Tensor],
     length: int,
 ) -> Tensor:
-    """Score a rank's queries with the documents of all ranks; its own documents come first.
+    """Score this rank's queries with the documents of all ranks, for in-batch negatives.
 
-    Documents are padded to a fixed length before they are gathered. The losses' own gathering
-    asks for the longest document of all ranks, for which the host waits in every step.
+    Documents are padded to a fixed length before they are gathered. The gathering of the stock
+    losses finds the longest document of all ranks instead, for which the CPU waits in every step.
 
     Args:
         queries: token vectors ``[B, Lq, D]`` of this rank's queries.
         documents: token vectors ``[B, N, Ld, D]`` of this rank's documents, N for each query.
-        queries_mask: real tokens ``[B, Lq]``.
-        documents_mask: real tokens ``[B, N, Ld]``.
-        scores: function of the similarity.
+        queries_mask: ``[B, Lq]``, True for tokens that are no padding.
+        documents_mask: ``[B, N, Ld]``, True for tokens that are no padding.
+        scores: function of token vectors and masks that returns scores.
         length: length to which documents are padded, at least Ld.
+
+    Returns:
+        Scores ``[B, ranks * B, ...]`` as `scores` returns them. This rank's documents come first.
 
     Raises:
         ValueError: if documents are longer than `length`.
@@ -213,11 +230,13 @@ def _as_colbert(
     *,
     keep_projection: bool,
 ) -> MultiVectorEncoder:
-    """Return a model with the backbone of another one, and ColBERT's projection, mask and norm.
+    """Return a ColBERT on the backbone of a model.
+
+    The backbone is followed by a projection, a mask of punctuation and a normalization.
 
     Args:
-        model: model of a backbone or a SentenceTransformer.
-        recipe: dimension, query length and skipped words.
+        model: a backbone or a dense SentenceTransformer, loaded as a ``MultiVectorEncoder``.
+        recipe: dimension of the projection, query length, and whether punctuation is skipped.
         keep_projection: whether the model's dense layers are kept in place of a new projection.
     """
     from sentence_transformers import MultiVectorEncoder
@@ -250,12 +269,12 @@ def _as_colbert(
 
 
 def _new_projection(width: int, dimension: int) -> Module:
-    """Create an orthogonal projection of token states.
+    """Create the linear layer from token states to token vectors, with an orthogonal weight.
 
     Untrained scores are then close to the similarities of the backbone's token states.
 
     Args:
-        width: dimension of the states.
+        width: dimension of the token states.
         dimension: dimension of the token vectors.
     """
     import torch

@@ -51,7 +51,12 @@ class CausalLmSpec(PooledHeadSpec):
         return self.lora is not None
 
     def build(self, base: Base) -> list[Module]:
-        """Build a causal language model, with LoRA where set, and the pooling of its logits."""
+        """Build a causal language model, with LoRA if it is set, and the pooling of its logits.
+
+        Args:
+            base: base model, maximum length and seed; and the document encoder's network, for
+                queries that share it.
+        """
         if self.shared_network:
             transformer = self.document_network(base, "text-generation")
         else:
@@ -116,12 +121,24 @@ class ProsperSpec(SharableSpec, kind="prosper"):
     literal_residual: bool = checked(True, BOOLEAN)
 
     def build(self, base: Base) -> list[Module]:
-        """Build a network with its LM head and residual, and the window of its largest weights."""
+        """Build PROSPER's network, and the module that keeps its largest weights.
+
+        Args:
+            base: base model, maximum length and seed; and the document encoder's network, for
+                queries that share it.
+
+        Returns:
+            The network with its LM head and literal residual, and a
+            :class:`tilefold.modules.window.LexicalWindow`.
+
+        Raises:
+            ValueError: if queries share a network of another kind.
+        """
         from tilefold.modules.prosper import ProsperTransformer
         from tilefold.modules.window import LexicalWindow
 
         if self.shared_network:
-            transformer = self.document_network(base, None)
+            transformer = self.document_network(base, task=None)
             if not isinstance(transformer, ProsperTransformer):
                 raise ArgumentError(
                     "shared_network",
@@ -137,6 +154,9 @@ class ProsperSpec(SharableSpec, kind="prosper"):
 
         The base model's configuration names the class of its head. A model with both heads is read
         as causal.
+
+        Args:
+            base: base model, maximum length and seed.
         """
         from tilefold.modules.prosper import ProsperTransformer
 
@@ -148,6 +168,7 @@ class ProsperSpec(SharableSpec, kind="prosper"):
         logit_scale = self.logit_scale
         if logit_scale is None:
             logit_scale = default_logit_scale(backbone)
+        # Saving and loading turns the Transformer into a ProsperTransformer with the same weights.
         with tempfile.TemporaryDirectory(prefix="tilefold-prosper-") as folder:
             backbone.save(folder)
             transformer = ProsperTransformer(
@@ -240,6 +261,9 @@ def _check_causal_lm(name_or_path: str) -> None:
 
     A Hugging Face name is not checked, since its configuration may not be on this machine.
 
+    Args:
+        name_or_path: ``"minilm"``, a folder or a Hugging Face name.
+
     Raises:
         ValueError: if a local model has no such head.
     """
@@ -257,10 +281,13 @@ def _check_causal_lm(name_or_path: str) -> None:
 
 
 def check_bidirectional(network: Network) -> None:
-    """Refuse a model whose first token does not attend to its last one.
+    """Refuse a model whose attention is causal although ``config.is_causal`` is False.
 
-    Such a model ignores ``config.is_causal = False``. The check encodes two inputs that differ in
-    their last token.
+    The check encodes two inputs that differ in their last token. With causal attention, their first
+    tokens have the same states.
+
+    Args:
+        network: the model.
 
     Raises:
         ValueError: if the states of the first token are equal for both inputs.
@@ -290,9 +317,9 @@ def add_lora(
     alpha: int = 32,
     dropout: float = 0.05,
 ) -> list[str]:
-    """Add low-rank updates to attention and MLP projections, which alone are trained from then on.
+    """Add LoRA updates to the projections of attention and MLP, and freeze all other weights.
 
-    The method is LoRA (arXiv 2106.09685).
+    LoRA (arXiv 2106.09685) adds a trained product of two matrices of low rank to a frozen weight.
 
     Args:
         transformer: module with the network.
@@ -301,7 +328,7 @@ def add_lora(
         dropout: dropout of the inputs of the updates.
 
     Returns:
-        The names of the projections.
+        The names of the layers with updates, such as ``"q_proj"``.
 
     Raises:
         ImportError: if PEFT is not installed.
@@ -311,6 +338,7 @@ def add_lora(
         from peft import LoraConfig
     except ImportError as error:
         raise MissingPackageError("LoRA needs the package peft: pip install peft") from error
+    # the last part of each path, such as "q_proj" of "layers.0.self_attn.q_proj"
     module_names = {path.rpartition(".")[2] for path, _ in transformer.model.named_modules()}
     targets = [name for name in PROJECTIONS if name in module_names]
     if not targets:

@@ -65,7 +65,11 @@ class SparseEncoderSpec(EncoderSpec, kind="sparse_encoder"):
         )
 
     def build_model(self, base: Base, device: str | None = None) -> SparseEncoder:
-        """Load the SparseEncoder.
+        """Load a ``SparseEncoder``, or build one on a masked language model.
+
+        Args:
+            base: base model and maximum length; sample texts and seed for ``"minilm"``.
+            device: as in sentence-transformers, which chooses by default.
 
         Raises:
             ValueError: if the base model has no masked-LM head.
@@ -122,21 +126,23 @@ def build_encoder(
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
 
-    remedy = "a spec such as MlmSpec()"
+    expected_spec = "a spec such as MlmSpec()"
     if query is not None:
-        check_instance("query", query, EncoderSpec, remedy)
-    check_instance("document", document, EncoderSpec, remedy)
+        check_instance("query", query, EncoderSpec, expected_spec)
+    check_instance("document", document, EncoderSpec, expected_spec)
     check_instance("base", base, Base, "Base(base_model, max_length)")
     with quiet_libraries():
         if query is None:
             return stay_offline(document.build_model(base, device))
         query_modules, document_modules = _build_both(query, document, base)
+        # A model has one limit of active terms, which must not cut the vectors of either side.
         limits = [query.max_active_terms, document.max_active_terms]
+        max_active_terms = max((limit for limit in limits if limit is not None), default=None)
         model = SparseEncoder(
             modules=[Router.for_query_document(query_modules, document_modules)],
             device=device,
             similarity_fn_name="dot",
-            max_active_dims=max((limit for limit in limits if limit is not None), default=None),
+            max_active_dims=max_active_terms,
         )
     return stay_offline(model)
 
@@ -146,10 +152,15 @@ def _build_both(
     document: EncoderSpec,
     base: Base,
 ) -> tuple[list[Module], list[Module]]:
-    """Build two encoders with one vocabulary.
+    """Build a query encoder and a document encoder with one vocabulary.
 
     The document encoder is built first if it has a network, because a query encoder may share its
     network, and a static one takes its tokenizer. Otherwise the query encoder is built first.
+
+    Args:
+        query: configuration of the query encoder.
+        document: configuration of the document encoder.
+        base: base model, maximum length, sample texts and seed.
 
     Returns:
         The modules of the query encoder, and of the document encoder.
@@ -177,11 +188,12 @@ def _build_both(
 
 
 def _with_network(base: Base, modules: list[Module]) -> Base:
-    """Return the starting point of the second encoder: the network and vocabulary of the first.
+    """Return the starting points of the second encoder, with the network of the first one.
 
     Args:
-        base: starting point of the first encoder.
-        modules: modules of the first encoder, a network and what maps it to the vocabulary.
+        base: starting points of the first encoder.
+        modules: modules of the first encoder. The first module is the network. The output dimension
+            of the last one is the vocabulary size.
     """
     return replace(
         base,
@@ -191,7 +203,15 @@ def _with_network(base: Base, modules: list[Module]) -> Base:
 
 
 def _check_one_vocabulary(query_modules: list[Module], document_modules: list[Module]) -> None:
-    """Refuse two encoders whose vectors have different dimensions or tokenizers."""
+    """Refuse two encoders whose sparse vectors have different terms.
+
+    Args:
+        query_modules: modules of the query encoder, from the network to the pooling.
+        document_modules: modules of the document encoder.
+
+    Raises:
+        ValueError: if the vectors have different dimensions, or the tokenizers differ.
+    """
     n_query_terms = query_modules[-1].get_embedding_dimension()
     n_document_terms = document_modules[-1].get_embedding_dimension()
     query_fingerprint = vocabulary_fingerprint(query_modules[0].tokenizer)

@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=Model)
-_loading = threading.RLock()  # held while a method of transformers is replaced
+_patch_lock = threading.RLock()  # held while a method of transformers is replaced
 LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")
 
 KINDS = ("sparse", "multi-vector", "dense", "cross-encoder", "backbone")
@@ -48,12 +48,17 @@ _KIND_OF_CLASS = {
 def saved_kind(name_or_path: str) -> str:
     """Return the kind of a saved model, from its configuration files.
 
+    Files of sentence-transformers decide if there are any, else the classes in ``config.json``.
+
+    Args:
+        name_or_path: a folder or a Hugging Face name.
+
     Returns:
         ``"sparse"``, ``"multi-vector"``, ``"dense"``, ``"cross-encoder"``, or ``"backbone"`` for
         any other or unknown model.
     """
     path_of("name_or_path", name_or_path)  # a name or a path
-    config = _read(name_or_path, "config_sentence_transformers.json")
+    config = _read_json_file(name_or_path, "config_sentence_transformers.json")
     if isinstance(config, dict):
         kind = _KIND_OF_CLASS.get(str(config.get("model_type")))
         if kind is not None:
@@ -74,7 +79,10 @@ def saved_kind(name_or_path: str) -> str:
 
 
 def check_masked_lm(name_or_path: str) -> None:
-    """Refuse a backbone without a masked-LM head, to which stock code would add a random one.
+    """Refuse a backbone without a masked-LM head, to which transformers would add a random one.
+
+    Args:
+        name_or_path: a folder or a Hugging Face name. It is not checked without a ``config.json``.
 
     Raises:
         ValueError: if its configuration names no ``...ForMaskedLM``.
@@ -93,7 +101,7 @@ def check_masked_lm(name_or_path: str) -> None:
 
 def saved_architectures(name_or_path: str) -> list[str] | None:
     """Return the classes that a model's ``config.json`` names; ``None`` without the file."""
-    config = _read(name_or_path, "config.json")
+    config = _read_json_file(name_or_path, "config.json")
     if not isinstance(config, dict):
         return None
     names = config.get("architectures")
@@ -102,7 +110,7 @@ def saved_architectures(name_or_path: str) -> list[str] | None:
 
 def saved_modules(name_or_path: str) -> list[str]:
     """Return the classes that a model's ``modules.json`` lists; none without the file."""
-    modules = _read(name_or_path, "modules.json")
+    modules = _read_json_file(name_or_path, "modules.json")
     if not isinstance(modules, list):
         return []
     return [str(module.get("type", "")) for module in modules if isinstance(module, dict)]
@@ -139,21 +147,25 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     if kind == "backbone":
         check_masked_lm(name_or_path)
     entmax.register()
-    load = load_encoder
+    load = load_encoder  # "sparse" and "backbone"
     if kind in class_names:
         load = getattr(sentence_transformers, class_names[kind])
     model = load_complete(load, name_or_path)
-    entmax.runs_entmax(model)  # refuses a model that has alphas and would run softmax
+    # The result is not used: the call refuses a model that has alphas and would run softmax.
+    entmax.runs_entmax(model)
     model.model_card_data.local_files_only = True
     run_fast(model)
     return model
 
 
 def load_complete(load: Callable[..., M], name_or_path: str) -> M:
-    """Load a model whose files contain all of its weights and its tokenizer.
+    """Load a model, and refuse it if weights or its tokenizer are missing from its files.
+
+    transformers would replace missing weights by random ones, with a warning only.
 
     Args:
-        load: function or class that loads the model; no remote code runs.
+        load: function or class of sentence-transformers that loads the model. Code from the model's
+            files is never run.
         name_or_path: a folder or a Hugging Face name.
 
     Raises:
@@ -201,7 +213,8 @@ def stay_offline(model: M) -> M:
 def complete_weights(name_or_path: str) -> Iterator[None]:
     """Refuse a model that transformers loads in this context without all of its weights.
 
-    Weights of poolers may be missing.
+    The context replaces ``PreTrainedModel.from_pretrained`` by a method that records missing
+    weights. Weights of poolers may be missing, because no model here reads them.
 
     Args:
         name_or_path: name of the model, for the error message.
@@ -214,20 +227,22 @@ def complete_weights(name_or_path: str) -> Iterator[None]:
     missing: list[str] = []
 
     def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
+        """Load a model as the stock method does, and record the weights that are missing."""
         with_loading_info = kwargs.pop("output_loading_info", False)
-        model, info = stock.__func__(cls, *args, output_loading_info=True, **kwargs)
+        model, info = stock_method.__func__(cls, *args, output_loading_info=True, **kwargs)
         if not getattr(model, "peft_config", None):  # else the info is about the adapter
             missing.extend(sorted(name for name in info["missing_keys"] if "pooler" not in name))
         return (model, info) if with_loading_info else model
 
     # Without the lock, threads would restore each other's method and overlook missing weights.
-    with _loading:
-        stock = PreTrainedModel.__dict__["from_pretrained"]
+    with _patch_lock:
+        # the classmethod object itself, which attribute access would bind to the class
+        stock_method = PreTrainedModel.__dict__["from_pretrained"]
         PreTrainedModel.from_pretrained = classmethod(from_pretrained)
         try:
             yield
         finally:
-            PreTrainedModel.from_pretrained = stock
+            PreTrainedModel.from_pretrained = stock_method
     if missing:
         raise ValueError(
             f"{name_or_path}: {len(missing)} weights are not in its files and would be random, "
@@ -237,10 +252,17 @@ def complete_weights(name_or_path: str) -> Iterator[None]:
 
 
 def _check_tokenizer(model: Model, name_or_path: str) -> None:
-    """Refuse a model whose tokenizer and embeddings differ much in size.
+    """Refuse a model whose tokenizer has far fewer or more tokens than its embeddings have rows.
 
-    A tokenizer without its files has far fewer tokens than the embeddings have rows. Padded
-    vocabularies and added tokens are within the limits.
+    The tokenizer's files are then missing, or belong to another model. The limits allow padded
+    vocabularies and added tokens.
+
+    Args:
+        model: the loaded model. A model without a tokenizer or word embeddings is not checked.
+        name_or_path: its name, for the message.
+
+    Raises:
+        ValueError: if the sizes differ too much.
     """
     try:
         n_tokens = len(model.tokenizer)
@@ -255,7 +277,7 @@ def _check_tokenizer(model: Model, name_or_path: str) -> None:
         )
 
 
-def _read(name_or_path: str, file: str) -> object:
+def _read_json_file(name_or_path: str, file: str) -> object:
     """Return the content of a model's JSON file; ``None`` if it is missing or damaged."""
     from sentence_transformers.util import load_file_path
 
@@ -267,19 +289,22 @@ def _read(name_or_path: str, file: str) -> object:
 
 
 def supports_bf16() -> bool:
-    """Return whether the hardware computes in bf16: some GPUs, CPUs with AMX or AVX512-BF16."""
+    """Return whether the GPU, or the CPU of a machine without one, has instructions for bf16.
+
+    CPUs need AMX or AVX512-BF16. torch emulates bf16 on all others, which is slow.
+    """
     import torch
 
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported())
-    # torch would emulate bf16 on a CPU that it uses with AVX2 alone (ATEN_CPU_CAPABILITY=avx2)
+    # ATEN_CPU_CAPABILITY=avx2 makes torch emulate bf16 on any CPU
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
-    probes = (
-        getattr(torch.cpu, name, None)
-        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-    )
-    return any(probe() for probe in probes if probe is not None)
+    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
+        is_supported = getattr(torch.cpu, name, None)  # some releases of torch lack one of them
+        if is_supported is not None and is_supported():
+            return True
+    return False
 
 
 @contextmanager
@@ -292,11 +317,8 @@ def fast_inference() -> Iterator[None]:
     """
     import torch
 
-    with torch.autocast(
-        "cuda" if torch.cuda.is_available() else "cpu",
-        torch.bfloat16,
-        enabled=supports_bf16(),
-    ):
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(device_type, torch.bfloat16, enabled=supports_bf16()):
         yield
 
 
@@ -311,34 +333,36 @@ def run_fast(model: nn.Module) -> None:
 
 @contextmanager
 def quiet_libraries(verbose: bool = False) -> Iterator[None]:
-    """Silence progress bars, logs and warnings of the Hugging Face libraries in this context.
+    """Silence progress bars, logs and warnings of torch and Hugging Face libraries in this context.
+
+    Errors are still logged, and the previous settings are restored at the end.
 
     Args:
-        verbose: silence nothing.
+        verbose: whether nothing is silenced.
     """
     if verbose:
         yield
         return
     from transformers.utils import logging as hf_logging
 
-    level = hf_logging.get_verbosity()
-    bars = hf_logging.is_progress_bar_enabled()
+    previous_level = hf_logging.get_verbosity()
+    had_progress_bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:
         with quiet_loggers(*LOGGERS), warnings.catch_warnings():
-            for module in (
+            for package in (
                 "transformers",
                 "sentence_transformers",
                 "accelerate",
                 "datasets",
                 "torch",
             ):
-                warnings.filterwarnings("ignore", module=rf"{module}(\..*)?")
+                warnings.filterwarnings("ignore", module=rf"{package}(\..*)?")
             yield
     finally:
-        hf_logging.set_verbosity(level)
-        if bars:
+        hf_logging.set_verbosity(previous_level)
+        if had_progress_bars:
             hf_logging.enable_progress_bar()
 
 

@@ -58,7 +58,8 @@ LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
 KL_TEMPERATURE = 2.0  # of student and teacher; the default of sentence-transformers
 MASKED_LM = MlmSpec()
 FLOPS = RegularizerSpec()
-MAX_DRAWN_DOCUMENTS = 1 << 24  # documents of all rows in memory, if negatives are drawn repeatedly
+# positions of documents in memory when negatives are drawn for several passes, 128 MiB in int64
+MAX_DRAWN_DOCUMENTS = 2**24
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class LsrRecipe(Recipe):
     group_by_length: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
-        """Create specs from dictionaries, and check fields that depend on each other."""
+        """Replace dictionaries of encoders and regularizers by specs, and check all fields."""
         self._parse_encoder("query", optional=True)
         self._parse_encoder("document")
         self._parse_regularizer("query_regularizer")
@@ -148,7 +149,11 @@ class LsrRecipe(Recipe):
         object.__setattr__(self, "loss", dict(self.loss))
 
     def _check_negatives(self) -> None:
-        """Refuse a loss that reads mined negatives without any."""
+        """Refuse a loss that reads mined negatives if the recipe has none.
+
+        Raises:
+            ValueError: if ``negatives`` is 0 and the loss is a distillation or a pairwise softmax.
+        """
         if self.negatives:
             return
         if self.needs_scores:
@@ -163,11 +168,14 @@ class LsrRecipe(Recipe):
             )
 
     def _parse_encoder(self, name: str, optional: bool = False) -> None:
-        """Turn the dictionary of an encoder, as in JSON, into its spec.
+        """Replace a field's dictionary, as in JSON, by an encoder spec.
 
         Args:
-            name: field of the encoder.
+            name: name of the field, ``"query"`` or ``"document"``. A spec in it stays.
             optional: whether ``None`` is valid, too.
+
+        Raises:
+            ValueError: if the field has another value, or the dictionary is not valid.
         """
         value = getattr(self, name)
         if isinstance(value, EncoderSpec) or (optional and value is None):
@@ -182,13 +190,17 @@ class LsrRecipe(Recipe):
             spec = EncoderSpec.from_dict(dict(value))
         except ValueError as error:
             raise ArgumentError(name, str(error)) from None
-        object.__setattr__(self, name, spec)
+        object.__setattr__(self, name, spec)  # the dataclass is frozen
 
     def _parse_regularizer(self, name: str) -> None:
-        """Turn the dictionary of a penalty, as in JSON, or the weight of FLOPS into its spec.
+        """Replace a field's dictionary, as in JSON, or number by the spec of a penalty.
 
         Args:
-            name: field of the penalty.
+            name: name of the field, such as ``"query_regularizer"``. A spec in it stays. A number
+                is the weight of the FLOPS penalty.
+
+        Raises:
+            ValueError: if the field has another value, or the dictionary is not valid.
         """
         value = getattr(self, name)
         if isinstance(value, RegularizerSpec):
@@ -205,7 +217,7 @@ class LsrRecipe(Recipe):
             spec = RegularizerSpec.from_dict(dict(value))
         except ValueError as error:
             raise ArgumentError(name, str(error)) from None
-        object.__setattr__(self, name, spec)
+        object.__setattr__(self, name, spec)  # the dataclass is frozen
 
     @property
     def reads_negatives(self) -> bool:
@@ -243,13 +255,17 @@ class LsrRecipe(Recipe):
         return any(spec is not None and spec.adds_adapters for spec in specs)
 
     def preparation(self, data: str) -> list[str]:
-        """Return the commands that mine negatives and score them, without a network.
+        """Return the commands that make the file of negatives that training reads.
+
+        The commands need no access to the network: BM25 mines the negatives, and the packaged
+        MiniLM and BM25 score them.
 
         Args:
             data: name or folder of the collection.
 
         Returns:
-            Commands, the last of which writes the file that training reads.
+            Commands in their order, the last of which writes the file; none for a recipe without
+            mined negatives.
         """
         if not self.negatives:
             return []
@@ -259,13 +275,16 @@ class LsrRecipe(Recipe):
             f"tilefold score negatives.parquet --data {data} --teacher minilm --teacher bm25 "
             "--output scores.parquet",
         ]
-        return commands if self.needs_scores else commands[:-1]
+        if not self.needs_scores:
+            del commands[-1]
+        return commands
 
     def start(self, texts: Sequence[str]) -> SparseEncoder:
-        """Build the untrained model.
+        """Build the untrained model of the recipe.
 
         Args:
-            texts: documents of the collection.
+            texts: documents of the collection, from a sample of which some encoders compute initial
+                weights.
         """
         base = Base(
             base_model=self.base_model,
@@ -296,7 +315,15 @@ class LsrRecipe(Recipe):
 
 
 def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
-    """Train the job's model in place, and return the job's result with losses and warnings."""
+    """Train the job's model in place, with the token limit of training.
+
+    Args:
+        recipe: the recipe.
+        job: the training: its model, training rows and ranks.
+
+    Returns:
+        The job's result with the steps, losses and warnings of the training.
+    """
     from sentence_transformers.sparse_encoder import (
         SparseEncoderTrainer,
         SparseEncoderTrainingArguments,
@@ -320,7 +347,8 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
         bounded=model.max_active_dims is not None,
         world=job.world,
     )
-    # Models are compared once alpha and penalties no longer rise.
+    # Evaluations compare models, and begin when alpha of entmax and the weights of the penalties
+    # no longer rise.
     rising_share = max([recipe.anneal_alpha, *warmups.values()])
     # A saved SparseEncoder may lack a head to fuse, which its recipe does not know.
     needs_head = isinstance(recipe.document, SparseEncoderSpec)
@@ -341,17 +369,26 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
 
 
 def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
-    """Return the trainer's arguments for a model that encodes queries and documents differently."""
+    """Return the trainer's arguments for a model that encodes queries and documents differently.
+
+    Args:
+        recipe: the recipe.
+        job: the training, whose rows name the columns of texts.
+
+    Returns:
+        The route of each column and, if it is set, the learning rate of the IDF weights; empty for
+        a model with one route.
+    """
     if recipe.query is None and not recipe.document.has_routes:
         return {}
-    routes = {
-        column: "query" if column == "query" else "document"
-        for column in job.examples.columns
-        if column != "label"
-    }
+    routes = {}
+    for column in job.examples.columns:
+        if column != "label":  # scores
+            routes[column] = "query" if column == "query" else "document"
     settings: dict[str, object] = {"router_mapping": routes}
     trains_idf = isinstance(recipe.query, IdfSpec) and recipe.query.trainable
     if trains_idf and recipe.idf_learning_rate is not None:
+        # regular expression for the name of a parameter -> learning rate
         settings["learning_rate_mapping"] = {
             r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate,
         }
@@ -366,6 +403,9 @@ def fused_head(
 ) -> AbstractContextManager[object]:
     """Create a context in which a model with an LM head runs the fused head.
 
+    The fused head computes logits, activation and pooling together, and never stores the logits.
+    Nothing changes in the context if the model has no such head.
+
     Args:
         model: model to accelerate.
         fused: whether to fuse at all.
@@ -375,38 +415,39 @@ def fused_head(
 
     from tilefold.modules import FusedPooling
 
-    fusable = needed or any(
-        isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules()
-    )
-    if not fused or not fusable:
-        return nullcontext()  # other encoders have no head to fuse
+    has_head = any(isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules())
+    if not fused or not (has_head or needed):
+        return nullcontext()
     from tilefold.integrations.sentence_transformers import accelerate
 
     return accelerate(model)
 
 
 def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
-    """Create the ``SpladeLoss`` of a recipe's losses and penalties.
+    """Create the loss of a recipe: a weighted sum of ranking losses, and sparsity penalties.
 
     Args:
         model: model that is trained.
-        recipe: the recipe. PROSPER's penalties are on base weights.
-        ranks: number of ranks. Several share negatives and penalties: documents are gathered as
-            ``[B, V]``, and their gradients scattered. The gathering of the stock loss would gather
-            queries, too, and then use this rank's only.
+        recipe: the recipe.
+        ranks: number of ranks. Several ranks share negatives and penalties: document vectors
+            ``[B, V]`` are gathered, and their gradients scattered. The option of the stock loss
+            would gather queries, too, and then use this rank's only.
+
+    Returns:
+        A ``SpladeLoss`` of sentence-transformers, or a subclass of it.
     """
     from tilefold.losses import WeightedLosses
 
-    weighted = [
+    weighted_losses = [
         (_make_ranking_loss(name, model, recipe, ranks), weight)
         for name, weight in recipe.loss.items()
     ]
-    first_loss, first_weight = weighted[0]
-    is_plain = len(weighted) == 1 and first_weight == 1
-    ranking_loss = first_loss if is_plain else WeightedLosses(weighted)
+    ranking_loss, first_weight = weighted_losses[0]
+    if len(weighted_losses) > 1 or first_weight != 1:
+        ranking_loss = WeightedLosses(weighted_losses)
     document_regularizer = make_regularizer(
         recipe.document_regularizer,
-        positions=1 + recipe.negatives,
+        positions=1 + recipe.negatives,  # the relevant document and the negatives
     )
     query_regularizer = make_regularizer(recipe.query_regularizer)
     create_loss = _splade_loss_class(recipe)
@@ -421,7 +462,11 @@ def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
 
 
 def _splade_loss_class(recipe: LsrRecipe) -> Callable[..., Module]:
-    """Return the class of ``SpladeLoss`` for a recipe, with its mini-batches."""
+    """Return the variant of ``SpladeLoss`` that a recipe trains with.
+
+    PROSPER's penalties read the weights without its literal residual. Mini-batches need a loss that
+    computes all vectors first, and again for their gradients (GradCache).
+    """
     from sentence_transformers.sparse_encoder import losses
 
     from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
@@ -435,9 +480,17 @@ def _splade_loss_class(recipe: LsrRecipe) -> Callable[..., Module]:
 
 
 def _make_ranking_loss(name: str, model: Model, recipe: LsrRecipe, ranks: int) -> Module:
-    """Create one of the losses of a recipe.
+    """Create one of the ranking losses of a recipe.
 
-    Every option that changes a value is passed, so that no release changes what a recipe trains.
+    Every option that changes a value is passed, so that a new default of sentence-transformers does
+    not change what a recipe trains.
+
+    Args:
+        name: name of the loss: ``"infonce"``, ``"kl"``, ``"margin_mse"``, ``"pairwise_softmax"``
+            or ``"term_recall"``.
+        model: model that is trained.
+        recipe: its ``similarity_scale`` is the factor on the scores of ``"infonce"``.
+        ranks: number of ranks, which share in-batch negatives.
     """
     from sentence_transformers.sparse_encoder import losses
     from sentence_transformers.util import dot_score, pairwise_dot_score
@@ -468,14 +521,14 @@ def _make_ranking_loss(name: str, model: Model, recipe: LsrRecipe, ranks: int) -
 
 
 def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
-    """Score a rank's queries with the documents of all ranks; its own documents come first.
+    """Score this rank's queries with the documents of all ranks, for in-batch negatives.
 
     Args:
-        queries: ``[B, V]``.
-        documents: ``[B * (1 + negatives), V]`` of this rank.
+        queries: vectors ``[B, V]`` of this rank's queries.
+        documents: vectors ``[B * (1 + negatives), V]`` of this rank's documents.
 
     Returns:
-        Scores ``[B, ranks * B * (1 + negatives)]``.
+        Dot products ``[B, ranks * B * (1 + negatives)]``. This rank's documents come first.
     """
     from tilefold.distributed.process_group import gather_rows
 
@@ -483,11 +536,12 @@ def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
 
 
 def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
-    """Create a penalty, a module with ``compute_loss_from_embeddings``.
+    """Create the module of a sparsity penalty, with a method ``compute_loss_from_embeddings``.
 
     Args:
         spec: configuration of the penalty.
-        positions: number of documents of a query, for penalties per position.
+        positions: number of documents of a query: the relevant one and its negatives. A penalty
+            per position is computed for each of them separately.
     """
     from tilefold import losses
 
@@ -506,7 +560,9 @@ def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
             "df_flops": losses.DFFlopsLoss,
         }
         penalty = penalty_classes[spec.kind](threshold=spec.threshold)
-    return losses.PositionSum(penalty, positions) if spec.per_position else penalty
+    if spec.per_position:
+        return losses.PositionSum(penalty, positions)
+    return penalty
 
 
 def make_examples(
@@ -644,16 +700,19 @@ def _batches_of_texts(
     generator: object = None,
     lengths: Sequence[int] | None = None,
 ) -> TrainingBatches:
-    """Create the batches of a data set whose columns are texts, except for labels.
+    """Create batches in which no text of a data set occurs twice.
+
+    The arguments up to `generator` are those that sentence-transformers passes to a
+    ``batch_sampler``.
 
     Args:
-        dataset: the data set.
+        dataset: data set whose columns are texts, except for labels.
         batch_size: rows per batch.
-        drop_last: fill short batches.
+        drop_last: whether short batches are filled.
         seed: seed of the order, together with the number of the epoch.
-        valid_label_columns: columns that are not texts.
-        generator: ignored; trainers pass it.
-        lengths: length of each row's document, to group by.
+        valid_label_columns: names of the columns that are not texts.
+        generator: ignored; the order follows from the seed.
+        lengths: length of each row's document, if batches have documents of similar length.
     """
     import numpy as np
 
@@ -661,12 +720,13 @@ def _batches_of_texts(
     from tilefold.retrieval.data.lazy_documents import id_key
 
     excluded = {"dataset_name", *(valid_label_columns or ())}
-    columns = [
+    # A key of 64 bits for each text, by which equal texts are recognized.
+    keys_by_column = [
         np.fromiter(map(id_key, dataset[name]), np.uint64, len(dataset))
         for name in dataset.column_names
         if name not in excluded
     ]
-    keys = np.column_stack(columns)
+    keys = np.column_stack(keys_by_column)
     return TrainingBatches(
         lambda rows: keys[rows],
         len(dataset),

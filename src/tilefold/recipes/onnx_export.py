@@ -163,14 +163,14 @@ def _with_modules(model: Model, modules: list[nn.Module]) -> Model:
 
 
 def _encode_both_sides(model: Model, texts: list[str]) -> Tensor:
-    """Encode texts as queries and as documents, in the precision of the model.
+    """Encode n texts as queries and as documents, which a model may encode differently.
 
     Args:
-        model: the model.
-        texts: n texts.
+        model: the model, which computes in its own precision.
+        texts: the texts.
 
     Returns:
-        Vectors ``[2 n, V]`` in fp64: first of the queries, then of the documents.
+        Vectors ``[2 n, V]``, converted to fp64: first of the queries, then of the documents.
     """
     vectors = []
     with torch.no_grad():
@@ -207,6 +207,7 @@ class _GraphExporter:
         top_k: int | None,
         provenance: dict[str, Any],
     ) -> None:
+        """Store the options of the export; no graph is exported yet."""
         self.scratch = scratch
         self.vocab_size = vocab_size
         self.quantize = quantize
@@ -215,10 +216,12 @@ class _GraphExporter:
         self.graphs: list[OnnxGraph] = []
 
     def replace_modules(self, pipeline: nn.Module) -> list[nn.Module]:
-        """Return the modules of a pipeline, with graphs for each Transformer and its pooling.
+        """Return the modules of a pipeline, with one ONNX graph for a Transformer and its pooling.
+
+        Other modules stay. The routes of a Router are replaced in the same way.
 
         Args:
-            pipeline: a model, or one route of a router.
+            pipeline: a model, or one route of a Router, whose child modules run in turn.
 
         Raises:
             ValueError: for a Transformer without a SpladePooling right after it.
@@ -229,7 +232,7 @@ class _GraphExporter:
             if isinstance(module, Router):
                 modules.append(self._replace_routes(module))
             elif type(module) is SpladePooling and isinstance(previous, Transformer):
-                modules[-1] = self._export(previous, module)
+                modules[-1] = self._export(previous, module)  # in place of the Transformer
             else:
                 modules.append(module)
         if any(isinstance(module, Transformer) for module in modules):
@@ -251,7 +254,13 @@ class _GraphExporter:
         )
 
     def _export(self, transformer: Any, pooling: Any) -> OnnxGraph:
-        """Export a Transformer with its pooling, and return the module of the graph.
+        """Export a Transformer with its pooling as one graph, and return a module that runs it.
+
+        The graph is written into the scratch folder, and quantized if the export asks for it.
+
+        Args:
+            transformer: module of a masked language model.
+            pooling: the ``SpladePooling`` after it.
 
         Raises:
             ValueError: if the Transformer adds tokens to queries, or torch cannot export it.
@@ -301,8 +310,8 @@ class _Scorer(nn.Module):
         transformer: module of the network, which is copied.
         pooling: the SpladePooling after it.
         top_k: number of entries that are returned, or ``None`` for all scores.
-        untie_head: whether the head gets a weight of its own. Quantization leaves out a matrix that
-            is an embedding, too.
+        untie_head: whether the head gets a copy of its weight. A quantized export needs it, because
+            quantization leaves out a matrix that is also an embedding.
     """
 
     def __init__(
@@ -312,25 +321,32 @@ class _Scorer(nn.Module):
         top_k: int | None,
         untie_head: bool,
     ) -> None:
+        """Copy the network to the CPU in fp32, and read the options of the pooling."""
         super().__init__()
         self.network: Any = copy.deepcopy(transformer.model).float().cpu().eval()
         head = self.network.get_output_embeddings()
         if untie_head:
+            # Quantization leaves out a matrix that is also an embedding.
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         self.pooling = pooling.pooling_strategy
         self.top_k = top_k
         self.activation = STOCK_ACTIVATIONS[pooling.activation_function]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
-        """Score token ids ``[B, S]`` with a mask ``[B, S]``.
+        """Compute the sparse vectors of B texts; torch exports this method as the ONNX graph.
+
+        Args:
+            input_ids: token ids ``[B, S]``.
+            attention_mask: ``[B, S]``, 0 for padding.
 
         Returns:
-            Scores ``[B, V]``, or indices and weights ``[B, top_k]``, heaviest first.
+            Scores ``[B, V]`` or, with ``top_k``, indices and weights ``[B, top_k]``, heaviest
+            first.
         """
         logits = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
-        # Every activation of minus infinity is 0.
+        # Padding gets minus infinity, of which every activation is 0.
         logits = logits.masked_fill(attention_mask[..., None] == 0, -torch.inf)
-        if self.pooling == "max":
+        if self.pooling == "max":  # the activation is monotone: once per score instead of logit
             scores = activate(logits.amax(dim=1), self.activation)
         else:
             scores = activate(logits, self.activation).sum(dim=1)
@@ -341,14 +357,21 @@ class _Scorer(nn.Module):
 
 
 def _write_graph(scorer: _Scorer, path: Path) -> None:
-    """Export a scorer by torch's exporter, with free sizes of batch and sequence.
+    """Write a scorer as an ONNX graph, with free sizes of batch and sequence.
+
+    Args:
+        scorer: function of token ids and a mask; see its ``forward``.
+        path: file of the graph.
 
     Raises:
-        ValueError: if torch cannot export its network.
+        ValueError: if torch cannot export the scorer's network.
     """
-    # An example batch of two sequences, one of them padded.
-    token_ids = torch.arange(2 * 7).view(2, 7) % 5 + 1
-    mask = torch.ones(2, 7, dtype=torch.int64)
+    # torch traces the scorer with an example batch: two sequences, one of them padded. The ids 1 to
+    # 5 are in every vocabulary.
+    n_texts = 2
+    n_tokens = 7
+    token_ids = torch.arange(n_texts * n_tokens).view(n_texts, n_tokens) % 5 + 1
+    mask = torch.ones(n_texts, n_tokens, dtype=torch.int64)
     mask[1, 4:] = 0
     free_sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
     output_names = ["scores"] if scorer.top_k is None else ["indices", "weights"]
@@ -376,21 +399,22 @@ def _write_graph(scorer: _Scorer, path: Path) -> None:
 
 
 def _quantize(fp32_path: Path, path: Path) -> None:
-    """Write a graph with 8-bit weights of its matrix products.
+    """Write a copy of a graph whose matrix products have weights of 8 bits.
 
     Args:
-        fp32_path: the graph in fp32.
+        fp32_path: file of the graph in fp32.
         path: file of the new graph.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
+    # torch writes the weights of a large graph into a second file
     has_external_data = fp32_path.with_name(fp32_path.name + ".data").exists()
     with quiet_loggers(None):  # onnxruntime gives advice through the root logger
         quantize_dynamic(
             fp32_path,
             path,
             per_channel=True,
-            reduce_range=True,
+            reduce_range=True,  # 7 bits, since sums of products saturate on CPUs without VNNI
             weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm"],
             use_external_data_format=has_external_data,
@@ -456,13 +480,18 @@ def _random_texts(tokenizer: Any) -> list[str]:
 
 
 def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
-    """Return the least cosine of the vectors ``[n, V]`` of an 8-bit graph and of the model.
+    """Return the least cosine of the vectors of an 8-bit graph and of the model.
+
+    Args:
+        vectors: vectors ``[n, V]`` of the graph.
+        exact_vectors: vectors ``[n, V]`` of the model in fp64, for the same texts.
 
     Raises:
-        ValueError: if it is too small.
+        ValueError: if the least cosine is below 0.9.
     """
     cosines = torch.nn.functional.cosine_similarity(vectors, exact_vectors, dim=1)
-    least_cosine = float(cosines[exact_vectors.any(dim=1)].min())
+    has_terms = exact_vectors.any(dim=1)  # an empty vector has no direction
+    least_cosine = float(cosines[has_terms].min())
     if not least_cosine >= MIN_COSINE:
         raise ArgumentError(
             "quantize",
@@ -475,10 +504,13 @@ def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
 def _check_difference(vectors: Tensor, exact_vectors: Tensor, fp32_vectors: Tensor) -> float:
     """Return the largest error of a graph, as a share of the allowed error.
 
+    Errors are differences from the model in fp64. A graph may have 8 times the error of the model
+    in fp32, or 8 roundings of the largest score if that is more.
+
     Args:
         vectors: vectors ``[n, V]`` of the graph.
-        exact_vectors: vectors of the model in fp64.
-        fp32_vectors: vectors of the model in fp32.
+        exact_vectors: vectors ``[n, V]`` of the model in fp64, for the same texts.
+        fp32_vectors: vectors ``[n, V]`` of the model in fp32.
 
     Raises:
         ValueError: if the error is larger than allowed.

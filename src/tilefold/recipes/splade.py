@@ -78,15 +78,17 @@ def untrained_splade(
 
 
 def _cache_model(model_dir: Path, folder: Path) -> None:
-    """Copy a saved model into the cache, in place of a damaged one; a failure is logged.
+    """Copy a saved model into the cache; a failure is logged, since the model works without it.
 
     Args:
         model_dir: folder of the model.
-        folder: folder in the cache.
+        folder: folder in the cache. A damaged model in it is replaced.
     """
     try:
-        cached_names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-        with atomic_directory(folder, own_names=cached_names, overwrite=True) as new_folder:
+        replaceable_names = []
+        if folder.is_dir():
+            replaceable_names = [entry.name for entry in folder.iterdir()]
+        with atomic_directory(folder, own_names=replaceable_names, overwrite=True) as new_folder:
             shutil.copytree(
                 model_dir,
                 new_folder,
