@@ -389,7 +389,7 @@ def echoed_tokens(echo: Any, features: dict[str, Any], row: int) -> EchoedTokens
     ids = features["input_ids"][row]
     valid = ids[features["attention_mask"][row] == 1].tolist()
     second_copy = ids[features["pooling_mask"][row] == 1].tolist()
-    start = len(echo._ids("Document:"))
+    start = len(echo._token_ids("Document:"))
     return EchoedTokens(valid, valid[start : start + len(second_copy)], second_copy)
 
 
@@ -407,13 +407,13 @@ def test_both_copies_are_equal_whatever_the_length(bases: dict[str, Path], side:
     features = echo.preprocess(texts)
     assert features["input_ids"].shape == features["pooling_mask"].shape
     assert features["input_ids"].size(1) <= 48
-    start = echo._ids("Document:")
-    middle = echo._ids("\nDocument again:")
+    start = echo._token_ids("Document:")
+    middle = echo._token_ids("\nDocument again:")
     end = [echo.tokenizer.eos_token_id]
     for row, text in enumerate(texts):
         tokens = echoed_tokens(echo, features, row)
         assert tokens.first_copy == tokens.second_copy
-        assert tokens.second_copy == echo._ids(text)[: len(tokens.second_copy)]
+        assert tokens.second_copy == echo._token_ids(text)[: len(tokens.second_copy)]
         assert tokens.all == start + tokens.second_copy + middle + tokens.second_copy + end
     most_tokens = (48 - len(start) - len(middle) - len(end)) // 2
     assert int(features["pooling_mask"][texts.index(long_text)].sum()) == most_tokens
@@ -424,9 +424,9 @@ def test_both_copies_are_equal_whatever_the_length(bases: dict[str, Path], side:
 def test_the_vector_is_pooled_from_the_second_copy(bases: dict[str, Path]) -> None:
     model = causal_splade(bases["causal"], "echo", max_length=64, device="cpu")
     echo: Any = model[0]
-    start = echo._ids("Query:")
-    text = echo._ids(TEXTS[0])
-    middle = echo._ids("\nQuery again:")
+    start = echo._token_ids("Query:")
+    text = echo._token_ids(TEXTS[0])
+    middle = echo._token_ids("\nQuery again:")
     ids = [*start, *text, *middle, *text, echo.tokenizer.eos_token_id]
     with torch.no_grad():
         logits = echo.model(input_ids=torch.tensor([ids])).logits[0]
@@ -446,9 +446,9 @@ def test_a_prompt_precedes_the_template_once(bases: dict[str, Path]) -> None:
     echo = causal_echo(bases["causal"], max_length=64)
     features = echo.preprocess(["fox"], prompt="Find {text}. ")
     tokens = echoed_tokens(echo, features, row=0)
-    start = echo._ids("Find {text}. Document:")
+    start = echo._token_ids("Find {text}. Document:")
     assert tokens.all[: len(start)] == start
-    assert tokens.second_copy == echo._ids("fox")
+    assert tokens.second_copy == echo._token_ids("fox")
 
 
 def test_templates_are_saved_with_the_module(bases: dict[str, Path], tmp_path: Path) -> None:

@@ -35,11 +35,15 @@ class BaseSpladeLoss(SpladeLoss):
         sentence_features: Iterable[dict[str, Tensor]],
         labels: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Compute the losses by name, as ``SpladeLoss`` does.
+        """Compute the ranking loss of the final vectors, and the penalties of the base vectors.
 
         Args:
-            sentence_features: the columns of the batch, each the input of one forward.
-            labels: labels of the ranking loss.
+            sentence_features: the columns of the batch, queries first. Each column is the input of
+                one forward, which returns ``sentence_embedding`` and ``base_embedding`` ``[B, V]``.
+            labels: labels of the ranking loss, such as teacher scores.
+
+        Returns:
+            The losses and weighted penalties by name, as ``SpladeLoss`` returns them.
         """
         outputs: list[dict[str, Any]] = [self.model(features) for features in sentence_features]
         for output in outputs:
@@ -49,16 +53,21 @@ class BaseSpladeLoss(SpladeLoss):
                     f"got {sorted(map(str, output))}; use SpladeLoss for models without a "
                     "literal residual.",
                 )
-        final = [output["sentence_embedding"] for output in outputs]
-        base = [output["base_embedding"] for output in outputs]
-        ranking = self.loss.compute_loss_from_embeddings(final, labels)
-        losses: dict[str, Tensor]
-        losses = dict(ranking) if isinstance(ranking, dict) else {"base_loss": ranking}
-        documents = base if self.use_document_regularizer_only else base[1:]
+        final_vectors = [output["sentence_embedding"] for output in outputs]
+        base_vectors = [output["base_embedding"] for output in outputs]
+        ranking_loss = self.loss.compute_loss_from_embeddings(final_vectors, labels)
+        losses: dict[str, Tensor] = {}
+        if isinstance(ranking_loss, dict):
+            losses.update(ranking_loss)
+        else:
+            losses["base_loss"] = ranking_loss  # the name of SpladeLoss for the ranking loss
+        documents = base_vectors[1:]
+        if self.use_document_regularizer_only:
+            documents = base_vectors
         penalty = self.document_regularizer.compute_loss_from_embeddings(torch.cat(documents))
         losses["document_regularizer_loss"] = penalty * self.document_regularizer_weight
         if self.query_regularizer_weight is not None:
-            penalty = self.query_regularizer.compute_loss_from_embeddings(base[0])
+            penalty = self.query_regularizer.compute_loss_from_embeddings(base_vectors[0])
             losses["query_regularizer_loss"] = penalty * self.query_regularizer_weight
         return losses
 
@@ -74,7 +83,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
     """
 
     mini_batch_size: int
-    # columns of a mini-batch
+    # number of columns that are joined in a mini-batch
     _n_joined = 1
 
     def forward_cached(
@@ -82,23 +91,24 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         sentence_features: Iterable[dict[str, Any]],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute the loss, over joined columns if the batch has them.
+        """Compute the loss in mini-batches, over joined columns if the batch has them.
 
         Args:
-            sentence_features: the columns of the batch.
+            sentence_features: the columns of the batch: queries, relevant documents and negatives.
             labels: labels of the ranking loss.
         """
         features = list(sentence_features)
-        columns, _ = features[0].get(JOINED, (None, 0))
-        rows = None
+        joined_columns, _ = features[0].get(JOINED, (None, 0))
+        joined_features = None
         # a limit of tokens per mini-batch applies to each column separately
-        if columns is not None and not self.mini_batch_num_tokens:
-            rows = columns.rows(features)
-        if rows is None:
+        if joined_columns is not None and not self.mini_batch_num_tokens:
+            joined_features = joined_columns.rows(features)
+        if joined_features is None:
             self._n_joined = 1
         else:
+            # The stock loss sees one column, whose mini-batches have the rows of all columns.
             self._n_joined = len(features)
-            features = [rows]
+            features = [joined_features]
         mini_batch_size = self.mini_batch_size
         self.mini_batch_size = mini_batch_size * self._n_joined
         try:
@@ -114,15 +124,17 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         *,
         with_backward: bool = False,
     ) -> Tensor:
-        """Split joined mini-batches into the columns that the stock loss expects.
+        """Compute the stock loss, after splitting joined mini-batches into columns.
 
         Args:
-            reps: embeddings of each column, one tensor per mini-batch.
+            reps: embeddings of each column, as a list with one tensor ``[rows, V]`` per mini-batch.
+                If columns are joined, there is only one, with the rows of all columns.
             labels: labels of the ranking loss.
             with_backward: as in the stock loss.
         """
         if self._n_joined > 1:
-            # the rows of a joined mini-batch alternate between the columns
+            # The rows of a joined mini-batch alternate between the columns: a view
+            # [rows per column, columns, V] separates them.
             mini_batches = [
                 embeddings.view(-1, self._n_joined, embeddings.size(1)).unbind(1)
                 for embeddings in reps[0]

@@ -102,14 +102,16 @@ def _mean_row_sum(
 
 
 def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> Tensor:
-    """``1 / ((sum_bv scores[b, v])^2 + epsilon)``: keeps regularised scores from all becoming zero.
+    """Compute a penalty that keeps regularised scores from all becoming zero.
 
-    The term of naver's SPLADE trainer, there without ``epsilon``, which makes a batch of zeros
-    infinite. Add it to another penalty: see :class:`tilefold.losses.RegularizerSum`.
+    It is ``1 / ((sum_bv scores[b, v])^2 + epsilon)``, a term of naver's SPLADE trainer. There it
+    has no ``epsilon``, and is infinite for a batch of zeros. Add it to another penalty: see
+    :class:`tilefold.losses.RegularizerSum`.
 
     Args:
-        scores, group: as in :func:`flops`.
+        scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
         epsilon: bounds the value by ``1 / epsilon``; a batch of zeros has no gradient.
+        group: ranks that hold other rows of the batch, as in :func:`flops`.
 
     Raises:
         ValueError: if ``epsilon`` is negative, and as in :func:`flops`.
@@ -142,15 +144,19 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     if not 0 < beta < math.inf:
         raise ValueError(f"beta must be positive and finite, got {beta!r}.")
     check_tensor("document_frequency", document_frequency)
-    wide = torch.promote_types(document_frequency.dtype, torch.float32)
-    share = document_frequency.to(wide).clamp(0, 1)
-    # infinite where the share is 0, which makes the weight 0
-    base = share.pow(math.log(2) / math.log(alpha)) - 1
+    compute_dtype = torch.promote_types(document_frequency.dtype, torch.float32)
+    share = document_frequency.to(compute_dtype).clamp(0, 1)
+    log_alpha_of_2 = math.log(2) / math.log(alpha)  # negative, since alpha is below 1
+    # infinite for a share of 0, which makes the weight 0; 1 for a share of alpha; 0 for 1
+    base = share.pow(log_alpha_of_2) - 1
     return 1 / (1 + base.clamp(min=0).pow(beta))
 
 
 def check_threshold(threshold: object) -> None:
     """Raise an error unless a threshold is None or a number of at least 0.
+
+    Args:
+        threshold: number of active terms up to which a regulariser ignores a row.
 
     Raises:
         TypeError: for anything but a number or None.
@@ -187,11 +193,14 @@ def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
-    """Turn sums over this rank's rows into means over all rows of the batch.
+    """Turn sums over this rank's rows into means over the rows of all ranks.
 
     Args:
-        sums: ``[n]``.
-        columns: the scores of this rank.
+        sums: n sums over the rows of this rank, ``[n]``.
+        columns: the scores of this rank, and the ranks that hold other rows of the batch.
+
+    Returns:
+        Means ``[n]``.
     """
     n_local_rows = columns.local.size(0)
     if columns.rows is None:
@@ -302,11 +311,18 @@ def _loss_sums(
     labels: Tensor,
     ignore_index: int,
 ) -> Tensor:
-    """Sum the losses of some positions.
+    """Sum the next-token losses of N positions.
+
+    Args:
+        hidden: states ``[N, D]`` before the LM head.
+        weight: weight ``[V, D]`` of the head.
+        bias: ``[V]`` or None.
+        labels: ids ``[N]`` of the next tokens.
+        ignore_index: label of positions that do not count.
 
     Returns:
-        ``[3]``: the sums of the plain and of the activated cross-entropy, and the number of
-        positions with a logit above 0.
+        ``[3]``: the sum of the cross-entropies of the logits, the sum of the cross-entropies of
+        ``log1p(relu(logits))``, and the number of positions with a logit above 0.
     """
     logits = linear(hidden, weight, bias)
     if logits.dtype != torch.float64:

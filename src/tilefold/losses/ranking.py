@@ -33,6 +33,15 @@ class WeightedTerms(nn.Module):
     remedy = "losses that SpladeLoss takes"
 
     def __init__(self, terms: Iterable[tuple[nn.Module, float]]) -> None:
+        """Store the terms of a weighted sum.
+
+        Args:
+            terms: pairs of a module with ``compute_loss_from_embeddings``, and its weight.
+
+        Raises:
+            TypeError: for anything else.
+            ValueError: if there is no term.
+        """
         super().__init__()
         pairs = list_of("terms", terms)
         if not pairs:
@@ -125,28 +134,38 @@ class TermRecallLoss(nn.Module):
         embeddings: list[Tensor],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute the mean squared error over the terms of the relevant documents, a scalar.
+        """Compute the mean squared error of the weights of the relevant documents' terms.
 
-        Labels are not read.
+        The target of a term is 1 if the query has it, and 0 otherwise.
+
+        Args:
+            embeddings: vectors ``[B, V]`` of the queries, then of their relevant documents.
+                Negatives are not read.
+            labels: not read.
+
+        Returns:
+            A scalar.
         """
         queries, documents, *_ = _columns(embeddings, 2, "a query and a relevant document")
-        present = (documents != 0).to(documents.dtype)
-        target = (queries.detach() != 0).to(documents.dtype)
-        n_terms = present.sum()
+        is_in_document = (documents != 0).to(documents.dtype)
+        is_in_query = (queries.detach() != 0).to(documents.dtype)
+        squared_errors = is_in_document * (documents - is_in_query).square()
+        n_terms = is_in_document.sum()
         ranks = ranks_of("world")
         if ranks is not None:
             # the mean over ranks, because DDP averages the gradients of the ranks
             n_terms = sum_over_rows(n_terms, ranks) / dist.get_world_size(ranks)
-        return (present * (documents - target).square()).sum() / n_terms.clamp(min=1)
+        return squared_errors.sum() / n_terms.clamp(min=1)
 
 
 def _columns(embeddings: Sequence[Tensor], n_min: int, description: str) -> list[Tensor]:
-    """Convert the columns to fp32 (fp64 stays).
+    """Return the columns of a batch in fp32 or fp64, and refuse a batch with too few columns.
 
     Args:
-        embeddings: one ``[B, V]`` per column.
-        n_min: the smallest number of columns.
-        description: these columns, for the error message.
+        embeddings: vectors ``[B, V]`` of each column of texts: queries, relevant documents, and
+            negatives.
+        n_min: the smallest number of columns that a loss can read.
+        description: what these columns are, for the error message.
 
     Raises:
         ValueError: for fewer columns.

@@ -155,6 +155,7 @@ class DFFlopsLoss(Regularizer):
         group: Group = "world",
         threshold: float | None = None,
     ) -> None:
+        """Check the options. All weights are 1 until document frequencies are known."""
         super().__init__(group)
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise ValueError(
@@ -191,19 +192,20 @@ class DFFlopsLoss(Regularizer):
 
     @torch.no_grad()
     def _count(self, embeddings: Tensor) -> None:
-        """Count the documents of each term, and refresh the weights if it is time.
+        """Count the documents of each term, and refresh the weights every `refresh_every` steps.
 
         Args:
-            embeddings: scores ``[B, V]`` of a training step.
+            embeddings: scores ``[B, V]`` of the documents of a training step.
         """
         columns = columns_of(embeddings.detach(), self.group)
-        present = (columns.local > 0).sum(dim=0)
-        n_rows = present.new_full((1,), columns.local.size(0))
-        counts = torch.cat([present, n_rows])  # [V + 1]
+        n_documents_of_term = (columns.local > 0).sum(dim=0)
+        n_documents = n_documents_of_term.new_full((1,), columns.local.size(0))
+        # one tensor [V + 1], so that one all-reduce suffices
+        counts = torch.cat([n_documents_of_term, n_documents])
         self._counts = counts if self._counts is None else self._counts + counts
         self._steps += 1
         if self._steps % (self.refresh_every or 1) == 0:
-            if columns.rows is not None:
+            if columns.rows is not None:  # other ranks hold other documents
                 dist.all_reduce(self._counts, group=columns.rows)
             document_frequency = self._counts[:-1] / self._counts[-1].clamp(min=1)
             self.set_document_frequency(document_frequency)
@@ -262,7 +264,15 @@ class PositionSum(Regularizer):
         self.positions = positions
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Compute the sum over the positions of scores ``[positions * B, V]``."""
+        """Compute the penalty of the documents of each position, and add the penalties.
+
+        Args:
+            embeddings: scores ``[positions * B, V]``: B relevant documents, then B first negatives,
+                B second negatives and so on.
+
+        Returns:
+            A scalar.
+        """
         if embeddings.size(0) % self.positions:
             raise ValueError(
                 f"embeddings must have rows of {self.positions} positions, as many of each, "

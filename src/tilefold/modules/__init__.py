@@ -77,6 +77,9 @@ def to_stock(model: nn.Module) -> int:
     tokenizer's, and a :class:`HeadPooling` a ``SpladePooling`` if that has all its options. Do this
     when training is over: a model without modules of this package loads without tilefold.
 
+    Args:
+        model: a loaded model, changed in place.
+
     Returns:
         The number of modules that were replaced.
 
@@ -96,7 +99,7 @@ def to_stock(model: nn.Module) -> int:
             stock = stock_module(child)
             if child is None or stock is None:
                 continue
-            if "forward" in vars(child):
+            if "forward" in vars(child):  # accelerate replaces the method of the instance
                 raise ValueError(
                     "model must not be accelerated, got one that is; call restore(model) first.",
                 )
@@ -106,7 +109,15 @@ def to_stock(model: nn.Module) -> int:
 
 
 def stock_module(module: Any) -> nn.Module | None:
-    """Return a stock module that computes the vectors of `module`, or None if there is none."""
+    """Return a module of sentence-transformers that computes the same vectors as a module of ours.
+
+    Args:
+        module: any module.
+
+    Returns:
+        A frozen ``SparseStaticEmbedding`` for a :class:`StaticQuery`, a ``SpladePooling`` for a
+        :class:`HeadPooling`; ``None`` for other modules, and for options that they do not have.
+    """
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS

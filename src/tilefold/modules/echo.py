@@ -17,8 +17,8 @@ __all__ = ["DOCUMENT_TEMPLATE", "QUERY_TEMPLATE", "EchoTransformer"]
 QUERY_TEMPLATE = "Query:{text}\nQuery again:{text}"
 DOCUMENT_TEMPLATE = "Document:{text}\nDocument again:{text}"
 _SLOT = "{text}"
-# tokenizers without a limit have a model_max_length above this
-_UNLIMITED = 1 << 30
+# tokenizers without a limit have a model_max_length above this, such as 10^30
+_UNLIMITED = 2**30
 
 
 class EchoTransformer(Transformer):
@@ -92,13 +92,13 @@ class EchoTransformer(Transformer):
         task = kwargs.get("task")
         template = self.query_template if task == "query" else self.document_template
         before, between, after = template.split(_SLOT)
-        bos, eos = self._ends()
-        head = bos + self._ids((prompt or "") + before)
-        middle = self._ids(between)
-        tail = self._ids(after) + eos
+        bos, eos = self._special_tokens()
+        head = bos + self._token_ids((prompt or "") + before)
+        middle = self._token_ids(between)
+        tail = self._token_ids(after) + eos
         copy_limit = self._copy_limit(
             n_template_tokens=len(head) + len(middle) + len(tail),
-            limit=self._limit(task, kwargs.get("max_length")),
+            max_tokens=self._max_tokens(task, kwargs.get("max_length")),
         )
         texts = [text.lower() for text in inputs] if self.do_lower_case else list(inputs)
         text_ids = self.tokenizer(
@@ -125,26 +125,38 @@ class EchoTransformer(Transformer):
             features["logits_to_keep"] = 0
         return features
 
-    def _copy_limit(self, n_template_tokens: int, limit: int | None) -> int | None:
-        """Return the largest number of tokens of each copy, or None without a limit.
+    def _copy_limit(self, n_template_tokens: int, max_tokens: int | None) -> int | None:
+        """Return the maximum number of tokens of one of the two copies of a text.
+
+        Args:
+            n_template_tokens: number of tokens around the copies.
+            max_tokens: maximum number of tokens of a row, with both copies; None for no limit.
+
+        Returns:
+            The number; None without a limit.
 
         Raises:
             ValueError: if the limit leaves no token for each copy.
         """
-        if limit is None:
+        if max_tokens is None:
             return None
-        copy_limit = (limit - n_template_tokens) // 2
+        copy_limit = (max_tokens - n_template_tokens) // 2
         if copy_limit < 1:
             raise ValueError(
-                f"max_seq_length must leave room for two copies of a text, got {limit}; "
+                f"max_seq_length must leave room for two copies of a text, got {max_tokens}; "
                 f"use {n_template_tokens + 2} or more.",
             )
         return copy_limit
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """Run the ``Transformer``, and return an ``attention_mask`` of the second copy.
+        """Run the ``Transformer``, and let the pooling after it see the second copy only.
 
-        The input is not changed.
+        The Transformer attends to both copies. The ``attention_mask`` of its output is then
+        replaced by a mask of the second copy. The input is not changed.
+
+        Args:
+            features: ``input_ids``, ``attention_mask`` and ``pooling_mask``, each ``[B, S]``.
+            kwargs: arguments of the ``Transformer``.
 
         Raises:
             ValueError: for features that :meth:`preprocess` did not make.
@@ -161,13 +173,20 @@ class EchoTransformer(Transformer):
     def _can_flatten_inputs(self) -> bool:
         return False
 
-    def _ids(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+    def _token_ids(self, text: str) -> list[int]:
+        """Return the token ids of a text without special tokens."""
+        if not text:
+            return []
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _ends(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens before and after a text.
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the ids of the special tokens that the tokenizer puts before and after a text.
 
-        A tokenizer that puts none after a text gets its end-of-sequence token.
+        They are read off the encoding of a short text. If there are none after it, the
+        end-of-sequence token is used.
+
+        Returns:
+            Ids before a text, and ids after it.
         """
         encoding = self.tokenizer("a", return_special_tokens_mask=True)
         ids = encoding["input_ids"]
@@ -180,10 +199,15 @@ class EchoTransformer(Transformer):
             eos = [self.tokenizer.eos_token_id]
         return bos, eos
 
-    def _limit(self, task: str | None, max_length: int | None) -> int | None:
-        """Return the largest number of tokens of a row, both copies and the template together.
+    def _max_tokens(self, task: str | None, max_length: int | None) -> int | None:
+        """Return the maximum number of tokens of a row: both copies and the template together.
 
-        None means that there is no limit.
+        Args:
+            task: ``"query"`` or ``"document"``, which may have a limit of its own; or None.
+            max_length: limit of this call, which replaces that of the task; or None.
+
+        Returns:
+            The smallest limit; None without a limit.
         """
         task_lengths = {"query": self.query_length, "document": self.document_length}
         requested = max_length if max_length is not None else task_lengths.get(task or "")

@@ -69,6 +69,7 @@ class EpicPooling(PoolingModule):
         ignore_ids: Iterable[int] = (),
         embedding_dimension: int | None = None,
     ) -> None:
+        """Create the linear layers of importance and quality, with random weights."""
         super().__init__()
         check_count("hidden_size", hidden_size)
         self.hidden_size = hidden_size
@@ -78,8 +79,14 @@ class EpicPooling(PoolingModule):
         self.quality = nn.Linear(hidden_size, 1)
 
     def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in
-        ``token_embeddings``.
+        """Compute the sparse vectors of a batch from the logits of an LM head.
+
+        Args:
+            features: logits ``[B, S, V]`` in ``token_embeddings``, and the hidden states of all
+                layers in ``all_layer_embeddings``, which are removed.
+
+        Returns:
+            The features, with the vectors ``[B, V]`` in ``sentence_embedding``.
         """
         states, importance = self._importance(features)
         logits: Tensor = features["token_embeddings"]
@@ -96,7 +103,19 @@ class EpicPooling(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute dense scores ``[B, V]`` from the operands of the LM head."""
+        """Compute the sparse vectors of a batch without its logits ``[B, S, V]``.
+
+        The importance of a token is a factor on its logits. It is therefore applied to the states
+        before the LM head, and the fused head computes the maximum of the weighted logits.
+
+        Args:
+            features: the input of the module, with hidden states but without logits.
+            head: states, weight and bias of the LM head.
+            score_options: data type and implementation of the result.
+
+        Returns:
+            Dense scores ``[B, V]``.
+        """
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
         states, importance = self._importance(features)
@@ -112,6 +131,11 @@ class EpicPooling(PoolingModule):
     def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
         """Take the hidden states out of the features, and compute the importance of each token.
 
+        The importance is ``log1p(softplus(linear(state)))``, and 0 for ignored and padding tokens.
+
+        Args:
+            features: the input of the module; ``all_layer_embeddings`` is removed.
+
         Returns:
             The last hidden states, ``[B, S, D]`` or packed ``[T, D]``, and the importance, ``[B,
             S]`` or ``[T]``.
@@ -126,7 +150,7 @@ class EpicPooling(PoolingModule):
                 'load the Transformer with config_kwargs={"output_hidden_states": True}.',
             )
         states: Tensor = layers[-1]
-        if "cu_seq_lens_q" in features:
+        if "cu_seq_lens_q" in features:  # packed: [1, T, D]
             states = states.squeeze(0)
         selection = fused.select_tokens(features, tuple(self.ignore_ids))
         product = self.importance(states).squeeze(-1)
@@ -138,11 +162,14 @@ class EpicPooling(PoolingModule):
         return states, importance
 
     def _scores(self, largest: Tensor, states: Tensor, features: Features) -> Tensor:
-        """Apply the floor, the activation and the quality of each text.
+        """Turn the largest weighted logit of each term into scores.
+
+        A score is ``log1p(softplus(max(0, logit)))`` times the quality of the text. The quality is
+        a sigmoid of a linear function of the first token's state.
 
         Args:
             largest: ``[B, V]``, the largest weighted logit of each term.
-            states: ``[B, S, D]`` or packed ``[T, D]``.
+            states: last hidden states ``[B, S, D]`` or packed ``[T, D]``.
             features: the input of the module.
 
         Returns:
@@ -162,8 +189,9 @@ def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
     """Return the state of the first token of each text, and which texts have tokens.
 
     Args:
-        states: ``[B, S, D]``, or packed ``[T, D]``.
-        features: the input of the module.
+        states: hidden states ``[B, S, D]``, or packed ``[T, D]``.
+        features: padded texts have an ``attention_mask`` ``[B, S]``, and packed ones the offsets
+            ``cu_seq_lens_q`` ``[B + 1]`` of the texts.
 
     Returns:
         States ``[B, D]``, arbitrary for texts without tokens, and a bool mask ``[B]``.
@@ -180,16 +208,25 @@ def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
     mask = features["attention_mask"] != 0
     has_tokens = mask.any(dim=1)
     if mask.size(1) == 0:
-        # zeros of shape [B, D]
+        # an empty sum: zeros of shape [B, D]
         return states.sum(1), has_tokens
     texts = torch.arange(states.size(0), device=states.device)
-    return states[texts, mask.int().argmax(dim=1)], has_tokens
+    first_positions = mask.int().argmax(dim=1)  # argmax returns the first of equal values
+    return states[texts, first_positions], has_tokens
 
 
 def _weight_by_importance(head: Head, importance: Tensor) -> Head:
-    """Return a head whose logits are those of ``head`` times ``importance``, bias included.
+    """Return an LM head whose logits are those of ``head`` times the importance of the token.
 
-    The bias becomes a column of the weight, and the importance the matching column of the states.
+    The logits ``m * (h @ W.T + b)`` are ``[m * h, m] @ [W, b].T``. So the bias becomes a column of
+    the weight, and the importance the matching column of the states.
+
+    Args:
+        head: states ``[..., D]``, weight ``[V, D]`` and bias ``[V]`` or None.
+        importance: ``[...]``, the factor m of each token.
+
+    Returns:
+        A head without bias. Its states and weight have D + 8 columns, of which the last 7 are zero.
     """
     hidden, weight, bias = head
     factor = importance.to(hidden.dtype)[..., None]

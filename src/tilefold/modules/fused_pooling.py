@@ -138,12 +138,15 @@ class FusedPooling(ABC):
 
     @classmethod
     def load_config(cls, model_name_or_path: str, subfolder: str = "", **location: Any) -> Options:
-        """Read the options that ``save`` wrote.
+        """Read the options of a saved module from its JSON file.
 
         Args:
             model_name_or_path: the checkpoint.
             subfolder: folder of the module in the checkpoint.
             location: arguments of the download, such as ``revision``.
+
+        Returns:
+            The arguments of the constructor, by name.
 
         Raises:
             ValueError: if the file is missing, is not JSON, or has unknown options. Without its
@@ -217,7 +220,13 @@ class PoolingModule(FusedPooling, Module):
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Any:
-        """Create the module from the options and weights that ``save`` wrote."""
+        """Create a saved module from the files with its options and weights.
+
+        Args:
+            model_name_or_path: the checkpoint.
+            subfolder: folder of the module in the checkpoint.
+            kwargs: arguments of sentence-transformers, some of which locate files.
+        """
         module = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if module.state_dict():
             cls.load_torch_weights(
@@ -235,12 +244,13 @@ def location_arguments(arguments: Options) -> Options:
 
 
 def load_tokenizer(model_name_or_path: str, subfolder: str, location: Options) -> Any:
-    """Load the tokenizer of a module.
+    """Load the tokenizer that a module has saved.
 
     Args:
         model_name_or_path: the checkpoint.
         subfolder: folder of the module in the checkpoint.
-        location: as :func:`location_arguments` returns them.
+        location: arguments of the download, in the names of sentence-transformers: ``token``,
+            ``cache_folder``, ``revision`` and ``local_files_only``.
     """
     arguments = dict(location)
     if "cache_folder" in arguments:
@@ -262,13 +272,13 @@ class TokenSelection(NamedTuple):
     cu_seqlens: Tensor | None
 
     def packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Select from packed values, one per token.
+        """Return the values of the selected tokens, still packed.
 
         Args:
-            tokens: ``[T, ...]``.
+            tokens: a value for each token, ``[T, ...]``, packed text after text.
 
         Returns:
-            The values of the selected tokens, and their ``cu_seqlens`` ``[B + 1]``.
+            The values ``[n_selected, ...]``, and the offsets ``[B + 1]`` of the texts in them.
 
         Raises:
             ValueError: if the features are padded.
@@ -277,17 +287,28 @@ class TokenSelection(NamedTuple):
             raise ValueError("features are padded; only packed ones have cu_seqlens.")
         if self.keep is None:
             return tokens, self.cu_seqlens
-        n_selected = self.keep.cumsum(0).to(self.cu_seqlens.dtype)
-        n_selected = torch.cat([self.cu_seqlens.new_zeros(1), n_selected])
-        return tokens[self.keep], n_selected[self.cu_seqlens.long()]
+        # number of selected tokens before each position, [T + 1]
+        n_selected_before = torch.cat(
+            [
+                self.cu_seqlens.new_zeros(1),
+                self.keep.cumsum(0).to(self.cu_seqlens.dtype),
+            ],
+        )
+        return tokens[self.keep], n_selected_before[self.cu_seqlens.long()]
 
 
 def select_tokens(features: Features, ignore_ids: tuple[int, ...] = ()) -> TokenSelection:
     """Select the tokens of a batch that take part in pooling.
 
-    A token takes part if it is attended to, is not in `ignore_ids`, and is nonzero in
-    ``features["pooling_mask"]`` ``[B, S]`` if there is one. With this mask a module before the
-    pooling confines it to a part of the text.
+    A token takes part if it is attended to, is not in `ignore_ids`, and is nonzero in the pooling
+    mask if there is one. By this mask, a module before the pooling confines it to a part of the
+    text.
+
+    Args:
+        features: padded texts have an ``attention_mask`` ``[B, S]``, and packed ones the offsets
+            ``cu_seq_lens_q`` ``[B + 1]``. Both may have a ``pooling_mask``. ``input_ids`` are read
+            if there are `ignore_ids`.
+        ignore_ids: token ids that do not take part.
     """
     cu_seqlens = features.get("cu_seq_lens_q")
     conditions = []
@@ -298,7 +319,7 @@ def select_tokens(features: Features, ignore_ids: tuple[int, ...] = ()) -> Token
     if ignore_ids:
         ids = features["input_ids"]
         conditions.append(~torch.isin(ids, torch.tensor(ignore_ids, device=ids.device)))
-    if cu_seqlens is not None:
+    if cu_seqlens is not None:  # from [1, T] to [T]
         conditions = [condition.reshape(-1) for condition in conditions]
     keep = functools.reduce(torch.logical_and, conditions) if conditions else None
     return TokenSelection(keep, cu_seqlens)

@@ -79,6 +79,7 @@ class HeadPooling(PoolingModule):
         normalize: str | None = None,
         embedding_dimension: int | None = None,
     ) -> None:
+        """Store and check the options; the module has no weights."""
         super().__init__()
         self.pooling = pooling
         self.activation = activation
@@ -88,9 +89,10 @@ class HeadPooling(PoolingModule):
         self.normalize = normalize
         self.embedding_dimension = embedding_dimension
         check_window(top_k, normalize)
-        for name, allowed in (("pooling", POOLINGS), ("activation", fused.ACTIVATIONS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}.")
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling must be one of {POOLINGS}, got {pooling!r}.")
+        if activation not in fused.ACTIVATIONS:
+            raise ValueError(f"activation must be one of {fused.ACTIVATIONS}, got {activation!r}.")
         if (
             isinstance(logit_scale, bool)
             or not isinstance(logit_scale, (int, float))
@@ -108,18 +110,27 @@ class HeadPooling(PoolingModule):
         return self.pooling == "max"
 
     def forward(self, features: Features) -> Features:
-        """Put ``sentence_embedding`` ``[B, V]`` into ``features``, from logits in
-        ``token_embeddings``.
+        """Compute the sparse vectors of a batch from the logits of an LM head.
+
+        Args:
+            features: logits in ``token_embeddings``, and the mask or offsets of the tokens.
+
+        Returns:
+            The features, with the vectors ``[B, V]`` in ``sentence_embedding``.
         """
         # [B, S, V], or [1, T, V] when inputs are flattened
         logits: Tensor = features["token_embeddings"]
         selection = fused.select_tokens(features, tuple(self.ignore_ids))
         scores = pool_selected_tokens(
-            logits, selection, self.pooling, self.activation, self.logit_scale
+            logits,
+            selection,
+            self.pooling,
+            self.activation,
+            self.logit_scale,
         )
-        features["sentence_embedding"] = self._finish(
-            scores.float() if fused.autocasts(logits) else scores,
-        )
+        if fused.autocasts(logits):
+            scores = scores.float()
+        features["sentence_embedding"] = self._apply_window(scores)
         return features
 
     def fused_scores(
@@ -128,12 +139,24 @@ class HeadPooling(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute scores ``[B, V]`` from the operands of the LM head."""
+        """Compute the sparse vectors of a batch without its logits ``[B, S, V]``.
+
+        Args:
+            features: the input of the module, without logits.
+            head: states, weight and bias of the LM head.
+            score_options: data type, implementation and layout of the result.
+
+        Returns:
+            Scores ``[B, V]``, dense or CSR.
+        """
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
+        # The operator lacks log1p_softplus: it applies softplus, and log1p follows here.
         activation, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]
-        # rows can only be pruned by the operator if nothing changes the weights afterwards
-        sparse = score_options.sparse if n_log1p == 0 and self.normalize is None else None
+        # The operator can only prune rows if nothing changes the weights afterwards.
+        sparse = None
+        if n_log1p == 0 and self.normalize is None:
+            sparse = score_options.sparse
         if sparse is not None:
             limits = [top_k for top_k in (self.top_k, sparse.top_k) if top_k is not None]
             sparse = sparse._replace(top_k=min(limits, default=None))
@@ -149,7 +172,7 @@ class HeadPooling(PoolingModule):
             return scores
         for _ in range(n_log1p):
             scores = scores.log1p()
-        return self._finish(scores)
+        return self._apply_window(scores)
 
     def check_fusable(self) -> None:
         """Refuse ``log1p_softplus`` with ``sum`` or ``mean``, which the operator lacks."""
@@ -164,7 +187,7 @@ class HeadPooling(PoolingModule):
     def __repr__(self) -> str:
         return f"HeadPooling({self.get_config_dict()})"
 
-    def _finish(self, scores: Tensor) -> Tensor:
+    def _apply_window(self, scores: Tensor) -> Tensor:
         """Apply ``top_k`` and ``normalize`` to dense scores ``[B, V]``."""
         self.embedding_dimension = scores.size(1)
         return windowed(scores, self.top_k, self.normalize)
@@ -199,7 +222,7 @@ def pool_selected_tokens(
     token_logits, offsets = selection.packed(logits.squeeze(0))
     # the empty start is the result of a batch without texts
     rows = [token_logits.new_zeros(0, token_logits.size(1))]
-    # one text at a time, because padded logits would take the most memory
+    # One text at a time. Padding the logits would need more memory than anything else.
     for start, end in itertools.pairwise(offsets.tolist()):
         text_logits = token_logits[None, start:end]
         rows.append(pool_logits(text_logits, _all_tokens(text_logits), pooling, activation))
@@ -212,12 +235,15 @@ def _all_tokens(logits: Tensor) -> Tensor:
 
 
 def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> Tensor:
-    """Pool padded logits, and apply the activation.
+    """Reduce padded logits over the tokens of each text, and apply the activation.
+
+    Activations are monotone: a maximum is taken before them, which saves work. Sums and means are
+    taken after them.
 
     Args:
         logits: ``[B, S, V]``.
         keep: bool ``[B, S]``, the tokens that take part.
-        pooling: one of :data:`POOLINGS`.
+        pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` (first token) or ``"last"`` (token).
         activation: one of :data:`tilefold.modules.fused_pooling.ACTIVATIONS`.
 
     Returns:
@@ -225,7 +251,7 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     """
     masked = ~keep[..., None]
     if pooling in ("sum", "mean"):
-        # the activation of 0 may be positive, hence the second mask
+        # The activation of 0 may be positive, such as softplus(0). Hence the second mask.
         activated = fused.activate(logits.masked_fill(masked, 0), activation)
         total = activated.masked_fill(masked, 0).sum(dim=1)
         if pooling == "sum":
@@ -243,9 +269,14 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
 
 
 def _end_positions(keep: Tensor, pooling: str) -> Tensor:
-    """Return the position ``[B]`` of the first (``cls``) or the last kept token of each text.
+    """Return the position of the first or the last token of each text that takes part in pooling.
 
-    The position is valid but arbitrary for a text without kept tokens.
+    Args:
+        keep: bool ``[B, S]``, the tokens that take part.
+        pooling: ``"cls"`` for the first token, anything else for the last one.
+
+    Returns:
+        Positions ``[B]``, arbitrary but below S for a text in which no token takes part.
     """
     length = keep.size(1)
     positions = torch.arange(length, device=keep.device)

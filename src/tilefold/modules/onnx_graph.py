@@ -73,6 +73,7 @@ class OnnxGraph(FusedPooling, InputModule):
     ]
 
     def __init__(self, tokenizer: Tokenizer, path: str | Path, **settings: Any) -> None:
+        """Store the settings as attributes, and check the file; it is opened by the first call."""
         super().__init__()
         self.tokenizer = tokenizer
         self.path = path_of("path", path)
@@ -88,6 +89,12 @@ class OnnxGraph(FusedPooling, InputModule):
 
     def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Features:
         """Tokenise texts, and truncate them as the exported model does.
+
+        Args:
+            inputs: texts.
+            prompt: text that is put before every text.
+            kwargs: ``task`` (``"query"`` or ``"document"``), which may have a limit of its own, and
+                ``max_length``, which replaces all other limits. Both are optional.
 
         Returns:
             ``input_ids`` and ``attention_mask``, int64 ``[B, S]``.
@@ -110,7 +117,19 @@ class OnnxGraph(FusedPooling, InputModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Run the graph, and return dense scores ``[B, V]`` fp32."""
+        """Run the graph, and return its scores as a dense tensor.
+
+        Args:
+            features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
+            head: not used, because the graph contains the head.
+            score_options: not used.
+
+        Returns:
+            Scores ``[B, V]`` in fp32, on the device of the ids.
+
+        Raises:
+            RuntimeError: in training.
+        """
         if torch.is_grad_enabled() and self.training:
             raise RuntimeError(
                 "an ONNX graph is not trained, got a forward in training; train the model it is "
@@ -130,7 +149,7 @@ class OnnxGraph(FusedPooling, InputModule):
         return scores.to(ids.device)
 
     def _open_session(self) -> Any:
-        """Return the session of ONNX Runtime, which is opened at the first call.
+        """Return the session of ONNX Runtime that runs the graph, and open it at the first call.
 
         Raises:
             ImportError: without onnxruntime.
@@ -172,10 +191,20 @@ class OnnxGraph(FusedPooling, InputModule):
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> OnnxGraph:
-        """Read the files that ``save`` wrote, and download them if need be."""
+        """Load a saved graph with its tokenizer and settings, and download them if necessary.
+
+        Args:
+            model_name_or_path: the checkpoint.
+            subfolder: folder of the module in the checkpoint.
+            kwargs: arguments of sentence-transformers, some of which locate files.
+
+        Raises:
+            ValueError: if the graph is missing.
+        """
         location = location_arguments(kwargs)
         config = cls.load_config(model_name_or_path, subfolder=subfolder, **location)
-        # fetches the weights next to the graph, which refers to them by name
+        # The result is not used: the call downloads the weights of a large graph next to it, and
+        # the graph refers to them by name.
         load_file_path(model_name_or_path, os.fspath(Path(subfolder, WEIGHTS)), **location)
         path = load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **location)
         if path is None:

@@ -77,6 +77,7 @@ class ProsperTransformer(Transformer):
         logit_scale: float = 1.0,
         **options: Any,
     ) -> None:
+        """Load the model, and create a literal residual network with random weights."""
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
         super().__init__(model_name_or_path, **options)
@@ -94,15 +95,22 @@ class ProsperTransformer(Transformer):
                 bias=False,
                 dtype=decoder.weight.dtype,
             )
-            nn.init.normal_(self.literal.weight, std=0.02)
+            nn.init.normal_(self.literal.weight, std=0.02)  # as transformers initializes layers
             self.literal.to(decoder.weight.device)
 
     def forward(self, features: Features, **kwargs: Any) -> Features:
-        """Compute ``sentence_embedding`` ``W`` and ``base_embedding`` ``w``, each ``[B, V]``.
+        """Compute PROSPER's vectors of a batch, with and without the literal residual.
 
-        The input is not changed.
+        Args:
+            features: ``input_ids`` and ``attention_mask`` ``[B, S]``; not changed.
+            kwargs: arguments of the ``Transformer``.
+
+        Returns:
+            The output of the ``Transformer``, with the final vectors ``[B, V]`` in
+            ``sentence_embedding``, and those before the residual in ``base_embedding``.
         """
         head = linear_head(self.model)
+        # The network then returns hidden states. The operator applies the head to the pooled token.
         vars(head)["forward"] = pass_hidden_states
         out: Features = super().forward(dict(features), **kwargs)
         hidden = out.pop("token_embeddings")  # [B, S, D]
@@ -157,7 +165,12 @@ class ProsperTransformer(Transformer):
         subfolder: str = "",
         **kwargs: Any,
     ) -> ProsperTransformer:
-        """Read the model and, if it has one, its literal residual network.
+        """Load a saved model and, if it has one, its literal residual network.
+
+        Args:
+            model_name_or_path: the checkpoint.
+            subfolder: folder of the module in the checkpoint.
+            kwargs: arguments of ``Transformer.load``, some of which locate files.
 
         Raises:
             FileNotFoundError: if the weights of the literal residual are missing.
@@ -194,7 +207,10 @@ class ProsperTransformer(Transformer):
 
 
 def linear_head(network: Network) -> nn.Linear:
-    """Return the linear LM head of a transformers model.
+    """Return the LM head of a transformers model, which must be a plain linear layer.
+
+    Args:
+        network: a model for masked or causal language modelling.
 
     Raises:
         ValueError: if the model has no LM head, or one that is not a plain ``nn.Linear``.

@@ -133,7 +133,19 @@ class SplateHead(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute scores ``[B, V]`` from the token states of the Transformer."""
+        """Compute the sparse vectors of a batch from the token states of the frozen ColBERT.
+
+        The states pass the adapter and the layers of the MLM head before its decoder. The fused
+        head then computes logits, activation and maximum together.
+
+        Args:
+            features: token states ``[B, S, D]``, or packed ``[1, T, D]``, in ``token_embeddings``.
+            head: not used, because the module has a head of its own.
+            score_options: data type, implementation and layout of the result.
+
+        Returns:
+            Scores ``[B, V]``.
+        """
         hidden: Tensor = features["token_embeddings"]
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:
@@ -141,7 +153,7 @@ class SplateHead(PoolingModule):
         if not fused.autocasts(states):
             states = states.to(self.decoder.weight.dtype)
         selection = fused.select_tokens(features)
-        if selection.cu_seqlens is not None:
+        if selection.cu_seqlens is not None:  # packed: [1, T, D]
             states = states.squeeze(0)
         head = Head(states, self.decoder.weight, self.decoder.bias)
         return fused.head_scores(head, selection, score_options, logit_scale=self.logit_scale)

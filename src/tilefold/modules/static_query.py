@@ -74,6 +74,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         frozen: bool = False,
         vocab_size: int | None = None,
     ) -> None:
+        """Check the weight, and derive the vocabulary size if it is not given."""
         check_tokenizer("tokenizer", tokenizer)
         if weight is not None:
             check_tensor("weight", weight)
@@ -100,7 +101,16 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Scatter the weights of the tokens to scores ``[B, V]``."""
+        """Look up the weight of each token, and scatter the weights to vectors of V terms.
+
+        Args:
+            features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
+            head: not used.
+            score_options: data type, implementation and layout of the result.
+
+        Returns:
+            Scores ``[B, V]``, dense or CSR.
+        """
         ids = features["input_ids"]
         mask = counted_tokens(features, self.tokenizer)
         is_shared = self.weight.numel() == 1
@@ -130,7 +140,9 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         return self.vocab_size == len(vocabulary) == id_bound(vocabulary)
 
     def stock(self) -> SparseStaticEmbedding:
-        """A frozen ``SparseStaticEmbedding`` with the same vectors, which loads without tilefold.
+        """Create a frozen ``SparseStaticEmbedding`` that computes the same vectors.
+
+        A model with it loads without tilefold.
 
         Raises:
             ValueError: if the vocabulary is not that of the tokenizer; stock cannot load such

@@ -77,6 +77,10 @@ class TokenWeights(PoolingModule):
         has_scale: bool = False,
         saturation: float | None = None,
     ) -> None:
+        """Create the linear layer and, if it is asked for, the factor on the weights.
+
+        ``has_scale`` is how a saved module says that it has a factor. Its value is then loaded.
+        """
         super().__init__()
         if activation not in fused.ACTIVATIONS:
             raise ValueError(f"activation must be one of {fused.ACTIVATIONS}, got {activation!r}.")
@@ -107,7 +111,17 @@ class TokenWeights(PoolingModule):
         return self.scale is not None
 
     def weights(self, features: Features) -> Tensor:
-        """Compute the weight of each token of the features, ``[B, S]`` or packed ``[T]``."""
+        """Compute the weight of each token from its hidden state.
+
+        In evaluation mode, weights above 0 are saturated if the module has a saturation c: a weight
+        u becomes ``u / (u + c)``.
+
+        Args:
+            features: hidden states in ``token_embeddings``.
+
+        Returns:
+            Weights ``[B, S]``, or packed ``[T]``.
+        """
         # [B, S, D], or [1, T, D] when inputs are flattened
         hidden: Tensor = features["token_embeddings"]
         if "cu_seq_lens_q" in features:
@@ -197,23 +211,28 @@ def _scatter_signed(
     """Return the largest weight of each term's tokens, also where it is negative.
 
     The arguments are those of :func:`tilefold.ops.token_scatter`, whose scores are at least 0. All
-    weights are therefore shifted above 0 and back. This is not done in half precision, which would
-    lose small weights.
+    weights are therefore shifted to 1 or more, scattered, and shifted back. This is not done in
+    half precision, which would lose small weights.
+
+    Returns:
+        Scores ``[B, V]``, 0 for terms without a token.
     """
-    wide = weights if weights.dtype == torch.float64 else weights.float()
-    counted = wide.detach()
+    exact_weights = weights if weights.dtype == torch.float64 else weights.float()
+    kept_weights = exact_weights.detach()
     if attention_mask is not None:
-        counted = counted.masked_fill(~attention_mask, 0)
-    shift = counted.amin() - 1 if counted.numel() else counted.new_zeros(())
+        kept_weights = kept_weights.masked_fill(~attention_mask, 0)
+    # The smallest weight becomes 1.
+    shift = kept_weights.amin() - 1 if kept_weights.numel() else kept_weights.new_zeros(())
     shifted = token_scatter(
-        wide - shift,
+        exact_weights - shift,
         ids,
         vocab_size,
         attention_mask=attention_mask,
         cu_seqlens=cu_seqlens,
         ignore_ids=ignore_ids,
         activation="none",
-        out_dtype=wide.dtype,
+        out_dtype=exact_weights.dtype,
         impl=impl,
     )
-    return (shifted + shift).where(shifted != 0, 0).to(out_dtype or weights.dtype)
+    has_token = shifted != 0  # the shifted weight of a token is at least 1
+    return (shifted + shift).where(has_token, 0).to(out_dtype or weights.dtype)

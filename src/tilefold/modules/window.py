@@ -53,7 +53,16 @@ class LexicalWindow(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Prune and normalise ``sentence_embedding`` ``[B, V]``."""
+        """Prune and normalise the vectors that the module before has computed.
+
+        Args:
+            features: vectors ``[B, V]``, dense or CSR, in ``sentence_embedding``.
+            head: not used.
+            score_options: not used.
+
+        Returns:
+            Dense vectors ``[B, V]``.
+        """
         rows: Tensor = features["sentence_embedding"]
         if rows.layout != torch.strided:
             rows = rows.to_dense()
@@ -90,7 +99,10 @@ def keep_heaviest(rows: Tensor, count: int) -> Tensor:
 
     Args:
         rows: ``[B, V]``, not negative.
-        count: entries to keep. Among equal entries the choice is arbitrary.
+        count: entries to keep of each row. Among equal entries the choice is arbitrary.
+
+    Returns:
+        A new tensor ``[B, V]``; `rows` itself if it has at most `count` columns.
 
     Raises:
         TypeError: if `rows` is no tensor.

@@ -37,6 +37,14 @@ class LinearParameters(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
+        """Create the parameters as ``nn.Linear(hidden_size, rows)`` does.
+
+        Args:
+            hidden_size: D.
+            rows: number of outputs.
+            bias: whether there is a bias.
+            device, dtype: of the parameters.
+        """
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
         if bias:
@@ -102,6 +110,7 @@ class LSRHead(LinearParameters):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Create random parameters ``[V, D]`` and ``[V]``, and store the operator's options."""
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
         self.pooling = pooling
         self.activation = activation
@@ -129,7 +138,7 @@ class LSRHead(LinearParameters):
             linear.in_features,
             linear.out_features,
             linear.bias is not None,
-            device="meta",
+            device="meta",  # no memory for parameters that are replaced at once
             **options,
         )
         head.tie_weights(linear)
@@ -153,12 +162,15 @@ class LSRHead(LinearParameters):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Compute scores ``[B, V]``.
+        """Compute the score of each vocabulary term for each of B sequences.
 
         Args:
-            hidden: ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
+            hidden: hidden states ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
             attention_mask: ``[B, S]``, nonzero = keep. All tokens are kept without it.
             cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
+
+        Returns:
+            Scores ``[B, V]``.
         """
         return lsr_head(
             hidden,
@@ -211,6 +223,7 @@ class TokenWeightHead(LinearParameters):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Create random parameters ``[1, D]`` and ``[1]``, and store the operator's options."""
         super().__init__(hidden_size, 1, bias, device, dtype)
         self.vocab_size = vocab_size
         self.reduce = reduce
@@ -220,12 +233,12 @@ class TokenWeightHead(LinearParameters):
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, vocab_size: int, **options: Any) -> TokenWeightHead:
-        """Create a head that shares the parameters of ``layer``, an ``nn.Linear(D, 1)``.
+        """Create a head that shares the parameters of a linear layer with one output.
 
         Args:
             layer: for instance the ``sparse_linear`` of a BGE-M3 model, or the ``tok_proj`` of a
                 uniCOIL model.
-            vocab_size: V.
+            vocab_size: V, the number of terms of the scores.
             options: ``reduce``, ``activation``, ``ignore_ids`` and ``impl`` of the constructor.
 
         Raises:
@@ -242,7 +255,13 @@ class TokenWeightHead(LinearParameters):
                 f"layer must have one output, got {layer.out_features}; "
                 "a decoder goes into LSRHead.",
             )
-        head = cls(layer.in_features, vocab_size, layer.bias is not None, device="meta", **options)
+        head = cls(
+            layer.in_features,
+            vocab_size,
+            layer.bias is not None,
+            device="meta",  # no memory for parameters that are replaced at once
+            **options,
+        )
         head.weight = layer.weight
         head.bias = layer.bias
         return head
@@ -254,13 +273,16 @@ class TokenWeightHead(LinearParameters):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Compute scores ``[B, V]``.
+        """Compute a weight for each token, and scatter the weights to scores of the vocabulary.
 
         Args:
-            hidden: ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
-            input_ids: ``[B, S]``, or packed ``[T]``.
+            hidden: hidden states ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
+            input_ids: token ids ``[B, S]``, or packed ``[T]``: the term of each token.
             attention_mask: ``[B, S]``, nonzero = keep. All tokens are kept without it.
             cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
+
+        Returns:
+            Scores ``[B, V]``, 0 for terms that a sequence does not have.
         """
         return token_scatter(
             functional.linear(hidden, self.weight, self.bias),
@@ -288,7 +310,10 @@ class TokenWeightHead(LinearParameters):
         See :func:`tilefold.ops.token_scatter_sparse`.
 
         Args:
-            hidden, input_ids, attention_mask, cu_seqlens: as in :meth:`forward`.
+            hidden: hidden states ``[B, S, D]``, or packed ``[T, D]`` with ``cu_seqlens``.
+            input_ids: token ids ``[B, S]``, or packed ``[T]``: the term of each token.
+            attention_mask: ``[B, S]``, nonzero = keep. All tokens are kept without it.
+            cu_seqlens: ``[B + 1]`` int32 offsets of packed sequences.
             top_k: most entries per row, or None for all.
             min_weight: entries must be larger than this.
         """

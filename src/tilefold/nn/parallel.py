@@ -46,19 +46,32 @@ class VocabularyParallel(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Shard the parameters of a head, and convert its input and output."""
+        """Shard the parameters of a head over the ranks, and convert its input and output.
+
+        ``parallelize_module`` of torch calls this method.
+
+        Args:
+            module: the head, changed in place.
+            device_mesh: the ranks, in one dimension.
+
+        Returns:
+            The head.
+
+        Raises:
+            TypeError: for a module that is not an LSRHead.
+        """
         if not isinstance(module, LSRHead):
             raise TypeError(
                 "VocabularyParallel must be applied to a tilefold.nn.LSRHead, "
                 f"got {type(module).__name__}; name the head in the plan of parallelize_module, "
                 "for instance {'head': VocabularyParallel()}.",
             )
-        source_rank = getattr(self, "src_data_rank", 0)
+        source_rank = getattr(self, "src_data_rank", 0)  # the rank whose parameters are sharded
         for name, parameter in list(module.named_parameters(recurse=False)):
             shard = distribute_tensor(
                 parameter.detach(),
                 device_mesh,
-                [Shard(0)],
+                [Shard(0)],  # rows of the weight, which are terms
                 src_data_rank=source_rank,
             )
             module.register_parameter(
@@ -67,11 +80,13 @@ class VocabularyParallel(ParallelStyle):
             )
 
         def replicate_hidden(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            """Convert the hidden states, an argument of the head, to a replicated DTensor."""
             if "hidden" in kwargs:
                 return args, {**kwargs, "hidden": as_replica(kwargs["hidden"], device_mesh)}
             return (as_replica(args[0], device_mesh), *args[1:]), kwargs
 
         def lay_out_scores(_: nn.Module, args: tuple[Any, ...], scores: DTensor) -> Tensor:
+            """Convert the scores, whose columns are sharded, to the layout that was asked for."""
             if tuple(scores.placements) != (self.output_layouts,):
                 scores = scores.redistribute(placements=[self.output_layouts])
             return scores.to_local() if self.use_local_output else scores

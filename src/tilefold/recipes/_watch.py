@@ -175,7 +175,8 @@ class Watcher(TrainerCallback):
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
         self._step_ended = time.monotonic()
-        # Only rank 0 requests anything. The maximum tells all ranks.
+        # Only rank 0 requests anything. Several ranks learn of its request one step later, so that
+        # no step waits for it.
         save_request = self.world.max_over_ranks(self._save_request(state.global_step))
         save_steps = self.recipe.save_steps
         if save_request != _SaveRequest.NONE:

@@ -52,6 +52,8 @@ from torch import Tensor
 SENTINEL = 113
 # error of fp32 products and sums, before any rounding to the output
 _ACCUMULATION = 1e-5
+# the same in fp64, whose roundoff is 2^-29 times as large, with some reserve
+_FP64_ACCUMULATION = 1e-13
 # standard deviations of rounding that a comparison allows
 CONFIDENCE = 8.0
 # sensitivity c of a slope to the rounding of its score, at usual scores
@@ -67,7 +69,9 @@ def budget(
 ) -> float:
     """Return the relative error that results of ``dtype`` may have.
 
-    The derivation is in the docstring of this module.
+    It is the error of one rounding (``u``, half the distance from 1 to the next number), times the
+    number of roundings in a row, plus the error of sums in fp32. The docstring of this module
+    derives the factors.
 
     Args:
         dtype: dtype of the scores, or of the gradient.
@@ -84,7 +88,7 @@ def budget(
     if kind not in _FACTORS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, _FACTORS))}, got {kind!r}.")
     roundoff = torch.finfo(dtype).eps / 2
-    accumulation = 1e-13 if dtype == torch.float64 else _ACCUMULATION
+    accumulation = _FP64_ACCUMULATION if dtype == torch.float64 else _ACCUMULATION
     if kind != "forward":
         # two sums: the product, and the sum over the entries that it selects
         accumulation *= 2
@@ -103,16 +107,19 @@ def rounding_scale(
     terms: int,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Bound the standard deviation of the rounding error of sums, entry by entry.
+    """Bound the standard deviation of the rounding errors of sums of n terms, in any order.
+
+    The bound is ``u sqrt(n (S^2 + Q))`` for a sum S, the sum Q of the squares of its terms, and the
+    unit roundoff u. The docstring of this module derives it.
 
     Args:
-        total: the sums, exact.
-        squares: the sums of the squares of the terms.
-        terms: number of terms of a sum.
-        dtype: the dtype of the additions.
+        total: the exact sums S, of any shape.
+        squares: the sums Q of the squares of the terms.
+        terms: number n of terms of a sum.
+        dtype: the dtype of the additions, which determines u.
 
     Returns:
-        ``u sqrt(n (S^2 + Q))`` of the docstring of this module, with the shape of ``total``.
+        The bound for each sum, with the shape of ``total``.
     """
     unit_roundoff = torch.finfo(dtype).eps / 2
     return math.sqrt(terms) * unit_roundoff * (total * total + squares).sqrt()
@@ -121,7 +128,12 @@ def rounding_scale(
 def relative_error(out: Tensor, reference: Tensor) -> float:
     """Compute ``||out - reference|| / ||reference||`` in fp64.
 
-    The error is 0 if both are zero, and infinite if any value is not finite.
+    The error is 0 if both are zero. It is infinite if the reference alone is zero, or if any value
+    is not finite.
+
+    Args:
+        out: the result.
+        reference: the exact result, of the same shape.
 
     Raises:
         ValueError: for different shapes.
@@ -165,31 +177,33 @@ def assert_within_budget(
     error = relative_error(out, reference)
     if error <= allowed:
         return error
-    wide = out.detach().to(reference.device, torch.float64)
-    distance = (wide - reference.detach().double()).abs()
+    # Find the entry that is furthest off, for the message.
+    out_fp64 = out.detach().to(reference.device, torch.float64)
+    distance = (out_fp64 - reference.detach().double()).abs()
     distance = torch.where(distance.isnan(), math.inf, distance)
     position = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape))
     dtype_name = str(dtype).removeprefix("torch.")
-    n_not_finite = int((~wide.isfinite()).sum())
+    n_not_finite = int((~out_fp64.isfinite()).sum())
     raise AssertionError(
         f"{name}: relative error {error:.2e} is over the {kind} budget {allowed:.1e} of "
-        f"{dtype_name}; furthest at {position}: {wide[position].item():.6g} instead of "
+        f"{dtype_name}; furthest at {position}: {out_fp64[position].item():.6g} instead of "
         f"{reference[position].item():.6g}, shape {list(out.shape)}, {n_not_finite} not finite.",
     )
 
 
 @contextlib.contextmanager
 def nan_poisoned_empty() -> Iterator[None]:
-    """Make ``torch.empty`` and its variants return NaN, or SENTINEL for integers.
+    """Make ``torch.empty`` and its variants return NaN, or 113 for integers, in this context.
 
-    An element that is never written is then NaN, and not accidentally zero.
-    Not thread-safe.
+    A kernel that forgets to write an element of its output then leaves NaN, and not accidentally a
+    zero. The context replaces functions of torch, so that it is not thread-safe.
     """
 
     def poison(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap a function so that its result is filled."""
+        """Wrap a function that allocates a tensor, so that its result is filled."""
 
         def call(*args: Any, **kwargs: Any) -> Tensor:
+            """Allocate a tensor, and fill it with NaN or, for integers, SENTINEL."""
             tensor = function(*args, **kwargs)
             if tensor.dtype != torch.bool:
                 tensor.detach().fill_(math.nan if tensor.dtype.is_floating_point else SENTINEL)

@@ -101,14 +101,17 @@ def _packed(
     dout: Tensor,
     generator: torch.Generator,
 ) -> EntmaxAttentionInputs:
-    """Pack padded inputs with random lengths.
+    """Draw a random length for each padded sequence, and pack the tokens up to it.
 
     Args:
-        q: ``[B, H, Nq, D]``.
-        k: ``[B, Hkv, Nk, D]``.
-        v: like ``k``.
-        dout: like ``q``.
+        q: queries ``[B, H, Nq, D]``.
+        k: keys ``[B, Hkv, Nk, D]``.
+        v: values, with the shape of ``k``.
+        dout: gradient of the output, with the shape of ``q``.
         generator: of the random lengths.
+
+    Returns:
+        The problem, with tensors ``[T, H, D]`` and offsets ``[B + 1]`` of queries and keys.
     """
     query_mask = _packing_mask(q, generator)
     key_mask = _packing_mask(k, generator)
@@ -140,18 +143,19 @@ def entmax_attention_results(
     dropout_seed: int = 0,
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Run the forward and backward pass of the operator.
+    """Run the forward and backward pass of entmax attention on a test problem.
 
     Args:
-        inputs: the problem.
+        inputs: the problem: queries, keys, values and the gradient of the output.
         needs: which of q, k and v require a gradient. A tensor ``alpha`` always does.
         dropout_seed: seed of the generator of dropout.
-        options: options of the operator.
+        options: options of :func:`tilefold.ops.entmax_attention`.
 
     Returns:
         ``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv`` and
-        ``dalpha``.
+        ``dalpha`` as far as they are needed.
     """
+    # new leaf tensors, so that gradients do not accumulate in the problem
     leaves = {
         name: getattr(inputs, name).detach().requires_grad_(name in needs)
         for name in ("q", "k", "v")

@@ -57,7 +57,7 @@ class LSRHeadInputs(padding.Problem):
         return list(self.hidden)
 
     def packed(self) -> LSRHeadInputs:
-        """Return a copy with ``hidden`` packed."""
+        """Return a copy with the sequences packed one after another, without padding."""
         sequences = self.sequences()
         lengths = torch.tensor(
             [len(tokens) for tokens in sequences],
@@ -132,16 +132,18 @@ def lsr_head_results(
     needs: Sequence[str] = ("hidden", "weight", "bias"),
     **options: Any,
 ) -> dict[str, Tensor]:
-    """Run the forward and backward pass of the operator.
+    """Run the forward and backward pass of the LSR head on a test problem.
 
     Args:
-        inputs: the problem.
+        inputs: the problem: hidden states, weight, bias and the gradient of the scores.
         needs: the operands that require a gradient.
-        options: options of the operator.
+        options: options of :func:`tilefold.ops.lsr_head`.
 
     Returns:
-        ``scores``, and ``dhidden``, ``dweight`` and ``dbias`` as needed.
+        ``scores``, and the gradients ``dhidden``, ``dweight`` and ``dbias`` as far as they are
+        needed.
     """
+    # new leaf tensors, so that gradients do not accumulate in the problem
     operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
     leaves = {
         name: None if operand is None else operand.detach().requires_grad_(name in needs)
@@ -169,38 +171,41 @@ def with_one_answer(
     activation: str = "log1p_relu",
     logit_scale: float = 1.0,
 ) -> LSRHeadInputs:
-    """Zero ``dscores`` where rounding may change the gradient, so that a tight budget can hold.
+    """Return a problem in which rounding cannot decide which gradient is correct.
 
-    That is where the two largest logits, or a logit and the kink of relu, differ by less than
-    another order of evaluation may change them (2e-5 of the largest logit). All logits are computed
-    in fp64, so this is for small problems.
+    The gradient of a score is ambiguous where the two largest logits are almost equal, or where a
+    logit is almost at the kink of relu. Another order of evaluation may change a logit by a share
+    of 2e-5 of the largest one, and with it the gradient. ``dscores`` of these scores is set to 0,
+    so that a tight budget can hold. All logits are computed in fp64, so this is for small problems.
 
     Args:
         inputs: the problem.
-        pooling: pooling of the operator. Only the maximum depends on the largest logit.
+        pooling: pooling of the operator. Only the gradient of a maximum depends on the order of
+            logits.
         activation: activation of the operator. Some have a kink at zero.
         logit_scale: factor of the products of hidden states and weight.
 
     Returns:
-        The problem with other ``dscores``.
+        The problem with zeros in ``dscores``.
     """
     exact = inputs.cast(torch.float64)
     dscores = inputs.dscores.clone()
-    kinked = activation in _KINKED
+    has_kink = activation in _KINKED
     for row, tokens in zip(dscores, exact.sequences(), strict=True):
         logits = logit_scale * (tokens @ exact.weight.T)
         if exact.bias is not None:
             logits = logits + exact.bias
         if logits.numel() == 0:
             continue
-        margin = _EVALUATION_MARGIN * max(1.0, float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max()))
-        unclear = torch.zeros_like(row, dtype=torch.bool)
+        largest_logit = float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        margin = _EVALUATION_MARGIN * max(1.0, largest_logit)
+        is_ambiguous = torch.zeros_like(row, dtype=torch.bool)  # [V]
         if pooling == "max":
-            largest = logits.topk(min(2, logits.size(0)), dim=0).values
-            if largest.size(0) == 2:
-                unclear |= largest[0] - largest[1] < margin
-            logits = largest[:1]
-        if kinked:
-            unclear |= (logits.abs() < margin).any(dim=0)
-        row[unclear] = 0
+            two_largest = logits.topk(min(2, logits.size(0)), dim=0).values
+            if two_largest.size(0) == 2:
+                is_ambiguous |= two_largest[0] - two_largest[1] < margin
+            logits = two_largest[:1]  # the only one that the activation reads
+        if has_kink:
+            is_ambiguous |= (logits.abs() < margin).any(dim=0)
+        row[is_ambiguous] = 0
     return dataclasses.replace(inputs, dscores=dscores)

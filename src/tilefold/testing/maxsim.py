@@ -51,7 +51,9 @@ class MaxSimInputs(padding.Problem):
         )
 
     def packed(self, sides: str = "qd") -> MaxSimInputs:
-        """Return a copy with the kept tokens of one or both sides packed.
+        """Return a copy in which the tokens of queries, documents or both are packed.
+
+        Tokens that a mask leaves out are dropped. Offsets replace the mask.
 
         Args:
             sides: ``"q"`` for queries, ``"d"`` for documents, ``"qd"`` for both.
@@ -77,14 +79,14 @@ class MaxSimInputs(padding.Problem):
 
 
 def _pack(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pack the kept tokens of padded sequences.
+    """Pack padded sequences one after another, without the tokens that a mask leaves out.
 
     Args:
-        tokens: ``[..., L, D]``.
+        tokens: token vectors ``[..., L, D]`` of n sequences.
         mask: ``[..., L]``, nonzero = keep, or None to keep all tokens.
 
     Returns:
-        The tokens ``[T, D]``, and the offsets of the sequences.
+        The tokens ``[T, D]``, and the offsets ``[n + 1]`` of the sequences.
     """
     if mask is None:
         mask = tokens.new_ones(tokens.shape[:-1], dtype=torch.bool)

@@ -44,16 +44,21 @@ def check_layout(layout: str) -> None:
 
 
 def padding_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor | None:
-    """Create a mask ``[batch, length]`` int64, 1 for tokens that are kept, or None if all are.
+    """Create a random attention mask with full and with empty sequences, for tests.
 
-    For batches of two or more the first sequence has the full length, and ``"left"`` and
-    ``"holes"`` have an empty sequence. For batches of five or more ``"packed"`` (padded on the
-    right, to be packed) has empty sequences at both ends and in the middle.
+    In batches of two or more, the first sequence has the full length, and ``"left"`` and
+    ``"holes"`` have an empty sequence in the middle. In batches of five or more, ``"packed"`` has
+    empty sequences at both ends and in the middle, and the second sequence has the full length.
 
     Args:
-        layout: one of :data:`LAYOUTS`.
-        batch, length: the shape.
+        layout: where the padding is: ``"full"`` (none), ``"right"``, ``"left"``, ``"holes"``
+            (anywhere), or ``"packed"`` (on the right, before the batch is packed).
+        batch: number of sequences.
+        length: number of tokens of the longest sequence.
         generator: of the random lengths.
+
+    Returns:
+        ``[batch, length]`` int64, 1 for tokens that are kept; None if all are.
     """
     if layout == "full":
         return None
@@ -85,15 +90,15 @@ def offsets(lengths: Tensor) -> Tensor:
 
 
 def gradients(out: Tensor, leaves: Mapping[str, Tensor | None], grad: Tensor) -> dict[str, Tensor]:
-    """Compute the gradients of the leaves that require one.
+    """Compute the gradients of the inputs of an operator that require one.
 
     Args:
-        out: the result.
-        leaves: leaf tensors by name.
+        out: the operator's result.
+        leaves: its inputs by name, such as ``"weight"``; None for an input that is left out.
         grad: gradient of `out`.
 
     Returns:
-        Gradients by the name of the leaf with the prefix ``d``.
+        Gradients by the name of the input with the prefix ``d``, such as ``"dweight"``.
     """
     differentiated = {
         f"d{name}": leaf for name, leaf in leaves.items() if leaf is not None and leaf.requires_grad
