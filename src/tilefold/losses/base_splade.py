@@ -102,6 +102,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         joined_features = None
         # a limit of tokens per mini-batch applies to each column separately
         if joined_columns is not None and not self.mini_batch_num_tokens:
+            # None if these are not all columns of the joined batch
             joined_features = joined_columns.rows(features)
         if joined_features is None:
             self._n_joined = 1
@@ -140,4 +141,5 @@ class JoinedSpladeLoss(CachedSpladeLoss):
                 for embeddings in reps[0]
             ]
             reps = [list(column) for column in zip(*mini_batches, strict=True)]
-        return super().calculate_loss(reps, labels, with_backward=with_backward)  # type: ignore[no-any-return]
+        loss: Tensor = super().calculate_loss(reps, labels, with_backward=with_backward)
+        return loss

@@ -94,7 +94,17 @@ def _mean_row_sum(
     threshold: float | None,
     group: Group,
 ) -> Tensor:
-    """Return the mean over rows of the sum over terms of an elementwise penalty."""
+    """Compute the mean over rows of the sum over terms of an elementwise penalty.
+
+    Args:
+        scores: ``[B, V]``, or a DTensor with sharded columns.
+        term_penalty: elementwise function, such as the absolute value.
+        threshold: rows with at most this many nonzero scores count as zero.
+        group: ranks that hold other rows of the batch.
+
+    Returns:
+        A scalar.
+    """
     columns = columns_of(scores, group)
     local_sum = term_penalty(_long_rows(columns, threshold)).sum()
     mean = _mean_over_rows(local_sum[None], columns)[0]

@@ -248,7 +248,7 @@ class PositionSum(Regularizer):
     Raises:
         TypeError: if the term has no ``compute_loss_from_embeddings``, or is a DFFlopsLoss.
         ValueError: if ``positions`` is not a positive number; in the call, if rows do not make up
-            so many positions.
+            this number of positions.
     """
 
     def __init__(self, term: nn.Module, positions: int) -> None:

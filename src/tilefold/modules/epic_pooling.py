@@ -90,8 +90,8 @@ class EpicPooling(PoolingModule):
         """
         states, importance = self._importance(features)
         logits: Tensor = features["token_embeddings"]
-        if fused.autocasts(logits):
-            logits = logits.float()
+        if fused.autocast_applies(logits):
+            logits = logits.float()  # scores are fp32 under autocast
         weighted = logits * importance.view(logits.shape[:2])[..., None]
         largest = pool_selected_tokens(weighted, fused.select_tokens(features), "max", "none")
         features["sentence_embedding"] = self._scores(largest, states, features)
@@ -154,8 +154,8 @@ class EpicPooling(PoolingModule):
             states = states.squeeze(0)
         selection = fused.select_tokens(features, tuple(self.ignore_ids))
         product = self.importance(states).squeeze(-1)
-        if fused.autocasts(states):
-            product = product.float()
+        if fused.autocast_applies(states):
+            product = product.float()  # scores are fp32 under autocast
         importance = fused.activate(product, "log1p_softplus")
         if selection.keep is not None:
             importance = importance * selection.keep
@@ -177,8 +177,8 @@ class EpicPooling(PoolingModule):
         """
         first_states, has_tokens = _first_states(states, features)
         logit: Tensor = self.quality(first_states)
-        if fused.autocasts(states):
-            logit = logit.float()
+        if fused.autocast_applies(states):
+            logit = logit.float()  # scores are fp32 under autocast
         quality = sigmoid(logit) * has_tokens[:, None]
         self.embedding_dimension = largest.size(1)
         scores: Tensor = fused.activate(largest.relu(), "log1p_softplus") * quality
@@ -216,17 +216,18 @@ def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
 
 
 def _weight_by_importance(head: Head, importance: Tensor) -> Head:
-    """Return an LM head whose logits are those of ``head`` times the importance of the token.
+    """Return an LM head whose logits are multiplied by the importance of the token.
 
     The logits ``m * (h @ W.T + b)`` are ``[m * h, m] @ [W, b].T``. So the bias becomes a column of
     the weight, and the importance the matching column of the states.
 
     Args:
-        head: states ``[..., D]``, weight ``[V, D]`` and bias ``[V]`` or None.
+        head: the original head: states ``[..., D]``, weight ``[V, D]`` and bias ``[V]`` or None.
         importance: ``[...]``, the factor m of each token.
 
     Returns:
-        A head without bias. Its states and weight have D + 8 columns, of which the last 7 are zero.
+        A head without bias. If `head` has a bias, its states and weight have D + 8 columns. The
+        last 7 are zero, and keep the rows aligned.
     """
     hidden, weight, bias = head
     factor = importance.to(hidden.dtype)[..., None]

@@ -30,7 +30,7 @@ __all__ = [
     "SparseOptions",
     "TokenSelection",
     "activate",
-    "autocasts",
+    "autocast_applies",
     "select_tokens",
 ]
 
@@ -347,7 +347,7 @@ def head_scores(
     if cu_seqlens is not None:
         hidden, cu_seqlens = selection.packed(hidden)
         mask = None
-    out_dtype = torch.float32 if autocasts(hidden) else score_options.out_dtype
+    out_dtype = torch.float32 if autocast_applies(hidden) else score_options.out_dtype
     if bias is not None and logit_scale != 1:
         # the operator scales the product only
         bias = bias * logit_scale
@@ -386,8 +386,8 @@ def pass_hidden_states(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def autocasts(tensor: Tensor) -> bool:
-    """Return whether autocast applies to ``tensor``, so that scores are fp32."""
+def autocast_applies(tensor: Tensor) -> bool:
+    """Return whether torch's autocast is enabled for ``tensor``; scores are then fp32."""
     device_type = tensor.device.type
     return (
         tensor.dtype != torch.float64

@@ -128,8 +128,8 @@ class HeadPooling(PoolingModule):
             self.activation,
             self.logit_scale,
         )
-        if fused.autocasts(logits):
-            scores = scores.float()
+        if fused.autocast_applies(logits):
+            scores = scores.float()  # also where autocast computed logits in half precision
         features["sentence_embedding"] = self._apply_window(scores)
         return features
 

@@ -14,7 +14,7 @@ from tilefold._internal.arguments import sorted_token_ids
 from tilefold._internal.typing import Network
 from tilefold.modules.fused_pooling import (
     Features,
-    autocasts,
+    autocast_applies,
     location_arguments,
     pass_hidden_states,
 )
@@ -115,7 +115,7 @@ class ProsperTransformer(Transformer):
         out: Features = super().forward(dict(features), **kwargs)
         hidden = out.pop("token_embeddings")  # [B, S, D]
         mask = out["attention_mask"]  # [B, S]
-        if not autocasts(hidden):
+        if not autocast_applies(hidden):
             # some models return fp32 from a half-precision head
             hidden = hidden.to(head.weight.dtype)
         bias: Tensor | None = head.bias

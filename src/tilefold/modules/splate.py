@@ -150,7 +150,8 @@ class SplateHead(PoolingModule):
         states = hidden + self.adapter(hidden)
         if self.transform is not None and self.norm is not None and self.activation is not None:
             states = self.norm(ACT2FN[self.activation](self.transform(states)))
-        if not fused.autocasts(states):
+        if not fused.autocast_applies(states):
+            # the operator takes states and weight of one dtype
             states = states.to(self.decoder.weight.dtype)
         selection = fused.select_tokens(features)
         if selection.cu_seqlens is not None:  # packed: [1, T, D]

@@ -26,10 +26,17 @@ __all__ = ["StaticQuery", "counted_tokens"]
 
 
 def counted_tokens(features: Features, tokenizer: Tokenizer) -> Tensor:
-    """Return ``attention_mask`` ``[B, S]`` with 0 at every padding token.
+    """Return the attention mask with 0 at every padding token, also at one in a text.
 
     A text that contains the padding token would otherwise count it, depending on the other texts of
     its batch.
+
+    Args:
+        features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
+        tokenizer: knows the id of the padding token.
+
+    Returns:
+        The mask ``[B, S]``.
     """
     mask: Tensor = features["attention_mask"]
     if tokenizer.pad_token_id is None:

@@ -127,8 +127,8 @@ class TokenWeights(PoolingModule):
         if "cu_seq_lens_q" in features:
             hidden = hidden.squeeze(0)
         product = self.linear(hidden).squeeze(-1)
-        if fused.autocasts(hidden):
-            product = product.float()
+        if fused.autocast_applies(hidden):
+            product = product.float()  # scores are fp32 under autocast
         weights = fused.activate(product, self.activation)
         if self.scale is not None:
             weights = weights * self.scale
@@ -210,9 +210,19 @@ def _scatter_signed(
 ) -> Tensor:
     """Return the largest weight of each term's tokens, also where it is negative.
 
-    The arguments are those of :func:`tilefold.ops.token_scatter`, whose scores are at least 0. All
-    weights are therefore shifted to 1 or more, scattered, and shifted back. This is not done in
-    half precision, which would lose small weights.
+    :func:`tilefold.ops.token_scatter` returns scores of at least 0. All weights are therefore
+    shifted to 1 or more, scattered, and shifted back. This is not done in half precision, which
+    would lose small weights.
+
+    Args:
+        weights: weight of each token, ``[B, S]``, or packed ``[T]``.
+        ids: token ids, with the shape of the weights.
+        vocab_size: V.
+        attention_mask: bool ``[B, S]``, True for tokens that count; None for all.
+        cu_seqlens: offsets ``[B + 1]`` of packed texts, or None.
+        ignore_ids: token ids that do not count, or None.
+        out_dtype: dtype of the scores; None takes that of the weights.
+        impl: implementation of the operator.
 
     Returns:
         Scores ``[B, V]``, 0 for terms without a token.

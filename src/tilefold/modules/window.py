@@ -82,9 +82,13 @@ def check_window(top_k: int | None, normalize: str | None) -> None:
 
 
 def windowed(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
-    """Keep the ``top_k`` heaviest entries of rows ``[B, V]``, and normalise them if ``"l2"``.
+    """Keep the heaviest entries of each row, and normalise the row.
 
-    A row of zeros stays zero.
+    Args:
+        rows: sparse vectors ``[B, V]`` as a dense tensor.
+        top_k: number of entries that are kept; None keeps all.
+        normalize: ``"l2"`` divides by the Euclidean length; None divides by nothing. A row of
+            zeros stays zero.
     """
     if top_k is not None:
         rows = keep_heaviest(rows, top_k)

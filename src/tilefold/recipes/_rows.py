@@ -223,7 +223,16 @@ class PairsWithNegatives:
     ) -> None:
         """Find the negatives of each pair, and leave out pairs without any.
 
-        The rows of a query follow one another. They are called a group below.
+        Args:
+            pairs: all P pairs of a query and a relevant document.
+            rows: R mined rows, one for each query and document. The rows of a query follow one
+                another, from ``rows.offsets[group]`` to ``rows.offsets[group + 1]``. They are
+                called a group below.
+            positions: position ``[D]`` in the collection of each document of `rows`.
+            scored: whether a pair needs a teacher's score of its relevant document, too.
+
+        Raises:
+            DataError: if the rows call other documents relevant than the collection.
         """
         group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
         # the group of each pair's query, or -1 if the query was not mined
@@ -231,6 +240,7 @@ class PairsWithNegatives:
         positive_rows = _find_positive_rows(rows, groups, positions, pairs.documents)
         _check_relevant(rows, groups, positive_rows)
         is_negative = ~rows.relevant
+        # The file may not mark a document as relevant that the collection does.
         is_negative[positive_rows[positive_rows >= 0]] = False
         # number of negatives in all rows before the first row of each group
         n_negatives_before = np.append(0, np.cumsum(is_negative))[rows.offsets]

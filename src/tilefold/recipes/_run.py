@@ -110,7 +110,7 @@ class TrainingRun:
     def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
         """Return the result of a finished run with the same recipe and data.
 
-        Checkpoints that such a run has left behind are removed.
+        Checkpoints that such a run has not removed itself are removed.
 
         Args:
             overwrite: whether a model of other settings may be replaced.

@@ -251,7 +251,12 @@ def _submodule(network: Network, path: str) -> Module | None:
 
 
 def _copy_parameters(source: Module, target: Module) -> None:
-    """Copy the parameters of a layer; those that `source` does not have become zero."""
+    """Copy the parameters of a layer to another layer.
+
+    Args:
+        source: layer of the masked language model.
+        target: layer with the same parameters. A parameter that `source` lacks becomes zero.
+    """
     import torch
 
     with torch.no_grad():

@@ -143,7 +143,7 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
 def _idf_of_texts(base: Base) -> list[float]:
     """Compute BM25's IDF of each vocabulary entry in the sample texts.
 
-    It is ``log(1 + (N - df + 1/2) / (df + 1/2))`` for N texts, of which df contain the token.
+    It is ``log(1 + (N - df + 1/2) / (df + 1/2))`` for N texts, if df of them contain the token.
 
     Args:
         base: the sample texts, the tokenizer as ``base.network.tokenizer``, maximum length and the

@@ -202,7 +202,9 @@ def _short_batches_warning(
     *,
     fills_batches: bool,
 ) -> str:
-    """Return a warning if texts occur in so many rows that not all batches can be full.
+    """Return a warning if some texts are too frequent for all batches to be full.
+
+    A text occurs at most once in a batch.
 
     Args:
         counts: how often each text occurs in the rows.

@@ -483,7 +483,7 @@ def _settings(job: TrainingJob) -> dict[str, object]:
 
 
 def warn_unused_gpus() -> None:
-    """Warn if more GPUs are visible than the one that a recipe uses."""
+    """Warn if several GPUs are visible, because a process trains on one of them only."""
     import torch
 
     n_gpus = torch.cuda.device_count()

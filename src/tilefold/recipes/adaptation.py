@@ -135,7 +135,8 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
     for text in list_of_texts("texts", texts):
         token_ids = tokenizer(text, truncation=False, verbose=False)["input_ids"]
         packed += token_ids
-        if end_id is not None and token_ids[-1:] != [end_id]:
+        ends_with_end_token = token_ids[-1:] == [end_id]  # some tokenizers add it
+        if end_id is not None and not ends_with_end_token:
             packed.append(end_id)
     starts = range(0, len(packed) - length + 1, length)
     blocks = [packed[start : start + length] for start in starts]

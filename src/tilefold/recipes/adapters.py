@@ -247,11 +247,16 @@ def _merge_network(network: Network, names: list[str]) -> None:
 
 
 def _merged_module(network: Network, name: str) -> Module:
-    """Return the module that replaces an adapted one, with the update in its weight."""
+    """Return the module that replaces a module with an adapter, with the update in its weight.
+
+    Args:
+        network: network with the module; not changed, except for the weights of the module.
+        name: name of the module.
+    """
     from peft.tuners.lora import LoraLayer
 
     module = network.get_submodule(name)
-    if not isinstance(module, LoraLayer):
+    if not isinstance(module, LoraLayer):  # a ModulesToSaveWrapper: the trained copy
         return module.modules_to_save[module.active_adapters[0]]
     if _names_of_shared_weights(network, name):
         _unshare(module.get_base_layer())
@@ -260,7 +265,7 @@ def _merged_module(network: Network, name: str) -> Module:
 
 
 def _tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters and buffers by name; one that modules share comes with each name."""
+    """Yield all parameters and buffers with their names; a shared one has several names."""
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)
 

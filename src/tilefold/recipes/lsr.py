@@ -264,8 +264,8 @@ class LsrRecipe(Recipe):
             data: name or folder of the collection.
 
         Returns:
-            Commands in their order, the last of which writes the file; none for a recipe without
-            mined negatives.
+            Commands in their order. The last one writes the file. None for a recipe without mined
+            negatives.
         """
         if not self.negatives:
             return []
@@ -283,8 +283,7 @@ class LsrRecipe(Recipe):
         """Build the untrained model of the recipe.
 
         Args:
-            texts: documents of the collection, from a sample of which some encoders compute initial
-                weights.
+            texts: documents of the collection. Some encoders compute initial weights from them.
         """
         base = Base(
             base_model=self.base_model,

@@ -171,7 +171,16 @@ def maxsim_inputs(
 
 
 def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
-    """Draw a mask ``[..., L]`` with a full sequence, and an empty one if there are two or more."""
+    """Draw a mask with a full sequence and, if there are two or more, an empty sequence.
+
+    Args:
+        layout: one of :data:`tilefold.testing.padding.LAYOUTS`.
+        tokens: token vectors ``[..., L, D]``.
+        generator: of the random lengths.
+
+    Returns:
+        A mask ``[..., L]``, True for tokens that are kept; None for the layout ``"full"``.
+    """
     if layout == "full":
         return None
     n_sequences = tokens.shape[:-2].numel()

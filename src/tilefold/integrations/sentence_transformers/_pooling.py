@@ -99,7 +99,7 @@ class StockPooling(FusedPooling):
         cu_seqlens = features.get("cu_seq_lens_q")
         attention_mask = features["attention_mask"] if cu_seqlens is None else None
         out_dtype = score_options.out_dtype
-        if poolings.autocasts(head.hidden):
+        if poolings.autocast_applies(head.hidden):
             device_type = head.hidden.device.type
             out_dtype = stock_output_dtype(
                 device_type,
@@ -248,7 +248,7 @@ class FusedForward(Replacement):
             out_dtype = hidden.dtype
             is_packed = "cu_seq_lens_q" in features
             operands = head_operands(self.head, hidden.squeeze(0) if is_packed else hidden)
-            if not poolings.autocasts(hidden):
+            if not poolings.autocast_applies(hidden):
                 # Some models return fp32 from a half-precision head.
                 cast_hidden = operands.hidden.to(operands.weight.dtype)
                 operands = operands._replace(hidden=cast_hidden)
