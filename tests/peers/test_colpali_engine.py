@@ -1,5 +1,6 @@
-"""Beside the real colpali-engine 0.3.18 (``make test-pylate``): functions, every late-interaction
-loss, scoring.
+"""Comparison with the real colpali-engine 0.3.18: functions, late-interaction losses and scoring.
+
+``make test-pylate`` runs it.
 """
 
 from __future__ import annotations
@@ -39,45 +40,53 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(autouse=True)
-def stock_afterwards() -> Iterator[None]:
+def seeded_and_restored() -> Iterator[None]:
+    """Seed torch before each test, and restore colpali-engine afterwards."""
     torch.manual_seed(0)
     yield
     ours.restore()
 
 
 def sequences(*shape: int) -> Tensor:
-    """Unit vectors, with rows of zeros after, before and in the sequences, as the models make
-    padding.
+    """Unit vectors, with rows of zeros as the models make padding.
+
+    The first sequence ends with two of them, the second begins with one, the third has one inside.
     """
     rows = torch.nn.functional.normalize(torch.randn(*shape), dim=-1)
-    rows[0, ..., -2:, :], rows[1, ..., :1, :], rows[2, ..., 3, :] = 0, 0, 0
+    rows[0, ..., -2:, :] = 0
+    rows[1, ..., :1, :] = 0
+    rows[2, ..., 3, :] = 0
     return rows
 
 
 def problem(name: str) -> list[Tensor]:
-    return [
-        sequences(4, 6, 16),
-        sequences(4, 9, 16) if name == "maxsim_inbatch" else sequences(4, 2, 9, 16),
-    ]
+    """Queries, and documents that all queries or each of them is scored with."""
+    queries = sequences(4, 6, 16)
+    if name == "maxsim_inbatch":
+        return [queries, sequences(4, 9, 16)]
+    return [queries, sequences(4, 2, 9, 16)]
+
+
+def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each parameter."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_signature_begins_like_that_of_colpali_engine(name: str) -> None:
-    theirs = list(inspect.signature(getattr(stock, name)).parameters.values())
-    mine = list(inspect.signature(getattr(ours, name)).parameters.values())
-    assert [(p.name, p.kind, p.default) for p in mine[:2]] == [
-        (p.name, p.kind, p.default) for p in theirs
-    ]
-    assert {p.kind for p in mine[2:]} == {inspect.Parameter.KEYWORD_ONLY}
+    parameters = parameters_of(getattr(ours, name))
+    assert parameters[:2] == parameters_of(getattr(stock, name))
+    assert {kind for _, kind, _ in parameters[2:]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_those_of_colpali_engine(name: str) -> None:
     arguments = problem(name)
-    mine, theirs = (
-        results(getattr(module, name), arguments, padding=True) for module in (ours, stock)
+    assert_equal(
+        results(getattr(ours, name), arguments, padding=True),
+        results(getattr(stock, name), arguments, padding=True),
     )
-    assert_equal(mine, theirs)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["defaults", "smooth", "filtered", "plain"])
@@ -90,15 +99,14 @@ def test_losses_and_gradients_equal_those_of_colpali_engine(
     arguments = [sequences(4, 6, 16), sequences(4, 9, 16)]
     if kind in WITH_NEGATIVES:
         arguments.append(sequences(4, 2, 7, 16))
-    how = {"padding": True, "sides": len(arguments)}
-    expected = results(loss, arguments, **how)
+    expected = results(loss, arguments, padding=True, sides=len(arguments))
     with ours.accelerate():
-        found = results(loss, arguments, **how)
-    largest = max(part.abs().max().item() for part in expected[1:])
-    scale = [1.0, *(largest for _ in arguments)]
+        values = results(loss, arguments, padding=True, sides=len(arguments))
+    largest_gradient = max(gradient.abs().max().item() for gradient in expected[1:])
+    scales = [1.0] + [largest_gradient] * len(arguments)
     assert_equal(
-        [p / s for p, s in zip(found, scale, strict=True)],
-        [p / s for p, s in zip(expected, scale, strict=True)],
+        [value / scale for value, scale in zip(values, scales, strict=True)],
+        [value / scale for value, scale in zip(expected, scales, strict=True)],
     )
 
 
@@ -111,46 +119,57 @@ def test_losses_take_gathered_documents_at_an_offset() -> None:
 
 
 def test_lists_of_pages_are_scored_in_blocks() -> None:
-    queries = [torch.randn(n, 16) for n in (3, 6, 1, 4, 2)]
-    pages = [torch.randn(n, 16) for n in (9, 2, 7, 5)]
-    expected = BaseVisualRetrieverProcessor.score_multi_vector(
-        queries,
-        pages,
-        batch_size=2,
-        device="cpu",
-    )
-    with ours.accelerate(impl="tiled"):
-        found = BaseVisualRetrieverProcessor.score_multi_vector(
+    queries = [torch.randn(length, 16) for length in (3, 6, 1, 4, 2)]
+    pages = [torch.randn(length, 16) for length in (9, 2, 7, 5)]
+
+    def scores() -> Tensor:
+        return BaseVisualRetrieverProcessor.score_multi_vector(
             queries,
             pages,
             batch_size=2,
             device="cpu",
         )
-    assert_equal([found], [expected])
+
+    expected = scores()
+    with ours.accelerate(impl="tiled"):
+        assert_equal([scores()], [expected])
 
 
-def test_names_lead_to_the_functions_only_while_colpali_engine_is_accelerated() -> None:
-    places = [
-        (stock, "maxsim_inbatch"),
-        (stock, "maxsim_kd"),
-        (losses, "maxsim_inbatch"),
-        (losses, "maxsim_kd"),
-        (processing_utils, "maxsim_inbatch"),
-        (losses.ColbertModule, "_inbatch_scores"),
-    ]
-    before = [getattr(*place) for place in places]
+REPLACED = [
+    (stock, "maxsim_inbatch"),
+    (stock, "maxsim_kd"),
+    (losses, "maxsim_inbatch"),
+    (losses, "maxsim_kd"),
+    (processing_utils, "maxsim_inbatch"),
+    (losses.ColbertModule, "_inbatch_scores"),
+]
+
+
+def replaced_functions() -> list[Any]:
+    return [getattr(owner, name) for owner, name in REPLACED]
+
+
+def test_functions_are_replaced_only_while_colpali_engine_is_accelerated() -> None:
+    before = replaced_functions()
     handle = ours.accelerate()
-    ours.accelerate(impl="reference")  # twice is once, with the last options
-    assert ours.is_accelerated() and "colpali-engine, active=True" in repr(handle)
-    assert not any(getattr(*place) is was for place, was in zip(places, before, strict=True))
+    ours.accelerate(impl="reference")  # a second call replaces the options of the first
+    assert ours.is_accelerated()
+    assert "colpali-engine, active=True" in repr(handle)
+    for function, stock_function in zip(replaced_functions(), before, strict=True):
+        assert function is not stock_function
     handle.restore()
-    assert not ours.is_accelerated() and [getattr(*place) for place in places] == before
+    assert not ours.is_accelerated()
+    assert replaced_functions() == before
+
+
+def test_functions_are_restored_after_an_exception() -> None:
+    before = replaced_functions()
     with pytest.raises(KeyError), ours.accelerate():
         raise KeyError
-    assert [getattr(*place) for place in places] == before
+    assert replaced_functions() == before
 
 
-def test_a_version_without_the_names_is_refused_and_left_as_it_was(
+def test_a_version_without_the_names_is_refused_and_left_unchanged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr(losses.ColbertModule, "_inbatch_scores")
@@ -160,4 +179,5 @@ def test_a_version_without_the_names_is_refused_and_left_as_it_was(
         match=r"colpali-engine must have .*ColbertModule\._inbatch_scores",
     ):
         ours.accelerate()
-    assert losses.maxsim_inbatch is before and not ours.is_accelerated()
+    assert losses.maxsim_inbatch is before
+    assert not ours.is_accelerated()

