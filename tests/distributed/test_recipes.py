@@ -1,5 +1,6 @@
-"""Recipes on several ranks: the batches, negatives and penalties of one process, one writer, and
-what a kill leaves.
+"""Recipes on several ranks train like one process, and survive the death of a rank.
+
+Functions that take a :class:`Rank` run in every process of a group.
 """
 
 from __future__ import annotations
@@ -28,7 +29,6 @@ from tests import programs
 from tests.distributed.ranks import Rank, Ranks
 from tests.processes import ROOT
 from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
-from tests.refusals import refused
 from tilefold._internal.files import LOCK
 from tilefold.distributed.world import KEPT
 from tilefold.recipes import ColbertRecipe, get_recipe, train
@@ -36,31 +36,34 @@ from tilefold.recipes._run import newest_step
 from tilefold.recipes._watch import Watcher
 
 pytest.importorskip("datasets")
-# three epochs of whole batches: 12 pairs, 6 of them a step
+# Three epochs of whole batches: there are 12 pairs, and a step takes 6 of them.
 SMALL: dict[str, Any] = {
     "max_steps": 6,
     "batch_size": 6,
     "max_length": 24,
     "bf16": False,
     "save_steps": 2,
+    "learning_rate": 1e-3,
 }
-SMALL |= {"learning_rate": 1e-3}
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Without dropout, of which every rank draws its own."""
+    """A tiny model without dropout, which would differ between ranks."""
     folder = tiny_masked_lm(tmp_path_factory.mktemp("base"), small_collection(), layers=1, bias=0.1)
     config = json.loads((folder / "config.json").read_text())
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (folder / "config.json").write_text(json.dumps(config | rates))
+    config["hidden_dropout_prob"] = 0.0
+    config["attention_probs_dropout_prob"] = 0.0
+    (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def exact_base(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The same in fp64: of gradients that are rounding, as those of some terms are in fp32, Adam
-    makes whole steps.
+    """The same model in fp64.
+
+    In fp32 the gradients of some terms are nothing but rounding, and Adam makes whole steps of
+    them.
     """
     folder = shutil.copytree(base, tmp_path_factory.mktemp("exact") / "base")
     AutoModelForMaskedLM.from_pretrained(base, dtype=torch.float64).save_pretrained(folder)
@@ -68,6 +71,13 @@ def exact_base(base: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def recipe_of(kind: str, base: str) -> Any:
+    """A short training run of a recipe.
+
+    Args:
+        kind: ``"colbert"``, ``"grouped"`` (SPLADE on texts of similar length) or the name of a
+            recipe.
+        base: Folder of the model to train.
+    """
     if kind == "colbert":
         return ColbertRecipe(base, dimension=16, **SMALL)
     if kind == "splade":
@@ -83,16 +93,22 @@ def recipe_of(kind: str, base: str) -> Any:
     return get_recipe(kind, base_model=base, **SMALL)
 
 
-def run_of(rank: Rank, recipe: Any, folder: Path, collection: Any = None, **options: Any) -> Any:
-    """The result of this rank, as torchrun would start it, or the kind and the text of its error."""
-    place = {
-        "RANK": rank.rank,
-        "LOCAL_RANK": rank.rank,
-        "WORLD_SIZE": rank.size,
-        "MASTER_PORT": 29401,
+def run_recipe(
+    rank: Rank, recipe: Any, folder: Path, collection: Any = None, **options: Any
+) -> Any:
+    """Train as torchrun would start it.
+
+    Returns:
+        The result of this rank, or the type and the text of its error.
+    """
+    environment = {
+        "RANK": str(rank.rank),
+        "LOCAL_RANK": str(rank.rank),
+        "WORLD_SIZE": str(rank.size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29401",
     }
-    given = {name: str(value) for name, value in place.items()} | {"MASTER_ADDR": "127.0.0.1"}
-    with mock.patch.dict(os.environ, given), warnings.catch_warnings():
+    with mock.patch.dict(os.environ, environment), warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # none reaches a user
         try:
             return asdict(train(recipe, collection or small_collection(), folder, **options))
@@ -100,48 +116,98 @@ def run_of(rank: Rank, recipe: Any, folder: Path, collection: Any = None, **opti
             return type(error).__name__, str(error)
 
 
-def dying_run(rank: Rank, recipe: Any, folder: Path, dead: int, step: int) -> Any:
-    """:func:`run_of` where a rank ends by itself after a step."""
-    stock = Watcher.on_step_end
+def run_with_killed_rank(
+    rank: Rank,
+    recipe: Any,
+    folder: Path,
+    killed_rank: int,
+    step: int,
+) -> Any:
+    """:func:`run_recipe`, except that a rank kills itself after a step."""
+    on_step_end = Watcher.on_step_end
 
-    def on_step_end(self: Any, args: object, state: Any, *others: Any, **more: Any) -> None:
-        if rank.rank == dead and state.global_step == step:
+    def on_step_end_or_die(
+        self: Any,
+        args: object,
+        state: Any,
+        *arguments: Any,
+        **options: Any,
+    ) -> None:
+        if rank.rank == killed_rank and state.global_step == step:
             os.kill(os.getpid(), signal.SIGKILL)
-        stock(self, args, state, *others, **more)
+        on_step_end(self, args, state, *arguments, **options)
 
-    with mock.patch.object(Watcher, "on_step_end", on_step_end):
-        return run_of(rank, recipe, folder)
-
-
-def hurried_run(rank: Rank, recipe: Any, folder: Path) -> Any:
-    return run_of(rank, recipe, folder, hours=1e-9)
+    with mock.patch.object(Watcher, "on_step_end", on_step_end_or_die):
+        return run_recipe(rank, recipe, folder)
 
 
-def evaluated_run(rank: Rank, recipe: Any, folder: Path) -> Any:
-    """:func:`run_of` with a split to evaluate, and how often this rank evaluates it."""
-    made = SparseInformationRetrievalEvaluator
-    with mock.patch.object(made, "__call__", autospec=True, side_effect=made.__call__) as calls:
-        return run_of(rank, recipe, folder, with_dev()), calls.call_count
+def run_out_of_time(rank: Rank, recipe: Any, folder: Path) -> Any:
+    return run_recipe(rank, recipe, folder, hours=1e-9)
 
 
-def other_runs(rank: Rank, recipe: Any, folder: Path) -> Any:
-    return run_of(rank, replace(recipe, seed=rank.rank), folder)
+def run_with_evaluation(rank: Rank, recipe: Any, folder: Path) -> tuple[Any, int]:
+    """:func:`run_recipe` with a dev split, and how often this rank evaluates it."""
+    evaluator = SparseInformationRetrievalEvaluator
+    with mock.patch.object(
+        evaluator,
+        "__call__",
+        autospec=True,
+        side_effect=evaluator.__call__,
+    ) as calls:
+        return run_recipe(rank, recipe, folder, with_dev()), calls.call_count
 
 
-def curve(folder: Path) -> list[dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "training_log.jsonl").read_text().splitlines()]
-    return [
-        {name: value for name, value in row.items() if "loss" in name or "penalty" in name}
-        for row in rows
-    ]
+def run_with_seed_of_rank(rank: Rank, recipe: Any, folder: Path) -> Any:
+    return run_recipe(rank, replace(recipe, seed=rank.rank), folder)
 
 
-def assert_near(one: Path, other: Path) -> None:
-    """The same weights, but for sums in another order and what Adam makes of them."""
-    left, right = (load_file(folder / "model.safetensors") for folder in (one, other))
-    for name, value in left.items():
-        apart = SMALL["learning_rate"] * (1e-6 if value.dtype == torch.float64 else 1 / 20)
-        torch.testing.assert_close(right[name], value, rtol=0, atol=apart, msg=name)
+def logged_losses(folder: Path) -> list[dict[str, float]]:
+    """Losses and penalties of every logged step."""
+    steps = []
+    for line in (folder / "training_log.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        steps.append(
+            {name: value for name, value in entry.items() if "loss" in name or "penalty" in name},
+        )
+    return steps
+
+
+def assert_same_losses(folder: Path, expected_folder: Path) -> None:
+    """Check the losses of two runs, which are logged with four decimals."""
+    pairs = zip(logged_losses(folder), logged_losses(expected_folder), strict=True)
+    for step, expected in pairs:
+        assert step == pytest.approx(expected, rel=2e-4)
+
+
+def assert_near(folder: Path, expected_folder: Path) -> None:
+    """Check that weights are the same, except for sums in another order.
+
+    Adam amplifies their differences, so the tolerance is a part of the learning rate.
+    """
+    weights = load_file(folder / "model.safetensors")
+    expected_weights = load_file(expected_folder / "model.safetensors")
+    for name, value in weights.items():
+        part = 1e-6 if value.dtype == torch.float64 else 1 / 20
+        torch.testing.assert_close(
+            expected_weights[name],
+            value,
+            rtol=0,
+            atol=SMALL["learning_rate"] * part,
+            msg=name,
+        )
+
+
+def train_until_interrupted(recipe: Any, folder: Path, last_step: int) -> None:
+    """Train in this process, and interrupt it at a step, as the end of the process would."""
+
+    def interrupt(step: int, *_: object) -> None:
+        if step == last_step:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, small_collection(), folder, progress=interrupt)
+    # The lock ends with its process.
+    (folder.with_name(f"{folder.name}.training") / LOCK).unlink()
 
 
 @pytest.mark.parametrize(
@@ -155,18 +221,21 @@ def test_several_ranks_have_the_losses_of_one_process(
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of(kind, base)
-    alone = train(recipe, small_collection(), tmp_path / "one")
-    results = two_ranks.run(run_of, recipe, tmp_path / "two")
-    for row, expected in zip(curve(tmp_path / "two"), curve(tmp_path / "one"), strict=True):
-        assert row == pytest.approx(expected, rel=2e-4)  # of numbers with four decimals
-    assert [found["ranks"] for found in results] == [2, 2] and alone.ranks == 1
-    assert [(found["pairs"], found["negatives"]) for found in results] == [(6, alone.negatives)] * 2
-    assert results[0]["truncated"] == asdict(alone)["truncated"]
-    assert two_ranks.run(run_of, recipe, tmp_path / "one")[1]["reused"]
+    expected = train(recipe, small_collection(), tmp_path / "one")
+    results = two_ranks.run(run_recipe, recipe, tmp_path / "two")
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert expected.ranks == 1
+    for result in results:
+        assert result["ranks"] == 2
+        assert result["pairs"] == 6
+        assert result["negatives"] == expected.negatives
+    assert results[0]["truncated"] == asdict(expected)["truncated"]
+    _, second_result = two_ranks.run(run_recipe, recipe, tmp_path / "one")
+    assert second_result["reused"]
 
 
 @pytest.mark.parametrize("kind", ["splade", "colbert"])
-def test_mini_batches_have_the_losses_of_whole_ones(
+def test_mini_batches_have_the_losses_of_whole_batches(
     two_ranks: Ranks,
     kind: str,
     base: str,
@@ -174,93 +243,83 @@ def test_mini_batches_have_the_losses_of_whole_ones(
 ) -> None:
     recipe = recipe_of(kind, base)
     train(recipe, small_collection(), tmp_path / "whole")
-    cached = replace(recipe, mini_batch_size=2)
-    train(cached, small_collection(), tmp_path / "one")
-    two_ranks.run(run_of, cached, tmp_path / "two")
-    for name in ("one", "two"):
-        for row, expected in zip(curve(tmp_path / name), curve(tmp_path / "whole"), strict=True):
-            assert row == pytest.approx(expected, rel=2e-4)
+    mini_batches = replace(recipe, mini_batch_size=2)
+    train(mini_batches, small_collection(), tmp_path / "one")
+    two_ranks.run(run_recipe, mini_batches, tmp_path / "two")
+    assert_same_losses(tmp_path / "one", tmp_path / "whole")
+    assert_same_losses(tmp_path / "two", tmp_path / "whole")
 
 
-def test_the_first_rank_evaluates_and_all_stop_and_keep_the_best(
+def test_rank_0_evaluates_and_all_ranks_stop_and_return_the_best_step(
     two_ranks: Ranks,
     exact_base: str,
     tmp_path: Path,
 ) -> None:
-    changed = {
-        "max_steps": 20,
-        "batch_size": 4,
-        "learning_rate": 1e-2,
-        "evaluate_steps": 2,
-        "patience": 2,
-    }
-    recipe = replace(recipe_of("splade", exact_base), **changed)
-    alone = train(recipe, with_dev(), tmp_path / "one")
-    for rank, (found, calls) in enumerate(two_ranks.run(evaluated_run, recipe, tmp_path / "two")):
-        assert calls == len(alone.evaluations) * (rank == 0)
-        assert (found["steps"], found["kept_step"]) == (alone.steps, alone.kept_step) and found[
-            "steps"
-        ] < 20
-        for row, expected in zip(found["evaluations"], alone.evaluations, strict=True):
-            assert row == pytest.approx(expected)
+    recipe = replace(
+        recipe_of("splade", exact_base),
+        max_steps=20,
+        batch_size=4,
+        learning_rate=1e-2,
+        evaluate_steps=2,
+        patience=2,
+    )
+    expected = train(recipe, with_dev(), tmp_path / "one")
+    assert expected.steps < 20
+    results = two_ranks.run(run_with_evaluation, recipe, tmp_path / "two")
+    assert [n_evaluations for _, n_evaluations in results] == [len(expected.evaluations), 0]
+    for result, _ in results:
+        assert result["steps"] == expected.steps
+        assert result["kept_step"] == expected.kept_step
+        for measures, expected_measures in zip(
+            result["evaluations"],
+            expected.evaluations,
+            strict=True,
+        ):
+            assert measures == pytest.approx(expected_measures)
     assert_near(tmp_path / "two", tmp_path / "one")
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_killed_rank_ends_the_others_and_one_process_goes_on(
+@pytest.mark.parametrize("killed_rank", [0, 1])
+def test_a_killed_rank_ends_the_others_and_one_process_resumes(
     two_ranks: Ranks,
-    dead: int,
+    killed_rank: int,
     exact_base: str,
     tmp_path: Path,
 ) -> None:
     recipe = replace(recipe_of("splade", exact_base), batch_size=4, save_steps=2)
-    futures = two_ranks.start(dying_run, recipe, tmp_path / "m", dead, 5)
-    kind, told = futures[1 - dead].result(timeout=100)
-    refused(BrokenProcessPool, "terminated abruptly", futures[dead].result)
+    output = tmp_path / "m"
+    futures = two_ranks.start(run_with_killed_rank, recipe, output, killed_rank, 5)
+    other_rank = 1 - killed_rank
+    error, message = futures[other_rank].result(timeout=100)
+    with pytest.raises(BrokenProcessPool, match="terminated abruptly"):
+        futures[killed_rank].result()
     two_ranks.close()
-    assert (
-        kind == "RankError"
-        and told.startswith(f"rank {1 - dead}: another rank ended, or")
-        and KEPT in told
-    )
-    assert newest_step(tmp_path / "m") == 4 and not (tmp_path / "m").exists()
+    assert error == "RankError"
+    assert message.startswith(f"rank {other_rank}: another rank ended, or")
+    assert KEPT in message
+    assert newest_step(output) == 4
+    assert not output.exists()
     train(recipe, small_collection(), tmp_path / "one")
-    assert train(recipe, small_collection(), tmp_path / "m").resumed_from == 4
-    assert_near(tmp_path / "m", tmp_path / "one")
+    assert train(recipe, small_collection(), output).resumed_from == 4
+    assert_near(output, tmp_path / "one")
 
 
-def test_two_ranks_go_on_where_one_process_stopped(
+def test_two_ranks_resume_where_one_process_stopped(
     two_ranks: Ranks,
     base: str,
     tmp_path: Path,
 ) -> None:
-    def stop(step: int, *_: object) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
     recipe = replace(recipe_of("colbert", base), max_steps=8)
-    refused(
-        KeyboardInterrupt,
-        "^$",
-        train,
-        recipe,
-        small_collection(),
-        tmp_path / "m",
-        progress=stop,
-    )
-    (tmp_path / "m.training" / LOCK).unlink()  # which ends with its process
-    for kind, told in two_ranks.run(
-        hurried_run,
-        recipe,
-        tmp_path / "m",
-    ):  # the ranks agree a step later
-        assert kind == "OutOfTimeError" and "at step 6 of 8" in told
-    assert [found["resumed_from"] for found in two_ranks.run(run_of, recipe, tmp_path / "m")] == [
-        6,
-        6,
-    ]
+    output = tmp_path / "m"
+    train_until_interrupted(recipe, output, last_step=5)
+    # The ranks agree on the time that is over a step later.
+    for error, message in two_ranks.run(run_out_of_time, recipe, output):
+        assert error == "OutOfTimeError"
+        assert "at step 6 of 8" in message
+    for result in two_ranks.run(run_recipe, recipe, output):
+        assert result["resumed_from"] == 6
     train(recipe, small_collection(), tmp_path / "one")
-    assert_near(tmp_path / "m", tmp_path / "one")
+    assert_near(output, tmp_path / "one")
 
 
 def test_an_epoch_has_as_many_steps_on_two_ranks_as_in_one_process(
@@ -268,10 +327,6 @@ def test_an_epoch_has_as_many_steps_on_two_ranks_as_in_one_process(
     base: str,
     tmp_path: Path,
 ) -> None:
-    def stop(step: int, *_: object) -> None:
-        if step == 4:
-            raise KeyboardInterrupt
-
     recipe = replace(
         recipe_of("splade", base),
         batch_size=8,
@@ -279,104 +334,118 @@ def test_an_epoch_has_as_many_steps_on_two_ranks_as_in_one_process(
         epochs=3,
         save_steps=3,
     )
-    refused(
-        KeyboardInterrupt,
-        "^$",
-        train,
-        recipe,
-        small_collection(),
-        tmp_path / "m",
-        progress=stop,
-    )
-    (tmp_path / "m.training" / LOCK).unlink()  # which ends with its process
-    for result in two_ranks.run(run_of, recipe, tmp_path / "m"):
+    train_until_interrupted(recipe, tmp_path / "m", last_step=4)
+    for result in two_ranks.run(run_recipe, recipe, tmp_path / "m"):
         assert (result["resumed_from"], result["steps"]) == (3, 6)
         # 8 + 4 + 8 pairs in one process, then full batches of the 12 pairs
         assert (result["trained_pairs"], result["fewest_pairs"]) == (44, 4)
 
 
-def test_what_ranks_cannot_share_is_refused_on_all_of_them(
+@pytest.mark.parametrize(
+    ("batch_size", "message"),
+    [
+        pytest.param(
+            7,
+            "batch_size: must be a multiple of the 2 ranks, got 7; take 6",
+            id="no multiple of the ranks",
+        ),
+        pytest.param(
+            14,
+            "batch_size: must be at most the 12 rows of the data, because several ranks",
+            id="more than rows",
+        ),
+    ],
+)
+def test_batch_sizes_that_ranks_cannot_share_are_refused_on_all(
+    two_ranks: Ranks,
+    base: str,
+    tmp_path: Path,
+    batch_size: int,
+    message: str,
+) -> None:
+    recipe = replace(recipe_of("splade", base), batch_size=batch_size)
+    for error, text in two_ranks.run(run_recipe, recipe, tmp_path / "m"):
+        assert error == "ArgumentError"
+        assert message in text
+    assert not list(tmp_path.iterdir())
+
+
+def test_batches_of_more_than_the_different_queries_are_refused_on_all_ranks(
+    two_ranks: Ranks,
+    base: str,
+    tmp_path: Path,
+) -> None:
+    collection = small_collection()
+    for number in range(12):  # 12 pairs of 4 query texts
+        collection.queries[f"q{number}"] = collection.queries[f"q{number % 4}"]
+    recipe = recipe_of("splade", base)
+    for error, message in two_ranks.run(run_recipe, recipe, tmp_path / "m", collection):
+        assert error == "ArgumentError"
+        assert (
+            "batch_size: must be at most the 4 different queries of the training pairs" in message
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_recipes_that_differ_between_ranks_are_refused_on_all(
     two_ranks: Ranks,
     base: str,
     tmp_path: Path,
 ) -> None:
     recipe = recipe_of("splade", base)
-    for kind, told in two_ranks.run(run_of, replace(recipe, batch_size=7), tmp_path / "m"):
-        assert kind == "ArgumentError"
-        assert "batch_size: must be a multiple of the 2 ranks, got 7; take 6" in told
-    for _, told in two_ranks.run(run_of, replace(recipe, batch_size=14), tmp_path / "m"):
-        assert "batch_size: must be at most the 12 rows of the data, because several ranks" in told
-    repeated = small_collection()
-    for number in range(12):  # 12 pairs of 4 query texts
-        name = f"q{number}"
-        repeated.queries[name] = repeated.queries[f"q{number % 4}"]
-    for kind, told in two_ranks.run(run_of, recipe, tmp_path / "m", repeated):
-        assert kind == "ArgumentError"
-        assert "batch_size: must be at most the 4 different queries of the training pairs" in told
-    for _, told in two_ranks.run(other_runs, recipe, tmp_path / "m"):
-        assert "recipe and data must be the same on all ranks" in told
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "notes.txt").write_text("mine")
-    (kind, first), (other, second) = two_ranks.run(run_of, recipe, tmp_path / "mine")
-    assert (kind, other) == (
-        "FileExistsError",
-        "RankError",
-    ) and second == f"rank 0: FileExistsError: {first}"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+    for _, message in two_ranks.run(run_with_seed_of_rank, recipe, tmp_path / "m"):
+        assert "recipe and data must be the same on all ranks" in message
+    assert not list(tmp_path.iterdir())
 
 
-def test_the_command_starts_ranks_and_says_when_one_was_killed(base: str, tmp_path: Path) -> None:
-    small_collection().save_beir(tmp_path / "data")
-    command = [
-        "-m",
-        "tilefold.cli",
-        "train",
-        "--model",
-        base,
-        "--data",
-        tmp_path / "data",
-        "--output",
-        tmp_path / "m",
-    ]
-    command += [
-        "--batch-size",
-        "4",
-        "--max-length",
-        "24",
-        "--fp32",
-        "--save-steps",
-        "2",
-        "--devices",
-        "2",
-        "--json",
-    ]
-    with programs.start(
-        *command,
-        "--steps",
-        "2000",
-        cwd=ROOT,
-        stderr=tmp_path / "errors",
-    ) as process:
+def test_a_folder_of_other_files_is_refused_on_all_ranks(
+    two_ranks: Ranks,
+    base: str,
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "notes"
+    output.mkdir()
+    (output / "notes.txt").write_text("notes")
+    results = two_ranks.run(run_recipe, recipe_of("splade", base), output)
+    (error, message), (other_error, other_message) = results
+    assert error == "FileExistsError"
+    assert other_error == "RankError"
+    assert other_message == f"rank 0: FileExistsError: {message}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes"]
+
+
+def train_command(base: str, tmp_path: Path, *options: str) -> list[Any]:
+    """Arguments of Python for ``tilefold train`` on two ranks, with its data in ``tmp_path``."""
+    if not (tmp_path / "data").exists():
+        small_collection().save_beir(tmp_path / "data")
+    arguments: list[Any] = ["-m", "tilefold.cli", "train", "--json", "--fp32"]
+    arguments += ["--model", base]
+    arguments += ["--data", tmp_path / "data"]
+    arguments += ["--output", tmp_path / "m"]
+    arguments += ["--batch-size", "4"]
+    arguments += ["--max-length", "24"]
+    arguments += ["--save-steps", "2"]
+    arguments += ["--devices", "2"]
+    return [*arguments, *options]
+
+
+def test_the_command_reports_a_killed_rank_and_starts_again(base: str, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    command = train_command(base, tmp_path, "--steps", "2000")
+    with programs.start(*command, cwd=ROOT, stderr=errors) as process:
         while not newest_step(tmp_path / "m"):
             assert process.poll() is None
             time.sleep(0.1)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(children[1]), signal.SIGKILL)
         assert process.wait(100) == 1
-    assert re.search(
-        r"Error: rank \d was ended by signal 9\. Run the same",
-        (tmp_path / "errors").read_text(),
-    )
+    message = r"Error: rank \d was ended by signal 9\. Run the same"
+    assert re.search(message, errors.read_text())
     assert newest_step(tmp_path / "m")
-    with programs.start(
-        *command,
-        "--steps",
-        "4",
-        "--fresh",
-        cwd=ROOT,
-        stdout=programs.PIPE,
-    ) as process:
+    command = train_command(base, tmp_path, "--steps", "4", "--fresh")
+    with programs.start(*command, cwd=ROOT, stdout=programs.PIPE) as process:
         assert process.stdout is not None
-        found = json.loads(process.stdout.read())
-    assert (found["steps"], found["ranks"], found["pairs"], found["negatives"]) == (4, 2, 4, 3)
-    assert SparseEncoder(found["model_dir"], device="cpu").encode(["a text"]).shape[0] == 1
+        result = json.loads(process.stdout.read())
+    assert (result["steps"], result["ranks"]) == (4, 2)
+    assert (result["pairs"], result["negatives"]) == (4, 3)
+    assert SparseEncoder(result["model_dir"], device="cpu").encode(["a text"]).shape[0] == 1
