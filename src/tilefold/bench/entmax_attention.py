@@ -81,8 +81,13 @@ def _rounded_dq(
 ) -> Tensor:
     """Compute dq of one head in fp64, with the roundings that products in ``dtype`` cannot avoid.
 
-    These are the roundings of the factors of matrix products: the square roots of the weights, the
-    second output and the gradient of the scores.
+    For alpha = 1.5 the weights of a row are ``p = r^2`` with ``r = [s / 2 - tau]_+``, where ``s``
+    are the scores. With the gradient of the weights ``dp = dout v^T``,
+
+        ds = r (dp - sum(r dp) / sum(r)),    dq = scale ds k,
+
+    and ``sum(r dp) / sum(r) = dout . o2`` with the second output ``o2 = r v / sum(r)``. Rounded
+    are the factors of matrix products: ``r``, ``o2`` and ``ds``.
 
     Args:
         q: the last queries ``[rows, D]``.
@@ -101,13 +106,11 @@ def _rounded_dq(
         return tensor.to(dtype).double()
 
     scale = q.size(-1) ** -0.5
-    # weights are the squares of these
     roots = ((_ALPHA - 1) * scale * (q @ k.T) - tau.double()[:, None]).clamp_min(0)
     if causal:
         key_positions = torch.arange(k.size(0), device=k.device)
         query_positions = key_positions[k.size(0) - q.size(0) :, None]
         roots = roots.masked_fill(key_positions > query_positions, 0)
-    # the mean of the values, weighted by the derivative of entmax
     second_output = rounded(rounded(roots) @ v / roots.sum(dim=1, keepdim=True))
     mean_gradient = (dout * second_output).sum(dim=1, keepdim=True)
     dscores = roots * (dout @ v.T - mean_gradient)

@@ -78,13 +78,16 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
         order = torch.randperm(B, generator=generator, device=device)
         lengths = spec.ragged_lengths(B, S, device)[order].clamp(min=1)
         mask = (torch.arange(S, device=device)[None, :] < lengths[:, None]).long()
+    # the share of positive scores is measured on a sample of the vocabulary
     n_sampled = min(_N_SAMPLED_ENTRIES, V)
     entries = torch.randint(0, V, (n_sampled,), generator=generator, device=device)
     if case.variant.endswith("2pct"):
-        # subtract the smallest maximum that shall be positive
+        # A score is positive if the largest logit of its sequence is. The bias is lowered until
+        # this holds for 2% of the sampled maxima.
         maxima = _sampled_maxima(hidden, weight, bias, mask, entries)
         n_positive = max(1, round(_SPARSE_SHARE * maxima.numel()))
-        bias -= maxima.flatten().topk(n_positive).values[-1]
+        smallest_positive = maxima.flatten().topk(n_positive).values[-1]
+        bias -= smallest_positive
     bias = bias.to(dtype)
     is_active = _sampled_maxima(hidden, weight, bias, mask, entries) > 0
     return spec.Inputs(
