@@ -1,9 +1,8 @@
-"""``tilefold bench``, operators against their baselines, and ``tilefold warmup``, kernels built
-ahead.
-"""
+"""``tilefold bench`` times operators and baselines; ``tilefold warmup`` builds kernels ahead."""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import asdict, dataclass, replace
@@ -17,13 +16,27 @@ from tilefold.cli._common import UsageError
 from tilefold.cli._options import Options, argument, option, positive, refuse_options
 
 if TYPE_CHECKING:
-    from torch import device
+    import torch
+    from rich.console import Console
 
+    from tilefold.bench.results import Provenance
     from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
 
-SECONDS = 0.5  # of an implementation and phase
+# Seconds for which one phase (forward, or both passes) of an implementation is timed.
+SECONDS = 0.5
 _QUICK_SECONDS = 0.15
+# On a CPU, a call takes long, and varies more than the clock: longer timing, but fewer calls.
+_CPU_SECONDS_FACTOR = 6
+_MIN_CALLS = 5
+_CPU_MAX_CALLS = 50
+# Tokens of the longest query and document of a batch for which kernels are built.
+DEFAULT_LENGTHS = [32, 256]
+_CLAIMS = "claims"
+# Results of other devices, which claims are judged by.
+_COMMITTED_RESULTS = Path("benchmarks/results")
+# Columns of a table that is not printed on a terminal.
+_FILE_WIDTH = 190
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,173 +151,256 @@ def bench(request: BenchRequest) -> None:
     Example:
         tilefold bench lsr_head --quick
     """
-    from tilefold.bench.results import choose_device, results_folder
-    from tilefold.bench.runner import RunOptions
-    from tilefold.bench.spec import OPERATORS, get_spec
-    from tilefold.bench.timing import TimeBudget
-
+    if request.every and request.op is not None:
+        raise UsageError(f"--all times every operator: leave it out, or {request.op}.")
     try:
-        if request.every and request.op is not None:
-            raise UsageError(f"--all times every operator: leave it out, or {request.op}.")
-        if request.op == "claims":
-            raise typer.Exit(
-                int(
-                    not _claims(
-                        choose_device(request.device),
-                        _QUICK_SECONDS if request.quick else request.seconds,
-                        request.minutes,
-                        request.output,
-                    ),
-                ),
-            )
-        names = (
-            OPERATORS
-            if request.every or (request.listing and request.op is None)
-            else (request.op,)
-            if request.op is not None
-            else ()
-        )
-        if not (specs := [get_spec(name) for name in names]):
-            raise ValueError(
-                f"op must be given, one of {', '.join(OPERATORS)}, claims; or use --all.",
-            )
-        if request.listing:
-            for spec in specs:
-                typer.echo(f"{spec.op}: shapes")
-                for case in spec.cases:
-                    typer.echo(
-                        f"  {case.name:32} {case.device:5} "
-                        f"{case.dtype}{'  quick' if case.quick else ''}",
-                    )
-                typer.echo(f"{spec.op}: implementations")
-                for each in spec.implementations:
-                    typer.echo(
-                        f"  {each.name:32} {each.kind:9} "
-                        f"{', '.join(each.default_on) or 'on request'}",
-                    )
-            return
-        target = choose_device(request.device)
-        chosen = [
-            (spec, _cases(spec, request.shape, target.type, request.dtype, request.quick))
-            for spec in specs
-        ]
-        seconds = min(request.seconds, _QUICK_SECONDS) if request.quick else request.seconds
-        # on the CPU a call takes long enough that its own noise, not the clock's, decides: more
-        # seconds, fewer calls
-        on_cpu = TimeBudget(seconds=6 * seconds, min_reps=5, max_reps=50)
-        budget = TimeBudget(seconds=seconds) if target.type == "cuda" else on_cpu
-        options = RunOptions(
-            device=target, impls=request.impl or None, budget=budget, limit=60 * request.minutes
-        )
-        failed = _run_all(chosen, options, results_folder(request.output, request.quick))
+        if request.op == _CLAIMS:
+            passed = _check_claims(request)
+        elif request.listing:
+            _print_listing(_selected_specs(request))
+            passed = True
+        else:
+            passed = _time_operators(request)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if failed:
+    if not passed:
         raise typer.Exit(1)
 
 
-def _claims(target: device, seconds: float, minutes: float, output: Path | None) -> bool:
-    """Measure what claims need on this device, and print a row for each claim; False if a check
-    failed.
+def _selected_specs(request: BenchRequest) -> list[BenchSpec]:
+    """Return the benchmarks of the operator that is named, or of all operators.
+
+    Raises:
+        ValueError: for an unknown operator, or for none without ``--all`` and ``--list``.
+    """
+    from tilefold.bench.spec import OPERATORS, get_spec
+
+    if request.op is not None:
+        return [get_spec(request.op)]
+    if request.every or request.listing:
+        return [get_spec(name) for name in OPERATORS]
+    raise ValueError(
+        f"op must be given, one of {', '.join(OPERATORS)}, {_CLAIMS}; or use --all.",
+    )
+
+
+def _print_listing(specs: list[BenchSpec]) -> None:
+    """Print the shapes and the implementations of operators."""
+    for spec in specs:
+        typer.echo(f"{spec.op}: shapes")
+        for case in spec.cases:
+            quick = "  quick" if case.quick else ""
+            typer.echo(f"  {case.name:32} {case.device:5} {case.dtype}{quick}")
+        typer.echo(f"{spec.op}: implementations")
+        for implementation in spec.implementations:
+            devices = ", ".join(implementation.default_on) or "on request"
+            typer.echo(f"  {implementation.name:32} {implementation.kind:9} {devices}")
+
+
+def _time_operators(request: BenchRequest) -> bool:
+    """Check and time the operators of a request; return whether every check passed."""
+    from tilefold.bench.results import choose_device, results_folder
+    from tilefold.bench.runner import RunOptions
+    from tilefold.bench.timing import TimeBudget
+
+    specs = _selected_specs(request)
+    device = choose_device(request.device)
+    cases_by_spec = [
+        (spec, _select_cases(spec, request.shape, device.type, request.dtype, request.quick))
+        for spec in specs
+    ]
+    seconds = request.seconds
+    if request.quick:
+        seconds = min(seconds, _QUICK_SECONDS)
+    if device.type == "cuda":
+        budget = TimeBudget(seconds=seconds)
+    else:
+        budget = TimeBudget(
+            seconds=_CPU_SECONDS_FACTOR * seconds,
+            min_reps=_MIN_CALLS,
+            max_reps=_CPU_MAX_CALLS,
+        )
+    options = RunOptions(
+        device=device,
+        impls=request.impl or None,
+        budget=budget,
+        limit=60 * request.minutes,
+    )
+    return _run_all(cases_by_spec, options, results_folder(request.output, request.quick))
+
+
+def _check_claims(request: BenchRequest) -> bool:
+    """Measure what claims need on this device, and print a row for each claim.
+
+    Claims about other devices are judged by the committed results.
+
+    Returns:
+        Whether every check of an implementation passed.
     """
     from tempfile import TemporaryDirectory
 
     from tilefold.bench import claims
-    from tilefold.bench.results import collect, results_file
+    from tilefold.bench.results import choose_device, collect, results_file
+
+    device = choose_device(request.device)
+    with TemporaryDirectory() as temporary:
+        folder = request.output or Path(temporary)
+        passed = _measure_claims(request, device, folder)
+        provenance = collect(device)
+        verdicts: list[claims.Verdict] = []
+        for claim in claims.CLAIMS:
+            is_of_device_type = (claim.device == "cpu") == (device.type == "cpu")
+            if claim.side == "impl" and is_of_device_type:
+                path = results_file(folder, claim.file, provenance)
+                verdicts.append(claims.judge(claim, claims.read_rows(path), ""))
+            elif claim.device != "cpu":
+                path = _COMMITTED_RESULTS / claim.device / f"{claim.file}.csv"
+                verdicts.append(claims.judge(claim, claims.read_rows(path), " (committed)"))
+    typer.echo("\n".join(claims.table(verdicts)))
+    return passed
+
+
+def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -> bool:
+    """Time the cases that claims about this device name, and save the results.
+
+    Args:
+        request: with the time of a phase, and the minutes after which no shape is started.
+        device: to measure on.
+        folder: where the results are written.
+
+    Returns:
+        Whether every check of an implementation passed.
+    """
+    from tilefold.bench import claims
     from tilefold.bench.runner import RunOptions
     from tilefold.bench.spec import get_spec
     from tilefold.bench.timing import TimeBudget
 
-    started, found, right = time.monotonic(), list[claims.Verdict](), True
-    committed = Path("benchmarks/results")
-    with TemporaryDirectory() as temporary:
-        folder, provenance = output or Path(temporary), collect(target)
-        for op, cases in claims.measured_by(target.type).items():
-            spec, left = get_spec(op), 60 * minutes - (time.monotonic() - started)
-            options = RunOptions(
-                device=target,
-                impls=cases,
-                budget=TimeBudget(seconds=seconds, min_reps=5),
-                limit=left,
-            )
-            chosen = [(spec, [spec.case(name) for name in sorted(cases)])]
-            right &= not _run_all(chosen, options, folder, with_claims=False)
-        for claim in claims.CLAIMS:
-            fresh = claim.side == "impl" and (claim.device == "cpu") == (target.type == "cpu")
-            if fresh or claim.device != "cpu":
-                path = committed / claim.device / f"{claim.file}.csv"
-                path = results_file(folder, claim.file, provenance) if fresh else path
-                found.append(
-                    claims.judge(claim, claims.read_rows(path), "" if fresh else " (committed)"),
-                )
-    typer.echo("\n".join(claims.table(found)))
-    return right
+    started = time.monotonic()
+    passed = True
+    for op, cases in claims.measured_by(device.type).items():
+        spec = get_spec(op)
+        elapsed = time.monotonic() - started
+        options = RunOptions(
+            device=device,
+            impls=cases,
+            budget=TimeBudget(
+                seconds=_QUICK_SECONDS if request.quick else request.seconds,
+                min_reps=_MIN_CALLS,
+            ),
+            limit=60 * request.minutes - elapsed,
+        )
+        cases_by_spec = [(spec, [spec.case(name) for name in sorted(cases)])]
+        if not _run_all(cases_by_spec, options, folder, with_claims=False):
+            passed = False
+    return passed
 
 
-def _cases(
+def _select_cases(
     spec: BenchSpec,
-    shape: list[str] | None,
+    shapes: list[str] | None,
     device: str,
     dtype: str | None,
     quick: bool,
 ) -> list[BenchCase]:
+    """Return the cases of an operator that are timed.
+
+    Args:
+        spec: benchmark of the operator.
+        shapes: names of cases; None takes all cases of the device.
+        device: type of the device, ``"cpu"`` or ``"cuda"``.
+        dtype: replaces the dtype of the cases; None leaves it.
+        quick: without `shapes`, take the quick cases only.
+
+    Raises:
+        ValueError: for a named case of another type of device.
+    """
     from tilefold.bench.spec import parse_dtype
 
-    if shape:
-        cases = [spec.case(name) for name in shape]
-        if foreign := [case.name for case in cases if case.device != device]:
-            raise ValueError(
-                f"shape {foreign[0]!r} belongs to another device than {device!r}; set --device.",
-            )
+    if shapes:
+        cases = [spec.case(name) for name in shapes]
+        for case in cases:
+            if case.device != device:
+                raise ValueError(
+                    f"shape {case.name!r} belongs to another device than {device!r}; set --device.",
+                )
     else:
         cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]
-    return [replace(case, dtype=parse_dtype(dtype)) for case in cases] if dtype else cases
+    if dtype is None:
+        return cases
+    return [replace(case, dtype=parse_dtype(dtype)) for case in cases]
 
 
 def _run_all(
-    chosen: list[tuple[BenchSpec, list[BenchCase]]],
+    cases_by_spec: list[tuple[BenchSpec, list[BenchCase]]],
     options: RunOptions,
     folder: Path | None,
     with_claims: bool = True,
 ) -> bool:
-    """Run, print and save; whether an implementation of ours failed its check."""
+    """Check and time cases, print their results, and save them.
+
+    Args:
+        cases_by_spec: benchmarks with the cases of each.
+        options: device, implementations and time.
+        folder: where results are written, a file for each operator; None writes none.
+        with_claims: judge the claims about an operator after its cases.
+
+    Returns:
+        Whether every check of an implementation of this library passed.
+    """
     from rich.console import Console
 
     from tilefold.bench import claims, results
-    from tilefold.bench.results import collect, results_file, write_csv
-    from tilefold.bench.runner import CSV_KEY, run_spec
+    from tilefold.bench.results import collect, results_file
+    from tilefold.bench.runner import run_spec
 
     provenance = collect(options.device)
-    console = Console(width=None if Console().is_terminal else 190)
+    console = Console(width=None if Console().is_terminal else _FILE_WIDTH)
     results.print_header(console, provenance)
-    failed = False
-    for spec, cases in chosen:
-        path = results_file(folder, spec.op, provenance) if folder is not None else None
-
-        def on_rows(
-            case: BenchCase,
-            rows: list[BenchRow],
-            spec: BenchSpec = spec,
-            path: Path | None = path,
-        ) -> None:
-            results.print_case(console, spec, case, rows)
-            if path is not None:  # after every case: a run that dies keeps what it has
-                write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
-
+    passed = True
+    for spec, cases in cases_by_spec:
+        path = None
+        if folder is not None:
+            path = results_file(folder, spec.op, provenance)
+        report_rows = functools.partial(_report_rows, console, spec, provenance, path)
         with console.status(f"{spec.op}: starting") as status:
-            rows = run_spec(spec, cases, replace(options, progress=status.update), on_rows)
-        judged = claims.judged(spec.op, [results.cells(row.record(), provenance) for row in rows])
-        if with_claims and judged:
-            console.print(
-                "\n".join(claims.table(judged)),
-                markup=False,
-                highlight=False,
-                soft_wrap=True,
-            )
-        failed |= any(row.failed_gate for row in rows)
+            rows = run_spec(spec, cases, replace(options, progress=status.update), report_rows)
+        records = [results.cells(row.record(), provenance) for row in rows]
+        verdicts = claims.judged(spec.op, records)
+        if with_claims and verdicts:
+            table = "\n".join(claims.table(verdicts))
+            console.print(table, markup=False, highlight=False, soft_wrap=True)
+        if any(row.failed_gate for row in rows):
+            passed = False
         if path is not None and rows:
             console.print(f"results: {path}", markup=False)
-    return failed
+    return passed
+
+
+def _report_rows(
+    console: Console,
+    spec: BenchSpec,
+    provenance: Provenance,
+    path: Path | None,
+    case: BenchCase,
+    rows: list[BenchRow],
+) -> None:
+    """Print the rows of a case, and write all rows until now, so that a run that dies keeps them.
+
+    Args:
+        console: where the rows are printed.
+        spec: benchmark of the operator.
+        provenance: device and versions.
+        path: file of the results of the operator; None writes none.
+        case: that was timed.
+        rows: of the case.
+    """
+    from tilefold.bench import results
+    from tilefold.bench.runner import CSV_KEY
+
+    results.print_case(console, spec, case, rows)
+    if path is not None:
+        results.write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,16 +462,15 @@ class WarmupRequest(Options):
 
 
 def warmup(request: WarmupRequest) -> None:
-    """Build the kernels that a model needs on this GPU, several at a time, into Triton's cache on
-    the disk.
+    """Build the kernels that a model needs on this GPU into Triton's cache on the disk.
 
-    A first call of an operator otherwise waits seconds for a compiler. Later processes of this user
-    load what was built, as long as Triton, its settings and the GPU stay the same.
+    A first call of an operator otherwise waits seconds for a compiler. Several kernels are built at
+    a time. Later processes of this user load what was built, as long as Triton, its settings and
+    the GPU stay the same.
 
     Example:
         tilefold warmup --model MODEL --length 32 --length 256
     """
-    lengths = request.length or [32, 256]
     if not (request.inference or request.training):
         raise UsageError("--no-inference and --no-training together leave nothing to build.")
     _models.find_model(request.model, "--model")
@@ -386,28 +481,26 @@ def warmup(request: WarmupRequest) -> None:
 
     from tilefold.integrations.sentence_transformers import warm_up
 
-    loaded, _ = _models.load_model(request.model)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(request.precision)
-    built = warm_up(
-        loaded.to("cuda"),
-        lengths,
+    model, _ = _models.load_model(request.model)
+    autocast_dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
+    result = warm_up(
+        model.to("cuda"),
+        request.length or DEFAULT_LENGTHS,
         request.batch_size,
         inference=request.inference,
         training=request.training,
-        dtype=dtype,
+        dtype=autocast_dtypes[request.precision],
         workers=request.workers,
     )
-    names = ", ".join(
-        f"{name} x {count}" if count > 1 else name for name, count in sorted(built.kernels.items())
-    )
-    lines = [
-        f"{built.count} kernels in {built.seconds:.1f} s: {names or 'none'}",
-        f"in {built.cache}",
-    ]
-    lines += [f"not built: {message}" for message in built.failed]
-    lines.append(f"first calls take up to {max(built.first_calls, default=0.0):.2f} s now")
+    kernels = []
+    for name, count in sorted(result.kernels.items()):
+        kernels.append(f"{name} x {count}" if count > 1 else name)
+    slowest_call = max(result.first_calls, default=0.0)
     _common.print_result(
-        asdict(built) | {"cache": str(built.cache), "count": built.count},
+        {**asdict(result), "cache": str(result.cache), "count": result.count},
         request.as_json,
-        *lines,
+        f"{result.count} kernels in {result.seconds:.1f} s: {', '.join(kernels) or 'none'}",
+        f"in {result.cache}",
+        *[f"not built: {message}" for message in result.failed],
+        f"first calls take up to {slowest_call:.2f} s now",
     )

@@ -1,6 +1,4 @@
-"""``tilefold train``, a model by the recipe of a published system, and ``tilefold recipes``, which
-lists them.
-"""
+"""``tilefold train`` and ``tilefold recipes``: models by the recipes of published systems."""
 
 from __future__ import annotations
 
@@ -30,13 +28,18 @@ from tilefold.distributed.ranks import first_rank_first, join_ranks
 if TYPE_CHECKING:
     from tilefold.recipes import Losses, TrainResult
     from tilefold.recipes.catalogue import Entry
+    from tilefold.retrieval.data.collection import Collection
     from tilefold.retrieval.data.passages import Passages
+    from tilefold.retrieval.training_data.rows import RowsAhead
 
 SAVE_MINUTES = 5.0
-_OWN = "by default the recipe's"
-STORED = 1 << 27  # bytes of documents that stay in their file
-# field of a recipe -> parameter of the command that sets it, where its own name does not
-_PARAMETERS = {
+# Documents in a file of at least this size are read one by one when they are needed.
+STREAMED_FILE_BYTES = 1 << 27
+PAGE_WIDTH = 80  # characters of a line of `tilefold recipes NAME`
+_RECIPE_DEFAULT = "by default the recipe's"
+# Field of a recipe -> field of the request that sets it, where the two names differ. Empty for a
+# field of a recipe that no option sets, though an option has its name.
+_REQUEST_FIELDS = {
     "negatives": "",
     "base_model": "model",
     "max_steps": "steps",
@@ -94,14 +97,14 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     epochs: Annotated[
         float | None,
         option(
-            f"Passes over the training pairs; {_OWN}.",
+            f"Passes over the training pairs; {_RECIPE_DEFAULT}.",
             panel="Steps and batches",
         ),
     ] = None
     batch_size: Annotated[
         int | None,
         option(
-            f"Pairs per step; {_OWN}.",
+            f"Pairs per step; {_RECIPE_DEFAULT}.",
             panel="Steps and batches",
         ),
     ] = None
@@ -124,7 +127,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     learning_rate: Annotated[
         float | None,
         option(
-            f"Peak learning rate; {_OWN}.",
+            f"Peak learning rate; {_RECIPE_DEFAULT}.",
             "--lr",
             panel="Steps and batches",
         ),
@@ -184,7 +187,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     max_length: Annotated[
         int | None,
         option(
-            f"Maximum tokens per text; {_OWN}.",
+            f"Maximum tokens per text; {_RECIPE_DEFAULT}.",
             panel="Model",
         ),
     ] = None
@@ -421,8 +424,9 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
 
 
 def train(request: TrainRequest) -> None:
-    """Train a model by the recipe of a published system (tilefold recipes lists them), saved for
-    sentence-transformers.
+    """Train a model by the recipe of a published system, saved for sentence-transformers.
+
+    tilefold recipes lists the recipes.
 
     The same command again resumes an interrupted run from its last checkpoint. With --devices, or
     under torchrun or accelerate launch, several processes share the pairs of each step.
@@ -430,128 +434,59 @@ def train(request: TrainRequest) -> None:
     Example:
         tilefold train --recipe splade --data DATA --output MODEL
     """
-    cuts = request.passage_splitter()
-    if cuts is not None:
+    splitter = request.passage_splitter()
+    if splitter is not None:
         _options.bm25_language(request.language)  # checked before anything is loaded
     config = _configure(request.recipe, request)
     if config.base_model != _models.PACKAGED:
         _models.find_model(config.base_model, "--model")
-    if (code := _options.run_on_devices(request.devices)) is not None:
-        raise typer.Exit(code)
+    exit_code = _options.run_on_devices(request.devices)
+    if exit_code is not None:
+        raise typer.Exit(exit_code)
     with _options.option_errors(**_option_of_field()), join_ranks(training=True) as rank:
-        result = _train(config, request, cuts, rank)
+        result = _train_on_rank(config, request, splitter, rank)
     if rank == 0:
-        _tell(result, config, request)
+        _report(result, config, request, splitter)
 
 
-def _tell(result: TrainResult, config: Any, request: TrainRequest) -> None:
-    from tilefold.recipes import Losses
-    from tilefold.recipes.loading import LOG, PLOT
-    from tilefold.retrieval.encoding.truncation import report_manifest_truncation
+def _train_on_rank(
+    config: Any,
+    request: TrainRequest,
+    splitter: Passages | None,
+    rank: int,
+) -> TrainResult:
+    """Load the data, and train with the other ranks.
 
-    output = request.output
-    if result.exploded:
-        note(
-            f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to "
-            f"{result.ranking_loss:.3f}: the "
-            "model did not learn; train with a smaller --lr",
-        )
-    for found in result.truncated:
-        report_manifest_truncation("training text", found["texts"], found)
-    for text in result.warnings:
-        note(f"warning: {text}")
-    how = (
-        "already trained"
-        if result.reused
-        else f"trained {result.steps} steps in {result.seconds:.0f} s"
-    )
-    if result.resumed_from and not result.reused:
-        how = (
-            f"trained {result.steps} steps, those after step {result.resumed_from} "
-            f"in {result.seconds:.0f} s"
-        )
-    if not result.steps:
-        how = f"no step of training, {config.base_model} as the recipe starts from it"
-    loss = (
-        ""
-        if result.loss is None
-        else f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
-    )
-    for kept in (row for row in result.evaluations if row["kept"]):
-        loss += (
-            f", nDCG@10 {kept['nDCG@10']:.3f} of {result.evaluated} at step {kept['step']:,}, "
-            "which was kept"
-        )
-    if result.loss is not None and not (output / PLOT).is_file():
-        note(
-            f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is "
-            "a plot, too",
-        )
-    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if config.late else "VECTORS"
-    if result.ranks > 1 and not result.reused:
-        how += f" on {result.ranks} devices"
-    following = (
-        _common.next_command("encode", "--model", output, "--data", request.data, "--output")
-        + f" {vectors}"
-    )
-    fields = asdict(result)
-    cuts = request.passage_splitter()
-    if cuts is not None:
-        fields["passages"] = {
-            "length": cuts.length,
-            "stride": cuts.stride,
-            "language": _options.bm25_language(request.language),
-        }
-    _common.print_result(
-        fields,
-        request.as_json,
-        f"{how}{loss}: {result.model_dir}",
-        following,
-    )
-
-
-def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int) -> TrainResult:
+    Args:
+        config: the recipe.
+        request: options of the command.
+        splitter: how documents are split into passages; None trains on whole documents.
+        rank: rank of this process. Rank 0 shows the progress.
+    """
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
-    from tilefold.retrieval.training_data.passages import training_passages
-    from tilefold.retrieval.training_data.rows import RowsAhead
 
+    negatives = _open_negatives(config, request)
+    with first_rank_first():  # the other ranks read what rank 0 has downloaded
+        collection = _load_collection(config, request)
+    if splitter is not None:
+        collection = _split_documents(collection, splitter, request.language, rank)
     output = request.output
-    splits = (
-        ["train"] if config.evaluate_steps is None else ["train", config.evaluate_split or "dev"]
-    )
-    negatives: RowsAhead | Path | None = request.negatives
-    has_data = request.data == "pydocs" or Path(request.data).exists()
-    if request.negatives is not None and config.reads_negatives and has_data:
-        # millions of rows take as long as the documents
-        negatives = RowsAhead(request.negatives)
-    with first_rank_first():  # what it fetches, the others find
-        collection = _common.load_data(
-            request.data,
-            drop_unknown=request.drop_unknown,
-            splits=splits,
-            stored=STORED if cuts is None else None,
-        )
-    if cuts is not None:
-        whole = len(collection.documents)
-        language = _options.bm25_language(request.language)
-        collection = training_passages(cuts, collection, language=language)
-        if rank == 0:
-            note(
-                f"{whole:,} documents in {len(collection.documents):,} passages of at most "
-                f"{cuts.length} words; BM25 chooses relevant ones with stop words and stemmer of "
-                f"--language {language}",
-            )
     _common.kept.append(lambda: newest_step(output) is not None)
-    before = (
-        [newest_step(output) or 0] if request.resume else [0]
-    )  # reported once, with the first step
-    bar: Any = nullcontext() if rank else _common.progress_bar("training", resumes=_common.FRESH)
+    resumed_step = 0
+    if request.resume:
+        resumed_step = newest_step(output) or 0
+    bar: Any = nullcontext()
+    if rank == 0:
+        bar = _common.progress_bar("training", resumes=_common.FRESH)
     with bar as update:
+        is_first_report = True
 
-        def progress(step: int, steps: int, losses: Losses | None) -> None:
-            if before:
-                update(before.pop(), steps)
+        def report_progress(step: int, steps: int, losses: Losses | None) -> None:
+            nonlocal is_first_report
+            if is_first_report:  # the bar notes the steps of an earlier run
+                update(resumed_step, steps)
+                is_first_report = False
             update(step, steps, losses)
 
         return catalogue.train(
@@ -559,7 +494,7 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
             collection,
             output,
             negatives=negatives,
-            progress=progress,
+            progress=report_progress,
             resume=request.resume,
             overwrite=request.overwrite,
             verbose=request.verbose,
@@ -567,6 +502,146 @@ def _train(config: Any, request: TrainRequest, cuts: Passages | None, rank: int)
             report_to=request.report_to,
             command=shlex.join(["tilefold", *_options.command_line]),
         )
+
+
+def _open_negatives(config: Any, request: TrainRequest) -> RowsAhead | Path | None:
+    """Begin to read the rows of ``--negatives``, while the documents are loaded.
+
+    Millions of rows take as long as the documents.
+
+    Returns:
+        The rows that are read ahead. The path for a recipe that does not read negatives, and without
+        documents, because other errors then come first. None without ``--negatives``.
+    """
+    from tilefold.retrieval.training_data.rows import RowsAhead
+
+    if request.negatives is None:
+        return None
+    has_data = request.data == "pydocs" or Path(request.data).exists()
+    if config.reads_negatives and has_data:
+        return RowsAhead(request.negatives)
+    return request.negatives
+
+
+def _load_collection(config: Any, request: TrainRequest) -> Collection:
+    """Load the collection of ``--data`` with the splits that are trained on and evaluated."""
+    splits = ["train"]
+    if config.evaluate_steps is not None:
+        splits.append(config.evaluate_split or "dev")
+    return _common.load_data(
+        request.data,
+        drop_unknown=request.drop_unknown,
+        splits=splits,
+        stored=STREAMED_FILE_BYTES if request.passages is None else None,
+    )
+
+
+def _split_documents(
+    collection: Collection,
+    splitter: Passages,
+    language: str | None,
+    rank: int,
+) -> Collection:
+    """Return the collection with passages instead of documents.
+
+    Args:
+        collection: of documents.
+        splitter: how documents are split.
+        language: value of ``--language``, for the BM25 that chooses relevant passages.
+        rank: rank of this process. Rank 0 notes the number of passages.
+    """
+    from tilefold.retrieval.training_data.passages import training_passages
+
+    language = _options.bm25_language(language)
+    passages = training_passages(splitter, collection, language=language)
+    if rank == 0:
+        note(
+            f"{len(collection.documents):,} documents in {len(passages.documents):,} passages of "
+            f"at most {splitter.length} words; BM25 chooses relevant ones with stop words and "
+            f"stemmer of --language {language}",
+        )
+    return passages
+
+
+def _report(
+    result: TrainResult,
+    config: Any,
+    request: TrainRequest,
+    splitter: Passages | None,
+) -> None:
+    """Print the result of a training, its warnings, and the command that encodes with the model.
+
+    Args:
+        result: of the training.
+        config: the recipe.
+        request: options of the command.
+        splitter: how documents were split into passages; None for whole documents.
+    """
+    from tilefold.recipes.loading import LOG, PLOT
+
+    _note_warnings(result)
+    output = request.output
+    if result.loss is not None and not (output / PLOT).is_file():
+        note(
+            f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is "
+            "a plot, too",
+        )
+    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if config.late else "VECTORS"
+    encode = _common.next_command("encode", "--model", output, "--data", request.data, "--output")
+    fields = asdict(result)
+    if splitter is not None:
+        fields["passages"] = {
+            "length": splitter.length,
+            "stride": splitter.stride,
+            "language": _options.bm25_language(request.language),
+        }
+    _common.print_result(
+        fields,
+        request.as_json,
+        f"{_summary(result, config)}: {result.model_dir}",
+        f"{encode} {vectors}",
+    )
+
+
+def _note_warnings(result: TrainResult) -> None:
+    """Note the problems of a training, and report the texts that were truncated."""
+    from tilefold.retrieval.encoding.truncation import report_manifest_truncation
+
+    if result.exploded:
+        note(
+            f"warning: the ranking loss rose from {result.first_ranking_loss:.3f} to "
+            f"{result.ranking_loss:.3f}: the model did not learn; train with a smaller --lr",
+        )
+    for truncation in result.truncated:
+        report_manifest_truncation("training text", truncation["texts"], truncation)
+    for warning in result.warnings:
+        note(f"warning: {warning}")
+
+
+def _summary(result: TrainResult, config: Any) -> str:
+    """Return in words how many steps were trained, the last losses, and the best evaluation."""
+    from tilefold.recipes import Losses
+
+    if not result.steps:
+        summary = f"no step of training, {config.base_model} as the recipe starts from it"
+    elif result.reused:
+        summary = "already trained"
+    else:
+        summary = f"trained {result.steps} steps"
+        if result.resumed_from:
+            summary += f", those after step {result.resumed_from}"
+        summary += f" in {result.seconds:.0f} s"
+    if result.ranks > 1 and not result.reused:
+        summary += f" on {result.ranks} devices"
+    if result.loss is not None:
+        summary += f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
+    for evaluation in result.evaluations:
+        if evaluation["kept"]:
+            summary += (
+                f", nDCG@10 {evaluation['nDCG@10']:.3f} of {result.evaluated} at step "
+                f"{evaluation['step']:,}, which was kept"
+            )
+    return summary
 
 
 def _configure(name: str, request: TrainRequest) -> Any:
@@ -627,13 +702,13 @@ def _configure(name: str, request: TrainRequest) -> Any:
 
 
 def _option_of_field() -> dict[str, str]:
-    """Return the option that sets each field of a recipe."""
-    option_of_parameter = spellings(TrainRequest)
-    option_of_field = dict(option_of_parameter)
-    for field, parameter in _PARAMETERS.items():
+    """Return the option that sets each field of a recipe, such as ``--model`` of ``base_model``."""
+    option_of_request_field = spellings(TrainRequest)
+    option_of_field = dict(option_of_request_field)
+    for field, request_field in _REQUEST_FIELDS.items():
         option_of_field.pop(field, None)
-        if parameter:
-            option_of_field[field] = option_of_parameter[parameter]
+        if request_field:
+            option_of_field[field] = option_of_request_field[request_field]
     return option_of_field
 
 
@@ -692,16 +767,20 @@ def _apply_sparse_options(recipe: dict[str, Any], request: TrainRequest) -> None
 
 def _check_repetitions(request: TrainRequest) -> None:
     """Refuse a field of ``--set`` that is set twice, or by an option too."""
-    spelled = spellings(TrainRequest)
+    option_of_request_field = spellings(TrainRequest)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainRequest)}
     paths = [assignment.partition("=")[0] for assignment in request.fields or []]
     for path in paths:
-        parameter = _PARAMETERS.get(path, path)
-        option = ""
-        if parameter in spelled and getattr(request, parameter) != defaults[parameter]:
-            option = f" (--set and {spelled[parameter]})"
-        if option or paths.count(path) > 1:
-            raise UsageError(f"--set: {path}: expected once, got it twice{option}: leave one out.")
+        request_field = _REQUEST_FIELDS.get(path, path)
+        option = option_of_request_field.get(request_field)
+        is_set_by_option = (
+            option is not None and getattr(request, request_field) != defaults[request_field]
+        )
+        if is_set_by_option or paths.count(path) > 1:
+            sources = f" (--set and {option})" if is_set_by_option else ""
+            raise UsageError(
+                f"--set: {path}: expected once, got it twice{sources}: leave one out.",
+            )
 
 
 def _set(recipe: dict[str, Any], assignment: str) -> None:
@@ -751,8 +830,9 @@ class RecipesRequest(Options):
 
 
 def recipes(request: RecipesRequest) -> None:
-    """List the published systems that can be trained by name, what they need, and what their papers
-    report.
+    """List the published systems that can be trained by name.
+
+    The list says what they need and what their papers report.
 
     Example:
         tilefold recipes splade-v3
@@ -760,52 +840,60 @@ def recipes(request: RecipesRequest) -> None:
     from tilefold.recipes.catalogue import RECIPES
 
     _options.check_choice("recipe", request.name, RECIPES)
-    chosen = [entry for entry in RECIPES.values() if request.name in (None, entry.name)]
-    if request.as_json:
-        _common.print_json(
-            chosen[0].to_dict() if request.name else [entry.to_dict() for entry in chosen]
-        )
-        return
     if request.name:
-        _print_page(chosen[0])
+        entry = RECIPES[request.name]
+        if request.as_json:
+            _common.print_json(entry.to_dict())
+        else:
+            _print_page(entry)
         return
-    papers = [f"arXiv {entry.paper}" if entry.paper else "" for entry in chosen]
-    rows = (
-        (e.name, e.summary, ", ".join(e.needs), p, e.publishes)
-        for e, p in zip(chosen, papers, strict=True)
-    )
+    if request.as_json:
+        _common.print_json([entry.to_dict() for entry in RECIPES.values()])
+        return
+    rows = []
+    for entry in RECIPES.values():
+        paper = f"arXiv {entry.paper}" if entry.paper else ""
+        rows.append((entry.name, entry.summary, ", ".join(entry.needs), paper, entry.publishes))
     columns = ("recipe", "what it is", "needs", "paper", "published number")
     _common.print_table(columns, rows, fold=columns, box=None)
 
 
 def _print_page(entry: Entry) -> None:
-    """A recipe for people: what it is, the commands that it takes, and its fields."""
+    """Print a recipe for people: what it is, the commands that it takes, and its fields."""
+    from tilefold.recipes.catalogue import describe
+
     data = "DATA"
     commands = entry.recipe.preparation(data)
-    negatives = f" --negatives {commands[-1].rpartition(' ')[2]}" if commands else ""
-    commands.append(f"tilefold train --recipe {entry.name} --data {data}{negatives} --output MODEL")
+    negatives = ""
+    if commands:
+        prepared_file = commands[-1].split()[-1]  # value of --output
+        negatives = f" --negatives {prepared_file}"
     paper = f"arXiv {entry.paper}; " if entry.paper else ""
     lines = [
         f"{entry.name}: {entry.summary}",
         f"paper: {paper}{entry.publishes}",
         f"published: {entry.published}",
-    ]
-    lines += [
         f"needs: {', '.join(entry.needs)}; a base model of kind {entry.base}",
         "",
         *commands,
+        f"tilefold train --recipe {entry.name} --data {data}{negatives} --output MODEL",
         "",
-    ]
-    lines.append(
         "Fields, their values in JSON, the option that changes each (else --set FIELD=VALUE), and "
         "what it is:",
-    )
-
-    from tilefold.recipes.catalogue import describe
-
-    spelled = spellings(TrainRequest)
-    for field, value, text in describe(entry.recipe):
-        option = spelled.get(_PARAMETERS.get(field, field))
-        lines.append(f"{field} = {json.dumps(value)}" + (f" ({option})" if option else ""))
-        lines.append(textwrap.fill(text, 80, initial_indent="    ", subsequent_indent="    "))
+    ]
+    option_of_request_field = spellings(TrainRequest)
+    for field, value, description in describe(entry.recipe):
+        line = f"{field} = {json.dumps(value)}"
+        option = option_of_request_field.get(_REQUEST_FIELDS.get(field, field))
+        if option:
+            line += f" ({option})"
+        lines.append(line)
+        lines.append(
+            textwrap.fill(
+                description,
+                PAGE_WIDTH,
+                initial_indent="    ",
+                subsequent_indent="    ",
+            ),
+        )
     typer.echo("\n".join(lines))
