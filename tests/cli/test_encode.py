@@ -249,7 +249,7 @@ def test_a_missing_cluster_is_said(
         "--engine",
         "ray",
     )
-    fails(call(*asked, "--address", "nowhere"), 1, "--address: expected host:port")
+    fails(call(*asked, "--address", "nowhere"), 2, "--address: expected host:port")
     monkeypatch.setitem(sys.modules, "ray.data", None)
     fails(call(*asked), 1, "pip install 'tilefold[ray]'")
     assert not (tmp_path / "v").exists()

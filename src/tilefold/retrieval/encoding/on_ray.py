@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tilefold._internal.arguments import (
+    ArgumentError,
     check_callable,
     check_instance,
     check_least,
@@ -394,27 +395,28 @@ def _check_reachable(address: str, patience: float) -> None:
         ValueError: if `address` is not ``host:port``.
         ClusterError: if there is no answer.
     """
-    expected = f"address: expected host:port, 'auto' or 'local', got {address!r}."
+    problem = f"expected host:port, 'auto' or 'local', got {address!r}."
     if "://" in address:
-        raise ValueError(
-            f"{expected} Ray's client is not for Ray Data: run it on a machine of the cluster, or "
+        raise ArgumentError(
+            "address",
+            f"{problem} Ray's client is not for Ray Data: run it on a machine of the cluster, or "
             "with `ray job submit`.",
         )
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
-        raise ValueError(expected)
+        raise ArgumentError("address", problem)
     start = time.monotonic()
     deadline = start + patience
-    problem = ""
+    failure = ""
     while (remaining := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection((host, int(port)), timeout=max(0.1, remaining)):
                 return
         except OSError as error:
-            problem = str(error)
+            failure = str(error)
             time.sleep(min(1.0, patience / 10))
     raise ClusterError(
-        f"Ray: no answer from {address} after {time.monotonic() - start:.0f} s ({problem}). "
+        f"Ray: no answer from {address} after {time.monotonic() - start:.0f} s ({failure}). "
         "Start it (ray start --head), or mend the address.",
     )
 

@@ -320,9 +320,9 @@ def dense_dimension(model: Model, kind: Kind) -> int:
     Raises:
         ValueError: if the model does not make one dense vector per text.
     """
-    expected = "model: expected a SentenceTransformer of dense vectors"
+    expected = "expected a SentenceTransformer of dense vectors"
     if type(model).__name__ == "MultiVectorEncoder" or not hasattr(model, "similarity_fn_name"):
-        raise ValueError(f"{expected}, got {type(model).__name__}.")
+        raise ArgumentError("model", f"{expected}, got {type(model).__name__}.")
     vectors = encode_stock(model, ["a"], kind, convert_to_tensor=True)
     is_dense_matrix = (
         isinstance(vectors, Tensor)
@@ -331,7 +331,10 @@ def dense_dimension(model: Model, kind: Kind) -> int:
         and vectors.dim() == 2
     )
     if not is_dense_matrix:
-        raise ValueError(f"{expected}, got {type(model).__name__}, which makes others of a text.")
+        raise ArgumentError(
+            "model",
+            f"{expected}, got {type(model).__name__}, which makes others of a text.",
+        )
     return int(vectors.size(1))
 
 
