@@ -1,6 +1,4 @@
-"""Shared by the commands: options, one-line errors, progress on stderr, JSON on stdout, loading
-data.
-"""
+"""Code that the commands share: errors, notes and progress on stderr, results, loading data."""
 
 from __future__ import annotations
 
@@ -28,6 +26,9 @@ if TYPE_CHECKING:
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
+# Columns of text that is not printed on a terminal, so that tables and notes are not cut.
+RESULT_WIDTH = 160
+NOTE_WIDTH = 400
 FRESH = "--fresh does them again"
 DATA_HELP = "A folder in the BEIR layout, or pydocs, the documentation of this Python."
 DOCUMENTS_HELP = (
@@ -61,17 +62,17 @@ class UsageError(CommandError):
 
 
 def stdout() -> Console:
-    """A console for results. If stdout is not a terminal it is wide, so that tables are not cut."""
+    """Return a console for results, which is wide on anything but a terminal."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 160)
+    return Console(width=None if sys.stdout.isatty() else RESULT_WIDTH)
 
 
 def stderr() -> Console:
-    """A console for progress, notes and errors."""
+    """Return a console for progress, notes and errors."""
     from rich.console import Console
 
-    return Console(stderr=True, width=None if sys.stderr.isatty() else 400)
+    return Console(stderr=True, width=None if sys.stderr.isatty() else NOTE_WIDTH)
 
 
 def note(text: str, style: str | None = None) -> None:
@@ -122,21 +123,27 @@ def print_table(
     rows: Iterable[Iterable[str]],
     title: str = "",
     fold: Iterable[str] = (),
-    **look: Any,
+    **table_options: Any,
 ) -> None:
-    """Print a table on stdout; a column whose name ends in ``>`` is aligned right, those to `fold`
-    are never cut.
+    """Print a table on stdout.
+
+    Args:
+        columns: names of the columns. A name that ends in ``>`` aligns its column right.
+        rows: the cells of each row.
+        title: printed above the table.
+        fold: names of columns whose cells are wrapped, and never cut.
+        table_options: further arguments of ``rich.table.Table``.
     """
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title) if title else None, **look)
+    folded = set(fold)
+    table = Table(title=Text(title) if title else None, **table_options)
     for name in columns:
-        justify: Any = "right" if name.endswith(">") else "left"
         table.add_column(
             name.removesuffix(">"),
-            justify=justify,
-            overflow="fold" if name in fold else "ellipsis",
+            justify="right" if name.endswith(">") else "left",
+            overflow="fold" if name in folded else "ellipsis",
         )
     for row in rows:
         table.add_row(*map(Text, row))
@@ -146,11 +153,17 @@ def print_table(
 def next_command(*words: object) -> str:
     """Return a command to go on with, to be pasted into a shell; --data has the fields of now."""
     if "--data" in words:
-        named = fields_of_documents()
-        options = {"--id-field": named.id, "--title-field": named.title, "--text-field": named.text}
-        extra = [word for option, name in options.items() if name for word in (option, name)]
-        at = words.index("--data") + 2
-        words = (*words[:at], *extra, *words[at:])
+        field_names = fields_of_documents()
+        field_options: list[str] = []
+        for option, name in (
+            ("--id-field", field_names.id),
+            ("--title-field", field_names.title),
+            ("--text-field", field_names.text),
+        ):
+            if name:
+                field_options += [option, name]
+        after_data = words.index("--data") + 2
+        words = (*words[:after_data], *field_options, *words[after_data:])
     return f"next: tilefold {shlex.join(map(str, words))}"
 
 
@@ -244,8 +257,9 @@ class _LinePerMinute:
 
 
 def duration(seconds: float) -> str:
-    """A length of time in seconds, minutes or hours, whichever suits it."""
-    minutes, hours = seconds / 60, seconds / 3600
+    """Return a length of time in seconds, minutes or hours, whichever suits it."""
+    minutes = seconds / 60
+    hours = seconds / 3600
     if minutes < 2:
         return f"{seconds:.0f} s"
     if hours < 2:
@@ -254,7 +268,7 @@ def duration(seconds: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """A number of bytes in kB, MB or GB, whichever suits it."""
+    """Return a number of bytes in kB, MB or GB, whichever suits it."""
     if n_bytes < 1e6:
         return f"{n_bytes / 1e3:.1f} kB"
     if n_bytes < 1e9:
@@ -265,13 +279,14 @@ def size(n_bytes: float) -> str:
 @contextmanager
 def heartbeat(text: str) -> Iterator[None]:
     """Print a line per minute on stderr while one call of unknown length runs."""
-    ended, started = threading.Event(), time.monotonic()
+    started = time.monotonic()
+    ended = threading.Event()
 
-    def speak() -> None:
+    def print_lines() -> None:
         while not ended.wait(SECONDS_PER_LINE):
             note(f"{text}: {duration(time.monotonic() - started)} so far")
 
-    thread = threading.Thread(target=speak, daemon=True)
+    thread = threading.Thread(target=print_lines, daemon=True)
     thread.start()
     try:
         yield
@@ -280,16 +295,16 @@ def heartbeat(text: str) -> Iterator[None]:
         thread.join()
 
 
-# how to find out, after Ctrl-C, whether there is work that the same command would go on from
+# Functions that return, after Ctrl-C, whether there is work that the same command resumes from.
 kept: list[Callable[[], bool]] = []
 
-
-_fields: list[DocumentFields] = []  # of the command that runs
+# Names of the fields of documents, for the commands that run.
+_fields: list[DocumentFields] = []
 
 
 @contextmanager
 def document_fields(fields: DocumentFields) -> Iterator[None]:
-    """Read the documents of --data by these names of fields."""
+    """Read the documents of ``--data`` by these names of fields in this context."""
     _fields.append(fields)
     try:
         yield
@@ -298,7 +313,7 @@ def document_fields(fields: DocumentFields) -> Iterator[None]:
 
 
 def fields_of_documents() -> DocumentFields:
-    """Names of the fields of the documents of --data, where they are not the usual ones."""
+    """Return the names of the fields of ``--data``, where they are not the usual ones."""
     return _fields[-1] if _fields else DocumentFields()
 
 
@@ -309,7 +324,15 @@ def load_data(
     drop_unknown: bool = False,
     **parts: Any,
 ) -> Collection:
-    """``pydocs``, a BEIR folder, or documents alone; `parts` are those of ``load_collection``."""
+    """Load the collection of ``--data``.
+
+    Args:
+        name_or_path: ``pydocs``, a BEIR folder, or a file of documents.
+        cache_dir: folder of the collections that are made or downloaded.
+        drop_unknown: leave out judgements of unknown queries and documents, which are an error.
+        parts: what of the collection is loaded, as arguments of
+            :func:`tilefold.retrieval.load_collection`.
+    """
     from tilefold.retrieval.data.datasets import load_collection
 
     return load_collection(
@@ -322,13 +345,14 @@ def load_data(
 
 
 def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
-    """Loader of the documents of --data, None without it."""
-    return None if data is None else lambda: load_data(data, documents_only=True).contents()
+    """Return a function that loads the texts of ``--data`` by id; None without ``--data``."""
+    if data is None:
+        return None
 
+    def load_texts() -> Mapping[str, str]:
+        return load_data(data, documents_only=True).contents()
 
-def known(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
+    return load_texts
 
 
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:
@@ -345,12 +369,12 @@ def check_split(collection: Collection, split: str, option: str = "--split") -> 
 
 
 def text_of(error: BaseException) -> str:
-    """The text of an error; that of one of the system begins with the file, like all others."""
+    """Return the text of an error; that of the operating system begins with the file."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename2 or error.filename}: {error.strerror}"
     return str(error).strip()
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its class when it has none."""
+    """Return the first line of an error's text, or its class if it has no text."""
     return (text_of(error).splitlines() or [type(error).__name__])[0]

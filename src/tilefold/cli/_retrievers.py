@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from tilefold.retrieval.search.searcher import Searcher, SearchRequest
     from tilefold.retrieval.vectors.tokens import TokenStore
 
+# Loads the texts of documents, by id.
 Texts = Callable[[], Mapping[str, str]]
 AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
 QUERIES_AT_A_TIME = 1024
+# Files of a folder that holds a model of transformers or of sentence-transformers.
+_MODEL_FILES = ("config.json", "modules.json")
 MODEL_HELP = "The model that made --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = positive(
     "Dense: tokens read of a text, at most; by default as many as the model reads.",
 )
 WHERE = option(
     "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, "
-    "or lang=null "
-    "(without the field); may be repeated.",
+    "or lang=null (without the field); may be repeated.",
 )
 
 
@@ -198,8 +200,7 @@ class RerankOptions(Options):
         str | None,
         option(
             "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, "
-            "which encodes "
-            "candidates; minilm takes the token states of the packaged one.",
+            "which encodes candidates; minilm takes the token states of the packaged one.",
         ),
     ] = None
     rerank_model: Annotated[
@@ -233,7 +234,9 @@ class RerankOptions(Options):
             )
 
     def reranking(
-        self, depth: int | None = None, tail: Literal["keep", "drop"] | None = None
+        self,
+        depth: int | None = None,
+        tail: Literal["keep", "drop"] | None = None,
     ) -> Reranking | None:
         """Return the options of reranking, or None without ``--rerank``.
 
@@ -325,34 +328,34 @@ class FeedbackOptions(Options):
     def validate(self) -> None:
         """Refuse options of feedback, of Rocchio and of the second ranking without these."""
         super().validate()
-        of_rocchio: dict[str, object] = {
+        rocchio_options: dict[str, object] = {
             "--prf-alpha": self.prf_alpha,
             "--prf-beta": self.prf_beta,
             "--prf-gamma": self.prf_gamma,
             "--prf-bottom": self.prf_bottom,
         }
-        of_second_ranking: dict[str, object] = {
+        second_ranking_options: dict[str, object] = {
             "--prf-place": self.prf_place,
             "--prf-weight": self.prf_weight,
             "--prf-normalization": self.prf_normalization,
         }
+        sets_equal_lengths = self.prf_equal_lengths is not None
         if self.prf is None:
             refuse_options(
                 {
                     "--prf-depth": self.prf_depth,
                     "--prf-terms": self.prf_terms,
-                    **of_rocchio,
-                    "--prf-equal-lengths/--no-prf-equal-lengths": self.prf_equal_lengths
-                    is not None,
+                    **rocchio_options,
+                    "--prf-equal-lengths/--no-prf-equal-lengths": sets_equal_lengths,
                     "--prf-with": self.prf_with,
-                    **of_second_ranking,
+                    **second_ranking_options,
                 },
                 "goes together with --prf",
             )
         if self.prf == "average":
-            refuse_options(of_rocchio, "goes with --prf rocchio")
+            refuse_options(rocchio_options, "goes with --prf rocchio")
         if self.prf_with is None:
-            refuse_options(of_second_ranking, "goes together with --prf-with")
+            refuse_options(second_ranking_options, "goes together with --prf-with")
         if (self.prf_gamma is None) != (self.prf_bottom is None):
             raise UsageError(
                 "--prf-gamma and --prf-bottom go together: a weight, and how many documents.",
@@ -402,30 +405,35 @@ class FeedbackOptions(Options):
             )
 
 
-def load_index(
-    request: IndexOptions, texts: Texts | None
-) -> tuple[AnyIndex, Model | None, dict[str, Any]]:
-    """The index of --index or --vectors, the model of --model (BM25 has none), and options of the
-    search.
+@dataclass(frozen=True)
+class LoadedIndex:
+    """An index, the model that encodes queries for it, and options of its search.
 
-    `texts` are the documents of --data, from which the untrained start is made again where it is
-    not in the cache.
+    Attributes:
+        index: of any backend.
+        model: None for BM25, which reads words.
+        search_options: options of the search that were given, as :class:`Searcher` takes them.
     """
-    from tilefold.retrieval.index.opening import open_index
-    from tilefold.retrieval.search.searcher import check_model
 
-    index: Any
-    if request.index is not None:
-        index = open_index(request.index)
-    else:
-        documents = read_documents(request.vectors)
-        if isinstance(documents, retrieval.SparseVectors):
-            index = retrieval.build_index(documents)
-        else:
-            index = retrieval.DenseIndex.build(documents)
-    source = request.searched_folder
-    index = _on(index, request.device, source)
-    options = request.search_options(index.backend)
+    index: AnyIndex
+    model: Model | None
+    search_options: Mapping[str, int | float]
+
+
+def load_index(request: IndexOptions, texts: Texts | None) -> LoadedIndex:
+    """Load the index of ``--index`` or ``--vectors``, and the model of ``--model``.
+
+    Args:
+        request: names the index and the model.
+        texts: loads the documents of ``--data``, from which the untrained start is made again if it
+            is not in the cache. None without ``--data``.
+
+    Raises:
+        CommandError: if another model made the index, without ``--other-model``.
+        UsageError: for options that do not fit the index.
+    """
+    index = move_to_device(_open_index(request), request.device, request.searched_folder)
+    search_options = request.search_options(index.backend)
     if index.backend == "bm25":
         refuse_options(
             {
@@ -433,26 +441,61 @@ def load_index(
                 "--query-top-k": request.query_top_k,
                 "--other-model": request.other_model,
             },
-            f"does nothing here: {source} is a BM25 index, which reads words",
+            f"does nothing here: {request.searched_folder} is a BM25 index, which reads words",
         )
-        return index, None, {}
-    model, made_by = request.model, index.provenance
-    if model is None:
+        return LoadedIndex(index, None, {})
+    model_name = request.model
+    if model_name is None:
         raise UsageError(
-            f"--index: {source} holds vectors; name the model that made them with --model.",
+            f"--index: {request.searched_folder} holds vectors; name the model that made them with "
+            "--model.",
         )
-    encoder = _load_query_encoder(request, model, index.backend, made_by, texts)
+    encoder = _load_query_encoder(request, model_name, index.backend, index.provenance, texts)
+    _check_model_of_index(request, model_name, encoder, index.provenance)
+    return LoadedIndex(index, encoder, search_options)
+
+
+def _open_index(request: IndexOptions) -> Any:
+    """Open the index of ``--index``, or build one of the encoded documents of ``--vectors``."""
+    from tilefold.retrieval.index.opening import open_index
+
+    if request.index is not None:
+        return open_index(request.index)
+    vectors = read_documents(request.vectors)
+    if isinstance(vectors, retrieval.SparseVectors):
+        return retrieval.build_index(vectors)
+    return retrieval.DenseIndex.build(vectors)
+
+
+def _check_model_of_index(
+    request: IndexOptions,
+    model_name: str,
+    encoder: Model,
+    made_by: Provenance,
+) -> None:
+    """Refuse a model that did not make the vectors of an index, or note it with ``--other-model``.
+
+    Args:
+        request: names the index.
+        model_name: value of ``--model``.
+        encoder: the model.
+        made_by: provenance of the index.
+    """
+    from tilefold.retrieval.search.searcher import check_model
+
+    folder = request.searched_folder
     try:
-        if not check_model(made_by, encoder, model, f"the index {source}"):
-            note(
-                f"--index: {source} does not say which model made it, so that {model} could not be "
-                "compared with it",
-            )
+        is_recorded = check_model(made_by, encoder, model_name, f"the index {folder}")
     except ValueError as error:
         if not request.other_model:
             raise CommandError(f"--{error}") from error
-        note(f"--model: {model} is not the model that made the index {source}")
-    return index, encoder, options
+        note(f"--model: {model_name} is not the model that made the index {folder}")
+        return
+    if not is_recorded:
+        note(
+            f"--index: {folder} does not say which model made it, so that {model_name} could not "
+            "be compared with it",
+        )
 
 
 def _load_query_encoder(
@@ -482,8 +525,7 @@ def _load_query_encoder(
     if made_by.texts_sha256 is None:
         raise UsageError(
             f"--model: {model} is the untrained start for the documents of an index, and {source} "
-            "does not say "
-            "which those are: give the folder of the model that made it.",
+            "does not say which those are: give the folder of the model that made it.",
         )
     return _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {source}")
 
@@ -500,8 +542,18 @@ def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> 
     refuse_options(options, f"is for sparse queries, and {reason}")
 
 
-def _on(index: Any, device: str | None, path: Path) -> Any:
-    """The index on a device, or where it is without one."""
+def move_to_device(index: Any, device: str | None, path: Path) -> Any:
+    """Return an index on a device.
+
+    Args:
+        index: the index.
+        device: value of ``--device``; None leaves the index where it is.
+        path: folder of the index, for messages.
+
+    Raises:
+        UsageError: for an index that is searched on the CPU only, or a device that does not exist
+            or has too little memory.
+    """
     if device is None:
         return index
     if index.backend not in ("exact", DENSE, LATE):
@@ -511,7 +563,7 @@ def _on(index: Any, device: str | None, path: Path) -> Any:
         )
     try:
         return index.on(device)
-    except (RuntimeError, AssertionError) as error:  # of torch: no such device, or no space there
+    except (RuntimeError, AssertionError) as error:  # torch raises both
         raise UsageError(
             f"--device: {path} cannot be searched on {device} ({_common.first_line(error)}).",
         ) from error
@@ -542,19 +594,22 @@ def open_searcher(
     """
     from tilefold.retrieval.search.searcher import Searcher
 
-    index, encoder, options = load_index(request, texts)
-    parts = load(index.provenance)
-    prf = request.prf if isinstance(request, FeedbackOptions) else None
-    if index.backend == DENSE and request.index is not None:
+    loaded = load_index(request, texts)
+    parts = load(loaded.index.provenance)
+    prf = None
+    second = None
+    if isinstance(request, FeedbackOptions):
+        prf = request.prf
+        second = request.prf_with
+    if loaded.index.backend == DENSE and request.index is not None:
         refuse_options(
             {"--vectors": request.vectors},
             f"does nothing here: {request.index} holds its own vectors",
         )
-    elif encoder is not None and prf is not None and parts.vectors is None:
+    elif loaded.model is not None and prf is not None and parts.vectors is None:
         raise UsageError(
             "--prf reads the vectors of the documents found: give them with --vectors.",
         )
-    second = request.prf_with if isinstance(request, FeedbackOptions) else None
     option_errors = _options.option_errors(
         vectors="--vectors",
         second=f"--prf-with: {second}",
@@ -563,16 +618,16 @@ def open_searcher(
     )
     with option_errors, _common.noting_precisions():
         return Searcher(
-            index,
-            encoder,
+            loaded.index,
+            loaded.model,
             documents=parts.documents,
             vectors=parts.vectors,
             second=parts.second,
             late=parts.late,
             tokens=parts.tokens,
             query_top_k=request.query_top_k,
-            options=options,
-            other_model=True,
+            options=loaded.search_options,
+            other_model=True,  # load_index has checked the model
         )
 
 
@@ -654,29 +709,43 @@ def ranked(
 
 
 def read_documents(path: Path | None) -> Any:
-    """Return the encoded documents of ``--vectors``, sparse or dense."""
+    """Return the encoded documents of ``--vectors``.
+
+    Returns:
+        ``SparseVectors`` or ``DenseVectors``.
+
+    Raises:
+        UsageError: for a folder of queries, or None.
+    """
     from tilefold.retrieval.vectors.sparse_files import layout_of
 
     if path is None:
         raise UsageError("--vectors: expected a folder of encoded documents, got none.")
-    dense = retrieval.open_dense(path) if layout_of(path) == "dense" else None
-    manifest = retrieval.read_manifest(path) if dense is None else dense.manifest
-    if manifest.kind != "document":
+    if layout_of(path) == "dense":
+        vectors = retrieval.open_dense(path)
+        _check_are_documents(path, vectors.manifest.kind)
+        return vectors
+    _check_are_documents(path, retrieval.read_manifest(path).kind)
+    return retrieval.read_vectors(path)
+
+
+def _check_are_documents(path: Path, kind: str) -> None:
+    """Raise ``UsageError`` unless the vectors in a folder are of documents."""
+    if kind != "document":
         raise UsageError(
-            f"--vectors: {path} holds {manifest.kind} vectors; encode documents without --queries.",
+            f"--vectors: {path} holds {kind} vectors; encode documents without --queries.",
         )
-    return retrieval.read_vectors(path) if dense is None else dense
 
 
-def read_tokens(tokens: Path | None) -> Any:
-    """The token vectors that --tokens names."""
-    if tokens is None:
+def read_tokens(path: Path | None) -> Any:
+    """Return the token vectors of ``--tokens``: a folder of ``tilefold encode``, or one file."""
+    if path is None:
         raise UsageError("--backend late indexes token vectors: give them with --tokens.")
-    if tokens.is_file():
+    if path.is_file():
         from tilefold.retrieval.vectors.token_files import read_token_file
 
-        return read_token_file(tokens)
-    return retrieval.open_tokens(tokens)
+        return read_token_file(path)
+    return retrieval.open_tokens(path)
 
 
 def open_dense(
@@ -774,26 +843,30 @@ def load_late(
     texts: bool,
     option: str = "--rerank",
 ) -> tuple[Any, TokenStore | None]:
-    """The multi-vector model, and the token vectors at `source` of `option`, if that is not the
-    model itself.
+    """Load a multi-vector model, and the token vectors of documents that it made.
 
-    `model` is that of the option's ``-model``, and `texts` says whether those of candidates are
-    known.
+    Args:
+        source: value of the option: a folder of token vectors, or a multi-vector model.
+        model: name of the model that made the token vectors; None reads it from their folder.
+        texts: whether the texts of candidates are at hand, which a model without token vectors
+            encodes.
+        option: the option that names `source`, for messages. That of `model` ends in ``-model``.
+
+    Returns:
+        The model, and the token vectors; None in their place if `source` is a model.
+
+    Raises:
+        UsageError: for a source that holds neither, and for options that do not fit it.
     """
-    folder, packaged = Path(source), source == _models.PACKAGED
-    if not packaged and (folder / "manifest.json").is_file():
+    folder = Path(source)
+    is_packaged = source == _models.PACKAGED
+    if not is_packaged and (folder / "manifest.json").is_file():
         store = retrieval.open_tokens(folder)
-        made_by = model or store.manifest.model_source
-        if made_by is None or (
-            model is None and Path(made_by).is_absolute() and not Path(made_by).is_dir()
-        ):
-            where = "unknown" if made_by is None else f"no longer in {made_by}"
-            raise UsageError(
-                f"{option}: the model that made {folder} is {where}; name it with {option}-model.",
-            )
-        return _models.load_model(made_by, f"{option}-model", ("multi-vector",))[0], store
-    a_model = packaged or any((folder / f"{name}.json").is_file() for name in ("config", "modules"))
-    if folder.is_dir() and not a_model:
+        made_by = model or _recorded_model(store, option)
+        encoder, _ = _models.load_model(made_by, f"{option}-model", ("multi-vector",))
+        return encoder, store
+    holds_model = is_packaged or any((folder / name).is_file() for name in _MODEL_FILES)
+    if folder.is_dir() and not holds_model:
         remedy = "make token vectors with: tilefold encode --model MULTI_VECTOR_MODEL"
         raise UsageError(f"{option}: {source} holds neither token vectors nor a model; {remedy}")
     if model is not None:
@@ -805,4 +878,24 @@ def load_late(
             f"{option} with a model encodes the candidates' texts: give the collection with "
             "--data.",
         )
-    return _models.load_model(source, option, ("multi-vector",))[0], None
+    encoder, _ = _models.load_model(source, option, ("multi-vector",))
+    return encoder, None
+
+
+def _recorded_model(store: TokenStore, option: str) -> str:
+    """Return the name or folder of the model that made token vectors.
+
+    Args:
+        store: the token vectors.
+        option: the option that names them, for messages.
+
+    Raises:
+        UsageError: if it is not recorded, or no longer in its folder.
+    """
+    name = store.manifest.model_source
+    if name is not None and not (Path(name).is_absolute() and not Path(name).is_dir()):
+        return name
+    state = "unknown" if name is None else f"no longer in {name}"
+    raise UsageError(
+        f"{option}: the model that made {store.folder} is {state}; name it with {option}-model.",
+    )

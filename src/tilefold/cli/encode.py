@@ -1,13 +1,11 @@
-"""``tilefold encode``: encodes documents or queries to sparse, token or dense vectors, depending on
-the model.
-"""
+"""``tilefold encode``: documents or queries to sparse, token or dense vectors."""
 
 from __future__ import annotations
 
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +29,11 @@ if TYPE_CHECKING:
 
 SAVE_MINUTES = 1.0
 SHOWN_FAILURES = 5
-SAMPLED_TEXTS = 512  # texts whose tokens a dry run counts, about
-TIMED_TEXTS = {"cpu": 32, "cuda": 4096}  # texts that a dry run encodes, at most
+# Approximate number of texts whose tokens a dry run counts.
+SAMPLED_TEXTS = 512
+# Largest number of texts that a dry run encodes, by device.
+TIMED_TEXTS = {"cpu": 32, "cuda": 4096}
+TIMED_RUNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,8 +290,7 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
 
 
 def encode(request: EncodeRequest) -> None:
-    """Encode a collection to sparse or dense vectors, or to token vectors with a multi-vector model
-    (for --rerank).
+    """Encode a collection to sparse or dense vectors, or to token vectors (for --rerank).
 
     --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that
     train --steps 0 makes from the documents of --data; with --kind tokens, its own token states;
@@ -322,7 +322,8 @@ def encode(request: EncodeRequest) -> None:
 
 def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int) -> None:
     """Load data and model, encode the share of this rank, and print the result on rank 0."""
-    if rank:  # imported while rank 0 downloads or makes what the others read
+    if rank != 0:
+        # The import takes seconds, in which rank 0 downloads what the other ranks read.
         _models.check_sentence_transformers()
     rank_0_writes_first = request.model == _models.PACKAGED or request.data == "pydocs"
     with first_rank_first() if rank_0_writes_first else nullcontext():
@@ -345,7 +346,9 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
         _common.print_result(asdict(estimate), request.as_json, _format_estimate(estimate))
         return
     _common.kept.append(lambda: _has_vectors(request.output))
-    bar = nullcontext() if rank else _common.progress_bar("encoding", resumes=_common.FRESH)
+    bar: Any = nullcontext()
+    if rank == 0:
+        bar = _common.progress_bar("encoding", resumes=_common.FRESH)
     with (
         bar as update,
         _options.option_errors(max_length="--max-length", dimension="--dimension"),
@@ -357,12 +360,10 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     if rank != 0:
         return
     if request.jsonl is not None:
-        terms = retrieval.term_names(model.tokenizer, manifest.vocab_size)
-        vectors = retrieval.read_vectors(request.output)
         retrieval.export_jsonl(
-            vectors,
+            retrieval.read_vectors(request.output),
             request.jsonl,
-            terms,
+            retrieval.term_names(model.tokenizer, manifest.vocab_size),
             contents=texts,
             overwrite=request.overwrite,
         )
@@ -509,14 +510,21 @@ def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
 
 
 def _index_command(layout: str, vectors: Path) -> str:
-    """The line that says how to index documents of a layout."""
-    source = ("--backend", "late", "--tokens") if layout == "tokens" else ("--vectors",)
+    """Return the line with the command that indexes encoded documents of a layout."""
+    source = ["--vectors"]
+    if layout == "tokens":
+        source = ["--backend", "late", "--tokens"]
     return _common.next_command("index", *source, vectors, "--output", "INDEX")
 
 
 def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
-    """Return how a model of a kind encodes, and refuse options of other kinds of models."""
-    its_kind = f"{request.model} is a {model_kind} one: leave it out"
+    """Return the encoding of a kind of model, and refuse options of other kinds.
+
+    Args:
+        request: options of the command.
+        model_kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
+    """
+    remedy = f"{request.model} is a {model_kind} one: leave it out"
     if model_kind != "sparse":
         refuse_options(
             {
@@ -524,15 +532,15 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
                 "--no-special-tokens": request.special_tokens is not None,
                 "--jsonl": request.jsonl,
             },
-            f"is for sparse models, and {its_kind}",
+            f"is for sparse models, and {remedy}",
         )
     if model_kind not in ("multi-vector", "dense"):
         refuse_options(
             {"--storage": request.storage},
-            f"is for multi-vector and dense models, and {its_kind}",
+            f"is for multi-vector and dense models, and {remedy}",
         )
     if model_kind != "dense":
-        refuse_options({"--dimension": request.dimension}, f"is for dense models, and {its_kind}")
+        refuse_options({"--dimension": request.dimension}, f"is for dense models, and {remedy}")
 
     from tilefold.retrieval.encoding.sparse import SparseEncoding
     from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
@@ -573,7 +581,11 @@ def _texts(
     request: EncodeRequest,
     splitter: Passages | None,
 ) -> Mapping[str, str]:
-    """Return what is encoded by id: documents, their passages, or queries."""
+    """Return the texts that are encoded by id: documents, their passages, or queries.
+
+    Raises:
+        UsageError: for a collection without queries, or without the split.
+    """
     if not request.queries:
         if splitter is None:
             return collection.contents()
@@ -597,7 +609,12 @@ def _has_vectors(output: Path) -> bool:
 
 
 def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
-    """`texts`, or where they are None the documents of a table, which are not loaded."""
+    """Return the texts that shards are read from.
+
+    Args:
+        data: file of the documents.
+        texts: the loaded texts by id; None reads each document from the file when it is needed.
+    """
     from tilefold.retrieval.data.collection import documents_table
     from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts
 
@@ -649,42 +666,29 @@ def _estimate(
     texts: Texts,
     request: EncodeRequest,
 ) -> Estimate:
-    """Estimate what encoding `texts` takes, from a sample that is encoded to a temporary folder."""
-    import torch
+    """Estimate the cost of encoding texts, from a sample that is encoded to a temporary folder.
 
-    from tilefold.retrieval.encoding.truncation import token_counts
+    Args:
+        model: encodes the sample.
+        encoding: how it encodes.
+        texts: texts of the collection.
+        request: size of shards, workers, and ``--rate`` instead of the rate that is measured.
 
+    Raises:
+        CommandError: if the tokenizer refuses every text of the sample.
+    """
     started = time.monotonic()
     survey = texts.plan_shards(request.shard_size, sample=SAMPLED_TEXTS)
     reading_seconds = time.monotonic() - started
-    counts = token_counts(model, survey.sample)
-    sample: list[str] = []
-    n_tokens = 0
-    for text, count in zip(survey.sample, counts, strict=True):
-        if isinstance(count, int):
-            sample.append(text)
-            n_tokens += min(count, encoding.max_length or count)
-    if not sample:
-        problem = next(
-            _common.first_line(count) for count in counts if isinstance(count, Exception)
-        )
-        raise CommandError(
-            f"--data: the tokenizer refuses all {len(counts)} texts of the sample ({problem}).",
-        )
+    sample, n_tokens = _accepted_texts(model, encoding, survey.sample)
     tokens_per_text = n_tokens / len(sample)
     device = model.device.type
-    measured_rate, bytes_per_text = _time_encoding(
-        model,
-        encoding,
-        sample[: TIMED_TEXTS.get(device, TIMED_TEXTS["cpu"])],
-    )
+    timed_texts = sample[: TIMED_TEXTS.get(device, TIMED_TEXTS["cpu"])]
+    rate, bytes_per_text = _time_encoding(model, encoding, timed_texts)
+    rate_from = _describe_device(device)
     if request.rate is not None:
-        rate, rate_from = request.rate, "given with --rate"
-    elif device == "cuda":
-        rate, rate_from = measured_rate, f"measured here on {torch.cuda.get_device_name()}"
-    else:
-        threads = torch.get_num_threads()
-        rate, rate_from = measured_rate, f"measured here on {device} with {threads} threads"
+        rate = request.rate
+        rate_from = "given with --rate"
     workers = request.workers or 1
     return Estimate(
         texts=survey.count,
@@ -704,18 +708,70 @@ def _estimate(
     )
 
 
+def _accepted_texts(
+    model: Model,
+    encoding: Encoding,
+    texts: Sequence[str],
+) -> tuple[list[str], int]:
+    """Return the texts that the tokenizer of a model accepts, and the sum of their tokens.
+
+    Args:
+        model: has the tokenizer.
+        encoding: limits the tokens of a text.
+        texts: the sample.
+
+    Raises:
+        CommandError: if the tokenizer refuses all of them.
+    """
+    from tilefold.retrieval.encoding.truncation import token_counts
+
+    accepted: list[str] = []
+    n_tokens = 0
+    errors: list[Exception] = []
+    for text, count in zip(texts, token_counts(model, texts), strict=True):
+        if isinstance(count, Exception):
+            errors.append(count)
+            continue
+        accepted.append(text)
+        n_tokens += min(count, encoding.max_length or count)
+    if not accepted:
+        raise CommandError(
+            f"--data: the tokenizer refuses all {len(errors)} texts of the sample "
+            f"({_common.first_line(errors[0])}).",
+        )
+    return accepted, n_tokens
+
+
+def _describe_device(device: str) -> str:
+    """Return in words where the rate of an estimate was measured."""
+    import torch
+
+    if device == "cuda":
+        return f"measured here on {torch.cuda.get_device_name()}"
+    return f"measured here on {device} with {torch.get_num_threads()} threads"
+
+
 def _time_encoding(
     model: Model,
     encoding: Encoding,
     sample: list[str],
 ) -> tuple[float, float]:
-    """Return texts per second and bytes per text of a sample: the faster of two runs."""
+    """Encode a sample to a temporary folder, and return its rate and size.
+
+    Args:
+        model: encodes the sample.
+        encoding: how it encodes.
+        sample: texts to encode.
+
+    Returns:
+        Texts per second of the fastest run, and bytes per text.
+    """
     from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
 
     texts = {str(number): text for number, text in enumerate(sample)}
     seconds: list[float] = []
     with tempfile.TemporaryDirectory(prefix="tilefold-dry-run-") as name:
-        for run in range(2):
+        for run in range(TIMED_RUNS):
             folder = Path(name) / str(run)
             started = time.perf_counter()
             manifest = encode_to_folder(encoding, model, texts, Output(folder, len(texts)))

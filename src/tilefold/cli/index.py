@@ -21,23 +21,24 @@ from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.bm25 import BM25Options
+    from tilefold.retrieval.vectors.tokens import TokenVectors
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller,
 # and built in seconds.
 SEISMIC_DOCUMENTS = 100_000
+# Terms per document above which seismic becomes slow and large.
 LONG_VECTOR = 256
 BM25 = "bm25"
 QDRANT = "qdrant"
 LATE = "late"
 SEISMIC = "seismic"
-SAMPLED_QUERIES = 64  # whose recall a late index measures
+# Queries on which a late index measures its recall.
+SAMPLED_QUERIES = 64
 _BACKEND_HELP = (
     "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give "
-    "--data), seismic "
-    "(approximate, for much larger collections; encode with --top-k 128 or so), qdrant (exact; to "
-    "add to "
-    "and delete from; in the folder, or on the server at --url), or late (late interaction: give "
-    "--tokens)."
+    "--data), seismic (approximate, for much larger collections; encode with --top-k 128 or so), "
+    "qdrant (exact; to add to and delete from; in the folder, or on the server at --url), or late "
+    "(late interaction: give --tokens)."
 )
 
 
@@ -362,8 +363,11 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         """Return the options of a Seismic index that were given, by field of `SeismicOptions`."""
         from tilefold.retrieval.index.seismic import SeismicOptions
 
-        names = [field.name for field in fields(SeismicOptions)]
-        options = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        options: dict[str, object] = {}
+        for field in fields(SeismicOptions):
+            value = getattr(self, field.name)
+            if value is not None:
+                options[field.name] = value
         with _options.option_errors(
             n_postings="--n-postings",
             centroid_fraction="--centroid-fraction",
@@ -379,8 +383,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
 
 
 def index(request: IndexRequest) -> None:
-    """Build an index: of encoded documents (exact, seismic, qdrant, late), or of the words of a
-    collection (bm25).
+    """Build an index of encoded documents, or of the words of a collection (bm25).
 
     late scores all documents on a GPU; on a CPU it scores candidates, whose recall is printed. Of
     dense vectors, exact searches all of them on a GPU if there is one.
@@ -394,14 +397,14 @@ def index(request: IndexRequest) -> None:
     started = time.monotonic()
     if request.changes_index:
         with _common.noting_precisions():
-            changes = _change(request)
+            counts = _change(request)
         seconds = round(time.monotonic() - started, 3)
         summary = (
-            f"{changes['n_documents']} documents: {changes['written']} written, "
-            f"{changes['deleted']} removed "
-            f"in {seconds:.1f} s: {request.output}"
+            f"{counts['n_documents']} documents: {counts['written']} written, "
+            f"{counts['deleted']} removed in {seconds:.1f} s: {request.output}"
         )
-        _common.print_result({**changes, "seconds": seconds}, request.as_json, summary)
+        result = {"output": str(request.output), **counts, "seconds": seconds}
+        _common.print_result(result, request.as_json, summary)
         return
     if not request.overwrite:
         _check_new(request.output)
@@ -425,9 +428,16 @@ def _build(request: IndexRequest, splitter: Passages | None) -> Any:
 
 
 def _print_new_index(request: IndexRequest, built: Any, n_documents: int, seconds: float) -> None:
-    """Print what was built, and the command that searches it."""
+    """Print the size of a new index, and the command that searches it.
+
+    Args:
+        request: options of the command.
+        built: the index.
+        n_documents: number of its documents or passages.
+        seconds: time of building and saving.
+    """
     backend = request.new_backend
-    result = {
+    result: dict[str, Any] = {
         "output": str(request.output),
         "backend": backend,
         "n_documents": n_documents,
@@ -439,7 +449,7 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
         result["passages"] = built.provenance.passages
     summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.output}"
     if backend == LATE:
-        result |= built.options
+        result.update(built.options)
         recall = ""
         if built.recall:
             recall = (
@@ -454,8 +464,10 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
             f"{name} ({' or '.join(kinds)})" for name, kinds in built.metadata.kinds.items()
         ]
         summary += f"; metadata: {', '.join(fields_of_metadata)}"
-    model = () if backend == BM25 else ("--model", "MODEL")
-    search = _common.next_command("search", "QUERY", "--index", request.output, *model)
+    search_words = ["search", "QUERY", "--index", request.output]
+    if backend != BM25:
+        search_words += ["--model", "MODEL"]
+    search = _common.next_command(*search_words)
     _common.print_result(result, request.as_json, summary, search)
 
 
@@ -464,15 +476,15 @@ def _check_new(output: Path) -> None:
     if not (output / MANIFEST_NAME).exists():
         return  # whoever writes the index refuses other files
     try:
-        described = read_description(output)
+        description = read_description(output)
     except (DataError, OSError) as error:
         raise CommandError(
             f"--output: {output} holds an index that cannot be read, and was not overwritten: "
             f"{error}",
         ) from error
     raise CommandError(
-        f"--output: {output} holds an index already ({described['backend']}, "
-        f"{described['n_documents']:,} documents). Give --update to put documents into it, "
+        f"--output: {output} holds an index already ({description['backend']}, "
+        f"{description['n_documents']:,} documents). Give --update to put documents into it, "
         "--overwrite to replace it, or another folder; nothing was overwritten.",
     )
 
@@ -497,10 +509,14 @@ def _build_bm25(request: IndexRequest, splitter: Passages | None) -> Any:
 
 
 def _build_of_vectors(request: IndexRequest) -> Any:
-    """Build an index of sparse or dense vectors: exact, seismic or qdrant."""
+    """Build an index of sparse or dense vectors: exact, seismic or qdrant.
+
+    Raises:
+        UsageError: for dense vectors and a backend that does not search them.
+    """
     backend = request.new_backend
     seismic_options = request.seismic_options() if backend == SEISMIC else {}
-    vectors = _read(request.vectors, backend)
+    vectors = _read_vectors(request.vectors, backend)
     metadata = _metadata(request.data, request.vectors, vectors)
     if not isinstance(vectors, retrieval.SparseVectors):
         if backend != "exact":
@@ -526,7 +542,7 @@ def _build_of_vectors(request: IndexRequest) -> Any:
     return retrieval.build_index(vectors, backend, metadata=metadata, **seismic_options)
 
 
-def _read(vectors: Path | None, backend: str) -> Any:
+def _read_vectors(vectors: Path | None, backend: str) -> Any:
     """Read the encoded documents of ``--vectors``, which an index of the backend needs."""
     if vectors is None:
         raise UsageError(
@@ -553,6 +569,7 @@ def _metadata(
     if data is None or folder is None:
         return None
     collection = _common.load_data(data, documents_only=True)
+    # Vectors in a folder have their provenance in the manifest.
     provenance = getattr(vectors, "manifest", vectors).provenance
     _scores.check_texts(str(folder), provenance, collection, _scores.texts_of(collection))
     are_passages = provenance.passages is not None
@@ -583,13 +600,7 @@ def _build_late(request: IndexRequest) -> Any:
     """Build an index of token vectors in the folder of ``--output``."""
     queries = None
     if request.queries is not None:
-        store = retrieval.open_tokens(request.queries)
-        if store.manifest.kind != "query" or store.manifest.storage == "int8":
-            raise UsageError(
-                "--queries: expected vectors in fp16 of encode --queries, got others in "
-                f"{request.queries}.",
-            )
-        queries = store.read(list(store.ids)[:SAMPLED_QUERIES])
+        queries = _read_query_sample(request.queries)
     with _options.option_errors(
         storage="--storage",
         pool_factor="--pool-factor",
@@ -608,15 +619,39 @@ def _build_late(request: IndexRequest) -> Any:
         )
 
 
+def _read_query_sample(folder: Path) -> TokenVectors:
+    """Return the token vectors of some queries in a folder.
+
+    Raises:
+        UsageError: for vectors of documents, or in int8.
+    """
+    store = retrieval.open_tokens(folder)
+    if store.manifest.kind != "query" or store.manifest.storage == "int8":
+        raise UsageError(
+            f"--queries: expected vectors in fp16 of encode --queries, got others in {folder}.",
+        )
+    return store.read(list(store.ids)[:SAMPLED_QUERIES])
+
+
 def _build_qdrant(
     request: IndexRequest,
     vectors: Any,
     metadata: Mapping[str, Mapping[str, object]] | None,
 ) -> Any:
-    """Build a Qdrant index in the folder of ``--output``, or on the server of ``--url``."""
+    """Build a Qdrant index in the folder of ``--output``, or on the server of ``--url``.
+
+    Args:
+        request: options of the command.
+        vectors: sparse vectors of the documents.
+        metadata: fields of documents by id; None without metadata.
+    """
     n_written = 0
     _common.kept.append(lambda: n_written > 0)
-    on_server = request.url is not None
+    folder: Path | None = request.output
+    collection = None
+    if request.url is not None:
+        folder = None
+        collection = request.collection or request.output.resolve().name
     with (
         _options.option_errors(url="--url", weights="--weights", name="--collection"),
         _common.progress_bar("indexing") as update,
@@ -634,9 +669,9 @@ def _build_qdrant(
             vectors,
             QDRANT,
             metadata=metadata,
-            folder=None if on_server else request.output,
+            folder=folder,
             url=request.url,
-            collection=(request.collection or request.output.resolve().name) if on_server else None,
+            collection=collection,
             weights=request.weights or "float32",
             overwrite=request.overwrite,
             progress=report_progress,
@@ -644,24 +679,52 @@ def _build_qdrant(
         )
 
 
-def _change(request: IndexRequest) -> dict[str, Any]:
+def _change(request: IndexRequest) -> dict[str, int]:
     """Change an index: remove documents, add or replace documents, merge segments.
 
     Returns:
-        The result for ``--json``: the documents that were written and deleted, and those that the
-        index has now.
+        Numbers of documents: ``written`` and ``deleted``, and ``n_documents`` of the index now.
 
     Raises:
         UsageError: for options that do not fit the index.
     """
-    from tilefold.retrieval.index.merging import merge_segments, update_index
-
     output = request.output
     backend = read_description(output)["backend"]
-    accepted = {None, backend}
+    _check_change_fits(request, backend)
+    deleted_ids = [] if request.delete is None else _read_ids(request.delete)
+    if backend == BM25:
+        return _change_words(request, deleted_ids)
+    is_late = backend == LATE
+    source = request.tokens if is_late else request.vectors
+    vectors = None
+    if request.update and is_late:
+        vectors = _retrievers.read_tokens(source)
+    elif request.update:
+        vectors = _read_vectors(source, backend)
+    metadata = _metadata(request.data, source, vectors)
+    if backend == QDRANT:
+        return _change_qdrant(output, vectors, deleted_ids, metadata)
+    with _options.option_errors(
+        metadata="--data",
+        vectors="--tokens" if is_late else "--vectors",
+        index="--output",
+        path="--output",
+    ):
+        return _change_segments(request, vectors, deleted_ids, metadata)
+
+
+def _check_change_fits(request: IndexRequest, backend: str) -> None:
+    """Raise ``UsageError`` for options that do not fit the index that is changed.
+
+    Args:
+        request: options of the command.
+        backend: backend of the index at ``--output``.
+    """
+    output = request.output
+    accepted_backends = {None, backend}
     if backend == DENSE:
-        accepted.add("exact")
-    if request.backend not in accepted:
+        accepted_backends.add("exact")
+    if request.backend not in accepted_backends:
         raise UsageError(
             f"--backend: {output} is an index of backend {backend}, got {request.backend}.",
         )
@@ -670,54 +733,64 @@ def _change(request: IndexRequest) -> dict[str, Any]:
             f"--merge goes with exact, dense, seismic and late indexes; {output} ({backend}) is of "
             "one part.",
         )
-    ids = [] if request.delete is None else _read_ids(request.delete)
     if backend == BM25:
         refuse_options(
             {"--vectors": request.vectors},
             f"does nothing here: {output} is a BM25 index, which reads --data",
         )
-        return {"output": str(output)} | _change_words(request, ids)
-    late = backend == LATE
+        return
+    unused_options: dict[str, object] = {"--tokens": request.tokens}
+    if backend == LATE:
+        unused_options = {"--vectors": request.vectors}
     refuse_options(
-        {"--vectors": request.vectors} if late else {"--tokens": request.tokens},
+        unused_options,
         f"does nothing here: {output} is an index of backend {backend}",
     )
-    source = request.tokens if late else request.vectors
-    vectors = None
-    if request.update:
-        vectors = _retrievers.read_tokens(source) if late else _read(source, backend)
-    metadata = _metadata(request.data, source, vectors)
-    if backend == QDRANT:
-        return _change_qdrant(output, vectors, ids, metadata)
-    changes: dict[str, Any] = {"written": 0, "deleted": 0}
-    with _options.option_errors(
-        metadata="--data",
-        vectors="--tokens" if late else "--vectors",
-        index="--output",
-        path="--output",
-    ):
-        if request.update or request.delete is not None:
-            changes = update_index(output, vectors, ids, metadata=metadata)
-        if request.merge:
-            changes["n_documents"] = merge_segments(output)
-    return {"output": str(output)} | changes
+
+
+def _change_segments(
+    request: IndexRequest,
+    vectors: Any,
+    deleted_ids: Sequence[str],
+    metadata: Mapping[str, Mapping[str, object]] | None,
+) -> dict[str, int]:
+    """Update an index of segments (exact, dense, seismic, late), and merge its segments.
+
+    Args:
+        request: options of the command.
+        vectors: of the new documents; None adds none.
+        deleted_ids: ids of documents to remove.
+        metadata: fields of the new documents by id.
+
+    Returns:
+        Numbers of documents, see :func:`_change`.
+    """
+    from tilefold.retrieval.index.merging import merge_segments, update_index
+
+    counts = {"written": 0, "deleted": 0}
+    if request.update or request.delete is not None:
+        counts = update_index(request.output, vectors, deleted_ids, metadata=metadata)
+    if request.merge:
+        counts["n_documents"] = merge_segments(request.output)
+    return counts
 
 
 def _read_ids(path: Path) -> list[str]:
     """Return the ids of documents in a file, one per line."""
     text = _options.read_text(path, "--delete", "utf-8-sig")
-    return [line for line in text.split("\n") if line.strip()]  # not at characters inside an id
+    # `splitlines` would also divide an id at other characters, such as a form feed.
+    return [line for line in text.split("\n") if line.strip()]
 
 
-def _change_words(request: IndexRequest, names: Sequence[str]) -> dict[str, Any]:
+def _change_words(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str, int]:
     """Remove documents from a BM25 index, and add or replace the documents of ``--data``.
 
     Args:
         request: names the index and the data.
-        names: ids of documents to remove.
+        deleted_ids: ids of documents to remove.
 
     Returns:
-        Counts of documents: those in the index, written and deleted.
+        Numbers of documents, see :func:`_change`.
     """
     output = request.output
     data = request.data if request.update else None
@@ -737,8 +810,8 @@ def _change_words(request: IndexRequest, names: Sequence[str]) -> dict[str, Any]
                 texts = Passages.parse(passages).of(collection.documents)
             if index.metadata is not None and not metadata:
                 _note_missing_metadata(data)  # metadata of replaced documents is lost
-        n_deleted = len(ids_to_delete(index.ids, set(names), (), passages))
-        changed = index.updated(texts, names, metadata)
+        n_deleted = len(ids_to_delete(index.ids, set(deleted_ids), (), passages))
+        changed = index.updated(texts, deleted_ids, metadata)
         changed.save(output, overwrite=True)
     return {"n_documents": changed.n_documents, "written": len(texts), "deleted": n_deleted}
 
@@ -746,9 +819,9 @@ def _change_words(request: IndexRequest, names: Sequence[str]) -> dict[str, Any]
 def _change_qdrant(
     output: Path,
     vectors: Any,
-    names: list[str],
+    deleted_ids: list[str],
     metadata: Mapping[str, Mapping[str, object]] | None,
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Remove documents from a Qdrant index, and add or replace documents.
 
     Of an index of passages, all passages of a document that is removed or replaced are deleted,
@@ -757,11 +830,11 @@ def _change_qdrant(
     Args:
         output: folder of the index.
         vectors: of the new documents; None only removes documents.
-        names: ids of documents to remove.
+        deleted_ids: ids of documents to remove.
         metadata: fields of the new documents by id.
 
     Returns:
-        The result for ``--json``, with counts of documents.
+        Numbers of documents, see :func:`_change`.
 
     Raises:
         CommandError: for vectors that the index cannot hold.
@@ -788,17 +861,17 @@ def _change_qdrant(
                         "--data: expected the fields of the new documents, because the index keeps "
                         "metadata, got none. Without them, filters would not find the documents.",
                     )
-            deleted_ids = names
+            deleted_entries = deleted_ids
             if collection.layout.passages is not None:
-                changed_documents = set(names)
+                changed_documents = set(deleted_ids)
                 if documents is not None:
                     changed_documents.update(map(document_of, documents.ids))
-                deleted_ids = [
+                deleted_entries = [
                     passage
                     for passage in collection.ids()
                     if document_of(passage) in changed_documents
                 ]
-            n_deleted = collection.delete(deleted_ids)
+            n_deleted = collection.delete(deleted_entries)
             if documents is not None:
                 with _common.progress_bar("writing") as update:
                     collection.upsert(documents, progress=update)
@@ -807,7 +880,6 @@ def _change_qdrant(
     except DataError as error:
         raise CommandError(f"--output: {error}") from error
     return {
-        "output": str(output),
         "n_documents": n_documents,
         "written": 0 if documents is None else len(documents),
         "deleted": n_deleted,
@@ -847,7 +919,7 @@ class MergeRequest(Options):
 
 
 def merge(request: MergeRequest) -> None:
-    """Write several folders of vectors as one: sparse, token or dense ones, whose texts differ.
+    """Write folders of vectors of different texts as one: sparse, token or dense vectors.
 
     Example:
         tilefold merge VECTORS MORE_VECTORS --output ALL_VECTORS

@@ -255,27 +255,17 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
 
 
 def serve(request: ServeRequest) -> None:
-    """Serve a model and an index over HTTP, wire-compatible with text-embeddings-inference 1.9;
-    Ctrl-C ends it.
+    """Serve a model and an index over HTTP, as text-embeddings-inference 1.9 does.
 
     POST /embed_sparse, /embed_all, /embed, /rerank, /score, /tokenize and /decode; GET /info,
     /health and /metrics. The same routes below /query and /document encode queries and documents,
     where a model tells them apart. With --index, GET and POST /v1/NAME/search and GET
-    /v1/NAME/doc/ID.
+    /v1/NAME/doc/ID. Ctrl-C ends the server.
 
     Example:
         tilefold serve --index INDEX --model MODEL --data DATA
     """
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise CommandError(
-            f'tilefold serve needs {error.name}: pip install "tilefold[serve]"',
-        ) from error
-    from tilefold.serve.server import bind
-
+    _check_packages()
     limits = request.limits()
     key = _read_key(request.api_key_file)
     origins = request.cors_allow_origin or []
@@ -286,17 +276,10 @@ def serve(request: ServeRequest) -> None:
             "--model": request.model,
             "--tokens": request.tokens,
             "--tokens-model": request.tokens_model,
-        }
+        },
     )
-    try:  # before the model is loaded, which takes longer than finding out that a port is taken
-        opened = bind(request.host, request.port)
-    except OSError as error:
-        why = error.strerror or _common.first_line(error)
-        raise CommandError(
-            f"--host, --port: cannot listen on {request.host}:{request.port} ({why}); try --port "
-            "0.",
-        ) from error
-    with opened:
+    # Loading a model takes longer than finding out that the port is taken.
+    with _bind(request.host, request.port) as bound:
         from tilefold.serve.service import Service
 
         models, searchable = _load(request)
@@ -306,42 +289,83 @@ def serve(request: ServeRequest) -> None:
                 f"--host: anyone who can reach {request.host} may use this server; set "
                 "--api-key-file to require a key",
             )
-        _run(service, key, opened, request.host, origins)
+        _run(service, key, bound, request.host, origins)
+
+
+def _check_packages() -> None:
+    """Raise ``CommandError`` if a package that the server needs is not installed."""
+    try:
+        import fastapi  # noqa: F401
+        import prometheus_client  # noqa: F401
+        import uvicorn  # noqa: F401
+    except ImportError as error:
+        raise CommandError(
+            f'tilefold serve needs {error.name}: pip install "tilefold[serve]"',
+        ) from error
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Bind a socket to ``--host`` and ``--port``.
+
+    Raises:
+        CommandError: if the port is taken, or the host is none of this machine.
+    """
+    from tilefold.serve.server import bind
+
+    try:
+        return bind(host, port)
+    except OSError as error:
+        reason = error.strerror or _common.first_line(error)
+        raise CommandError(
+            f"--host, --port: cannot listen on {host}:{port} ({reason}); try --port 0.",
+        ) from error
 
 
 def _run(
     service: Service,
     key: str | None,
-    opened: socket.socket,
+    bound: socket.socket,
     host: str,
     origins: Sequence[str],
 ) -> None:
+    """Encode a word with every model, and serve until Ctrl-C or SIGTERM.
+
+    Args:
+        service: models and index.
+        key: that requests must carry; None requires none.
+        bound: socket of :func:`_bind`.
+        host: value of ``--host``.
+        origins: sites whose pages may send requests.
+    """
     from tilefold.serve.app import create_app
     from tilefold.serve.server import run
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    served = [model.name for model in service.models.values()]
-    names = " and ".join([*served, service.searchable.name] if service.searchable else served)
-    shown = f"[{host}]" if ":" in host else host
-    port = opened.getsockname()[1]
+    names = [model.name for model in service.models.values()]
+    if service.searchable is not None:
+        names.append(service.searchable.name)
+    served_names = " and ".join(names)
     try:
         service.warm_up()
-    except Exception as error:  # of any model, before anybody asks it
+    except Exception as error:  # a model may raise any
         raise CommandError(
-            f"--model: {names} cannot encode a word ({_common.first_line(error)}).",
+            f"--model: {served_names} cannot encode a word ({_common.first_line(error)}).",
         ) from error
-    app = create_app(service, key, local=host in _LOOPBACK and key is None, origins=origins)
+    is_private = host in _LOOPBACK and key is None
+    app = create_app(service, key, local=is_private, origins=origins)
+    host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
+    port = bound.getsockname()[1]
 
     def announce() -> None:
-        note(f"{names} at http://{shown}:{port}; Ctrl-C ends")
+        note(f"{served_names} at http://{host_in_url}:{port}; Ctrl-C ends")
         for model in service.models.values():
             note(f"{model.name} computes in {model.precision}")
 
-    run(app, service, opened, announce)
+    run(app, service, bound, announce)
 
 
 def _read_key(file: Path | None) -> str | None:
-    """The key of --api-key-file, else that of the environment, else None."""
+    """Return the key of ``--api-key-file``, or of the environment; None if neither has one."""
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     key = _options.read_text(file, "--api-key-file").strip()
@@ -353,33 +377,46 @@ def _read_key(file: Path | None) -> str | None:
 
 
 def _load(request: ServeRequest) -> tuple[list[Served], Searchable | None]:
-    """The models, each loaded once, and the index with what belongs to it."""
+    """Load the models, each once, and the index with what belongs to it.
+
+    Returns:
+        The models, at most one of each kind, and the index; None without ``--index``.
+    """
     from tilefold.serve.models import Served
 
     if request.index is not None:
         return _load_with_index(request, request.index)
-    served = []
+    models: list[Served] = []
     if request.model is not None:
-        model, kind = _models.load_model(request.model, kinds=("sparse", "multi-vector", "dense"))
-        _limit(model, request)
-        served.append(Served(model, kind, request.model))  # type: ignore[arg-type]
+        kinds = ("sparse", "multi-vector", "dense")
+        model, kind = _models.load_model(request.model, kinds=kinds)
+        _limit_length(model, request)
+        models.append(Served(model, kind, request.model))  # type: ignore[arg-type]
     if request.tokens is not None:
-        served.append(_late(request, texts=True)[0])  # its model is of use alone
-    if len({each.kind for each in served}) < len(served):
+        # Without an index, nothing reads the token vectors: only their model is served.
+        late, _ = _load_late(request, texts=True)
+        models.append(late)
+    if len({model.kind for model in models}) < len(models):
         raise UsageError(
             "--tokens: --model is a multi-vector model itself, which reranks: leave one out.",
         )
-    return served, None
+    return models, None
 
 
 def _load_with_index(
     request: ServeRequest,
     index_path: Path,
 ) -> tuple[list[Served], Searchable]:
-    """Load the index, its model, and what else belongs to it."""
+    """Load the index, its model, and what else belongs to it.
+
+    Returns:
+        The models: that of the index, and that of ``--tokens``; and the index.
+    """
     from tilefold.serve.searchable import Searchable
 
-    index, model, options = _retrievers.load_index(request, _common.texts_of(request.data))
+    loaded = _retrievers.load_index(request, _common.texts_of(request.data))
+    index = loaded.index
+    model = loaded.model
     documents: Mapping[str, Document] = {}
     if request.data is not None:
         documents = _scores.open_documents(request.data, index_path, index.provenance)
@@ -392,9 +429,10 @@ def _load_with_index(
     else:
         encoder = _served_encoder(request, index_path, index.backend, model)
     vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
-    late = store = None
+    late = None
+    store = None
     if request.tokens is not None:
-        late, store = _late(request, texts=request.data is not None)
+        late, store = _load_late(request, texts=request.data is not None)
         if model is None and store is not None:
             refuse_options(
                 {"--max-length": request.max_length},
@@ -419,7 +457,7 @@ def _load_with_index(
             late=late,
             store=store,
             query_top_k=request.query_top_k,
-            options=options,
+            options=loaded.search_options,
         )
     models = [served for served in (encoder, late) if served is not None]
     return models, searchable
@@ -431,10 +469,17 @@ def _served_encoder(
     backend: str,
     model: Model,
 ) -> Served:
-    """Return the model of an index of vectors, and refuse options of other indexes."""
+    """Return the model of an index of vectors as it is served, and refuse options of others.
+
+    Args:
+        request: options of the command.
+        index_path: folder of the index.
+        backend: backend of the index, which decides the kind of the model.
+        model: encodes queries for the index.
+    """
     from tilefold.serve.models import Served
 
-    _limit(model, request)
+    _limit_length(model, request)
     kind: Kind = "sparse"
     if backend == DENSE:
         kind = "dense"
@@ -455,16 +500,16 @@ def _load_bm25(path: Path) -> Any:
     """Open the BM25 index of ``--bm25``."""
     from tilefold.retrieval.index.opening import open_index
 
-    words = open_index(path)
-    if words.backend != "bm25":
+    index = open_index(path)
+    if index.backend != "bm25":
         raise UsageError(
             f"--bm25: {path} is an index of vectors; try tilefold index --backend bm25.",
         )
-    return words
+    return index
 
 
-def _limit(model: Model, request: ServeRequest) -> None:
-    """Let a model read as many tokens as --max-length says."""
+def _limit_length(model: Model, request: ServeRequest) -> None:
+    """Let a model read at most ``--max-length`` tokens of a text."""
     from tilefold.retrieval.encoding.truncation import limit_length
 
     with _options.option_errors(max_length="--max-length"):
@@ -472,8 +517,16 @@ def _limit(model: Model, request: ServeRequest) -> None:
             limit_length(model, side, request.max_length)
 
 
-def _late(request: ServeRequest, texts: bool) -> tuple[Served, TokenStore | None]:
-    """The multi-vector model of --tokens, and its token vectors if those are what is there."""
+def _load_late(request: ServeRequest, texts: bool) -> tuple[Served, TokenStore | None]:
+    """Load the multi-vector model of ``--tokens``, and its token vectors if the option names them.
+
+    Args:
+        request: options of the command.
+        texts: whether the texts of candidates are at hand.
+
+    Returns:
+        The model, and the token vectors; None in their place if ``--tokens`` is a model.
+    """
     from tilefold.serve.models import Served
 
     model, store = _retrievers.load_late(
@@ -482,7 +535,10 @@ def _late(request: ServeRequest, texts: bool) -> tuple[Served, TokenStore | None
         texts,
         "--tokens",
     )
+    # Queries for token vectors are read as they were when the vectors were made.
     if store is None or request.index is None:
-        _limit(model, request)
-    name = request.tokens if store is None else request.tokens_model or store.manifest.model_source
+        _limit_length(model, request)
+    name = request.tokens
+    if store is not None:
+        name = request.tokens_model or store.manifest.model_source
     return Served(model, "multi-vector", str(name)), store

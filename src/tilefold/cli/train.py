@@ -510,8 +510,8 @@ def _open_negatives(config: Any, request: TrainRequest) -> RowsAhead | Path | No
     Millions of rows take as long as the documents.
 
     Returns:
-        The rows that are read ahead. The path for a recipe that does not read negatives, and without
-        documents, because other errors then come first. None without ``--negatives``.
+        The rows that are read ahead. Their path for a recipe that does not read negatives, and
+        without documents, because other errors then come first. None without ``--negatives``.
     """
     from tilefold.retrieval.training_data.rows import RowsAhead
 
