@@ -75,7 +75,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
         return 1
     from tilefold.cli import _common, _options
 
-    _common.kept.clear()
+    _common.finished_work_checks.clear()
     _options.command_line[:] = [*args, "--debug"] if debug else args
     try:
         exit_code = _run_command(args)
@@ -95,7 +95,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     if exit_code != INTERRUPTED:  # typer turns Ctrl-C into this code
         return exit_code
     outcome = "Nothing was kept."
-    if any(is_kept() for is_kept in _common.kept):
+    if any(has_finished_work() for has_finished_work in _common.finished_work_checks):
         outcome = "Finished work is kept: run the same command again to resume."
     cause = "Ended by SIGTERM" if termination.received else "Interrupted"
     _common.note(f"{cause}. {outcome}")
@@ -105,7 +105,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
 def _run_command(args: list[str]) -> int:
     """Run a command, note the texts that were truncated, and return its exit code.
 
-    Without arguments, the help is printed, which shows the commands of which one was expected.
+    Without arguments, the help is printed, which shows the commands.
     """
     import typer
 

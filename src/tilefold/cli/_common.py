@@ -42,7 +42,7 @@ DROP_UNKNOWN_HELP = (
 
 
 class RanksInterruptedError(Exception):
-    """A signal has ended the ranks of a command, of which rank 0 has reported what is kept.
+    """A signal has ended the ranks of a command, and rank 0 has reported whether work is kept.
 
     Attributes:
         exit_code: exit code of the command.
@@ -110,7 +110,7 @@ def print_json(value: object) -> None:
 
 
 def shorten(text: str, cells: int) -> str:
-    """Shorten a text to one line of at most so many cells; wide characters take two."""
+    """Shorten a text to one line that fits into `cells` of a terminal; wide characters take two."""
     from rich.text import Text
 
     line = Text(" ".join(text.split()))
@@ -181,12 +181,13 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
     """Show progress on stderr: a bar on a terminal, and otherwise a line per minute.
 
     Args:
-        text: what is done.
+        text: name of the work, such as ``"encoding"``.
         resumes: if given, the first reported number was done by an earlier run, and a line says so.
             The text says how to start over, and may be empty.
 
     Yields:
-        A function of the number that is done, the total, and a remark or None.
+        A function that shows progress. It takes the number that is done, the total, and a remark
+        or None.
     """
     console = stderr()
     announces_resumption = resumes is not None
@@ -229,7 +230,7 @@ class _LinePerMinute:
     """Progress as lines on stderr, one per minute at most, with rate and remaining time.
 
     Args:
-        text: what is done.
+        text: name of the work.
     """
 
     def __init__(self, text: str) -> None:
@@ -296,7 +297,7 @@ def heartbeat(text: str) -> Iterator[None]:
 
 
 # Functions that return, after Ctrl-C, whether there is work that the same command resumes from.
-kept: list[Callable[[], bool]] = []
+finished_work_checks: list[Callable[[], bool]] = []
 
 # Names of the fields of documents, for the commands that run.
 _fields: list[DocumentFields] = []

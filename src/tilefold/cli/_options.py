@@ -107,7 +107,7 @@ def refuse_options(options: Mapping[str, object], reason: str) -> None:
 def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
     """Return the declarations of the options of a request by field.
 
-    A request's own fields precede those of its base classes, as in ``--help``.
+    Fields of a request precede the fields of its base classes, as in ``--help``.
     """
     hints = get_type_hints(request_type, include_extras=True)
     declared: dict[str, ParameterInfo] = {}
@@ -124,7 +124,7 @@ def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """Return the values of a ``Literal``, also of one that may be None; empty for other types."""
+    """Return the values of a ``Literal`` or an optional ``Literal``; empty for other types."""
     for alternative in (annotation, *get_args(annotation)):
         if get_origin(alternative) is Literal:
             return get_args(alternative)

@@ -1,4 +1,4 @@
-"""Options that name what is searched, with feedback (--prf) and reranking, and what they load."""
+"""Options of searches: index, passages, feedback (--prf) and reranking; and loading their files."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> dict[str, Any]:
     """
     from tilefold.recipes import train
 
-    _common.kept.append(lambda: any(output.glob("*/data")))
+    _common.finished_work_checks.append(lambda: any(output.glob("*/data")))
     with stages.stage("collection", "collection: the documentation of this Python") as outcome:
         full_collection = _common.load_data("pydocs", output / "data")
         collection = steps.take(steps.split(full_collection, size), size.documents)

@@ -321,7 +321,13 @@ def encode(request: EncodeRequest) -> None:
 
 
 def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int) -> None:
-    """Load data and model, encode the share of this rank, and print the result on rank 0."""
+    """Load data and model, encode the share of this rank, and print the result on rank 0.
+
+    Args:
+        request: options of the command.
+        splitter: how documents are split into passages; None encodes whole documents.
+        rank: rank of this process.
+    """
     if rank != 0:
         # The import takes seconds, in which rank 0 downloads what the other ranks read.
         _models.check_sentence_transformers()
@@ -336,7 +342,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
         )
     with _options.option_errors(storage="--storage"):
         encoding = _encoding_of(request, kind)
-    if splitter is not None and collection is not None and texts is not None and rank == 0:
+    if rank == 0 and splitter is not None and collection is not None and texts is not None:
         note(
             f"{len(collection.documents):,} documents in {len(texts):,} passages of at most "
             f"{request.passages} words",
@@ -345,18 +351,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
         estimate = _estimate(model, encoding, _source(request.data, texts), request)
         _common.print_result(asdict(estimate), request.as_json, _format_estimate(estimate))
         return
-    _common.kept.append(lambda: _has_vectors(request.output))
-    bar: Any = nullcontext()
-    if rank == 0:
-        bar = _common.progress_bar("encoding", resumes=_common.FRESH)
-    with (
-        bar as update,
-        _options.option_errors(max_length="--max-length", dimension="--dimension"),
-    ):
-        if request.engine == "ray":
-            manifest = _encode_on_ray(request, encoding, kind, _source(request.data, texts), update)
-        else:
-            manifest = _encode_here(request, encoding, model, texts or {}, update)
+    manifest = _encode_texts(request, encoding, model, kind, texts, rank)
     if rank != 0:
         return
     if request.jsonl is not None:
@@ -368,6 +363,36 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
             overwrite=request.overwrite,
         )
     _print_manifest(manifest, request.output, request.as_json)
+
+
+def _encode_texts(
+    request: EncodeRequest,
+    encoding: Encoding,
+    model: Model,
+    kind: str,
+    texts: Mapping[str, str] | None,
+    rank: int,
+) -> Any:
+    """Encode with the engine of the request, and return the manifest.
+
+    Args:
+        request: options of the command.
+        encoding: how the model encodes.
+        model: encodes without Ray, whose workers load it themselves.
+        kind: kind of the model.
+        texts: texts by id; None reads them from the file of ``--data``, for Ray.
+        rank: rank of this process. Rank 0 shows the progress.
+    """
+    _common.finished_work_checks.append(lambda: _has_vectors(request.output))
+    bar: Any = nullcontext()
+    if rank == 0:
+        bar = _common.progress_bar("encoding", resumes=_common.FRESH)
+    option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
+    with bar as update, option_errors:
+        if request.engine == "ray":
+            source = _source(request.data, texts)
+            return _encode_on_ray(request, encoding, kind, source, update)
+        return _encode_here(request, encoding, model, texts or {}, update)
 
 
 def _load_collection(request: EncodeRequest, splitter: Passages | None) -> Collection | None:

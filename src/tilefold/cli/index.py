@@ -21,6 +21,7 @@ from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.bm25 import BM25Options
+    from tilefold.retrieval.index.qdrant import Documents, QdrantCollection
     from tilefold.retrieval.vectors.tokens import TokenVectors
 
 # Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller,
@@ -630,7 +631,8 @@ def _read_query_sample(folder: Path) -> TokenVectors:
         raise UsageError(
             f"--queries: expected vectors in fp16 of encode --queries, got others in {folder}.",
         )
-    return store.read(list(store.ids)[:SAMPLED_QUERIES])
+    vectors: TokenVectors = store.read(list(store.ids)[:SAMPLED_QUERIES])
+    return vectors
 
 
 def _build_qdrant(
@@ -646,7 +648,7 @@ def _build_qdrant(
         metadata: fields of documents by id; None without metadata.
     """
     n_written = 0
-    _common.kept.append(lambda: n_written > 0)
+    _common.finished_work_checks.append(lambda: n_written > 0)
     folder: Path | None = request.output
     collection = None
     if request.url is not None:
@@ -824,9 +826,6 @@ def _change_qdrant(
 ) -> dict[str, int]:
     """Remove documents from a Qdrant index, and add or replace documents.
 
-    Of an index of passages, all passages of a document that is removed or replaced are deleted,
-    because the new document may have fewer.
-
     Args:
         output: folder of the index.
         vectors: of the new documents; None only removes documents.
@@ -861,17 +860,7 @@ def _change_qdrant(
                         "--data: expected the fields of the new documents, because the index keeps "
                         "metadata, got none. Without them, filters would not find the documents.",
                     )
-            deleted_entries = deleted_ids
-            if collection.layout.passages is not None:
-                changed_documents = set(deleted_ids)
-                if documents is not None:
-                    changed_documents.update(map(document_of, documents.ids))
-                deleted_entries = [
-                    passage
-                    for passage in collection.ids()
-                    if document_of(passage) in changed_documents
-                ]
-            n_deleted = collection.delete(deleted_entries)
+            n_deleted = collection.delete(_entries_to_delete(collection, deleted_ids, documents))
             if documents is not None:
                 with _common.progress_bar("writing") as update:
                     collection.upsert(documents, progress=update)
@@ -884,6 +873,29 @@ def _change_qdrant(
         "written": 0 if documents is None else len(documents),
         "deleted": n_deleted,
     }
+
+
+def _entries_to_delete(
+    collection: QdrantCollection,
+    deleted_ids: list[str],
+    documents: Documents | None,
+) -> list[str]:
+    """Return the ids of the entries that a change of a Qdrant index deletes first.
+
+    Of an index of passages, these are all passages of the documents that are removed or replaced,
+    because a new document may have fewer.
+
+    Args:
+        collection: of the index.
+        deleted_ids: ids of documents to remove.
+        documents: new documents or passages; None only removes documents.
+    """
+    if collection.layout.passages is None:
+        return deleted_ids
+    changed_documents = set(deleted_ids)
+    if documents is not None:
+        changed_documents.update(map(document_of, documents.ids))
+    return [entry for entry in collection.ids() if document_of(entry) in changed_documents]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -573,7 +573,7 @@ def score(request: ScoreRequest) -> None:
     work_folder = request.output.with_name(f".{request.output.name}.scoring")
     if not request.resume:
         shutil.rmtree(work_folder, ignore_errors=True)
-    _common.kept.append(
+    _common.finished_work_checks.append(
         lambda: any(work_folder.rglob("*.npy")) or any(work_folder.rglob("part-*")),
     )
     for source, column in columns.items():

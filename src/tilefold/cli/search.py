@@ -242,6 +242,7 @@ def _open_searcher(request: SearchCommandRequest) -> Searcher:
     """Open the index with the documents, vectors, second ranking and reranker of the request."""
 
     def load_parts(made_by: Provenance) -> SearcherParts:
+        """Load the optional parts of the searcher, given the provenance of the index."""
         documents = late = tokens = None
         if request.data is not None:
             index = Path(str(request.index))

@@ -1,4 +1,4 @@
-"""``tilefold serve``: models and an index behind HTTP."""
+"""``tilefold serve``: models and an index over HTTP."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ def _served_encoder(
     backend: str,
     model: Model,
 ) -> Served:
-    """Return the model of an index of vectors as it is served, and refuse options of others.
+    """Return the served model of an index of vectors, and refuse options of other indexes.
 
     Args:
         request: options of the command.

@@ -472,7 +472,7 @@ def _train_on_rank(
     if splitter is not None:
         collection = _split_documents(collection, splitter, request.language, rank)
     output = request.output
-    _common.kept.append(lambda: newest_step(output) is not None)
+    _common.finished_work_checks.append(lambda: newest_step(output) is not None)
     resumed_step = 0
     if request.resume:
         resumed_step = newest_step(output) or 0

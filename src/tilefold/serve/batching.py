@@ -12,7 +12,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -31,7 +31,12 @@ _BATCHES_PER_POSITION = 4
 _RECENT_SECONDS = 10.0
 # Target duration of a short multi-input batch, in durations of a single-input batch.
 _SHORT_BATCH_RATIO = 2
-_SMOOTHING = 1 / 4  # weight of the newest single-input batch in the mean duration
+# Weight of the newest single-input batch in the mean duration.
+_SMOOTHING = 1 / 4
+# Shortest duration of a batch that is believed, since it is a divisor.
+_MIN_BATCH_SECONDS = 1e-6
+# Largest factor by which a batch suggests more tokens than its own.
+_MAX_GROWTH = 2.0
 
 Run = Callable[[Any, list[Any]], list[Any]]
 """``run(key, payloads)`` returns one result per payload; only the worker thread calls it."""
@@ -73,8 +78,32 @@ class _QueueEntry:
     queued: float = field(default_factory=time.perf_counter)
 
 
-_Outcome = tuple[_QueueEntry, Answer | None, BaseException | None]
-"""An entry with its answer, or with its error."""
+class _Outcome(NamedTuple):
+    """An entry with its answer, or with its error.
+
+    Attributes:
+        entry: the input.
+        answer: None if there is an error.
+        error: None if there is an answer.
+    """
+
+    entry: _QueueEntry
+    answer: Answer | None
+    error: BaseException | None
+
+
+class _Result(NamedTuple):
+    """An entry with the value that its batch returned for it, or with its error.
+
+    Attributes:
+        entry: the input.
+        value: row of the input, or the result of a function.
+        error: None if the batch succeeded.
+    """
+
+    entry: _QueueEntry
+    value: Any
+    error: BaseException | None
 
 
 class InputLimit:
@@ -134,20 +163,35 @@ class _TokenBudget:
         return self._short_limit if multi_input and recent else self._limit
 
     def note_batch(self, multi_input: bool, tokens: int, seconds: float) -> None:
-        """Learn from the duration of a batch."""
+        """Learn from the duration of a batch.
+
+        A batch of single inputs changes their mean duration. A batch of multi-input requests
+        changes the short limit in proportion to its duration: at most twofold, down if it took
+        longer than it should, and up if it took less.
+
+        Args:
+            multi_input: whether the batch is of multi-input requests.
+            tokens: tokens of the batch, padding included.
+            seconds: duration of the batch.
+        """
         if not multi_input:
-            if self._single_seconds is None:
-                self._single_seconds = seconds
-            else:
-                self._single_seconds += (seconds - self._single_seconds) * _SMOOTHING
+            self._note_single_batch(seconds)
         elif self._single_seconds is not None:
-            ratio = _SHORT_BATCH_RATIO * self._single_seconds / max(seconds, 1e-6)
-            fitting_tokens = max(1, int(tokens * min(ratio, 2.0)))
+            target_seconds = _SHORT_BATCH_RATIO * self._single_seconds
+            ratio = target_seconds / max(seconds, _MIN_BATCH_SECONDS)
+            fitting_tokens = max(1, int(tokens * min(ratio, _MAX_GROWTH)))
             if ratio >= 1:
                 short_limit = max(self._short_limit, fitting_tokens)
             else:
                 short_limit = min(self._short_limit, fitting_tokens)
             self._short_limit = min(self._limit, short_limit)
+
+    def _note_single_batch(self, seconds: float) -> None:
+        """Update the exponential moving average of the duration of single-input batches."""
+        if self._single_seconds is None:
+            self._single_seconds = seconds
+        else:
+            self._single_seconds += (seconds - self._single_seconds) * _SMOOTHING
 
 
 class BatchWorker:
@@ -172,8 +216,8 @@ class BatchWorker:
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
         self._run = run
         self._metrics = metrics
-        # entries of single-input and of multi-input requests, in the order of their priorities
-        self._waiting: tuple[list[_QueueEntry], list[_QueueEntry]] = ([], [])
+        # Whether requests have several inputs -> their entries, in the order of their priorities.
+        self._waiting: dict[bool, list[_QueueEntry]] = {False: [], True: []}
         self._last_multi_input = True
         self._n_batches = 0
         self._budget = _TokenBudget(max_batch_tokens)
@@ -196,7 +240,7 @@ class BatchWorker:
         return self._thread.is_alive() and not self._closed
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self._waiting)
+        return sum(len(entries) for entries in self._waiting.values())
 
     def submit(
         self,
@@ -255,7 +299,7 @@ class BatchWorker:
         Such inputs would accumulate during a long batch.
         """
         with self._ready:
-            for entries in self._waiting:
+            for entries in self._waiting.values():
                 if entry in entries:
                     entries.remove(entry)
                     self._metrics.count("tilefold_dropped_count")
@@ -264,11 +308,11 @@ class BatchWorker:
         """Refuse the waiting inputs, and end the thread after its current batch."""
         with self._ready:
             self._closed = True
-            refused = [entry for entries in self._waiting for entry in entries]
-            self._waiting = ([], [])
+            refused = [*self._waiting[False], *self._waiting[True]]
+            self._waiting = {False: [], True: []}
             self._ready.notify_all()
         error = ServeError("Unhealthy", "the service is closing")
-        self._send([(entry, None, error) for entry in refused])
+        self._send([_Outcome(entry, None, error) for entry in refused])
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
 
@@ -289,10 +333,13 @@ class BatchWorker:
         inference = time.perf_counter() - started
         if tokens:  # functions have no tokens
             self._budget.note_batch(multi_input, tokens, inference)
-        return [
-            (entry, Answer(value, started - entry.queued, inference), error)
-            for entry, value, error in results
-        ]
+        outcomes = []
+        for entry, value, error in results:
+            answer = None
+            if error is None:
+                answer = Answer(value, queue=started - entry.queued, inference=inference)
+            outcomes.append(_Outcome(entry, answer, error))
+        return outcomes
 
     def _next_batch(self) -> list[_QueueEntry]:
         """Wait for the next batch; an empty one means that the worker is closed."""
@@ -330,36 +377,29 @@ class BatchWorker:
         self._waiting[multi_input][:] = remaining
         return batch
 
-    def _run_halving(
-        self,
-        batch: list[_QueueEntry],
-    ) -> list[tuple[_QueueEntry, Any, BaseException | None]]:
-        """Run a batch; if it fails, run its halves, down to the single entry that fails.
-
-        Returns:
-            Each entry with its value, or with its error.
-        """
+    def _run_halving(self, batch: list[_QueueEntry]) -> list[_Result]:
+        """Run a batch; if it fails, run its halves, down to the single entry that fails."""
         try:
             values = self._run(batch[0].key, [entry.payload for entry in batch])
-            return [(entry, value, None) for entry, value in zip(batch, values, strict=True)]
+            return [_Result(entry, value, None) for entry, value in zip(batch, values, strict=True)]
         except BaseException as error:  # a panic of the tokenizer, too, must not end the thread
             if len(batch) > 1:
                 middle = len(batch) // 2
                 return self._run_halving(batch[:middle]) + self._run_halving(batch[middle:])
             if isinstance(error, ServeError):
-                return [(batch[0], None, error)]
+                return [_Result(batch[0], None, error)]
             _logger.error("inference failed: %s", type(error).__name__, exc_info=error)
             public_error = ServeError(
                 "Backend",
                 "inference failed for this input; the log says why",
             )
-            return [(batch[0], None, public_error)]
+            return [_Result(batch[0], None, public_error)]
 
     def _send(self, outcomes: list[_Outcome]) -> None:
         """Resolve the futures of outcomes on their event loops."""
-        for loop in {entry.future.get_loop() for entry, _, _ in outcomes}:
+        for loop in {outcome.entry.future.get_loop() for outcome in outcomes}:
             outcomes_of_loop = [
-                outcome for outcome in outcomes if outcome[0].future.get_loop() is loop
+                outcome for outcome in outcomes if outcome.entry.future.get_loop() is loop
             ]
             try:
                 loop.call_soon_threadsafe(_resolve_futures, outcomes_of_loop)
@@ -381,18 +421,25 @@ def _resolve_futures(outcomes: list[_Outcome]) -> None:
             entry.future.set_result(answer)
 
 
-_SECONDS = tuple(1e-5 * 1.5**power for power in range(1, 36))  # 15 microseconds to 15 seconds
+# Upper bounds of histograms: of durations from 15 microseconds to 15 seconds, and powers of two.
+_SECONDS = tuple(1e-5 * 1.5**power for power in range(1, 36))
+_INPUTS_IN_BATCH = tuple(2.0**power for power in range(13))
+_TOKENS_OF_INPUT = tuple(2.0**power for power in range(20))
+_TOKENS_IN_BATCH = tuple(2.0**power for power in range(21))
+# Durations of a request or an input, by the last part of the name of a metric, with its help.
 _DURATIONS = {
     "duration": "Seconds",
     "tokenization_duration": "Seconds of tokenization",
     "queue_duration": "Seconds in the queue",
     "inference_duration": "Seconds in the model",
 }
+# Whose durations are measured, by the middle part of the name.
 _DURATION_SUBJECTS = {
     "request": "of a request, where its inputs differ their mean",
     "embed": "of an input that was encoded",
     "predict": "of a text that was scored with a query",
 }
+# Counter -> its help, and the names of its labels.
 _COUNTERS = {
     "te_request_count": ("Requests, by method: one input (single) or a list (batch)", ["method"]),
     "te_request_success": ("Requests that were answered", ["method"]),
@@ -405,19 +452,18 @@ _COUNTERS = {
     "tilefold_cached_count": ("Queries whose answer was kept from before (--cached-queries)", []),
     "tilefold_search_count": ("Searches that were answered", []),
 }
+# Histogram -> its help, and the upper bounds of its buckets.
 _HISTOGRAMS = {
     f"te_{name}_{part}": (f"{text} {subject}", _SECONDS)
     for name, subject in _DURATION_SUBJECTS.items()
     for part, text in _DURATIONS.items()
 } | {
-    "te_request_input_length": ("Tokens of an input", tuple(2.0**power for power in range(20))),
-    "te_batch_next_size": ("Inputs of a batch", tuple(2.0**power for power in range(13))),
-    "te_batch_next_tokens": (
-        "Tokens of a batch, padding included",
-        tuple(2.0**power for power in range(21)),
-    ),
+    "te_request_input_length": ("Tokens of an input", _TOKENS_OF_INPUT),
+    "te_batch_next_size": ("Inputs of a batch", _INPUTS_IN_BATCH),
+    "te_batch_next_tokens": ("Tokens of a batch, padding included", _TOKENS_IN_BATCH),
     "tilefold_search_duration": ("Seconds in the index", _SECONDS),
 }
+# Gauge -> its help.
 _GAUGES = {
     "te_queue_size": "Inputs that wait for a batch",
     "tilefold_inputs_in_flight": (
@@ -454,10 +500,10 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._lock = threading.Lock()
-        # counts by the values of the labels; a counter without labels starts with 0
-        self._counts: dict[str, dict[tuple[str, ...], float]] = {
-            name: {} if labels else {(): 0.0} for name, (_, labels) in _COUNTERS.items()
-        }
+        # Counter -> values of its labels -> count. A counter without labels starts with 0.
+        self._counts: dict[str, dict[tuple[str, ...], float]] = {}
+        for name, (_, labels) in _COUNTERS.items():
+            self._counts[name] = {} if labels else {(): 0.0}
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
         self._durations = {
             f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _DURATIONS]
@@ -509,7 +555,8 @@ class Metrics:
         for name, (bucket_counts, total) in histograms.items():
             bounds = map(floatToGoString, self._histograms[name].bounds)
             buckets = list(zip(bounds, itertools.accumulate(bucket_counts), strict=True))
-            yield HistogramMetricFamily(name, _HISTOGRAMS[name][0], buckets, total)
+            text, _ = _HISTOGRAMS[name]
+            yield HistogramMetricFamily(name, text, buckets, total)
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus's text format.

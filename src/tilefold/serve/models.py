@@ -33,9 +33,12 @@ from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")
-_MAX_GRAPH_TOKENS = 64  # for which the warm-up captures CUDA graphs
-_UNLIMITED = 1 << 30  # transformers reports 1e30 for a tokenizer without a limit
-_DEFAULT_LIMIT = 512  # tokens, for a tokenizer without a limit
+# Tokens of the longest text for which the warm-up captures CUDA graphs.
+_MAX_GRAPH_TOKENS = 64
+# A limit of at least this many tokens is none: transformers reports 1e30 for a tokenizer without.
+_UNLIMITED = 1 << 30
+# Tokens of a text that are read if the tokenizer has no limit.
+_DEFAULT_LIMIT = 512
 
 
 class TextTokens:
@@ -99,12 +102,8 @@ class TextTokens:
             token_lists.append(_describe_tokens(text, encoding, offsets))
         return token_lists
 
-    def known(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return token ids as they are.
-
-        Raises:
-            ServeError: for an id that no token has.
-        """
+    def check_ids(self, ids: Sequence[int]) -> None:
+        """Raise ``ServeError`` for an id that no token has."""
         for id_ in ids:
             if not self.term_names.has_token(id_):
                 largest = self.term_names.id_bound - 1
@@ -112,19 +111,19 @@ class TextTokens:
                     "Tokenizer",
                     f"token ids: expected numbers from 0 to {largest} that a token has, got {id_}",
                 )
-        return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """Return the text of token ids."""
         if not ids:
             raise empty("input_ids")
-        return str(self._tokenizer.decode(list(self.known(ids)), skip_special_tokens=skip_special))
+        self.check_ids(ids)
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
 
     def token(self, id_: int) -> str:
         """Return the name of a term: its token, or a name that no other term has."""
         return self.term_names[id_]
 
-    def words(self, text: str) -> set[int]:
+    def token_ids(self, text: str) -> set[int]:
         """Return the ids of the tokens of a text, without special tokens."""
         return set(self._encode([text], False)[0].ids) - self.special_ids
 

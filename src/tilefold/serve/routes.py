@@ -1,7 +1,6 @@
 """HTTP routes that encode and rerank texts, compatible with several public APIs.
 
-The APIs are those of text-embeddings-inference 1.9, OpenAI, Cohere, vLLM, Google Vertex AI and
-SageMaker.
+They are text-embeddings-inference 1.9, OpenAI, Cohere, vLLM, Google Vertex AI and SageMaker.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import base64
 import itertools
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ Handler = Callable[[Any, Request], Awaitable[Response]]
 """Function that answers a request with a validated body."""
 Serialize = Callable[[list[Any]], list[bytes]]
 """Function that returns the JSON of each row."""
+# Limits of the service that ``/info`` reports.
 _LIMITS_IN_INFO = (
     "max_concurrent_requests",
     "max_batch_tokens",
@@ -39,6 +39,21 @@ _LIMITS_IN_INFO = (
     "auto_truncate",
     "tokenization_workers",
 )
+
+
+@dataclass(frozen=True)
+class _PostRoute:
+    """Route that answers a POST.
+
+    Attributes:
+        body: type of the body.
+        handler: answers a request with a validated body.
+        summary: of the route, for the OpenAPI description.
+    """
+
+    body: type[bodies.Body]
+    handler: Handler
+    summary: str
 
 
 class Routes:
@@ -67,48 +82,76 @@ class Routes:
     def router(self) -> APIRouter:
         """Create the router with all routes."""
         router = APIRouter()
-        rerank = (bodies.Rerank, self.rerank)
-        openai = (bodies.OpenAIEmbeddings, self.openai, "Dense vectors, as OpenAI answers")
-        # path: body, handler and summary
-        posts: dict[str, tuple[type[bodies.Body], Handler, str]] = {
-            "/embed_sparse": (bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
-            "/embed_all": (bodies.EmbedAll, self.embed_all, "A vector for each token"),
-            "/embed": (bodies.Embed, self.embed, "Dense vectors"),
-            "/rerank": (*rerank, "Texts or documents, ranked by late interaction"),
-            "/v1/rerank": (*rerank, "As /rerank"),
-            "/v2/rerank": (*rerank, "As /rerank"),
-            "/score": (bodies.Score, self.score, "Scores of pairs by late interaction"),
-            "/similarity": (
-                bodies.Similarity,
-                self.similarity,
-                "Cosine similarity of a sentence with others",
-            ),
-            "/predict": (bodies.Predict, self.predict, "Classes, for which there is no model here"),
-            "/vertex": (
-                bodies.Vertex,
-                self.vertex,
-                "Several bodies at once, as Google Vertex AI asks",
-            ),
-            "/tokenize": (bodies.Tokenize, self.tokenize, "Tokens of texts"),
-            "/decode": (bodies.Decode, self.decode, "Texts of token ids"),
-            "/": (
-                *self._main,
-                "What the first model makes, as SageMaker and the Inference API ask for it",
-            ),
-            "/invocations": (*self._main, "What the first model makes, as SageMaker asks for it"),
-            "/v1/embeddings": openai,
-            "/embeddings": openai,
-        }
-        for path, (body, handler, summary) in posts.items():
+        for path, route in self._post_routes().items():
             error_body = ServeError.body
-            if body is bodies.OpenAIEmbeddings:
+            if route.body is bodies.OpenAIEmbeddings:
                 error_body = ServeError.openai_body
-            add_route(router, self.service, path, handler, summary, body, error_body)
+            add_route(
+                router,
+                self.service,
+                path,
+                route.handler,
+                route.summary,
+                route.body,
+                error_body,
+            )
         add_route(router, self.service, "/info", self.info, "The model, and the limits")
         add_route(router, self.service, "/metrics", self.metrics, "For Prometheus")
         for path in ("/health", "/ping"):
             add_route(router, self.service, path, self.health, "200 or 503")
         return router
+
+    def _post_routes(self) -> dict[str, _PostRoute]:
+        """Return the routes that answer a POST, by path."""
+        main_body, main_handler = self._main
+        main_summary = "What the first model makes, as SageMaker"
+        openai = _PostRoute(
+            bodies.OpenAIEmbeddings,
+            self.openai,
+            "Dense vectors, as OpenAI answers",
+        )
+        return {
+            "/embed_sparse": _PostRoute(bodies.EmbedSparse, self.embed_sparse, "Sparse vectors"),
+            "/embed_all": _PostRoute(bodies.EmbedAll, self.embed_all, "A vector for each token"),
+            "/embed": _PostRoute(bodies.Embed, self.embed, "Dense vectors"),
+            "/rerank": _PostRoute(
+                bodies.Rerank,
+                self.rerank,
+                "Texts or documents, ranked by late interaction",
+            ),
+            "/v1/rerank": _PostRoute(bodies.Rerank, self.rerank, "As /rerank"),
+            "/v2/rerank": _PostRoute(bodies.Rerank, self.rerank, "As /rerank"),
+            "/score": _PostRoute(
+                bodies.Score,
+                self.score,
+                "Scores of pairs by late interaction",
+            ),
+            "/similarity": _PostRoute(
+                bodies.Similarity,
+                self.similarity,
+                "Cosine similarity of a sentence with others",
+            ),
+            "/predict": _PostRoute(
+                bodies.Predict,
+                self.predict,
+                "Classes, for which there is no model here",
+            ),
+            "/vertex": _PostRoute(
+                bodies.Vertex,
+                self.vertex,
+                "Several bodies at once, as Google Vertex AI asks",
+            ),
+            "/tokenize": _PostRoute(bodies.Tokenize, self.tokenize, "Tokens of texts"),
+            "/decode": _PostRoute(bodies.Decode, self.decode, "Texts of token ids"),
+            "/": _PostRoute(
+                main_body,
+                main_handler,
+                f"{main_summary} and the Inference API ask for it",
+            ),
+            "/invocations": _PostRoute(main_body, main_handler, f"{main_summary} asks for it"),
+            "/v1/embeddings": openai,
+            "/embeddings": openai,
+        }
 
     def _options(self, body: bodies.Encoded, normalize: bool = True) -> EncodeOptions:
         """Return the encoding that a body asks for."""
@@ -254,10 +297,11 @@ class Routes:
         self.service.metrics.count("te_request_count", method="batch")
         if (body.texts is None) == (body.documents is None):
             raise invalid("`texts` or `documents`: expected one of them")
+        texts = body.documents or []
+        name = "documents"
         if body.texts is not None:
-            texts, name = body.texts, "texts"
-        else:
-            texts, name = body.documents or [], "documents"
+            texts = body.texts
+            name = "texts"
         scores, outcome = await self._score_texts([body.query], texts, body, name)
         order = sorted(range(len(scores)), key=lambda position: (-scores[position], position))
         content: Any
@@ -334,17 +378,19 @@ class Routes:
             document_options = replace(query_options, side="document", counted="predict")
             query_outcome = await service.encode("multi-vector", queries, query_options)
             outcome = await service.encode("multi-vector", texts, document_options)
-            # of pairs, as text-embeddings-inference counts
+            # Characters of pairs, as text-embeddings-inference counts: a single query belongs to
+            # every pair.
             outcome.characters += query_outcome.characters * len(texts) // len(queries)
             outcome.tokens += query_outcome.tokens
             outcome.started = query_outcome.started
+            # One query with all texts, or each query with its text.
             groups = [(query_outcome.rows[0], outcome.rows)]
             if len(queries) > 1:
                 groups = [
                     (query, [document])
                     for query, document in zip(query_outcome.rows, outcome.rows, strict=True)
                 ]
-            # a model that compares by the mean has no sum
+            # A model that compares by the mean has no sum.
             sum_scores = body.raw_scores and model.model.similarity_fn_name != "meanmaxsim"
 
             def score_groups() -> list[list[float]]:
@@ -390,7 +436,9 @@ class Routes:
         requests: list[tuple[bodies.Body, Handler]] = []
         for position, instance in enumerate(body.instances):
             is_reranking = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
-            body_type, handler = (bodies.Rerank, self.rerank) if is_reranking else self._main
+            body_type, handler = self._main
+            if is_reranking:
+                body_type, handler = bodies.Rerank, self.rerank
             try:
                 requests.append((body_type.model_validate(instance), handler))
             except ValidationError as error:
@@ -551,13 +599,14 @@ def _late_scores(
     return [score_of_row[id(document)] for document in documents]
 
 
-# The next functions run in helper threads, where a body of 2 MB does not hold up other requests.
 def _resolve_token_ids(
     text: TextTokens,
     inputs: list[Any],
     has_prompt: bool,
 ) -> list[str | tuple[int, ...]]:
     """Check token ids, and decode them if a prompt precedes them.
+
+    It runs in a helper thread, where a body of 2 MB does not hold up other requests.
 
     Args:
         text: tokenizer of the model.
@@ -571,12 +620,15 @@ def _resolve_token_ids(
         elif has_prompt:
             resolved.append(text.decode(item, True))
         else:
-            resolved.append(tuple(text.known(item)))
+            text.check_ids(item)
+            resolved.append(tuple(item))
     return resolved
 
 
 def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:
     """Return the JSON of numbered dense vectors, in the form of OpenAI.
+
+    It runs in a helper thread if the vectors are large.
 
     Args:
         in_base64: encode vectors as little-endian fp32 in base64, instead of lists.

@@ -169,7 +169,7 @@ class Searchable:
             return {}
         text = self.encoder.text
         marked_query = query[:_MAX_MARKED_CHARACTERS]
-        query_tokens = text.words(marked_query)
+        query_tokens = text.token_ids(marked_query)
         terms_before_feedback, _ = ranking.before.row(0)
         original_terms = set(terms_before_feedback.tolist())
         terms, weights = ranking.after.row(0)
@@ -240,7 +240,7 @@ class Searchable:
             if passage is not None:
                 shown_text = shown_text[passage.start : passage.stop]
             contents = Document(name, document.title, shown_text).contents
-            document_tokens = tokens.words(contents[:_MAX_MARKED_CHARACTERS])
+            document_tokens = tokens.token_ids(contents[:_MAX_MARKED_CHARACTERS])
         sparse_score = ranking.stages["sparse"][QUERY].get(name)
         explanation["terms"] = [
             _explain_term(tokens, term, contribution, sparse_score, document_tokens)

@@ -29,9 +29,10 @@ from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import EncodeOptions, Service
 
-# largest weight of a part of a query after feedback; only proportions of weights matter
+# Largest weight of a part of a query after feedback. Only proportions of weights matter.
 MAX_WEIGHT = 1000.0
-_AWAY = "the index is on a server that does not answer; the log says why"
+_UNREACHABLE = "the index is on a server that does not answer; the log says why"
+# Field of a body -> options with which the server must have been started.
 _REQUIRED_OPTIONS = {
     "explain": "--vectors, and an index of vectors",
     "prf": "--vectors, and an index of vectors, or one of dense vectors",
@@ -239,7 +240,7 @@ class _SearchRoutes:
         self._check(body, reranking)
         try:
             return await self._search(body, search, brief=request.method == "GET")
-        except MissingDocumentError as error:  # added to an index that can be added to
+        except MissingDocumentError as error:  # the document was added to the index later
             (argument,) = error.arguments
             option = {"vectors": "--vectors", "documents": "--data"}[argument]
             message = (
@@ -313,10 +314,10 @@ class _SearchRoutes:
             ServeError: if the index is on a server that does not answer.
         """
         arrived = time.monotonic()
-        unreachable = ServeError("Unhealthy", _AWAY)
+        unreachable = ServeError("Unhealthy", _UNREACHABLE)
 
         def run() -> T:
-            if self._last_failure > arrived:  # of another request, while this one waited
+            if self._last_failure > arrived:  # another request failed while this one waited
                 raise unreachable
             try:
                 return function(*arguments)

@@ -37,15 +37,20 @@ truncated_inputs: ContextVar[list[int] | None] = ContextVar(
 )
 """Numbers of truncated inputs, one for each encoding of the request that is being answered."""
 
-_FUNCTION_KEY = "call"  # batch key of payloads that are functions
-# As in text-embeddings-inference: more characters per token of a model's limit are not read.
+# Batch key of payloads that are functions.
+_FUNCTION_KEY = "call"
+# Characters per token of a model's limit that are read, as in text-embeddings-inference.
 _CHARACTERS_PER_TOKEN = 250
-_DEFAULT_MAX_LENGTH = 512  # tokens of a query, for a server without a model
+# Largest number of tokens of a query, for a server without a model.
+_DEFAULT_MAX_LENGTH = 512
 PORTION = 16_384
 """Characters, tokens or numbers that a helper thread processes before it serves other requests."""
-_SMALL_SIZE = 1024  # total characters or numbers that are processed on the event loop
-_MIN_SEARCHES = 4  # least number of concurrent searches
-_LEAVE_SECONDS = 5.0  # for searches that run at the end; a Qdrant server may be unreachable
+# Total of characters or numbers up to which inputs are processed on the event loop.
+_SMALL_SIZE = 1024
+# Smallest number of concurrent searches.
+_MIN_SEARCHES = 4
+# Seconds that the last searches have to end. A Qdrant server may be unreachable.
+_LEAVE_SECONDS = 5.0
 _REMEDIES: dict[Kind, str] = {
     "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
     "multi-vector": (
@@ -176,7 +181,7 @@ class _TextCounter:
             try:
                 lengths = count_tokens([pending_text for pending_text, _ in pending])
             except BaseException:  # one text failed, or made the tokenizer panic
-                lengths = [None] * len(pending)  # so each is counted separately
+                lengths = [None] * len(pending)  # each is counted separately below
             for (_, waiting), length in zip(pending, lengths, strict=True):
                 if not waiting.done():
                     waiting.set_result(length)
@@ -297,7 +302,7 @@ class Service:
         for thread in list(self._search_threads):
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._search_threads):
-            _logger.warning("searches that nobody answers were left behind")
+            _logger.warning("searches were abandoned, because the server of the index is silent")
 
     @property
     def healthy(self) -> bool:
