@@ -9,7 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.data.collection import Collection
 
+
+# Shows the number that is done, the total, and a remark, which may be empty.
+ShowProgress = Callable[[int, int, str], None]
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
@@ -190,23 +193,36 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
         or None.
     """
     console = stderr()
-    announces_resumption = resumes is not None
-    show: Callable[[int, int, str], None]
+    display: AbstractContextManager[ShowProgress] = nullcontext(_LinePerMinute(text))
+    if console.is_terminal:
+        display = _terminal_bar(text, console)
+    with display as show:
+        announces_resumption = resumes is not None
 
-    def update(done: int, total: int, remark: object = None) -> None:
-        nonlocal announces_resumption
-        if announces_resumption and done:
-            state = "resumes" if done < total else "has nothing left to do"
-            hint = f" ({resumes})" if resumes else ""
-            line = f"{text} {state}: {done:,} of {total:,} were done before{hint}"
-            console.print(line, markup=False, highlight=False)
-        announces_resumption = False
-        show(done, total, "" if remark is None else str(remark))
+        def update(done: int, total: int, remark: object = None) -> None:
+            nonlocal announces_resumption
+            if announces_resumption and done:
+                state = "resumes" if done < total else "has nothing left to do"
+                hint = f" ({resumes})" if resumes else ""
+                line = f"{text} {state}: {done:,} of {total:,} were done before{hint}"
+                console.print(line, markup=False, highlight=False)
+            announces_resumption = False
+            show(done, total, "" if remark is None else str(remark))
 
-    if not console.is_terminal:
-        show = _LinePerMinute(text)
         yield update
-        return
+
+
+@contextmanager
+def _terminal_bar(text: str, console: Console) -> Iterator[ShowProgress]:
+    """Show a progress bar on a terminal in this context.
+
+    Args:
+        text: name of the work.
+        console: of the terminal.
+
+    Yields:
+        A function that shows the number that is done, the total, and a remark.
+    """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     bar = Progress(
@@ -223,7 +239,7 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
         def show(done: int, total: int, remark: str) -> None:
             bar.update(task, completed=done, total=total, note=remark)
 
-        yield update
+        yield show
 
 
 class _LinePerMinute:
