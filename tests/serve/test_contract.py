@@ -652,14 +652,14 @@ def test_token_ids_are_checked_outside_of_the_event_loop_once_their_number_is_al
     field: str,
     thread_name: str,
 ) -> None:
-    check_known = TextTokens.known
+    check_ids = TextTokens.check_ids
     threads: list[str] = []
 
-    def record_thread(tokens: TextTokens, ids: Any) -> Any:
+    def record_thread(tokens: TextTokens, ids: Any) -> None:
         threads.append(threading.current_thread().name)
-        return check_known(tokens, ids)
+        check_ids(tokens, ids)
 
-    monkeypatch.setattr(TextTokens, "known", record_thread)
+    monkeypatch.setattr(TextTokens, "check_ids", record_thread)
     too_many = client.post(path, {field: [[7]] * 33})
     assert too_many.json["error"].startswith("batch size 33 >")
     assert threads == []  # half a million lists would block the event loop for seconds

@@ -577,7 +577,8 @@ def _metadata(
     n_unknown = 0
     for vector_id in vectors.ids:
         document_id = document_of(vector_id) if are_passages else vector_id
-        n_unknown += document_id not in collection.documents
+        if document_id not in collection.documents:
+            n_unknown += 1
     if n_unknown:
         note(
             f"--data: {n_unknown} of the {len(vectors.ids)} of {folder} are not in {data}, and "
