@@ -19,17 +19,19 @@ from tilefold.serve.service import Service
 
 @pytest.fixture(scope="session")
 def collection() -> Collection:
+    """A collection of 16 documents about Python modules."""
     return small_collection()
 
 
 @pytest.fixture(scope="session")
 def masked_lm(tmp_path_factory: pytest.TempPathFactory, collection: Collection) -> str:
-    """A masked language model of three narrow layers that reads 64 tokens of a vocabulary of 200."""
+    """A masked language model of three narrow layers that reads at most 64 tokens."""
     return str(tiny_masked_lm(tmp_path_factory.mktemp("models") / "tiny", collection))
 
 
 @pytest.fixture(scope="session")
 def sparse(masked_lm: str) -> Any:
+    """An accelerated SPLADE model of random weights."""
     model = load_saved(masked_lm, "backbone")
     accelerate(model)
     return model
@@ -37,12 +39,14 @@ def sparse(masked_lm: str) -> Any:
 
 @pytest.fixture(scope="session")
 def late(masked_lm: str) -> Any:
-    return ColbertRecipe(base_model=masked_lm, dimension=16, max_length=32, bf16=False).start()
+    """A late-interaction model of random weights."""
+    recipe = ColbertRecipe(base_model=masked_lm, dimension=16, max_length=32, bf16=False)
+    return recipe.start()
 
 
 @pytest.fixture(scope="session")
 def two_sided(masked_lm: str, collection: Collection) -> Any:
-    """Inference-free: queries are weights of their tokens, documents go through the network."""
+    """An inference-free model: queries are weights of their tokens, without the network."""
     base = Base(masked_lm, 64, list(collection.contents().values()))
     model = build_encoder(IdfSpec(), MlmSpec(), base)
     accelerate(model)
@@ -51,13 +55,13 @@ def two_sided(masked_lm: str, collection: Collection) -> Any:
 
 @pytest.fixture(scope="session")
 def vectors(sparse: Any, collection: Collection) -> r.SparseVectors:
+    """Sparse vectors of the documents."""
     return r.encode_queries(sparse, collection.contents())
 
 
 @pytest.fixture(scope="module")
 def client(sparse: Any, late: Any, masked_lm: str) -> Iterator[Client]:
     """A server with a sparse and a multi-vector model."""
-    with serving(
-        Service([Served(sparse, "sparse", masked_lm), Served(late, "multi-vector", "colbert")]),
-    ) as running:
+    models = [Served(sparse, "sparse", masked_lm), Served(late, "multi-vector", "colbert")]
+    with serving(Service(models)) as running:
         yield running

@@ -1,6 +1,4 @@
-"""The container file: what each image is made of, and its start command and health check as
-processes.
-"""
+"""Tests of the container file: its images, start command and health check."""
 
 from __future__ import annotations
 
@@ -10,74 +8,96 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.processes import environment
 from tests.serve.running import served
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "containers" / "Dockerfile"
+DOCKERFILE = ROOT / "containers" / "Dockerfile"
+
+
+STAGES = pytest.mark.parametrize("stage", ["cpu", "cuda"])
 
 
 def instructions(stage: str) -> list[tuple[str, str]]:
-    """The instructions of an image, those of the stage that it begins with first."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    name = ""
-    for line in FILE.read_text(encoding="utf-8").splitlines():
-        word, _, rest = line.partition(" ")
-        if word == "FROM":
-            start, _, name = rest.partition(" AS ")
-            found[name] = [*found.get(start, [])]
-        elif word and word != "#":
-            found[name].append((word, rest))
-    return found[stage]
+    """Return the instructions of an image and their arguments.
+
+    Instructions of the stage from which the image starts come first.
+    """
+    by_stage: dict[str, list[tuple[str, str]]] = {}
+    stage_name = ""
+    for line in DOCKERFILE.read_text(encoding="utf-8").splitlines():
+        instruction, _, arguments = line.partition(" ")
+        if instruction == "FROM":
+            base, _, stage_name = arguments.partition(" AS ")
+            by_stage[stage_name] = list(by_stage.get(base, []))
+        elif instruction and instruction != "#":
+            by_stage[stage_name].append((instruction, arguments))
+    return by_stage[stage]
 
 
-def test_images_run_as_a_user_and_listen_on_the_loopback_address_unless_told() -> None:
-    for stage in ("cpu", "cuda"):
-        made = instructions(stage)
-        words = dict(made)
-        assert made[-1] == ("USER", "tilefold"), (
-            "the last instruction, so that nothing runs as root"
-        )
-        assert (words["ENTRYPOINT"], words["CMD"]) == (
-            '["tilefold", "serve"]',
-            '["--model", "/model"]',
-        )
-        assert "0.0.0.0" not in FILE.read_text(encoding="utf-8")  # noqa: S104 - what must not be there
-        copied = [place for word, rest in made if word == "COPY" for place in rest.split()[:-1]]
-        kept = (FILE.parent / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
-        for place in copied:
-            assert (ROOT / place).exists() and f"!{place}" in kept
-        extras = {
-            extra
-            for _, rest in made
-            for found in re.findall(r"/source\[(.*?)\]", rest)
-            for extra in found.split(",")
-        }
-        declared = re.findall(
-            r"^([a-z-]+) = \[",
-            (ROOT / "pyproject.toml").read_text(encoding="utf-8"),
-            re.MULTILINE,
-        )
-        assert "serve" in extras and extras <= set(declared)
+@STAGES
+def test_an_image_does_not_run_as_root(stage: str) -> None:
+    assert instructions(stage)[-1] == ("USER", "tilefold")
 
 
-def test_the_command_of_an_image_starts_a_server_that_its_health_check_finds(
-    masked_lm: str,
-) -> None:
-    words = dict(instructions("cpu"))
-    command = json.loads(words["ENTRYPOINT"]) + json.loads(words["CMD"])
-    assert command[:2] == ["tilefold", "serve"]
-    options = [masked_lm if word == "/model" else word for word in command[2:]]
-    check = json.loads(words["HEALTHCHECK"].partition(" CMD ")[2])
-    with served(*options) as (_, client, line):
-        assert (
-            "http://127.0.0.1:" in line
-            and client.post("/embed_sparse", {"inputs": "a"}).status == 200
-        )
-        assert check[0] == "python" and ":8080/" in check[-1]
-        probe = [sys.executable, *check[1:-1], check[-1].replace(":8080/", f":{client.port}/")]
-        assert subprocess.run(probe, env=environment(), check=False).returncode == 0
-    assert (
-        subprocess.run(probe, env=environment(), check=False, stderr=subprocess.DEVNULL).returncode
-        != 0
+@STAGES
+def test_an_image_starts_a_server_on_the_loopback_address(stage: str) -> None:
+    arguments = dict(instructions(stage))
+    assert arguments["ENTRYPOINT"] == '["tilefold", "serve"]'
+    assert arguments["CMD"] == '["--model", "/model"]'
+    every_address = "0.0.0.0"  # noqa: S104 - it must not be in the file
+    assert every_address not in DOCKERFILE.read_text(encoding="utf-8")
+
+
+@STAGES
+def test_copied_files_exist_and_are_in_the_build_context(stage: str) -> None:
+    ignore_file = DOCKERFILE.parent / "Dockerfile.dockerignore"
+    ignore_rules = ignore_file.read_text(encoding="utf-8").split()
+    for instruction, arguments in instructions(stage):
+        if instruction == "COPY":
+            *sources, _ = arguments.split()
+            for source in sources:
+                assert (ROOT / source).exists()
+                assert f"!{source}" in ignore_rules
+
+
+@STAGES
+def test_installed_extras_are_declared(stage: str) -> None:
+    installed: set[str] = set()
+    for _, arguments in instructions(stage):
+        for extras in re.findall(r"/source\[(.*?)\]", arguments):
+            installed.update(extras.split(","))
+    project_file = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = re.findall(r"^([a-z-]+) = \[", project_file, re.MULTILINE)
+    assert "serve" in installed
+    assert installed <= set(declared)
+
+
+def test_the_health_check_of_an_image_finds_the_server_of_its_command(masked_lm: str) -> None:
+    arguments = dict(instructions("cpu"))
+    program, subcommand, *options = json.loads(arguments["ENTRYPOINT"]) + json.loads(
+        arguments["CMD"],
     )
+    assert (program, subcommand) == ("tilefold", "serve")
+    options = [masked_lm if option == "/model" else option for option in options]
+    interpreter, *check_options, check_code = json.loads(
+        arguments["HEALTHCHECK"].partition(" CMD ")[2],
+    )
+    assert interpreter == "python"
+    assert ":8080/" in check_code
+    with served(*options) as (_, client, address_line):
+        assert "http://127.0.0.1:" in address_line
+        assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
+        code_for_port = check_code.replace(":8080/", f":{client.port}/")
+        health_check = [sys.executable, *check_options, code_for_port]
+        while_served = subprocess.run(health_check, env=environment(), check=False)
+    after_end = subprocess.run(
+        health_check,
+        env=environment(),
+        check=False,
+        stderr=subprocess.DEVNULL,
+    )
+    assert while_served.returncode == 0
+    assert after_end.returncode != 0
