@@ -187,11 +187,11 @@ class DFFlopsLoss(Regularizer):
         In training mode the rows are also counted for the next estimate.
         """
         if self.training and self.refresh_every is not None and torch.is_grad_enabled():
-            self._count(embeddings)
+            self._count_documents(embeddings)
         return flops(embeddings, threshold=self.threshold, weights=self.weights, group=self.group)
 
     @torch.no_grad()
-    def _count(self, embeddings: Tensor) -> None:
+    def _count_documents(self, embeddings: Tensor) -> None:
         """Count the documents of each term, and refresh the weights every `refresh_every` steps.
 
         Args:

@@ -45,12 +45,15 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
 
     sentence-transformers 6 imports a class of another package only with ``trust_remote_code=True``,
     which also lets a repository run its own code. This function allows the classes of this package
-    without the flag. All other classes still need it. It warns about a model with
-    :class:`EpicPooling` but without ``max_active_dims``, whose vectors have all V terms.
+    without the flag. All other classes still need it.
 
     Args:
         name_or_path: the checkpoint.
         kwargs: further arguments of ``SparseEncoder``.
+
+    Warns:
+        UserWarning: for a model with :class:`EpicPooling` but without ``max_active_dims``. Its
+            vectors have a weight for every term of the vocabulary.
     """
     from sentence_transformers import SparseEncoder
 

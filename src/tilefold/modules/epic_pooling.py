@@ -202,7 +202,7 @@ def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
         n_tokens = states.size(0)
         if n_tokens == 0:
             return states.new_zeros(len(has_tokens), states.size(1)), has_tokens
-        # the offset of an empty text at the end is n_tokens
+        # An empty text at the end begins at n_tokens, where there is no state.
         positions = offsets[:-1].long().clamp(max=n_tokens - 1)
         return states[positions], has_tokens
     mask = features["attention_mask"] != 0

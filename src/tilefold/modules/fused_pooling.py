@@ -182,12 +182,17 @@ class FusedPooling(ABC):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute the scores ``[B, V]`` that ``forward`` puts into ``sentence_embedding``.
+        """Compute the scores of ``forward`` without storing the logits ``[B, S, V]``.
 
         Args:
-            features: the input of the module, without ``token_embeddings`` if there is a head.
-            head: operands of the LM head, or None if `reads_logits` is False.
+            features: the input of the module. If there is a head, it has no logits in
+                ``token_embeddings``.
+            head: states, weight and bias of the LM head whose logits are pooled; None for a module
+                that reads no logits.
             score_options: data type, implementation and layout of the result.
+
+        Returns:
+            Scores ``[B, V]``, dense or CSR.
         """
 
     @property

@@ -89,12 +89,21 @@ class RowStream:
         *,
         repeats: bool,
     ) -> None:
-        """Draw the first random order of the rows; no row is read before a batch needs it."""
+        """Draw the first random order of the rows.
+
+        Keys are read when a batch needs them. A key is a number for a text, equal for equal texts.
+
+        Args:
+            keys_of: returns the keys ``[n, C]`` of the C texts of each of n rows.
+            n_rows: number of rows.
+            generator: draws the random orders.
+            repeats: whether the rows begin again, in a new order, when all of them were drawn.
+        """
         self._keys_of = keys_of
         self._n_rows = n_rows
         self._generator = generator
         self._repeats = repeats
-        # waiting rows by the key that they shared with a batch
+        # key of a text -> rows with this text that wait, because a batch already had it
         self._waiting: dict[int, deque[Row]] = {}
         self._order = self._shuffled_rows()
 
@@ -191,7 +200,17 @@ class TrainingBatches(BatchSampler):
         seed: int = 0,
         lengths: RowNumbers | None = None,
     ) -> None:
-        """Store how batches are drawn; they are drawn anew whenever an epoch is iterated."""
+        """Store how batches are drawn. They are drawn anew whenever an epoch is iterated.
+
+        Args:
+            keys_of: returns the keys ``[n, C]`` of the C texts of each of n rows, which are equal
+                for equal texts; ``None`` allows equal texts in a batch.
+            n_rows: number of rows.
+            batch_size: rows of a full batch.
+            drop_last: whether all batches are full.
+            seed: seed of the order of rows, which differs between epochs.
+            lengths: text length of each row, ``[n_rows]``, if batches have rows of similar length.
+        """
         super().__init__(range(n_rows), batch_size, drop_last)
         self.epoch = 0
         self._keys_of = keys_of or _row_numbers_as_keys
@@ -273,19 +292,23 @@ class TrainingBatches(BatchSampler):
                     without_carried_rows.append(batch)
                 else:
                     with_carried_rows.append(batch)
-            # The epoch may end within this pool, and no row should miss it twice.
+            # The epoch may end before the last batches of a pool. Rows that were carried before
+            # come first, so that they are not left out.
             yield from with_carried_rows
             yield from without_carried_rows
             carried = pool[len(batches) * self.batch_size :]
 
     def _cut_pool(self, pool: list[Row], lengths: RowNumbers) -> list[list[Row]]:
-        """Return the full batches of a pool, each with rows of similar length.
+        """Sort the rows of a pool by length, and cut them into full batches.
 
         Args:
-            pool: rows with distinct texts; the last ones, too few for a batch, are left out.
+            pool: rows with distinct texts. The last rows, too few for a batch, are left out.
             lengths: text length of each row, ``[n_rows]``.
+
+        Returns:
+            The batches, each with rows of similar length.
         """
-        n_rows = len(pool) // self.batch_size * self.batch_size
+        n_rows = len(pool) // self.batch_size * self.batch_size  # in full batches
         by_length = sorted(pool[:n_rows], key=lambda row: lengths[row.number])
         return [
             by_length[start : start + self.batch_size]
@@ -293,7 +316,10 @@ class TrainingBatches(BatchSampler):
         ]
 
     def _check_full(self, rows: list[Row]) -> None:
-        """Refuse a short batch where all batches must be full.
+        """Refuse a short batch if all batches must be full.
+
+        Args:
+            rows: rows of the batch; every other row shares a text with one of them.
 
         Raises:
             TrainingError: if the data have no full batch of distinct texts.

@@ -261,7 +261,8 @@ class PairsWithNegatives:
         self._scores = rows.target if scored else None
         self._positive_rows = positive_rows[usable_pairs]
         self._negative_rows = np.flatnonzero(is_negative)
-        self._first_negative = n_negatives_before[groups[usable_pairs]]  # in _negative_rows
+        # where the negatives of each pair's query begin in `_negative_rows`
+        self._first_negative = n_negatives_before[groups[usable_pairs]]
         self._n_negatives = n_negatives[usable_pairs]
 
     def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
@@ -280,7 +281,9 @@ class PairsWithNegatives:
             pairs are scored, ``"label"`` holds the teacher's scores ``[n, 1 + n_negatives]`` of
             the positive and the negatives.
         """
-        pairs = np.tile(np.arange(len(self.pairs.queries)), n_draws)
+        pairs = np.tile(np.arange(len(self.pairs.queries)), n_draws)  # the pair of each row
+        # A draw counts the negatives of the pair's query. They follow one another in
+        # `_negative_rows`, from `_first_negative` on.
         draws = draw_without_repetition(self._n_negatives[pairs], n_negatives, seed)
         negative_rows = self._negative_rows[self._first_negative[pairs, None] + draws]
         columns: dict[str, npt.NDArray[Any]] = {

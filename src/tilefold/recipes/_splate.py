@@ -80,7 +80,9 @@ def splate_encoder(
     device: str | None = None,
     **options: Any,
 ) -> SparseEncoder:
-    """Build a ``SparseEncoder`` with an adapter between a frozen ColBERT and a frozen MLM head.
+    """Build an untrained SPLATE: sparse vectors from a frozen ColBERT through an adapter.
+
+    The adapter is new. It maps the ColBERT's token states to the input of a frozen MLM head.
 
     Args:
         colbert: any ``MultiVectorEncoder`` on a text Transformer.

@@ -71,7 +71,7 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
                 """
                 buffer = bucket.buffer()
                 parameters = bucket.parameters()
-                if graphs is not None:
+                if graphs is not None:  # `bucket_gradients`: id of a parameter -> its gradient
                     address = buffer.data_ptr()
                     is_new = bucket_addresses.get(bucket.index()) != address
                     if is_new or id(parameters[0]) not in graphs.bucket_gradients:
@@ -88,6 +88,7 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
                 return work.get_future().then(lambda future: future.value()[0])
 
             model.register_comm_hook(None, reduce_bucket)
+            # Of all buffers, only the running means of norms change in training.
             model.broadcast_buffers = any(
                 hasattr(module, "running_mean") for module in model.modules()
             )
@@ -177,7 +178,7 @@ def run_trainer(
         job.result.steps,
         stopped_early=out_of_patience or (ended and recipe.patience is not None),
     )
-    _keep_history(trainer, job, metric)
+    _record_history(trainer, job, metric)
     return _with_outcome(trainer, job, watcher)
 
 
@@ -293,7 +294,7 @@ def _check_all_steps(done: int, announced: int, *, stopped_early: bool) -> None:
         )
 
 
-def _keep_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
+def _record_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
     """Add the trainer's logs to the run's history, and the best evaluation to the model card.
 
     Args:

@@ -446,12 +446,12 @@ def _close_unbegun(run: _run.TrainingRun) -> None:
 
 
 def _check_batches(recipe: Recipe, examples: Examples, world: World) -> str:
-    """Check that the batches of a training can be made, and log a warning about short ones.
+    """Check that the batches of a training can be made, and log a warning about short batches.
 
     Args:
-        recipe: the recipe.
+        recipe: the recipe, which has the batch size.
         examples: the training rows.
-        world: all ranks, which share each batch.
+        world: all ranks, which share each batch. Rank 0 logs the warning.
 
     Returns:
         The warning; empty if there is none.

@@ -366,8 +366,8 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         self.bounded = bounded
         self.world = World() if world is None else world
         self.counters = {side: _TermCounter(getattr(loss, f"{side}_regularizer")) for side in SIDES}
-        self.first: dict[str, _TermCounts] = {}
-        self.last: dict[str, _TermCounts] = {}
+        self.first_counts: dict[str, _TermCounts] = {}  # of the first log, by side
+        self.last_counts: dict[str, _TermCounts] = {}  # of the last log, by side
         # consecutive logs in which the vectors of a side, or the gradient, were zero
         self.zero_logs = dict.fromkeys((*SIDES, "gradient"), 0)
 
@@ -424,8 +424,8 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
             counts = counter.take(self.world)
             if counts is None:
                 continue
-            self.first.setdefault(side, counts)
-            self.last[side] = counts
+            self.first_counts.setdefault(side, counts)
+            self.last_counts[side] = counts
             logs[f"{side}_active_terms"] = counts.active
             self._note_zero(side, is_zero=counts.empty == 1.0)
         if "grad_norm" in logs:
@@ -457,13 +457,18 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
             )
 
     def warnings(self) -> tuple[str, ...]:
-        """Return warnings about empty or nearly dense vectors at the end of the training."""
+        """Return warnings about empty or nearly dense vectors at the end of the training.
+
+        Vectors are judged by the last log. Nearly dense ones are no problem if encoding keeps a
+        limited number of terms.
+        """
         messages = []
-        for side, counts in self.last.items():
+        for side, counts in self.last_counts.items():  # queries and documents
             if counts.empty > EMPTY_SHARE:
                 messages.append(f"{counts.empty:.0%} of the {side} vectors have no term. {REMEDY}.")
-            if counts.active > DENSE_SHARE * counts.width and not self.bounded:
-                initial = self.first[side].active
+            is_nearly_dense = counts.active > DENSE_SHARE * counts.width
+            if is_nearly_dense and not self.bounded:
+                initial = self.first_counts[side].active
                 messages.append(
                     f"{side} vectors have {counts.active:.0f} of {counts.width} terms "
                     f"({initial:.0f} at the start), too many for an index: train longer, or with a "

@@ -170,7 +170,7 @@ def _adapted_modules(network: Network) -> list[str]:
 
 
 def _check_mergeable(network: Network, names: list[str]) -> None:
-    """Refuse adapters that cannot be merged exactly.
+    """Refuse adapters of PEFT that cannot be merged exactly into the weights of their network.
 
     Args:
         network: network with the adapters.
@@ -206,11 +206,13 @@ def _check_mergeable(network: Network, names: list[str]) -> None:
                 f"adapters must be active to be merged, got a disabled one at {name}; call "
                 "enable_adapters or delete_adapter of the network first.",
             )
-        sharing = _names_of_shared_weights(network, name)
-        if sharing - _names_of_embeddings(network):  # embeddings and head can be untied
+        shared_names = _names_of_shared_weights(network, name)
+        # Input embeddings and LM head may share a weight, because they can be untied.
+        if shared_names - _names_of_embeddings(network):
             raise ValueError(
                 f"adapters must not change a weight that other modules share, got {name}, whose "
-                f"weight is also {', '.join(sorted(sharing))}; save the model with its adapter.",
+                f"weight is also {', '.join(sorted(shared_names))}; save the model with its "
+                "adapter.",
             )
 
 
@@ -415,7 +417,11 @@ def _probe_outputs(network: Network) -> Tensor:
 
 @contextmanager
 def _attention_for_fp32(network: Network) -> Iterator[None]:
-    """Replace FlashAttention, which reads no fp32, by torch's attention in this context."""
+    """Replace FlashAttention, which does not support fp32, by torch's attention in this context.
+
+    Args:
+        network: the network; other kinds of attention are not replaced.
+    """
     attention = getattr(network.config, "_attn_implementation", None)
     if attention is None or "flash" not in attention:
         yield

@@ -176,10 +176,10 @@ def minilm_splade(
 
 
 def keep_lowest_layers(network: Network, layers: int) -> None:
-    """Drop the upper layers of a transformers model, in place.
+    """Drop the upper layers of a transformers model, and record it in its configuration.
 
     Args:
-        network: the model.
+        network: the model, changed in place.
         layers: number of lowest layers that are kept.
 
     Raises:
@@ -197,7 +197,7 @@ def keep_lowest_layers(network: Network, layers: int) -> None:
         raise ArgumentError("layers", f"must not exceed the model's {len(stack)}, got {layers}.")
     del stack[layers:]
     network.config.num_hidden_layers = layers
-    layer_types = getattr(network.config, "layer_types", None)
+    layer_types = getattr(network.config, "layer_types", None)  # kind of attention of each layer
     if isinstance(layer_types, list):
         network.config.layer_types = layer_types[:layers]
 

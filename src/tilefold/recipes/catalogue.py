@@ -49,7 +49,10 @@ class Entry:
         return self.recipe.needs
 
     def to_dict(self) -> dict[str, Any]:
-        """The entry as a JSON object, with the configuration's fields."""
+        """Return the entry as a JSON object, with the configuration as a nested object.
+
+        ``"kind"`` is the name of the configuration's class.
+        """
         return {
             "name": self.name,
             "summary": self.summary,

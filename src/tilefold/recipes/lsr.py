@@ -571,19 +571,20 @@ def make_examples(
 ) -> Examples:
     """Create the training rows of a recipe.
 
-    Without mined negatives the columns are ``query`` and ``positive``, with them also
-    ``negative_1`` to ``negative_n`` and, for a loss that reads them, ``label``: the teachers'
-    scores. A query's negatives are drawn anew for each pass over the pairs, as far as memory
-    allows. A row has no negative twice if the file has enough of them.
+    The columns are ``query`` and ``positive``. Mined negatives add ``negative_1`` to
+    ``negative_n``, and ``label`` if the loss reads teachers' scores. A query's negatives are drawn
+    anew for each pass over the pairs, as far as memory allows. A row has no negative twice if the
+    file has enough of them.
 
     Args:
         recipe: the recipe.
         collection: collection of the pairs.
-        file: mined negatives, with teachers' scores if the loss reads them.
+        file: file of mined negatives, with teachers' scores if the loss reads them, or a
+            ``RowsAhead``, which reads such a file in a thread. ``None`` for no mined negatives.
 
     Raises:
-        ValueError: if negatives or scores are missing, or not read; the message has the commands
-            that make them.
+        ValueError: for a file that the recipe does not read, or a missing one. The message has the
+            commands that make it.
     """
     if not recipe.negatives:
         if file is not None:
