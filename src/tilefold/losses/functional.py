@@ -157,7 +157,7 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     compute_dtype = torch.promote_types(document_frequency.dtype, torch.float32)
     share = document_frequency.to(compute_dtype).clamp(0, 1)
     log_alpha_of_2 = math.log(2) / math.log(alpha)  # negative, since alpha is below 1
-    # infinite for a share of 0, which makes the weight 0; 1 for a share of alpha; 0 for 1
+    # For the shares 0, alpha and 1 the base is infinite, 1 and 0, and so the weight 0, 1/2 and 1.
     base = share.pow(log_alpha_of_2) - 1
     return 1 / (1 + base.clamp(min=0).pow(beta))
 

@@ -18,7 +18,7 @@ from tilefold.modules.fused_pooling import (
     ScoreOptions,
     TokenSelection,
 )
-from tilefold.modules.window import check_window, windowed
+from tilefold.modules.window import check_window, apply_window
 
 __all__ = ["HeadPooling"]
 
@@ -190,7 +190,7 @@ class HeadPooling(PoolingModule):
     def _apply_window(self, scores: Tensor) -> Tensor:
         """Apply ``top_k`` and ``normalize`` to dense scores ``[B, V]``."""
         self.embedding_dimension = scores.size(1)
-        return windowed(scores, self.top_k, self.normalize)
+        return apply_window(scores, self.top_k, self.normalize)
 
 
 def pool_selected_tokens(
@@ -249,23 +249,26 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     Returns:
         Scores ``[B, V]``, 0 for a text in which no token takes part.
     """
-    masked = ~keep[..., None]
+    is_masked = ~keep[..., None]
     if pooling in ("sum", "mean"):
         # The activation of 0 may be positive, such as softplus(0). Hence the second mask.
-        activated = fused.activate(logits.masked_fill(masked, 0), activation)
-        total = activated.masked_fill(masked, 0).sum(dim=1)
+        activated = fused.activate(logits.masked_fill(is_masked, 0), activation)
+        total = activated.masked_fill(is_masked, 0).sum(dim=1)
         if pooling == "sum":
             return total
         return total / keep.sum(dim=1, keepdim=True).clamp(min=1)
     if logits.size(1) == 0:
         return logits.new_zeros(logits.size(0), logits.size(2))
     if pooling == "max":
-        pooled = logits.masked_fill(masked, -torch.inf).max(dim=1).values
+        pooled = logits.masked_fill(is_masked, -torch.inf).max(dim=1).values
     else:
         texts = torch.arange(logits.size(0), device=keep.device)
         pooled = logits[texts, _end_positions(keep, pooling)]
-    empty = ~keep.any(dim=1, keepdim=True)
-    return fused.activate(pooled.masked_fill(empty, 0), activation).masked_fill(empty, 0)
+    has_no_token = ~keep.any(dim=1, keepdim=True)
+    activated = fused.activate(pooled.masked_fill(has_no_token, 0), activation)
+    return activated.masked_fill(
+        has_no_token, 0
+    )  # again, since the activation of 0 may be positive
 
 
 def _end_positions(keep: Tensor, pooling: str) -> Tensor:

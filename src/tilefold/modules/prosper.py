@@ -77,7 +77,17 @@ class ProsperTransformer(Transformer):
         logit_scale: float = 1.0,
         **options: Any,
     ) -> None:
-        """Load the model, and create a literal residual network with random weights."""
+        """Load the model, and create its literal residual network with random weights.
+
+        This network is a matrix ``[V, D]`` that adds weight to the terms that occur in a text.
+
+        Args:
+            model_name_or_path: a folder or a Hugging Face name.
+            pooling: ``"last"``, ``"cls"`` or ``"max"``.
+            literal_residual: whether there is a literal residual network.
+            logit_scale: factor on the logits, bias included.
+            options: arguments of ``Transformer``.
+        """
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {', '.join(POOLINGS)}, got {pooling!r}.")
         super().__init__(model_name_or_path, **options)
@@ -120,6 +130,7 @@ class ProsperTransformer(Transformer):
             hidden = hidden.to(head.weight.dtype)
         bias: Tensor | None = head.bias
         if bias is not None and self.logit_scale != 1:
+            # the operator scales the product only
             bias = bias * self.logit_scale
         base = lsr_head(
             hidden,

@@ -81,7 +81,14 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         frozen: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        """Check the weight, and derive the vocabulary size if it is not given."""
+        """Check the weight, and derive the vocabulary size if it is not given.
+
+        Args:
+            tokenizer: of the texts.
+            weight: weight of each term, ``[V]``, or ``[1]`` for all terms; ones by default.
+            frozen: whether the weights are not trained.
+            vocab_size: V.
+        """
         check_tokenizer("tokenizer", tokenizer)
         if weight is not None:
             check_tensor("weight", weight)
@@ -89,7 +96,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             check_count("vocab_size", vocab_size)
         if vocab_size is None:
             if weight is None or weight.numel() == 1:
-                vocab_size = id_bound(tokenizer.get_vocab())
+                vocab_size = id_bound(tokenizer.get_vocab())  # one more than the largest id
             else:
                 vocab_size = weight.numel()
         if weight is None:
@@ -100,7 +107,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             )
         super().__init__(tokenizer, weight, frozen)
         self.vocab_size = vocab_size
-        self.num_dimensions = vocab_size
+        self.num_dimensions = vocab_size  # the stock class takes it from the weight
 
     def fused_scores(
         self,

@@ -67,7 +67,7 @@ class LexicalWindow(PoolingModule):
         if rows.layout != torch.strided:
             rows = rows.to_dense()
         self.embedding_dimension = rows.size(1)
-        return windowed(rows, self.top_k, self.normalize)
+        return apply_window(rows, self.top_k, self.normalize)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, normalize={self.normalize!r}"
@@ -81,7 +81,7 @@ def check_window(top_k: int | None, normalize: str | None) -> None:
         raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
 
 
-def windowed(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
+def apply_window(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
     """Keep the heaviest entries of each row, and normalise the row.
 
     Args:

@@ -207,7 +207,8 @@ class TrainingBatches(BatchSampler):
                 for equal texts; ``None`` allows equal texts in a batch.
             n_rows: number of rows.
             batch_size: rows of a full batch.
-            drop_last: whether all batches are full.
+            drop_last: whether all batches are full (torch's name). No rows are dropped: short
+                batches are filled.
             seed: seed of the order of rows, which differs between epochs.
             lengths: text length of each row, ``[n_rows]``, if batches have rows of similar length.
         """

@@ -352,6 +352,7 @@ def _find_positive_rows(
         Row ``[P]`` of each pair's relevant document, -1 for none.
     """
     positive_rows = np.full(len(groups), -1, np.int64)
+    # for group -1 arbitrary rows, which are not searched
     next_row = rows.offsets[groups]
     end_row = rows.offsets[groups + 1]
     searching = np.flatnonzero(groups >= 0)  # numbers of the pairs that still search

@@ -107,7 +107,7 @@ class TrainingRun:
         self.full_batches = False
         self.history: list[dict[str, float]] = []
 
-    def finished(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
+    def finished_result(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
         """Return the result of a finished run with the same recipe and data.
 
         Checkpoints that such a run has not removed itself are removed.

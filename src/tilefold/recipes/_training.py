@@ -367,7 +367,7 @@ def _train(
     run = _run.TrainingRun(output_dir, {**recipe.to_dict(), "bf16": bf16}, data_digest)
     _check_same_run(run, world)
     saved_result = world.call_on_first(
-        lambda: run.finished(overwrite=call.overwrite, resume=call.resume)
+        lambda: run.finished_result(overwrite=call.overwrite, resume=call.resume)
     )
     if saved_result is not None:
         return _reused_result(saved_result, output_dir, time.monotonic() - started)

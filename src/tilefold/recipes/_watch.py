@@ -236,7 +236,7 @@ class Watcher(TrainerCallback):
             OutOfTimeError: if the call's time is over.
         """
         folder = self.run.work_dir / f"checkpoint-{state.global_step}"
-        self.world.gather(None)  # wait until every rank has written its part
+        self.world.gather(None)  # waits until every rank has written its part
         if folder.is_dir() and self.world.rank == 0:
             record = {
                 "step": state.global_step,

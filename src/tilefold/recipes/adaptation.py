@@ -276,6 +276,9 @@ class _StepLog:
 def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> AdaptationResult:
     """Return the report of an adaptation that is done.
 
+    It compares the first and the last step: the next-token losses of plain and of activated logits,
+    and the share of positions that have a logit above 0 (``alive``).
+
     Args:
         recipe: its settings.
         log: losses of its first and its last step, and counts of blocks.

@@ -121,6 +121,9 @@ def merge_adapters(model: SparseEncoder) -> int:
     (a share of 2^-9 in bf16 and 2^-12 in fp16). Call ``model.float()`` before to lose nothing.
     While a network in 16 bits is merged, it takes the memory of one in fp32.
 
+    Args:
+        model: a loaded model, changed in place.
+
     Returns:
         The number of modules with an adapter.
 

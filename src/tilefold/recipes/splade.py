@@ -85,7 +85,7 @@ def _cache_model(model_dir: Path, folder: Path) -> None:
         folder: folder in the cache. A damaged model in it is replaced.
     """
     try:
-        replaceable_names = []
+        replaceable_names = []  # all files of a damaged model
         if folder.is_dir():
             replaceable_names = [entry.name for entry in folder.iterdir()]
         with atomic_directory(folder, own_names=replaceable_names, overwrite=True) as new_folder:
