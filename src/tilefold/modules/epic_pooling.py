@@ -69,7 +69,13 @@ class EpicPooling(PoolingModule):
         ignore_ids: Iterable[int] = (),
         embedding_dimension: int | None = None,
     ) -> None:
-        """Create the linear layers of importance and quality, with random weights."""
+        """Create the linear layers of importance and quality, with random weights.
+
+        Args:
+            hidden_size: D.
+            ignore_ids: token ids whose positions have the importance 0.
+            embedding_dimension: V, if it is known before the first forward.
+        """
         super().__init__()
         check_count("hidden_size", hidden_size)
         self.hidden_size = hidden_size

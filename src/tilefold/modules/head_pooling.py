@@ -18,7 +18,7 @@ from tilefold.modules.fused_pooling import (
     ScoreOptions,
     TokenSelection,
 )
-from tilefold.modules.window import check_window, apply_window
+from tilefold.modules.window import apply_window, check_window
 
 __all__ = ["HeadPooling"]
 
@@ -266,9 +266,8 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
         pooled = logits[texts, _end_positions(keep, pooling)]
     has_no_token = ~keep.any(dim=1, keepdim=True)
     activated = fused.activate(pooled.masked_fill(has_no_token, 0), activation)
-    return activated.masked_fill(
-        has_no_token, 0
-    )  # again, since the activation of 0 may be positive
+    # again, since the activation of 0 may be positive
+    return activated.masked_fill(has_no_token, 0)
 
 
 def _end_positions(keep: Tensor, pooling: str) -> Tensor:

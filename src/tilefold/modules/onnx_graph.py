@@ -73,7 +73,15 @@ class OnnxGraph(FusedPooling, InputModule):
     ]
 
     def __init__(self, tokenizer: Tokenizer, path: str | Path, **settings: Any) -> None:
-        """Store the settings as attributes, and check the file; it is opened by the first call."""
+        """Store the settings as attributes, and check the file by its digest.
+
+        The graph is opened by the first call.
+
+        Args:
+            tokenizer: of the model.
+            path: file of the graph.
+            settings: values of ``config_keys``, such as ``vocab_size`` and ``sha256``.
+        """
         super().__init__()
         self.tokenizer = tokenizer
         self.path = path_of("path", path)

@@ -408,7 +408,13 @@ class Reader:
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
-        """Prepare to cut texts at the model's limit, and estimate that limit in characters."""
+        """Prepare to cut texts at the model's limit, and estimate that limit in characters.
+
+        Args:
+            columns: columns of all rows by name: texts as :class:`Column`, or scores.
+            model: model that reads the texts.
+            digest: digest of the rows, which identifies the reader in caches of ``datasets``.
+        """
         self._columns = columns
         self._cut = text_cutter(model, copy_tokenizer=True)
         self._digest = digest

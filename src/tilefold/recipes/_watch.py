@@ -84,7 +84,12 @@ class Watcher(TrainerCallback):
     """
 
     def __init__(self, job: TrainingJob, batches: TrainingBatches) -> None:
-        """Start the clock of the call, which limits its time and spaces its checkpoints."""
+        """Start the clock of the call, which limits its time and spaces its checkpoints.
+
+        Args:
+            job: the training: its recipe, run, ranks, time limit and progress function.
+            batches: its batches, which know the number of pairs of each step.
+        """
         self.batches = batches
         self.counts = PairCounts()
         self.progress = job.progress
@@ -360,7 +365,15 @@ class SparseWatch(SpladeRegularizerWeightSchedulerCallback):
         bounded: bool = False,
         world: World | None = None,
     ) -> None:
-        """Attach a counter of active terms to the penalty of each side."""
+        """Attach a counter of active terms to the penalty of each side.
+
+        Args:
+            loss: a loss with penalties of both sides, queries and documents.
+            warmups: side -> share of the steps over which the weight of its penalty rises.
+            bounded: whether encoding keeps a limited number of terms, so that vectors may be dense
+                while training.
+            world: all ranks of the training.
+        """
         super().__init__(loss)
         self.warmups = warmups
         self.bounded = bounded

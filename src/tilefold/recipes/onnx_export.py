@@ -207,7 +207,15 @@ class _GraphExporter:
         top_k: int | None,
         provenance: dict[str, Any],
     ) -> None:
-        """Store the options of the export; no graph is exported yet."""
+        """Store the options of the export; no graph is exported yet.
+
+        Args:
+            scratch: folder for the files of the graphs.
+            vocab_size: size of the vocabulary.
+            quantize: ``"int8"``, or ``None`` for fp32.
+            top_k: number of entries that a graph returns, or ``None`` for all scores.
+            provenance: what a graph records of its model and of the export.
+        """
         self.scratch = scratch
         self.vocab_size = vocab_size
         self.quantize = quantize
@@ -321,7 +329,14 @@ class _Scorer(nn.Module):
         top_k: int | None,
         untie_head: bool,
     ) -> None:
-        """Copy the network to the CPU in fp32, and read the options of the pooling."""
+        """Copy the network to the CPU in fp32, and read the options of the pooling.
+
+        Args:
+            transformer: module of the network.
+            pooling: the ``SpladePooling`` after it.
+            top_k: number of entries that are returned, or ``None`` for all scores.
+            untie_head: whether the head gets a copy of its weight, for a quantized export.
+        """
         super().__init__()
         self.network: Any = copy.deepcopy(transformer.model).float().cpu().eval()
         head = self.network.get_output_embeddings()
