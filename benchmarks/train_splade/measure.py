@@ -1,8 +1,8 @@
 """Measure the largest batch and the time of a SPLADE training step, with both heads in one run.
 
-The claims measured are those of Sparton (arXiv 2603.25011): batch and speed of a training step at V
-= 30,522 and V = 250,002. A step is that of sentence-transformers' own trainer; the two sides differ
-in ``accelerate(model)`` alone.
+Sparton (arXiv 2603.25011) claims larger batches and faster steps at V = 30,522 and V = 250,002. The
+step measured here is the one of sentence-transformers' trainer. The two sides differ in
+``accelerate(model)`` only.
 """
 
 from __future__ import annotations
@@ -40,14 +40,25 @@ from benchmarks.train_splade.step import (
 )
 from tilefold.bench.timing import Timing
 
-_GATE_TOKENS = (96, 61, 33, 8)  # valid tokens of the documents that both sides are compared on
+# valid tokens of the documents that both sides are compared with
+_GATE_TOKENS = (96, 61, 33, 8)
+# turns of each side at the common batch
 _ROUNDS = 2
+# the next batch to try where the largest does not fit again, relative to it
 _SHRINK = 0.97
 
 
 @dataclass
 class _Cell:
-    """One length, with or without checkpointing, of one prepared model."""
+    """A prepared model with the texts of one length.
+
+    Attributes:
+        encoder: a SparseEncoder, with or without checkpointing.
+        step: training step of the encoder.
+        batches: batches of the texts.
+        meter: measures the memory of a step.
+        options: options of the run.
+    """
 
     encoder: Any
     step: TrainingStep
@@ -56,12 +67,14 @@ class _Cell:
     options: TrainOptions
 
     def run(self, batch: int) -> Tensor:
+        """Train on a batch of ``batch`` pairs, and return the loss."""
         return self.step(self.batches.inputs(batch))
 
     def peak(self, batch: int) -> int | None:
-        found = self.meter.peak(partial(self.run, batch))
+        """Return the peak memory of a step in bytes, or None if it does not fit."""
+        peak_bytes = self.meter.peak(partial(self.run, batch))
         self.step.forget()
-        return found
+        return peak_bytes
 
 
 def run(
@@ -69,7 +82,15 @@ def run(
     on_rows: Callable[[list[TrainRow]], None] = lambda rows: None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[TrainRow]:
-    """Measure every cell; ``on_rows`` sees the two rows of each cell as it ends.
+    """Measure every cell: each model, length and choice of checkpointing.
+
+    Args:
+        options: options of the run.
+        on_rows: called with the two rows of a cell when it ends.
+        progress: called with a line about what runs.
+
+    Returns:
+        The rows of all cells: one of the stock head and one of the fused head for each.
 
     Raises:
         ValueError: for an unknown model, or a length, batch, limit or tokenizer that cannot be.
@@ -88,9 +109,9 @@ def run(
     rows: list[TrainRow] = []
     for size in sizes:
         progress(f"{size.name}: making the model")
-        for found in _model_rows(size, tokenizer, source, pairs, options, progress):
-            rows += found
-            on_rows(found)
+        for cell_rows in _model_rows(size, tokenizer, source, pairs, options, progress):
+            rows += cell_rows
+            on_rows(cell_rows)
     return rows
 
 
@@ -102,22 +123,35 @@ def _model_rows(
     options: TrainOptions,
     progress: Callable[[str], None],
 ) -> Iterator[list[TrainRow]]:
-    """The rows of each cell of one model, which is gone when this ends."""
+    """Measure each cell of one model, which is freed at the end.
+
+    Args:
+        size: the model's size.
+        tokenizer: tokenizer of the model.
+        source: name of the tokenizer, for the rows.
+        pairs: (query, document) texts by the length of documents.
+        options: options of the run.
+        progress: called with a line about what runs.
+
+    Yields:
+        The two rows of each cell. They have no numbers if the heads differ.
+    """
     with _prepared(size, tokenizer, pairs, options, progress) as (cells, gate):
         for length, cell in cells:
             for checkpointing in options.checkpointing:
                 set_checkpointing(cell.encoder, checkpointing)
-                found = [
+                rows = [
                     _row(size, cell, length, checkpointing, side, source, gate) for side in SIDES
                 ]
                 if not gate.failures:
                     mode = "with" if checkpointing else "no"
                     name = f"{size.name}, S={length}, {mode} checkpointing"
-                    _measure(cell, found, partial(_prefixed, progress, name))
-                yield found
+                    _measure(cell, rows, partial(_report_progress, progress, name))
+                yield rows
 
 
-def _prefixed(progress: Callable[[str], None], name: str, text: str) -> None:
+def _report_progress(progress: Callable[[str], None], name: str, text: str) -> None:
+    """Report what runs in the cell of a name."""
     progress(f"{name}: {text}")
 
 
@@ -129,7 +163,19 @@ def _prepared(
     options: TrainOptions,
     progress: Callable[[str], None],
 ) -> Iterator[tuple[Iterator[tuple[int, _Cell]], GateOutcome]]:
-    """A model with its trainer, checked; its cells, one length at a time."""
+    """Build a model and its trainer, and compare both heads.
+
+    Args:
+        size: the model's size.
+        tokenizer: tokenizer of the model.
+        pairs: (query, document) texts by the length of documents.
+        options: options of the run.
+        progress: called with a line about what runs.
+
+    Yields:
+        Lengths with their cells, which are prepared one at a time, and the outcome of the
+        comparison.
+    """
     from tilefold.recipes.loading import quiet_libraries
 
     device = options.device
@@ -173,7 +219,7 @@ def _prepared(
 
 
 def _ragged(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Documents cut to lengths that differ, so that padding counts."""
+    """Truncate documents to different lengths, so that heads are compared with padding."""
     mask = inputs["document_attention_mask"].clone()
     for row, valid in enumerate(_GATE_TOKENS[: mask.size(0)]):
         mask[row, valid:] = 0
@@ -189,6 +235,17 @@ def _row(
     source: str,
     gate: GateOutcome,
 ) -> TrainRow:
+    """Return the row of one side of a cell, without measured numbers.
+
+    Args:
+        size: the model's size.
+        cell: the cell.
+        length: tokens of a document.
+        checkpointing: whether gradient checkpointing is on.
+        side: the head.
+        source: name of the tokenizer.
+        gate: outcome of the comparison of both heads.
+    """
     return TrainRow(
         model=size.name,
         vocab=size.vocab,
@@ -212,39 +269,55 @@ def _row(
 
 
 def _measure(cell: _Cell, rows: Sequence[TrainRow], progress: Callable[[str], None]) -> None:
-    """Fill in both rows of one cell."""
-    found: dict[str, LargestBatch] = {}
+    """Fill in both rows of one cell.
+
+    Args:
+        cell: the cell.
+        rows: rows of the sides, in the order of :data:`SIDES`.
+        progress: called with a line about what runs.
+    """
     for side, row in zip(SIDES, rows, strict=True):
         progress(f"largest batch, {side}")
         with head_of(cell.encoder, side):
-            cell.peak(1)  # libraries and compiled kernels are loaded, the optimiser's state is made
-            found[side] = largest_batch(
+            # loads libraries and compiled kernels, and creates the optimizer's state
+            cell.peak(1)
+            largest = largest_batch(
                 cell.peak,
                 cell.meter.limit_bytes,
                 max_batch=cell.options.max_batch,
             )
-        row.largest_capped = "yes" if found[side].capped else "no"
-        row.mib_a_pair = _scaled(found[side].bytes_per_pair, 2**20)
-        progress(f"throughput, {side}, batch {found[side].batch}")
-        _time_largest(cell, side, row, found[side])
+        row.largest_capped = "yes" if largest.capped else "no"
+        row.mib_a_pair = _scaled(largest.bytes_per_pair, 2**20)
+        progress(f"throughput, {side}, batch {largest.batch}")
+        _time_largest(cell, side, row, largest)
     batch = cell.options.batch or _power_of_two(min(row.largest_batch or 0 for row in rows))
     progress(f"both sides, batch {batch}")
     _time_common(cell, rows, batch)
     _compare_losses(rows)
 
 
-def _time_largest(cell: _Cell, side: Side, row: TrainRow, found: LargestBatch) -> None:
-    """Throughput at the largest batch; a batch that ran once and does not run again is not the
-    largest.
+def _time_largest(cell: _Cell, side: Side, row: TrainRow, largest: LargestBatch) -> None:
+    """Measure the throughput at the largest batch, and fill in the row.
+
+    A batch that fitted once may not fit again. Smaller ones are then tried.
+
+    Args:
+        cell: the cell.
+        side: the head.
+        row: row of the side.
+        largest: result of the search for the largest batch.
     """
-    batch, peak = found.batch, found.peak_bytes or None
+    batch = largest.batch
+    peak = largest.peak_bytes or None
     with head_of(cell.encoder, side):
         while batch:
             samples: list[float] = []
             if peak is not None and fits(partial(_sample, cell, batch, samples, 5)):
                 timing = Timing.of(samples)
-                row.largest_peak_gib, row.largest_reps = _scaled(peak, 2**30), timing.reps
-                row.largest_step_p50_ms, row.pairs_per_second = timing.p50, 1e3 * batch / timing.p50
+                row.largest_peak_gib = _scaled(peak, 2**30)
+                row.largest_reps = timing.reps
+                row.largest_step_p50_ms = timing.p50
+                row.pairs_per_second = 1e3 * batch / timing.p50
                 break
             cell.step.forget()
             release(cell.options.device, collect=True)
@@ -252,22 +325,39 @@ def _time_largest(cell: _Cell, side: Side, row: TrainRow, found: LargestBatch) -
             peak = cell.peak(batch) if batch else None
     row.largest_batch = batch
     if batch == 0:
-        row.status, row.note = "OOM", "not even one pair fits"
+        row.status = "OOM"
+        row.note = "not even one pair fits"
     cell.step.forget()
     release(cell.options.device)
 
 
-def _sample(cell: _Cell, batch: int, samples: list[float], most: int) -> None:
-    """Append the times of at least two steps, of as many as the budget allows, at most ``most``."""
+def _sample(cell: _Cell, batch: int, samples: list[float], max_steps: int) -> None:
+    """Time steps within the budget, at least two.
+
+    Args:
+        cell: the cell.
+        batch: pairs of a step.
+        samples: milliseconds of the steps are appended to it.
+        max_steps: largest number of steps.
+    """
     run_one = partial(cell.run, batch)
     device = cell.options.device
     first = time_steps(run_one, device, 1, warmup=1)
-    wanted = int(1e3 * cell.options.seconds / _ROUNDS / max(first[0], 1e-3))
-    samples += first + time_steps(run_one, device, min(max(wanted - 1, 1), most - 1), warmup=0)
+    n_steps = int(1e3 * cell.options.seconds / _ROUNDS / max(first[0], 1e-3))
+    n_further = min(max(n_steps - 1, 1), max_steps - 1)
+    samples += first + time_steps(run_one, device, n_further, warmup=0)
 
 
 def _time_common(cell: _Cell, rows: Sequence[TrainRow], batch: int) -> None:
-    """Both sides at one batch, in turns, so that a clock that drifts touches both alike."""
+    """Time both sides at one batch, and fill in the rows.
+
+    The sides take turns, so that a drifting clock affects both alike.
+
+    Args:
+        cell: the cell.
+        rows: rows of the sides, in the order of :data:`SIDES`.
+        batch: pairs of a step. 0 if no batch fits.
+    """
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn in range(_ROUNDS):
         for side, row in zip(SIDES, rows, strict=True):
@@ -291,27 +381,30 @@ def _time_common(cell: _Cell, rows: Sequence[TrainRow], batch: int) -> None:
     for side, row in zip(SIDES, rows, strict=True):
         if samples[side]:
             timing = Timing.of(samples[side])
-            row.batch, row.step_reps = batch, timing.reps
-            row.step_p20_ms, row.step_p50_ms, row.step_p80_ms = timing.p20, timing.p50, timing.p80
+            row.batch = batch
+            row.step_reps = timing.reps
+            row.step_p20_ms = timing.p20
+            row.step_p50_ms = timing.p50
+            row.step_p80_ms = timing.p80
 
 
 def _compare_losses(rows: Sequence[TrainRow]) -> None:
-    """Refuse a cell whose two sides, with the same dropout, did not compute the same loss."""
+    """Let a cell fail whose sides computed different losses with the same dropout."""
     stock, ours = (row.loss for row in rows)
     if stock is None or ours is None:
         return
     error = abs(ours - stock) / max(abs(stock), 1e-12)
     if not error <= BF16_LOSS_BUDGET:
         for row in rows:
-            row.status, row.note = (
-                "FAILED",
-                f"losses at the common batch differ by {error:.1e} > {BF16_LOSS_BUDGET}",
-            )
+            row.status = "FAILED"
+            row.note = f"losses at the common batch differ by {error:.1e} > {BF16_LOSS_BUDGET}"
 
 
 def _power_of_two(largest: int) -> int:
+    """Return the largest power of two up to a number, or 0 for 0."""
     return 1 << (largest.bit_length() - 1) if largest else 0
 
 
 def _scaled(value: float | None, unit: int) -> float | None:
+    """Return a value in a larger unit, or None for None."""
     return None if value is None else value / unit

@@ -5,7 +5,7 @@ text.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,11 +17,12 @@ from benchmarks.train_data import make_encoder
 if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
 
-CHARACTERS_PER_TOKEN = (
-    8  # more than any language here has: a text of S times this many is never short of S tokens
-)
-QUERY_LENGTH = 32  # tokens, as SPLADE's authors train on MS MARCO
-POOL = 512  # distinct pairs; larger batches repeat them
+# More than a token has in the data's languages, so that S times as many characters have S tokens.
+CHARACTERS_PER_TOKEN = 8
+# tokens of a query, as in SPLADE's training on MS MARCO
+QUERY_LENGTH = 32
+# distinct pairs, which larger batches repeat
+POOL = 512
 
 
 @dataclass(frozen=True)
@@ -83,55 +84,65 @@ def text_pairs(
     *,
     natural: bool = False,
 ) -> list[tuple[str, str]]:
-    """Up to ``POOL`` pairs of a query and a document of about ``length`` tokens, from any split.
+    """Return up to ``POOL`` pairs of a query and a relevant document, from all splits.
 
-    Documents are filled up with those that follow them in the collection, so that no token is
-    padding: without it, the fused head would win by skipping what the stock head computes.
-    ``natural`` leaves them as they are.
+    The next documents of the collection are appended to a document, so that no token is padding.
+    Otherwise the fused head would be faster because it skips padding.
+
+    Args:
+        collection: the collection.
+        length: tokens that each document has at least.
+        natural: whether documents are left as they are.
+
+    Raises:
+        ValueError: if the collection has no positive judgement.
     """
     splits = sorted(collection.qrels)
-    named = list(
-        dict.fromkeys(itertools.chain.from_iterable(collection.pairs(split) for split in splits)),
-    )[:POOL]
-    if not named:
+    pairs_of_splits = (collection.pairs(split) for split in splits)
+    unique_pairs = dict.fromkeys(itertools.chain.from_iterable(pairs_of_splits))
+    id_pairs = list(unique_pairs)[:POOL]
+    if not id_pairs:
         raise ValueError(
             f"data must hold a positive judgement, got none in {collection.name} (splits: "
             f"{splits}).",
         )
     contents = list(collection.contents().values())
-    place = {name: i for i, name in enumerate(collection.documents)}
+    positions = {name: position for position, name in enumerate(collection.documents)}
     pairs: list[tuple[str, str]] = []
-    for query, document in named:
-        text = contents[place[document]]
-        if not natural:
-            text = _filled(contents, place[document], CHARACTERS_PER_TOKEN * length)
+    for query, document in id_pairs:
+        position = positions[document]
+        if natural:
+            text = contents[position]
+        else:
+            text = _long_text(contents, position, CHARACTERS_PER_TOKEN * length)
         pairs.append((collection.queries[query], text))
     return pairs
 
 
-def _filled(contents: Sequence[str], start: int, characters: int) -> str:
-    found, size = [], 0
-    for text in _from(contents, start):
-        found.append(text)
-        size += len(text) + 1
-        if size >= characters:
+def _long_text(contents: Sequence[str], start: int, characters: int) -> str:
+    """Join documents from a position on, until they have a number of characters.
+
+    After the last document come the first ones.
+    """
+    texts: list[str] = []
+    n_characters = 0
+    for text in itertools.chain(contents[start:], itertools.cycle(contents)):
+        texts.append(text)
+        n_characters += len(text) + 1
+        if n_characters >= characters:
             break
-    return "\n".join(found)
-
-
-def _from(contents: Sequence[str], start: int) -> Iterator[str]:
-    return itertools.chain(contents[start:], itertools.cycle(contents))
+    return "\n".join(texts)
 
 
 class Batches:
-    """Training batches of any size from tokenised pairs that lie on the device.
+    """Training batches of any size from tokenized pairs on the device.
 
     Args:
-        encoder: whose tokenizer and modules prepare the texts.
+        encoder: encoder that tokenizes the texts.
         pairs: (query, document) texts.
-        length: tokens of a document at most.
-        query_length: tokens of a query at most.
-        device: where the batches lie.
+        length: largest number of tokens of a document.
+        device: device of the batches.
+        query_length: largest number of tokens of a query.
     """
 
     def __init__(
@@ -158,7 +169,11 @@ class Batches:
         return float(self.documents["attention_mask"].float().mean())
 
     def inputs(self, batch: int) -> dict[str, Any]:
-        """The first ``batch`` pairs, over and over, as the trainer's collator names its columns."""
+        """Return a batch with the column names of the trainer's collator.
+
+        Args:
+            batch: number of pairs. Pairs are repeated if there are fewer.
+        """
         rows = torch.arange(batch, device=self._device) % self._pool
         columns = {"query": self.queries, "document": self.documents}
         return {
@@ -169,12 +184,13 @@ class Batches:
 
 
 def _prepare(encoder: Any, texts: list[str], length: int, device: torch.device) -> dict[str, Any]:
-    kept = encoder.max_seq_length
+    """Tokenize texts with a limit of tokens, and copy the features to the device."""
+    previous_length = encoder.max_seq_length
     encoder.max_seq_length = length
     try:
         features = encoder.preprocess(texts)
     finally:
-        encoder.max_seq_length = kept
+        encoder.max_seq_length = previous_length
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in features.items()
