@@ -41,7 +41,14 @@ _QUICK_SECONDS = 0.5
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run as the arguments say; the exit code: 1 if a check failed, 2 for wrong arguments."""
+    """Run the command line.
+
+    Args:
+        argv: its arguments.
+
+    Returns:
+        The exit code: 1 if a check failed, 2 for wrong arguments.
+    """
     arguments = _parser().parse_args(argv)
     try:
         options = _options(arguments)
@@ -56,6 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Create the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.train_splade",
         description=__doc__,
@@ -99,33 +107,39 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _options(given: argparse.Namespace) -> TrainOptions:
-    if given.checkpointing not in _CHECKPOINTING:
+def _options(arguments: argparse.Namespace) -> TrainOptions:
+    """Convert parsed arguments.
+
+    Raises:
+        ValueError: for a value that is not possible.
+    """
+    if arguments.checkpointing not in _CHECKPOINTING:
         raise ValueError(
             f"checkpointing must be one of {', '.join(_CHECKPOINTING)}, got "
-            f"{given.checkpointing!r}.",
+            f"{arguments.checkpointing!r}.",
         )
-    dtype = None if given.dtype is None else parse_dtype(given.dtype)
+    dtype = None if arguments.dtype is None else parse_dtype(arguments.dtype)
     if dtype not in (None, "bfloat16", "float32"):
-        raise ValueError(f"dtype must be bf16 or fp32, got {given.dtype!r}.")
-    lengths = _lengths(given.length)
+        raise ValueError(f"dtype must be bf16 or fp32, got {arguments.dtype!r}.")
+    lengths = _lengths(arguments.length)
     return TrainOptions(
-        device=choose_device(given.device),
-        models=tuple(given.model or DEFAULT_MODELS),
-        lengths=lengths[:1] if given.quick else lengths,
-        checkpointing=_CHECKPOINTING[given.checkpointing],
+        device=choose_device(arguments.device),
+        models=tuple(arguments.model or DEFAULT_MODELS),
+        lengths=lengths[:1] if arguments.quick else lengths,
+        checkpointing=_CHECKPOINTING[arguments.checkpointing],
         bf16=None if dtype is None else dtype == "bfloat16",
-        memory_gib=given.memory_gib,
-        batch=given.batch,
-        max_batch=given.max_batch,
-        seconds=min(given.seconds, _QUICK_SECONDS) if given.quick else given.seconds,
-        data=given.data,
-        tokenizer=given.tokenizer,
-        natural=given.natural,
+        memory_gib=arguments.memory_gib,
+        batch=arguments.batch,
+        max_batch=arguments.max_batch,
+        seconds=min(arguments.seconds, _QUICK_SECONDS) if arguments.quick else arguments.seconds,
+        data=arguments.data,
+        tokenizer=arguments.tokenizer,
+        natural=arguments.natural,
     )
 
 
 def _lengths(text: str) -> tuple[int, ...]:
+    """Parse lengths with commas between them, and leave out repeated ones."""
     try:
         return tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
@@ -140,35 +154,48 @@ def _run(
     provenance: Provenance,
     console: Console,
 ) -> list[TrainRow]:
+    """Measure, print and save all cells.
+
+    Args:
+        options: options of the run.
+        folder: folder of the results, or None to save nothing.
+        provenance: machine and versions, for the results.
+        console: prints the tables.
+    """
     path = results_file(folder, "train_splade", provenance) if folder is not None else None
 
-    def on_rows(rows: list[TrainRow]) -> None:
+    def print_and_save(rows: list[TrainRow]) -> None:
+        """Print and save the rows of a cell, so that a run that dies loses no finished cell."""
         print_cell(console, rows)
-        if path is not None:  # after every cell: a run that dies keeps what it has
+        if path is not None:
             write_csv(path, [row.record() for row in rows], provenance, CSV_KEY)
 
     with console.status("train-splade: starting") as status:
-        found = run(
+        all_rows = run(
             options,
-            on_rows=on_rows,
+            on_rows=print_and_save,
             progress=lambda text: status.update(f"train-splade: {text}"),
         )
-    if path is not None and found:
+    if path is not None and all_rows:
         console.print(f"results: {path}", markup=False)
         _draw(path, console)
-    return found
+    return all_rows
 
 
 def _draw(path: Path, console: Console) -> None:
+    """Draw a results file, and print the path of the picture or why there is none."""
     try:
-        console.print(f"picture: {plot_results(path, path.with_suffix('.png'))}", markup=False)
-    except (ImportError, ValueError) as error:  # no matplotlib, or nothing but failures
+        picture = plot_results(path, path.with_suffix(".png"))
+    except (ImportError, ValueError) as error:
+        # matplotlib is missing, or no row was measured
         console.print(f"no picture: {error}", markup=False)
+    else:
+        console.print(f"picture: {picture}", markup=False)
 
 
 if __name__ == "__main__":
-    # as the command line does, before torch starts its threads: those that spin at barriers slow
-    # small operations
+    # Set before torch starts its threads, as in the command line. Threads that spin at barriers
+    # would slow small operations.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(main(sys.argv[1:]))

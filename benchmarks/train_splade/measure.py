@@ -76,6 +76,14 @@ class _Cell:
         self.step.forget()
         return peak_bytes
 
+    def peak_and_loss(self, batch: int) -> tuple[int | None, float | None]:
+        """Return the peak memory of a step in bytes, and its loss. Both are None if it fails."""
+        losses: list[Tensor] = []
+        peak_bytes = self.meter.peak(lambda: losses.append(self.run(batch)))
+        if peak_bytes is None or not losses:
+            return peak_bytes, None
+        return peak_bytes, float(losses[0])
+
 
 def run(
     options: TrainOptions,
@@ -366,10 +374,8 @@ def _time_common(cell: _Cell, rows: Sequence[TrainRow], batch: int) -> None:
             with head_of(cell.encoder, side):
                 if turn == 0:
                     torch.manual_seed(cell.options.seed)
-                    losses: list[Tensor] = []
-                    peak = cell.meter.peak(lambda into=losses: into.append(cell.run(batch)))  # type: ignore[misc]
-                    row.loss = float(losses[0]) if peak is not None and losses else None
-                    row.peak_gib = _scaled(peak, 2**30)
+                    peak_bytes, row.loss = cell.peak_and_loss(batch)
+                    row.peak_gib = _scaled(peak_bytes, 2**30)
                 if row.peak_gib is None or not fits(
                     partial(_sample, cell, batch, samples[side], 10),
                 ):

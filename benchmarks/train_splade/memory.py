@@ -1,5 +1,6 @@
-"""Memory of a training step, and the largest batch that fits: measured, predicted, then verified by
-real steps.
+"""Memory of a training step, and the largest batch that fits.
+
+The largest batch is predicted from measured steps, and confirmed by running it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ import torch
 
 from tilefold.bench.timing import free_memory_bytes, resident_peak_mib
 
-RESERVE_BYTES = 2 * 2**30  # of a GPU: what libraries and kernels allocate beside torch
+# memory of a GPU that libraries and kernels allocate outside of torch
+RESERVE_BYTES = 2 * 2**30
 CPU_LIMIT_GIB = 4.0
-RESOLUTION = 1.05  # a batch this much larger than the one reported was seen not to fit
-_LEAP = 8  # a prediction from tiny batches is followed at most this far
-_MEASURED_SHARE = 4  # a prediction is checked at this fraction of itself first
+# a batch that is larger than the reported one by this factor did not fit
+RESOLUTION = 1.05
+# the next batch is at most larger by this factor, since predictions from tiny batches are rough
+_MAX_GROWTH = 8
+# a prediction that is larger by more than this factor is first corrected at this fraction of it
+_CORRECTION_FACTOR = 4
 _MAX_PROBES = 24
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "alloc_failed",
-)  # cuBLAS and the driver do not raise torch's own class
+# in messages of cuBLAS and the driver, which do not raise torch's class
+_OUT_OF_MEMORY = ("out of memory", "alloc_failed")
 
 
 @dataclass(frozen=True)
@@ -30,11 +33,11 @@ class LargestBatch:
     """The outcome of :func:`largest_batch`.
 
     Attributes:
-        batch: the largest that fitted, 0 if not even one pair did.
-        peak_bytes: what it took.
-        capped: whether ``max_batch`` ended the search, so that more would fit.
-        bytes_per_pair: what one more pair takes; ``None`` if fewer than two batches fitted.
-        probes: every ``(batch, peak bytes or None)`` in the order tried.
+        batch: the largest batch that fitted. 0 if not even one pair did.
+        peak_bytes: its peak memory.
+        capped: whether the search ended at ``max_batch``, so that a larger one may fit.
+        bytes_per_pair: memory of one more pair. None if fewer than two batches fitted.
+        probes: every ``(batch, peak bytes or None)``, in the order tried.
     """
 
     batch: int
@@ -51,84 +54,124 @@ def largest_batch(
     start: int = 2,
     max_batch: int = 8192,
 ) -> LargestBatch:
-    """The largest batch that fits, within ``RESOLUTION``, from as few steps as possible.
+    """Find the largest batch that fits, within ``RESOLUTION``, from as few steps as possible.
 
-    Peaks grow linearly with the batch: two small batches give the line, a quarter of what it
-    predicts corrects it, the prediction itself and a batch 5% beyond the last success are then
-    really run.
+    Peak memory grows linearly with the batch. Two small batches give the line, and a quarter of the
+    predicted batch corrects it. Then the predicted batch is run, and one that is 5% larger than the
+    last success.
 
     Args:
-        peak: runs a step of a batch; bytes at its peak, or ``None`` if it ran out of memory.
-        limit: bytes that a step may take, which is what predictions aim at.
-        start: the first batch tried.
-        max_batch: never tried beyond.
+        peak: runs a step of a batch. It returns the peak memory in bytes, or None if memory ran
+            out.
+        limit: bytes that a step may take, for the predictions.
+        start: the first batch to try.
+        max_batch: the largest batch to try.
     """
     probes: list[tuple[int, int | None]] = []
     batch: int | None = min(start, max_batch)
     while batch is not None and len(probes) < _MAX_PROBES:
         probes.append((batch, peak(batch)))
         batch = _next_probe(dict(probes), limit, max_batch)
-    fitted = sorted((size, bytes_) for size, bytes_ in probes if bytes_ is not None)
+    fitted = sorted((size, n_bytes) for size, n_bytes in probes if n_bytes is not None)
     if not fitted:
         return LargestBatch(0, 0, False, None, tuple(probes))
-    largest, bytes_ = fitted[-1]
-    return LargestBatch(largest, bytes_, largest >= max_batch, _slope(fitted), tuple(probes))
+    largest, peak_bytes = fitted[-1]
+    return LargestBatch(
+        batch=largest,
+        peak_bytes=peak_bytes,
+        capped=largest >= max_batch,
+        bytes_per_pair=_bytes_per_pair(fitted),
+        probes=tuple(probes),
+    )
 
 
-def _next_probe(found: dict[int, int | None], limit: int, max_batch: int) -> int | None:
-    """The batch to try next, or ``None`` when the answer is known to ``RESOLUTION``."""
-    fitted = sorted((size, bytes_) for size, bytes_ in found.items() if bytes_ is not None)
-    failed = min((size for size, bytes_ in found.items() if bytes_ is None), default=None)
+def _next_probe(peaks: dict[int, int | None], limit: int, max_batch: int) -> int | None:
+    """Choose the batch to try next.
+
+    Args:
+        peaks: peak bytes of the batches that were tried. None for those that did not fit.
+        limit: bytes that a step may take.
+        max_batch: the largest batch to try.
+
+    Returns:
+        The batch, or None if the largest one is known within ``RESOLUTION``.
+    """
+    fitted = sorted((size, n_bytes) for size, n_bytes in peaks.items() if n_bytes is not None)
+    smallest_failed = min(
+        (size for size, n_bytes in peaks.items() if n_bytes is None), default=None
+    )
     if not fitted:
-        return failed // 2 if failed is not None and failed > 1 else None
-    low = fitted[-1][0]
-    above = _step_up(low)
-    if low >= max_batch or (failed is not None and failed <= above):
+        if smallest_failed is None or smallest_failed == 1:
+            return None
+        return smallest_failed // 2
+    largest, _ = fitted[-1]
+    slightly_larger = _slightly_larger(largest)
+    if largest >= max_batch:
         return None
-    wanted = _predict(fitted, limit)
-    if wanted > _MEASURED_SHARE * low:
-        wanted = max(wanted // _MEASURED_SHARE, 2 * low)
-    wanted = max(above, min(wanted, _LEAP * low, max_batch))
-    if failed is not None and wanted >= failed:
-        wanted = min(failed - 1, max(above, int(failed / RESOLUTION)))
-    return min(wanted, max_batch)
+    if smallest_failed is not None and smallest_failed <= slightly_larger:
+        return None
+    batch = _predict_largest(fitted, limit)
+    if batch > _CORRECTION_FACTOR * largest:
+        batch = max(batch // _CORRECTION_FACTOR, 2 * largest)
+    batch = max(slightly_larger, min(batch, _MAX_GROWTH * largest, max_batch))
+    if smallest_failed is not None and batch >= smallest_failed:
+        slightly_smaller = int(smallest_failed / RESOLUTION)
+        batch = min(smallest_failed - 1, max(slightly_larger, slightly_smaller))
+    return min(batch, max_batch)
 
 
-def _predict(fitted: list[tuple[int, int]], limit: int) -> int:
-    slope = _slope(fitted)
-    low, bytes_ = fitted[-1]
+def _predict_largest(fitted: list[tuple[int, int]], limit: int) -> int:
+    """Predict the largest batch within a limit of bytes.
+
+    Args:
+        fitted: sorted batches with their peak bytes.
+        limit: bytes that a step may take.
+    """
+    slope = _bytes_per_pair(fitted)
+    largest, peak_bytes = fitted[-1]
     if slope is None:
-        return 2 * low
-    return low + int((limit - bytes_) / slope) if slope > 0 else _LEAP * low
+        return 2 * largest
+    if slope <= 0:
+        return _MAX_GROWTH * largest
+    return largest + int((limit - peak_bytes) / slope)
 
 
-def _slope(fitted: list[tuple[int, int]]) -> float | None:
-    """Bytes per pair, between the largest batch and the largest one of at most half its size: far
-    enough apart.
+def _bytes_per_pair(fitted: list[tuple[int, int]]) -> float | None:
+    """Return the memory of one more pair, or None for fewer than two batches.
+
+    The largest batch is compared with the largest one of at most half its size, so that rounding
+    of allocations matters little.
+
+    Args:
+        fitted: sorted batches with their peak bytes.
     """
     if len(fitted) < 2:
         return None
-    large, more = fitted[-1]
-    small, less = max((point for point in fitted if 2 * point[0] <= large), default=fitted[-2])
-    return (more - less) / (large - small)
+    large, large_bytes = fitted[-1]
+    small, small_bytes = max(
+        (point for point in fitted if 2 * point[0] <= large),
+        default=fitted[-2],
+    )
+    return (large_bytes - small_bytes) / (large - small)
 
 
-def _step_up(batch: int) -> int:
+def _slightly_larger(batch: int) -> int:
+    """Return the next batch at ``RESOLUTION``."""
     return max(batch + 1, int(batch * RESOLUTION))
 
 
 class Meter:
-    """Runs steps under a memory limit and says what they took at their peak.
+    """Runs steps under a memory limit, and measures their peak memory.
 
-    On CUDA the limit holds for torch's allocator (``set_per_process_memory_fraction``), model,
-    optimiser and cached blocks included, and running into it is an out-of-memory error as on a
-    smaller card. A CPU has no such limit: there the peak of resident memory above the model counts,
-    and a step over the limit is called one that does not fit.
+    On CUDA the limit is that of torch's allocator (``set_per_process_memory_fraction``), for the
+    model, the optimizer and cached blocks. A step over the limit fails as on a smaller GPU. A
+    CPU has no such limit. There the peak of resident memory above the model is compared with it
+    after the step.
 
     Args:
-        device: where the steps run.
-        limit_gib: GiB; by default all of a GPU that is free, less 2 GiB for libraries, and 4 GiB on
-            a CPU.
+        device: the device of the steps.
+        limit_gib: the limit in GiB. By default it is 4 GiB on a CPU, and the free memory of a GPU
+            without 2 GiB for libraries.
 
     Raises:
         ValueError: for a limit that is not positive or is more than the device has.
@@ -151,8 +194,7 @@ class Meter:
         if not 0 < self.limit_bytes <= largest:
             raise ValueError(
                 f"memory-gib must be greater than 0 and at most {largest / 2**30:.1f} on this "
-                "device now, "
-                f"got {limit_gib}.",
+                f"device now, got {limit_gib}.",
             )
         self._set_fraction(self.limit_bytes)
 
@@ -162,35 +204,35 @@ class Meter:
         return self.limit_bytes / 2**30
 
     def close(self) -> None:
-        """Take the limit off again."""
+        """Remove the limit."""
         release(self.device, collect=True)
         self._set_fraction(None)
 
     def peak(self, run: Callable[[], Any]) -> int | None:
-        """Bytes at the peak of ``run``, or ``None`` if it does not fit."""
+        """Return the peak memory of ``run`` in bytes, or None if it does not fit."""
         release(self.device)
         if self.device.type != "cuda":
-            bytes_ = int(resident_peak_mib(run) * 2**20)
-            return bytes_ if bytes_ <= self.limit_bytes else None
+            peak_bytes = int(resident_peak_mib(run) * 2**20)
+            return peak_bytes if peak_bytes <= self.limit_bytes else None
         torch.cuda.reset_peak_memory_stats(self.device)
         if not fits(run):
-            release(self.device, collect=True)  # frames of the error hold tensors
+            # frames of the error hold tensors
+            release(self.device, collect=True)
             return None
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device)
 
     def _set_fraction(self, limit: int | None) -> None:
+        """Limit torch's allocator to a number of bytes, or remove its limit for None."""
         if self.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.device).total_memory
             share = 1.0 if limit is None else min(1.0, limit / total)
-            torch.cuda.set_per_process_memory_fraction(
-                share,
-                self.device.index,
-            )  # None: the current one
+            # without an index, the current GPU is meant
+            torch.cuda.set_per_process_memory_fraction(share, self.device.index)
 
 
 def fits(run: Callable[[], Any]) -> bool:
-    """Whether ``run`` ends without running out of memory; other errors are raised."""
+    """Return whether ``run`` ends without running out of memory. Other errors are raised."""
     try:
         run()
     except RuntimeError as error:
@@ -201,16 +243,20 @@ def fits(run: Callable[[], Any]) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` says that memory ran out, in torch, in a library or in the driver."""
-    text = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in text for words in _OUT_OF_MEMORY
-    )
+    """Return whether memory ran out, according to torch, a library or the driver."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    message = str(error).lower()
+    return any(words in message for words in _OUT_OF_MEMORY)
 
 
 def release(device: torch.device, *, collect: bool = False) -> None:
-    """Give cached blocks back; ``collect`` first frees what only cycles hold (half a second in a
-    large process).
+    """Free the cached blocks of torch's allocator.
+
+    Args:
+        device: the device.
+        collect: whether to collect reference cycles first, which takes half a second in a large
+            process.
     """
     if collect:
         gc.collect()

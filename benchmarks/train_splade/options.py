@@ -18,20 +18,21 @@ class TrainOptions:
     """Options of a run.
 
     Attributes:
-        device: where.
+        device: device of the steps.
         models: names in ``MODEL_SIZES``.
         lengths: S, tokens of a document.
-        checkpointing: with gradient checkpointing of the encoder's layers, without, or both.
-        bf16: bf16 autocast; by default on a GPU.
-        memory_gib: limit of torch's allocator; by default the whole device.
-        batch: the common batch; by default the largest power of two that fits on both sides.
-        max_batch: no larger batch is tried.
+        checkpointing: whether gradient checkpointing is on, for each cell of a length.
+        bf16: whether to autocast to bf16. By default it is done on a GPU.
+        memory_gib: limit of torch's allocator. By default it is the memory of the device.
+        batch: pairs of the common batch. By default it is the largest power of two that fits on
+            both sides.
+        max_batch: the largest batch to try.
         seconds: time for the steps of one side at one batch.
         data: ``pydocs`` or a BEIR folder.
-        tokenizer: a folder; by default that of the packaged MiniLM.
-        natural: documents as they are, padded to the longest, in place of ones filled up to S
-            tokens.
-        seed: of dropout.
+        tokenizer: folder of a tokenizer. By default it is the packaged MiniLM's.
+        natural: whether documents are left as they are, and padded to the longest. Otherwise they
+            are extended to S tokens.
+        seed: seed of dropout.
     """
 
     device: torch.device
@@ -49,7 +50,11 @@ class TrainOptions:
     seed: int = 0
 
     def check(self) -> None:
-        """Raise ``ValueError`` for a batch or time that cannot be."""
+        """Check the sizes and the time.
+
+        Raises:
+            ValueError: for a batch below 1, or a negative time.
+        """
         for name, value in (("batch", self.batch), ("max-batch", self.max_batch)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")

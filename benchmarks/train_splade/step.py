@@ -19,32 +19,31 @@ from tilefold import testing
 Side = Literal["stock", "tilefold"]
 SIDES: tuple[Side, ...] = ("stock", "tilefold")
 
-# Fresh weights give dense scores, whose dot products grow with V: these factors over V keep loss
-# and FLOPS terms small, so that rounding does not decide the softmax. They change no amount of
-# work.
+# Random weights give dense vectors, whose dot products grow with V. These factors, divided by V,
+# keep the terms of the loss small, so that rounding does not decide the softmax.
 SIMILARITY_SCALE = 30.0
 REGULARIZER = 30.0
 
-# fp32: both sides sum the same products in another order. Where two tokens tie to that precision,
-# each side may send one entry's gradient to another token: a share of 1e-6 of all entries, 1e-3 in
-# the norm.
+# In fp32, both sides sum the same products in different orders. Where two tokens tie, each side may
+# choose another winner for the gradient. This concerns 1e-6 of all entries, or 1e-3 of the norm.
 FP32_LOSS_BUDGET = 1e-5
 FP32_GRADIENT_BUDGET = 5e-3
-# bf16: the encoder alone rounds 12 layers of sums to 8 bits: what the stock head's gradients are
-# off by is the measure.
+# In bf16, 12 layers of the encoder round sums to 8 bits. The allowed error of gradients is
+# therefore relative to that of the stock head.
 BF16_LOSS_BUDGET = 2e-2
 BF16_GRADIENT_SLACK = 1.1
-_MAX_GRAD_NORM = 1.0  # the trainer's default
+# the trainer's default
+_MAX_GRAD_NORM = 1.0
 
 
 @dataclass(frozen=True)
 class GateOutcome:
-    """Both heads on one small batch without dropout, against the stock head in fp32.
+    """Errors of both heads on one small batch without dropout, relative to stock in fp32.
 
     Attributes:
-        loss: relative error of the loss, by ``"<side> <precision>"``.
+        loss: relative error of the loss, by ``"<side> fp32"`` and ``"<side> step"``.
         gradient: largest relative error among the checked gradients, by the same names.
-        failures: what is over its budget, for people; empty if the gate passed.
+        failures: messages about errors over their budget. Empty if the check passed.
     """
 
     loss: Mapping[str, float]
@@ -55,15 +54,15 @@ class GateOutcome:
 class TrainingStep:
     """Forward, backward and optimiser step of ``SparseEncoderTrainer``, without its data loader.
 
-    The trainer makes the loss, its own AdamW and the wrapper that autocasts and turns the model's
-    outputs to fp32; a call then does what its loop does for one batch: loss, backward, clipping,
-    optimiser, gradients dropped. The learning rate is 0, so that every step of both sides works on
-    the same weights.
+    The trainer creates the loss, the AdamW optimizer, and the wrapper that autocasts and casts
+    outputs to fp32. A call then does what the trainer's loop does for one batch. It computes the
+    loss, propagates it backward, clips and applies gradients, and frees them. With a learning rate
+    of 0, every step of both sides has the same weights.
 
     Args:
-        encoder: a ``SparseEncoder``; it is prepared in place.
-        bf16: bf16 autocast, as ``SparseEncoderTrainingArguments(bf16=True)`` does it.
-        learning_rate: of AdamW.
+        encoder: a ``SparseEncoder``, which is prepared in place.
+        bf16: whether to autocast to bf16, as ``SparseEncoderTrainingArguments(bf16=True)`` does.
+        learning_rate: learning rate of AdamW.
     """
 
     def __init__(self, encoder: Any, *, bf16: bool, learning_rate: float = 0.0) -> None:
@@ -77,9 +76,9 @@ class TrainingStep:
 
         self.encoder = encoder
         self._folder = tempfile.TemporaryDirectory(prefix="tilefold-bench-trainer-")
-        encoder.model_card_data.widget = encoder.model_card_data.widget or [
-            {"text": "a"},
-        ]  # else it draws a bar
+        if not encoder.model_card_data.widget:
+            # The trainer would look for example texts, and show a progress bar.
+            encoder.model_card_data.widget = [{"text": "a"}]
         self._trainer = SparseEncoderTrainer(
             model=encoder,
             args=one_gpu(SparseEncoderTrainingArguments)(
@@ -104,7 +103,7 @@ class TrainingStep:
         self._trainer.model_wrapped = self._model
 
     def __call__(self, inputs: dict[str, Any]) -> Tensor:
-        """Train on ``inputs`` (columns named as the collator names them); the loss, detached."""
+        """Train on a batch with the collator's columns, and return the detached loss."""
         trainer = self._trainer
         self._model.train()
         with trainer.compute_loss_context_manager():
@@ -121,8 +120,14 @@ class TrainingStep:
         inputs: dict[str, Any],
         watched: Mapping[str, Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
-        """The loss and the gradients of ``watched`` parameters in the trainer's precision, without
-        dropout.
+        """Compute loss and gradients in the trainer's precision, without dropout.
+
+        Args:
+            inputs: a batch with the collator's columns.
+            watched: parameters by name.
+
+        Returns:
+            The loss, and the gradients of the watched parameters in their order.
         """
         with _without_dropout(self.encoder):
             return _loss_and_gradients(
@@ -140,7 +145,7 @@ class TrainingStep:
 
 
 def splade_loss(encoder: Any) -> Any:
-    """``SpladeLoss`` over in-batch negatives with FLOPS terms (arXiv 2107.05720, 2004.05665)."""
+    """Return ``SpladeLoss`` with in-batch negatives and FLOPS (arXiv 2107.05720, 2004.05665)."""
     from sentence_transformers.sparse_encoder import losses
 
     vocab = encoder[0].model.get_output_embeddings().weight.size(0)
@@ -154,11 +159,18 @@ def splade_loss(encoder: Any) -> Any:
 
 @contextmanager
 def head_of(encoder: Any, side: Side, *, check: bool = False) -> Iterator[None]:
-    """Inside, the encoder has the stock head or the fused one."""
+    """Give the encoder the stock head or the fused one, within a ``with`` block.
+
+    Args:
+        encoder: a stock SparseEncoder.
+        side: the head.
+        check: whether ``accelerate`` compares the fused head with the stock one.
+    """
     from tilefold.integrations.sentence_transformers import accelerate, restore
 
     if side == "tilefold":
-        accelerate(encoder, check=check, packed=False)  # what is compared is the head alone
+        # without packing, so that only the head differs
+        accelerate(encoder, check=check, packed=False)
     try:
         yield
     finally:
@@ -166,17 +178,23 @@ def head_of(encoder: Any, side: Side, *, check: bool = False) -> Iterator[None]:
 
 
 def set_checkpointing(encoder: Any, on: bool) -> None:
-    """Turn gradient checkpointing of the encoder's layers on or off, as the trainer's argument
-    does.
-    """
+    """Turn checkpointing of the encoder's layers on or off, as the trainer's argument does."""
     network = encoder[0].model
-    modern = hasattr(network, "activation_checkpointing_enable")
-    prefix = "activation" if modern else "gradient"
-    if on:
-        arguments = {f"{prefix}_checkpointing_kwargs": {"use_reentrant": False}}
-        getattr(network, f"{prefix}_checkpointing_enable")(**arguments)
+    checkpointing_options = {"use_reentrant": False}
+    # newer versions of transformers have other names
+    if hasattr(network, "activation_checkpointing_enable"):
+        if on:
+            network.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=checkpointing_options,
+            )
+        else:
+            network.activation_checkpointing_disable()
+    elif on:
+        network.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs=checkpointing_options,
+        )
     else:
-        getattr(network, f"{prefix}_checkpointing_disable")()
+        network.gradient_checkpointing_disable()
 
 
 def check_sides(
@@ -184,12 +202,13 @@ def check_sides(
     inputs: dict[str, Any],
     make_step: Callable[[], TrainingStep],
 ) -> GateOutcome:
-    """Compare the heads in fp32, then in the precision of the step that ``make_step`` prepares.
+    """Compare the heads in fp32, then in the precision of the training step.
 
     Args:
-        encoder: not prepared by a trainer yet; ``make_step`` may do that.
-        inputs: a small batch.
-        make_step: called once the fp32 results are there.
+        encoder: a stock SparseEncoder that no trainer has prepared.
+        inputs: a small batch with the collator's columns.
+        make_step: creates the training step, which prepares the encoder. It is called after the
+            computation in fp32.
     """
     watched = _watched(encoder)
     results: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -210,8 +229,8 @@ def check_sides(
     }
     gradients = {
         name: max(
-            testing.relative_error(got, true)
-            for got, true in zip(values, true_gradients, strict=True)
+            testing.relative_error(gradient, true_gradient)
+            for gradient, true_gradient in zip(values, true_gradients, strict=True)
         )
         for name, (_, values) in results.items()
     }
@@ -219,6 +238,12 @@ def check_sides(
 
 
 def _failures(loss: Mapping[str, float], gradient: Mapping[str, float]) -> tuple[str, ...]:
+    """Return messages about the errors that are over their budget.
+
+    Args:
+        loss: relative errors of the loss, by side and precision.
+        gradient: relative errors of the gradients, by the same names.
+    """
     allowed = FP32_GRADIENT_BUDGET + BF16_GRADIENT_SLACK * gradient["stock step"]
     checks = (
         ("loss in fp32", loss["tilefold fp32"], FP32_LOSS_BUDGET),
@@ -229,13 +254,16 @@ def _failures(loss: Mapping[str, float], gradient: Mapping[str, float]) -> tuple
     return tuple(
         f"{name}: error {error:.2e} > {budget:.1e}"
         for name, error, budget in checks
-        if not error <= budget
+        if not error <= budget  # also for NaN
     )
 
 
 def _plain_loss(loss: Any, inputs: Mapping[str, Any]) -> Tensor:
-    """The sum of the loss terms in the model's own precision, columns told apart as the trainer
-    does.
+    """Return the sum of the loss terms in the precision of the model.
+
+    Args:
+        loss: ``SpladeLoss``.
+        inputs: a batch with the collator's columns, which begin with ``query_`` or ``document_``.
     """
     features = [
         {name[len(prefix) :]: value for name, value in inputs.items() if name.startswith(prefix)}
@@ -248,29 +276,39 @@ def _loss_and_gradients(
     compute: Callable[[], Tensor],
     watched: Mapping[str, Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
+    """Return a detached loss, and its gradients for the watched parameters."""
     loss = compute()
-    return loss.detach(), [
-        gradient.detach() for gradient in torch.autograd.grad(loss, list(watched.values()))
-    ]
+    gradients = torch.autograd.grad(loss, list(watched.values()))
+    return loss.detach(), [gradient.detach() for gradient in gradients]
 
 
 def _watched(encoder: Any) -> dict[str, Tensor]:
-    """The matrix and bias of the head, and matrices of the first and the last layer behind it."""
+    """Return parameters to compare: those of the head, and a matrix of two layers.
+
+    The layers are the first and the last one of the encoder.
+    """
     network = encoder[0].model
     head = network.get_output_embeddings()
-    found = {"head": head.weight, "head bias": head.bias}
     matrices = {
         name: parameter
         for name, parameter in network.named_parameters()
         if ".layer." in name and parameter.ndim == 2
     }
     first, *_, last = matrices
-    return found | {first: matrices[first], last: matrices[last]}
+    return {
+        "head": head.weight,
+        "head bias": head.bias,
+        first: matrices[first],
+        last: matrices[last],
+    }
 
 
 @contextmanager
 def _without_dropout(encoder: nn.Module) -> Iterator[None]:
-    """Eval mode but for the pooling: in that mode stock SpladePooling has no backward."""
+    """Put an encoder in eval mode, within a ``with`` block.
+
+    The stock SpladePooling stays in training mode, since it has no backward pass in eval mode.
+    """
     modes = {module: module.training for module in encoder.modules()}
     encoder.eval()
     for module in encoder.modules():
@@ -289,8 +327,15 @@ def time_steps(
     reps: int,
     warmup: int = 1,
 ) -> list[float]:
-    """Milliseconds of each of ``reps`` steps in a row: on a GPU from one step's end to the next's,
-    else wall time.
+    """Return the milliseconds of consecutive steps.
+
+    On a GPU they are between the ends of steps, and on a CPU by the wall clock.
+
+    Args:
+        step: runs a step.
+        device: the device of the steps.
+        reps: number of timed steps.
+        warmup: number of steps before.
     """
     for _ in range(warmup):
         step()
