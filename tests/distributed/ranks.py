@@ -1,5 +1,6 @@
-"""Processes that form a torch.distributed world and run functions together; kept alive from test to
-test.
+"""Processes that form a torch.distributed process group and run functions together.
+
+They live from test to test.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ import torch
 
 from tests import programs
 
-SECONDS = (
-    300.0  # of a job; on a busy machine torch alone takes a minute to be imported in every process
-)
-VOCABULARY = 131  # of the models that ranks train; prime: no number of ranks divides it
+# Time limit of a job. On a busy machine, importing torch takes a minute in every process.
+SECONDS = 300.0
+# Vocabulary of the models that ranks train: a prime, which no number of ranks divides.
+VOCABULARY = 131
 TEXTS = [
     "the quick brown fox",
     "jumps over a lazy dog again and again until the dog weighs words",
@@ -35,7 +36,13 @@ TEXTS = [
 
 @dataclass(frozen=True)
 class Rank:
-    """What a job knows about its place."""
+    """The process that runs a job.
+
+    Attributes:
+        rank: Number of the process.
+        size: Number of processes in the group.
+        device: Device of the process.
+    """
 
     rank: int
     size: int
@@ -43,39 +50,44 @@ class Rank:
 
 
 class Ranks:
-    """A world of ``size`` processes on ``device_type``: gloo on the CPU, NCCL (with gloo beside it)
-    on GPUs.
+    """A group of processes, with gloo on the CPU, and with NCCL too on GPUs.
+
+    Args:
+        size: Number of processes.
+        device_type: ``"cpu"`` or ``"cuda"``.
     """
 
     def __init__(self, size: int, device_type: str) -> None:
-        self.size, self.device_type = size, device_type
+        self.size = size
+        self.device_type = device_type
         self._pools: list[ProcessPoolExecutor] = []
         self._pids: list[int] = []
 
     def start(self, job: Callable[..., Any], *args: Any) -> list[Future[Any]]:
-        """``job(rank, *args)`` on every rank."""
-        cuda = self.device_type == "cuda"
-        places = [
-            Rank(i, self.size, torch.device(self.device_type, *([i] if cuda else [])))
-            for i in range(self.size)
-        ]
+        """Start ``job(rank, *args)`` on every rank."""
+        ranks = [Rank(number, self.size, self._device(number)) for number in range(self.size)]
         if not self._pools:
-            meeting = f"file://{tempfile.mkdtemp(prefix='tilefold-ranks-')}/meeting"
+            store = f"file://{tempfile.mkdtemp(prefix='tilefold-ranks-')}/store"
             self._pools = [
-                ProcessPoolExecutor(1, programs.context(), _join, (place, meeting))
-                for place in places
+                ProcessPoolExecutor(1, programs.context(), _join, (rank, store)) for rank in ranks
             ]
-            self._pids = [
-                future.result() for future in [pool.submit(os.getpid) for pool in self._pools]
-            ]
+            pids = [pool.submit(os.getpid) for pool in self._pools]
+            self._pids = [pid.result() for pid in pids]
         return [
-            pool.submit(_run, place, job, args)
-            for pool, place in zip(self._pools, places, strict=True)
+            pool.submit(_run, rank, job, args)
+            for pool, rank in zip(self._pools, ranks, strict=True)
         ]
 
+    def _device(self, number: int) -> torch.device:
+        if self.device_type == "cuda":
+            return torch.device("cuda", number)
+        return torch.device(self.device_type)
+
     def run(self, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """The results of a job by rank. Raises AssertionError if one of them fails or does not
-        answer.
+        """Run ``job(rank, *args)`` on every rank, and return the results in their order.
+
+        Raises:
+            AssertionError: If a rank fails or does not answer.
         """
         futures = self.start(job, *args)
         done, late = wait(futures, SECONDS, FIRST_EXCEPTION)
@@ -86,32 +98,34 @@ class Ranks:
         return [future.result() for future in futures]
 
     def close(self) -> None:
-        """End the processes at once, since orderly exits take seconds; the next job starts new
-        ones.
-        """
+        """Kill the processes, since orderly exits take seconds. The next job starts new ones."""
         for pid, pool in zip(self._pids, self._pools, strict=True):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             pool.shutdown()
-        self._pools, self._pids = [], []
+        self._pools = []
+        self._pids = []
 
 
-def _join(place: Rank, meeting: str) -> None:
+def _join(rank: Rank, store: str) -> None:
+    """Join the process group, as the first job of a process."""
     torch.set_num_threads(1)
-    if place.device.type == "cuda":
-        torch.cuda.set_device(place.device)
+    on_gpu = rank.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(rank.device)
     torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if place.device.type == "cuda" else "gloo",
-        init_method=meeting,
-        rank=place.rank,
-        world_size=place.size,
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        init_method=store,
+        rank=rank.rank,
+        world_size=rank.size,
         timeout=timedelta(seconds=SECONDS),
     )
 
 
-def _run(place: Rank, job: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run(rank: Rank, job: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Run a job, and turn any error into one whose text can be sent to the test."""
     torch.manual_seed(0)
     try:
-        return job(place, *args)
-    except BaseException:  # whatever it is, the test must hear of it
-        raise AssertionError(f"rank {place.rank}: {traceback.format_exc()}") from None
+        return job(rank, *args)
+    except BaseException:  # the test must learn of every error
+        raise AssertionError(f"rank {rank.rank}: {traceback.format_exc()}") from None

@@ -98,7 +98,7 @@ def compile_kernel(
         ptx_options: Options of the assembler.
     """
     source = source_of(kernel, types, constants, divisible)
-    options = BUILD_OPTIONS | {"num_warps": num_warps, "num_stages": num_stages}
+    options: dict[str, Any] = BUILD_OPTIONS | {"num_warps": num_warps, "num_stages": num_stages}
     if registers:
         options["maxnreg"] = registers
     if ptx_options:
@@ -128,7 +128,7 @@ def source_of(
     signature = {
         name: "constexpr" if name in constants else types[name] for name in kernel.arg_names
     }
-    # Allocations of torch are aligned. The launcher tells the compiler, and wide loads depend on it.
+    # Allocations of torch are aligned. The launcher tells the compiler, which wide loads need.
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)

@@ -1,4 +1,4 @@
-"""Private parts of launches, and kernels, that tests import from here; importing them needs Triton."""
+"""Private parts of launches, and kernels, that tests import from here. They need Triton."""
 
 # ruff: noqa: F401
 

@@ -1,4 +1,4 @@
-"""Softmax attention of packed sequences equals that of each sequence alone, on every portable path."""
+"""Softmax attention of packed sequences equals that of each sequence, on every portable path."""
 
 from __future__ import annotations
 
@@ -22,17 +22,23 @@ DEVICES = [torch.device("cpu"), pytest.param(torch.device("cuda"), marks=pytest.
 
 
 def padded(
-    *given: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    *,
     scale: float | None = None,
     window: int | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
+    """The path that pads the sequences, with the arguments of the public function."""
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
-    query, key, value, cu_seqlens, longest = given
     return packed_attention._attend_padded((query, key, value), cu_seqlens, longest, window, attend)
 
 
 def pack(dtype: torch.dtype, device: torch.device, dim: int = 8) -> tuple[list[Tensor], Tensor]:
+    """Random queries, keys and values ``[T, 2, dim]`` of :data:`LENGTHS`, and their offsets."""
     generator = torch.Generator().manual_seed(3)
     tensors = [
         torch.randn(sum(LENGTHS), 2, dim, generator=generator, dtype=torch.float64)
@@ -49,17 +55,19 @@ def one_at_a_time(
     window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    found = []
-    for q, k, v in zip(*(tensor.split(LENGTHS) for tensor in (query, key, value)), strict=True):
-        places = torch.arange(len(q), device=q.device)
-        mask = (places[:, None] - places).abs() <= (len(q) if window is None else window)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * (
-            q.size(2) ** -0.5 if scale is None else scale
-        )
-        found.append(
-            torch.einsum("hij,jhd->ihd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v),
-        )
-    return torch.cat(found)
+    """The definition of attention, of one sequence after the other."""
+    if scale is None:
+        scale = query.size(2) ** -0.5
+    outputs = []
+    sequences = zip(query.split(LENGTHS), key.split(LENGTHS), value.split(LENGTHS), strict=True)
+    for q, k, v in sequences:
+        positions = torch.arange(len(q), device=q.device)
+        scores = scale * torch.einsum("ihd,jhd->hij", q, k)
+        if window is not None:
+            distances = (positions[:, None] - positions).abs()
+            scores = scores.masked_fill(distances > window, float("-inf"))
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -70,47 +78,43 @@ def test_it_is_attention_within_each_sequence(
 ) -> None:
     tensors, offsets = pack(torch.float64, torch.device("cpu"))
     weights = torch.randn(tensors[0].shape, dtype=torch.float64)
-    got = attend(*tensors, offsets, max(LENGTHS), scale=0.3, window=window)
+    out = attend(*tensors, offsets, max(LENGTHS), scale=0.3, window=window)
     expected = one_at_a_time(*tensors, window=window, scale=0.3)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-    for one, other in zip(
-        torch.autograd.grad((got * weights).sum(), tensors),
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad((out * weights).sum(), tensors),
         torch.autograd.grad((expected * weights).sum(), tensors),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        rtol=0,
+        atol=1e-12,
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [8, 12, 64])
-def test_the_kernels_of_a_gpu_are_no_further_from_fp64_than_padded_attention(
+def test_the_kernels_of_a_gpu_are_as_near_to_fp64_as_padded_attention(
     dtype: torch.dtype,
     window: int | None,
     dim: int,
 ) -> None:
     tensors, offsets = pack(dtype, torch.device("cuda"), dim)
-    exact = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    exact_tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
     weights = torch.randn(tensors[0].shape, dtype=torch.float64, device="cuda")
 
-    def results(attend: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> list[Tensor]:
-        out = attend(*inputs, **options)
-        return [out, *torch.autograd.grad((out.double() * weights).sum(), inputs)]
+    def with_gradients(out: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        gradients = torch.autograd.grad((out.double() * weights).sum(), inputs)
+        return [result.detach().double() for result in (out, *gradients)]
 
-    reference = [
-        each.detach()
-        for each in results(lambda *inputs: one_at_a_time(*inputs, window=window), *exact)
-    ]
-    got = results(
-        lambda *inputs: packed_softmax_attention(*inputs, offsets, max(LENGTHS), window=window),
-        *tensors,
-    )
-    other = results(lambda *inputs: padded(*inputs, offsets, max(LENGTHS), window=window), *tensors)
-    for mine, theirs, right in zip(got, other, reference, strict=True):
-        rounding = torch.finfo(dtype).eps * float(right.abs().max())
-        allowed = 2 * float((theirs.detach().double() - right).abs().max()) + 2 * rounding
-        assert float((mine.detach().double() - right).abs().max()) <= allowed
+    exact = with_gradients(one_at_a_time(*exact_tensors, window=window), exact_tensors)
+    out = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
+    results = with_gradients(out, tensors)
+    out = padded(*tensors, offsets, max(LENGTHS), window=window)
+    padded_results = with_gradients(out, tensors)
+    for result, padded_result, truth in zip(results, padded_results, exact, strict=True):
+        rounding = torch.finfo(dtype).eps * float(truth.abs().max())
+        padded_error = float((padded_result - truth).abs().max())
+        assert float((result - truth).abs().max()) <= 2 * padded_error + 2 * rounding
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,51 +124,54 @@ def test_dropout_drops_weights_and_keeps_their_mean(device: torch.device) -> Non
     value = torch.ones(64, 2, 8, device=device, dtype=dtype)
     offsets = torch.tensor([0, 40, 64], dtype=torch.int32, device=device)
     torch.manual_seed(0)
-    found = torch.stack(
-        [
-            packed_softmax_attention(query, query, value, offsets, 40, dropout_p=0.25)[..., 0]
-            for _ in range(64)
-        ],
-    ).float()
-    # a mean of 64 x 128 sums of at least 24 weights: its deviation is below .4 / sqrt(64 * 128 *
-    # 24) = .001
-    assert abs(float(found.mean()) - 1) < 0.005
-    assert float(found.std(0).mean()) == pytest.approx((0.25 / 0.75 / 32) ** 0.5, rel=0.15)
+    runs = [
+        packed_softmax_attention(query, query, value, offsets, 40, dropout_p=0.25)[..., 0]
+        for _ in range(64)
+    ]
+    sums_of_weights = torch.stack(runs).float()
+    # The mean is of 64 x 128 sums of at least 24 weights, so that its standard deviation is below
+    # 0.4 / sqrt(64 * 128 * 24) = 0.001.
+    assert abs(float(sums_of_weights.mean()) - 1) < 0.005
+    deviation = float(sums_of_weights.std(0).mean())
+    assert deviation == pytest.approx((0.25 / 0.75 / 32) ** 0.5, rel=0.15)
     torch.testing.assert_close(packed_softmax_attention(query, query, value, offsets, 40), value)
 
 
-def test_empty_sequences_are_skipped_nothing_gives_nothing_and_a_row_alone_is_sdpa() -> None:
-    sequence, place = token_positions(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
-    assert (sequence.tolist(), place.tolist()) == ([0, 0, 2, 2, 2], [0, 1, 0, 1, 2])
-    nothing = torch.zeros(0, 2, 8)
-    for attend in (packed_softmax_attention, padded):
-        for count in (1, 3):
-            assert attend(
-                nothing,
-                nothing,
-                nothing,
-                torch.zeros(count, dtype=torch.int32),
-                0,
-            ).shape == (0, 2, 8)
+def test_token_positions_skip_empty_sequences() -> None:
+    sequences, positions = token_positions(torch.tensor([0, 2, 2, 5], dtype=torch.int32), 5)
+    assert sequences.tolist() == [0, 0, 2, 2, 2]
+    assert positions.tolist() == [0, 1, 0, 1, 2]
+
+
+@pytest.mark.parametrize("n_offsets", [1, 3])
+@pytest.mark.parametrize("attend", [packed_softmax_attention, padded])
+def test_no_tokens_give_no_output(attend: Callable[..., Tensor], n_offsets: int) -> None:
+    no_tokens = torch.zeros(0, 2, 8)
+    offsets = torch.zeros(n_offsets, dtype=torch.int32)
+    assert attend(no_tokens, no_tokens, no_tokens, offsets, 0).shape == (0, 2, 8)
+
+
+def test_one_sequence_is_scaled_dot_product_attention() -> None:
     tensors = [torch.randn(6, 2, 8) for _ in range(3)]
-    got = packed_softmax_attention(*tensors, torch.tensor([0, 6], dtype=torch.int32), 6)
+    out = packed_softmax_attention(*tensors, torch.tensor([0, 6], dtype=torch.int32), 6)
     expected = scaled_dot_product_attention(*(tensor.transpose(0, 1)[None] for tensor in tensors))
-    torch.testing.assert_close(got, expected[0].transpose(0, 1))
+    torch.testing.assert_close(out, expected[0].transpose(0, 1))
 
 
 def test_wrong_arguments_are_named() -> None:
-    ok = torch.zeros(4, 2, 8)
+    rows = torch.zeros(4, 2, 8)
+    offsets = torch.tensor([0, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"must have one shape \[T, H, D\]"):
-        packed_softmax_attention(ok, ok[:, :1], ok, torch.tensor([0, 4], dtype=torch.int32), 4)
+        packed_softmax_attention(rows, rows[:, :1], rows, offsets, 4)
     with pytest.raises(
         ValueError,
         match=r"cu_seqlens must be int32 of shape \[B \+ 1\], got torch.int64",
     ):
-        packed_softmax_attention(ok, ok, ok, torch.tensor([0, 4]), 4)
+        packed_softmax_attention(rows, rows, rows, offsets.long(), 4)
 
 
-class NothingReplaced:
-    """Handle of a flash attention whose kernels the tests put in place by themselves."""
+class StubHandle:
+    """Handle of an activated flash attention that has no kernels."""
 
     def remove(self) -> None:
         """Nothing was registered with torch's dispatcher."""
@@ -172,8 +179,8 @@ class NothingReplaced:
 
 @contextmanager
 def activated_flash_attention() -> Iterator[None]:
-    """A flash attention named ``"stub"`` is activated, as FlashAttention-3 would be."""
-    attention.register_flash_attention_impl("stub", register_fn=NothingReplaced)
+    """Activate a flash attention named ``"stub"``, as FlashAttention-3 would be."""
+    attention.register_flash_attention_impl("stub", register_fn=StubHandle)
     packed_attention._warn_of_replacement.cache_clear()
     attention.activate_flash_attention_impl("stub")
     try:
@@ -210,7 +217,7 @@ def refuse(
     ],
 )
 @pytest.mark.parametrize("window", [None, 2])
-def test_what_an_activated_flash_attention_refuses_runs_elsewhere_after_one_warning(
+def test_a_fallback_runs_after_one_warning_if_an_activated_flash_attention_refuses(
     dropout_p: float,
     reason: str,
     window: int | None,
@@ -236,13 +243,13 @@ def test_what_an_activated_flash_attention_refuses_runs_elsewhere_after_one_warn
         with pytest.warns(FallbackWarning, match=f"'stub'.*{reason}.*restore_flash_attention_impl"):
             out = attend()
         assert out is (tensors[2] if window is None else None)  # None is padded attention
-        attend()  # warns no second time, which would be an error here
+        attend()  # a second warning would be an error
 
 
 @needs_registry
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 2])
-def test_training_with_dropout_goes_on_beside_an_activated_flash_attention_that_has_none(
+def test_training_with_dropout_works_with_an_activated_flash_attention_without_dropout(
     window: int | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -261,5 +268,5 @@ def test_training_with_dropout_goes_on_beside_an_activated_flash_attention_that_
         dropped.float().sum().backward()
         assert all(bool(tensor.grad.isfinite().all()) for tensor in tensors)
         with pytest.warns(FallbackWarning, match="'stub'.*requires compute capability 9.0"):
-            got = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
-    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+            out = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
+    torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
