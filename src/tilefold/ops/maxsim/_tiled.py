@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import max_over_tokens
+from tilefold.ops.maxsim._blocks import Block, Tile, TileTokens, add_existing_rows
 from tilefold.ops.maxsim._problem import (
     MaxSimOptions,
     MaxSimSaved,
@@ -20,23 +20,11 @@ from tilefold.ops.maxsim._problem import (
     check_values,
     no_winners,
     pair_sequences,
-    saved_positions,
     wide_dtype,
     winner_bits,
 )
-from tilefold.ops.maxsim._tiled_winners import (
-    add_rows,
-    all_pairs_gradients,
-    listed_pairs_gradients,
-)
-from tilefold.ops.maxsim._walk import (
-    Block,
-    PairBlock,
-    QueryBlock,
-    Tile,
-    blocks_of,
-    cross_index,
-)
+from tilefold.ops.maxsim._tiled_winners import all_pairs_gradients, listed_pairs_gradients
+from tilefold.ops.maxsim._walk import blocks_of
 from tilefold.ops.maxsim.quantized import quantize_rows
 from tilefold.ops.maxsim.tiles import (
     SequenceTokens,
@@ -73,8 +61,9 @@ def forward(
     for block in blocks_of(problem, queries, documents):
         n_masked = None if masked_counts is None else masked_counts[block.documents]
         if problem.temperature:
-            sums = _smooth_sums(block, problem.temperature, n_masked)
-            maxima = sums.peak + problem.temperature * sums.total.log()
+            sums = SmoothSums(problem.temperature, n_masked, block.query_vectors.dtype)
+            peak, total = sums.of_block(block)
+            maxima = peak + problem.temperature * total.log()
             state = maxima if training else None
         else:
             maxima, state = _block_maxima(
@@ -85,21 +74,9 @@ def forward(
                 n_masked,
                 first_masked,
             )
-        if isinstance(block.source, QueryBlock):
-            block.source.add_sums(maxima, scores, block.items)
-            if state is not None:
-                saved[cross_index(block.items, block.query_rows)] = state
-        else:
-            _add_pairs(
-                problem,
-                queries,
-                block.source,
-                block.query_exists,
-                maxima,
-                state,
-                scores,
-                saved,
-            )
+        block.add_scores(maxima, scores)
+        if state is not None:
+            block.save(state, saved)
     if problem.temperature and problem.mask_zero:
         _add_fully_masked_documents(problem, queries, documents, scores)
     if options.mean:
@@ -118,44 +95,6 @@ def _with_int8_queries(problem: Problem) -> Problem:
         values = torch.cat([slab_values for slab_values, _ in slabs])
         scales = torch.cat([slab_scales for _, slab_scales in slabs])
     return replace(problem, queries=values, query_scale=scales)
-
-
-def _add_pairs(
-    problem: Problem,
-    queries: SequenceTokens,
-    pairs: PairBlock,
-    exists: Tensor | None,
-    maxima: Tensor,
-    state: Tensor | None,
-    scores: Tensor,
-    saved: Tensor,
-) -> None:
-    """Add the maxima of aligned, grouped or listed pairs to their scores, and save their state.
-
-    Args:
-        problem: the problem.
-        queries: all queries.
-        pairs: the pairs.
-        exists: ``[n, C]`` bools, false past the end of a query, or ``None`` if all tokens exist.
-        maxima: ``[n, C]``.
-        state: ``[n, C]`` what is saved for backward, or ``None``.
-        scores: the scores of all pairs.
-        saved: the saved matrix of all pairs.
-    """
-    if exists is not None:
-        maxima = maxima.masked_fill(~exists, 0)
-    scores.view(-1)[pairs.pairs] += maxima.sum(dim=1)
-    if state is not None:
-        positions = saved_positions(
-            problem,
-            pairs.pairs[:, None],
-            pairs.query_rows,
-            queries.starts[pairs.queries][:, None],
-        )
-        if exists is not None:
-            positions = positions[exists]
-            state = state[exists]
-        saved.view(-1)[positions] = state
 
 
 def backward(
@@ -275,11 +214,12 @@ def _block_maxima(
     Returns:
         ``[n, C]`` maxima, and ``[n, C]`` winners in the dtype in which they are saved, or ``None``.
     """
-    maxima, winner_rows = _maxima_over_tiles(block, saving)
     if not saving:
+        (maxima,) = block.accumulate(Maximum())
         if n_masked is not None:
             maxima = torch.where((n_masked > 0) & (maxima < 0), 0, maxima)
         return maxima, None
+    maxima, winner_rows = block.accumulate(MaximumAndWinner())
     positions = winner_rows - documents.starts[block.documents][:, None]
     winners = winner_bits(positions, problem.saved_dtype)
     if n_masked is None or first_masked is None:
@@ -289,38 +229,49 @@ def _block_maxima(
     return maxima.masked_fill(masked_wins, 0), winners.masked_fill_(masked_wins, -1)
 
 
-def _maxima_over_tiles(block: Block, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Compute maxima over the tokens of each document, and the first row that has each of them.
+class Maximum:
+    """Accumulates the maxima ``(maxima,)`` over the tokens of each document.
 
-    NaN is the largest. The last token of a document is repeated past its end, which changes neither
-    the maximum nor the winner's row.
-
-    Returns:
-        ``[n, C]`` maxima, and ``[n, C]`` rows, or anything without winners.
+    NaN is the largest. The last token of a document is repeated past its end, which does not change
+    its maximum.
     """
-    maxima = []
-    winner_rows = []
-    for tile in block.tiles():
-        tile_maxima, positions = max_over_tokens(tile.similarities, with_winners)
-        maxima.append(tile_maxima)
-        winner_rows.append(tile.rows.gather(1, positions) if with_winners else positions)
-    if not block.is_split:
-        if len(maxima) == 1:
-            return maxima[0], winner_rows[0]
-        return torch.cat(maxima), torch.cat(winner_rows)
-    total_maxima = maxima[0]
-    total_rows = winner_rows[0]
-    for tile_maxima, tile_rows in zip(maxima[1:], winner_rows[1:], strict=True):
-        if with_winners:
-            total_maxima, total_rows = merge_maxima(
-                total_maxima,
-                total_rows,
-                tile_maxima,
-                tile_rows,
-            )
-        else:
-            total_maxima = torch.maximum(total_maxima, tile_maxima)
-    return total_maxima, total_rows
+
+    def reduce(self, tile: Tile) -> tuple[Tensor, ...]:
+        """Return the ``[n, C]`` maxima over the tokens of a tile."""
+        maxima, _ = max_over_tokens(tile.similarities, with_winners=False)
+        return (maxima,)
+
+    def merge(
+        self,
+        earlier: tuple[Tensor, ...],
+        later: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the larger maxima of two parts of the same documents."""
+        (earlier_maxima,) = earlier
+        (later_maxima,) = later
+        return (torch.maximum(earlier_maxima, later_maxima),)
+
+
+class MaximumAndWinner:
+    """Accumulates the maxima and the first rows that have them, ``(maxima, winner_rows)``.
+
+    NaN is the largest. The last token of a document is repeated past its end, with its row.
+    """
+
+    def reduce(self, tile: Tile) -> tuple[Tensor, ...]:
+        """Return ``[n, C]`` maxima over the tokens of a tile, and their ``[n, C]`` rows."""
+        maxima, positions = max_over_tokens(tile.similarities, with_winners=True)
+        return maxima, tile.tokens.rows.gather(1, positions)
+
+    def merge(
+        self,
+        earlier: tuple[Tensor, ...],
+        later: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the larger maxima of two parts of the same documents, and their rows."""
+        maxima, winner_rows = earlier
+        later_maxima, later_rows = later
+        return merge_maxima(maxima, winner_rows, later_maxima, later_rows)
 
 
 def merge_maxima(
@@ -329,8 +280,15 @@ def merge_maxima(
     later_maxima: Tensor,
     later_winners: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Merge maxima and winners of tokens with those of later tokens, which lose among equals."""
-    later_wins = (later_maxima > maxima) | (later_maxima.isnan() & ~maxima.isnan())
+    """Merge maxima and winners of some tokens with maxima and winners of later tokens.
+
+    Among equal maxima the earlier token wins. NaN is larger than any number.
+
+    Returns:
+        Maxima and winners, in the shape of the arguments.
+    """
+    is_first_nan = later_maxima.isnan() & ~maxima.isnan()
+    later_wins = (later_maxima > maxima) | is_first_nan
     return (
         torch.where(later_wins, later_maxima, maxima),
         torch.where(later_wins, later_winners, winners),
@@ -340,91 +298,90 @@ def merge_maxima(
 # Smooth maximum: peaks and sums of exponentials over a document's tokens, and the gradient
 
 
-class _SmoothSums(NamedTuple):
-    """Sums ``total = sum_j exp((s_j - peak) / temperature)`` over the tokens of each document.
+class SmoothSums:
+    """Accumulates sums of exponentials over the tokens of each document, ``(largest, total)``.
 
-    Attributes:
-        peak: ``[n, C]``.
-        total: ``[n, C]``.
-        tiles: tiles, each with its addends ``[n, L, C]``; empty if the document is split.
-    """
-
-    peak: Tensor
-    total: Tensor
-    tiles: list[tuple[Tile, Tensor]]
-
-
-class _TileSums(NamedTuple):
-    """Sums of one tile, with the largest similarity, which may be infinite."""
-
-    largest: Tensor
-    peak: Tensor
-    total: Tensor
-
-
-def _smooth_sums(block: Block, temperature: float, n_masked: Tensor | None) -> _SmoothSums:
-    """Compute the sums of exponentials of a block.
-
-    The peak is subtracted before anything is divided, so that no temperature is too small.
+    For similarities ``s_j`` of the tokens, ``total = sum_j exp((s_j - peak) / temperature)``. The
+    peak is the largest similarity, or 0 if that is not finite. It is subtracted before anything is
+    divided, so that no temperature is too small.
 
     Args:
-        block: the block.
         temperature: temperature of the smooth maximum.
-        n_masked: ``[n, 1]`` masked tokens of each document, which take part with a similarity of 0,
-            or ``None``.
+        n_masked: ``[n, 1]`` masked tokens of each document of the block, which take part with a
+            similarity of 0, or ``None``.
+        dtype: dtype of the similarities.
+        keep_exponentials: whether to keep the exponentials of every tile.
+
+    Attributes:
+        exponentials: tiles, each with its addends ``[n, L, C]``, if they are kept.
     """
-    temperature = _usable_temperature(temperature, block.query_vectors.dtype)
-    tile_sums: list[_TileSums] = []
-    tiles: list[tuple[Tile, Tensor]] = []
-    first_document = 0
-    for tile in block.tiles():
-        n_masked_of_tile = None
-        counted_already = block.is_split and bool(tile_sums)
-        if n_masked is not None and not counted_already:
-            n_masked_of_tile = n_masked[first_document : first_document + tile.rows.size(0)]
+
+    def __init__(
+        self,
+        temperature: float,
+        n_masked: Tensor | None,
+        dtype: torch.dtype,
+        *,
+        keep_exponentials: bool = False,
+    ) -> None:
+        self.temperature = max(temperature, torch.finfo(dtype).tiny)  # a normal number
+        self.n_masked = n_masked
+        self.keep_exponentials = keep_exponentials
+        self.exponentials: list[tuple[Tile, Tensor]] = []
+
+    def of_block(self, block: Block) -> tuple[Tensor, Tensor]:
+        """Return the peaks ``[n, C]`` and the totals ``[n, C]`` of a block."""
+        largest, total = block.accumulate(self)
+        peak = _finite(largest)
+        if self.n_masked is not None:
+            # Where a token is masked, the peak is at least 0.
+            exponent = torch.where(self.n_masked > 0, -peak, float("-inf"))
+            total = total + self.n_masked * (exponent / self.temperature).exp_()
+        return peak, total
+
+    def reduce(self, tile: Tile) -> tuple[Tensor, ...]:
+        """Return the ``[n, C]`` largest similarities of a tile, and sums of exponentials."""
         similarities = _similarities(tile)
         largest = similarities.amax(dim=1)
-        if n_masked_of_tile is not None:
-            largest = torch.where(n_masked_of_tile > 0, largest.clamp_min(0), largest)
+        if self.n_masked is not None:
+            has_masked = self.n_masked[tile.documents] > 0
+            largest = torch.where(has_masked, largest.clamp_min(0), largest)
+        exponentials = _exponentials(similarities, _finite(largest), self.temperature)
+        if self.keep_exponentials:
+            self.exponentials.append((tile, exponentials))
+        return largest, exponentials.sum(dim=1)
+
+    def merge(
+        self,
+        earlier: tuple[Tensor, ...],
+        later: tuple[Tensor, ...],
+    ) -> tuple[Tensor, ...]:
+        """Return the largest similarities and the sums of two parts of the same documents."""
+        earlier_largest, earlier_total = earlier
+        later_largest, later_total = later
+        largest = torch.maximum(earlier_largest, later_largest)
         peak = _finite(largest)
-        exponentials = _exponentials(similarities, peak, temperature)
-        total = exponentials.sum(dim=1)
-        if n_masked_of_tile is not None:
-            # Where a token is masked, the peak is at least 0.
-            exponent = torch.where(n_masked_of_tile > 0, -peak, float("-inf"))
-            total = total + n_masked_of_tile * (exponent / temperature).exp_()
-        tile_sums.append(_TileSums(largest, peak, total))
-        if not block.is_split:
-            tiles.append((tile, exponentials))
-            first_document += tile.rows.size(0)
-    if not block.is_split:
-        peaks = torch.cat([sums.peak for sums in tile_sums])
-        totals = torch.cat([sums.total for sums in tile_sums])
-        return _SmoothSums(peaks, totals, tiles)
-    largest, peak, total = tile_sums[0]
-    for sums in tile_sums[1:]:
-        largest = torch.maximum(largest, sums.largest)
-        joint_peak = _finite(largest)
-        total = _rescaled(total, peak, joint_peak, temperature) + _rescaled(
-            sums.total,
-            sums.peak,
-            joint_peak,
-            temperature,
-        )
-        peak = joint_peak
-    return _SmoothSums(peak, total, [])
+        earlier_at_peak = self._at_new_peak(earlier_total, _finite(earlier_largest), peak)
+        later_at_peak = self._at_new_peak(later_total, _finite(later_largest), peak)
+        return largest, earlier_at_peak + later_at_peak
+
+    def _at_new_peak(self, total: Tensor, peak: Tensor, new_peak: Tensor) -> Tensor:
+        """Convert a sum of exponentials to another peak."""
+        factor = ((peak - new_peak) / self.temperature).exp()
+        return torch.where(total == 0, 0, total * factor)
+
+    def exponentials_of(self, tiles: Iterator[Tile], peak: Tensor) -> Iterator[tuple[Tile, Tensor]]:
+        """Yield the tiles of a split document, each with its exponentials ``[n, L, C]``."""
+        for tile in tiles:
+            yield tile, _exponentials(_similarities(tile), peak, self.temperature)
 
 
 def _similarities(tile: Tile) -> Tensor:
     """Return the similarities ``[n, L, C]``, minus infinity past the end of a document."""
-    if tile.exists is None:
+    exists = tile.tokens.exists
+    if exists is None:
         return tile.similarities
-    return tile.similarities.masked_fill_(~tile.exists[:, :, None], float("-inf"))
-
-
-def _usable_temperature(temperature: float, dtype: torch.dtype) -> float:
-    """Return a temperature that is a normal number of ``dtype``."""
-    return max(temperature, torch.finfo(dtype).tiny)
+    return tile.similarities.masked_fill_(~exists[:, :, None], float("-inf"))
 
 
 def _finite(largest: Tensor) -> Tensor:
@@ -440,11 +397,6 @@ def _exponentials(similarities: Tensor, peak: Tensor, temperature: float) -> Ten
     exponents = similarities.sub_(peak[:, None]).div_(temperature)
     smallest_exponent = math.log(torch.finfo(similarities.dtype).tiny)
     return torch.threshold_(exponents, smallest_exponent, float("-inf")).exp_()
-
-
-def _rescaled(total: Tensor, peak: Tensor, new_peak: Tensor, temperature: float) -> Tensor:
-    """Convert a sum of exponentials to another peak."""
-    return torch.where(total == 0, 0, total * ((peak - new_peak) / temperature).exp())
 
 
 def _add_smooth_gradients(
@@ -469,126 +421,56 @@ def _add_smooth_gradients(
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
     masked_counts = documents.masked_counts() if problem.mask_zero else None
-    query_of_row = torch.arange(problem.n_queries, device=grad.device).repeat_interleave(
-        queries.sizes,
-    )
     for block in blocks_of(problem, queries, documents):
         n_masked = None if masked_counts is None else masked_counts[block.documents]
-        sums = _smooth_sums(block, problem.temperature, n_masked)
-        nonzero_total = torch.where(sums.total == 0, 1, sums.total)
-        dmaxima = _gradient_of_maxima(block, grad, query_of_row)
-        scale = (dmaxima / nonzero_total)[:, None]
-        if block.is_split:
-            tiles = _tiles_with_exponentials(block.tiles(), sums.peak, problem.temperature)
-        else:
-            tiles = iter(sums.tiles)
-        first_document = 0
-        for tile, exponentials in tiles:
-            n_documents = tile.rows.size(0)
-            dsimilarities = exponentials.mul_(scale[first_document : first_document + n_documents])
-            if dqueries is not None:
-                _add_query_gradient(dqueries, documents, block, tile, dsimilarities)
-            if ddocuments is not None:
-                document_grads = dsimilarities @ block.query_vectors
-                if tile.span is not None:
-                    ddocuments[tile.span] += document_grads.flatten(0, 1)
-                else:
-                    _add_existing(
-                        ddocuments,
-                        tile.rows,
-                        tile.exists,
-                        document_grads,
-                        rows_differ=problem.index is None,
-                    )
-            if not block.is_split:
-                first_document += n_documents
-
-
-def _gradient_of_maxima(block: Block, grad: Tensor, query_of_row: Tensor) -> Tensor:
-    """Return the ``[n, C]`` gradient of a block's maxima: that of their scores."""
-    if isinstance(block.source, QueryBlock):
-        return grad.T[block.items][:, query_of_row[block.query_rows]]
-    pairs = block.source
-    dmaxima = grad.reshape(-1)[pairs.pairs][:, None].expand(pairs.query_rows.shape)
-    if block.query_exists is not None:
-        dmaxima = dmaxima.masked_fill(~block.query_exists, 0)
-    return dmaxima
-
-
-def _add_query_gradient(
-    dqueries: Tensor,
-    documents: SequenceTokens,
-    block: Block,
-    tile: Tile,
-    dsimilarities: Tensor,
-) -> None:
-    """Add the gradient of the query tokens from one tile.
-
-    Args:
-        dqueries: ``[Tq, D]``.
-        documents: all documents.
-        block: the block of the tile.
-        tile: the tile.
-        dsimilarities: ``[n, L, C]`` gradient of its similarities.
-    """
-    document_vectors = tile.vectors
-    if document_vectors is None:
-        if tile.span is None:
-            document_vectors = documents.gather(tile.rows)
-        else:
-            span_vectors = documents.vectors(tile.span.start, tile.span.stop)
-            document_vectors = span_vectors.view(*tile.rows.shape, -1)
-    if block.query_vectors.dim() == 2:  # all documents of the block share the query tokens
-        if isinstance(block.source, QueryBlock):
-            rows = block.query_rows
-        else:
-            rows = block.source.query_rows[0]
-        dqueries[rows] += dsimilarities.flatten(0, 1).T @ document_vectors.flatten(0, 1)
-    elif not isinstance(block.source, QueryBlock):
-        _add_existing(
-            dqueries,
-            block.source.query_rows,
-            block.query_exists,
-            dsimilarities.mT @ document_vectors,
-            rows_differ=False,
+        sums = SmoothSums(
+            problem.temperature,
+            n_masked,
+            block.query_vectors.dtype,
+            keep_exponentials=not block.is_split,
         )
+        peak, total = sums.of_block(block)
+        nonzero_total = torch.where(total == 0, 1, total)
+        scale = block.gradient_of_maxima(grad) / nonzero_total
+        tiles: Iterable[tuple[Tile, Tensor]] = sums.exponentials
+        if block.is_split:  # all exponentials of a long document would be too large to keep
+            tiles = sums.exponentials_of(block.tiles(), peak)
+        for tile, exponentials in tiles:
+            dsimilarities = exponentials.mul_(scale[tile.documents, None])
+            if dqueries is not None:
+                document_vectors = tile.tokens.vectors_of(documents)
+                block.add_query_gradient(dsimilarities, document_vectors, dqueries)
+            if ddocuments is not None:
+                _add_document_gradient(
+                    dsimilarities @ block.query_vectors,
+                    tile.tokens,
+                    ddocuments,
+                    documents_differ=problem.index is None,
+                )
 
 
-def _tiles_with_exponentials(
-    tiles: Iterator[Tile],
-    peak: Tensor,
-    temperature: float,
-) -> Iterator[tuple[Tile, Tensor]]:
-    """Yield the tiles of a document that is split, each with its exponentials ``[n, L, C]``."""
-    usable = _usable_temperature(temperature, peak.dtype)
-    for tile in tiles:
-        yield tile, _exponentials(_similarities(tile), peak, usable)
-
-
-def _add_existing(
-    out: Tensor,
-    rows: Tensor,
-    exists: Tensor | None,
-    values: Tensor,
+def _add_document_gradient(
+    gradient: Tensor,
+    tokens: TileTokens,
+    ddocuments: Tensor,
     *,
-    rows_differ: bool,
+    documents_differ: bool,
 ) -> None:
-    """Compute ``out[rows] += values`` for the tokens that exist.
+    """Add the gradient of the document tokens of one tile.
 
     Args:
-        out: ``[T, D]``.
-        rows: ``[n, L]`` rows of ``out``.
-        exists: ``[n, L]`` bools, or ``None`` if all tokens exist.
-        values: ``[n, L, D]``.
-        rows_differ: whether no row occurs twice.
+        gradient: ``[n, L, D]``.
+        tokens: the document tokens.
+        ddocuments: ``[Td, D]``, to which the gradient is added.
+        documents_differ: whether no document occurs twice.
     """
-    if exists is None:
-        rows = rows.view(-1)
-        values = values.flatten(0, 1)
-    else:
-        rows = rows[exists]
-        values = values[exists]
-    if rows_differ:
-        out[rows] += values
-    else:
-        add_rows(out, values, rows)
+    if tokens.span is not None:
+        ddocuments[tokens.span] += gradient.flatten(0, 1)
+        return
+    add_existing_rows(
+        ddocuments,
+        tokens.rows,
+        tokens.exists,
+        gradient,
+        rows_differ=documents_differ,
+    )

@@ -20,7 +20,7 @@ from tilefold.ops.maxsim._problem import (
     wide_dtype,
 )
 from tilefold.ops.maxsim._walk import chunks
-from tilefold.ops.maxsim.tiles import SequenceTokens
+from tilefold.ops.maxsim.tiles import SequenceTokens, add_rows
 
 
 def all_pairs_gradients(
@@ -44,9 +44,6 @@ def all_pairs_gradients(
     n_query_rows = queries.rows.size(0)
     limit = tiles.row_limit(queries.rows.size(1))
     width = min(n_query_rows, limit)
-    query_of_row = torch.arange(queries.starts.numel(), device=grad.device).repeat_interleave(
-        queries.sizes,
-    )
     offsets = [*documents.starts.tolist(), documents.rows.size(0)]
     max_documents = max(1, tiles.SLAB_ENTRIES // max(width, 1))
     query_table = None
@@ -64,7 +61,7 @@ def all_pairs_gradients(
             document_rows = winners + (documents.starts[first:last, None] - start)
             if last == first + 1:  # perhaps a part of a long document
                 has_winner &= (document_rows >= 0) & (document_rows < stop - start)
-            weights = grad.T[first:last, query_of_row[query_rows]]
+            weights = grad.T[first:last, queries.sequence_of_row[query_rows]]
             if dqueries is not None and document_table is not None:
                 dqueries[query_rows] += _weighted_sums(
                     document_table,
@@ -220,32 +217,3 @@ def _winner_positions(saved: Tensor, selection: Tensor | tuple[slice, slice]) ->
     if saved.dtype != torch.uint16:
         return saved[selection].to(torch.int64)
     return saved.view(torch.int16)[selection].to(torch.int64).bitwise_and_(0xFFFF)
-
-
-def add_rows(
-    out: Tensor,
-    table: Tensor,
-    out_rows: Tensor,
-    table_rows: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> None:
-    """Compute ``out[out_rows] += weights * table[table_rows]``, deterministically.
-
-    Args:
-        out: ``[T, D]``.
-        table: ``[M, D]``.
-        out_rows: ``[n]`` rows of ``out``, which may repeat.
-        table_rows: ``[n]`` rows of ``table``, or ``None`` for all in order.
-        weights: ``[n]``, or ``None`` for 1.
-    """
-    if out_rows.numel() == 0:
-        return
-    sorted_rows, order = out_rows.sort(stable=True)
-    unique_rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
-    out[unique_rows] += embedding_bag(
-        order if table_rows is None else table_rows[order],
-        table,
-        counts.cumsum(0) - counts,
-        mode="sum",
-        per_sample_weights=None if weights is None else weights[order],
-    )

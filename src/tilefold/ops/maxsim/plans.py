@@ -81,7 +81,7 @@ class MaxSimSteps(Steps):
         leading: steps after the first copies.
 
     Attributes:
-        known: the tensors that have elements, by name.
+        non_empty: the tensors that have elements, by name.
     """
 
     def __init__(
@@ -117,23 +117,23 @@ class MaxSimSteps(Steps):
                 "PAIRING": {"all": 0, "aligned": 1, "grouped": 1, "index": 2}[problem.pairing],
             },
         )
-        self.known: dict[str, Tensor] = {}
+        self.non_empty: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
             if tensor.numel():
-                self.known[name] = tensor
+                self.non_empty[name] = tensor
             else:
                 self.renamed[name] = f"no_{name}"
         if setting.aligned:
-            self.steps += contiguous(**self.known)
+            self.steps += contiguous(**self.non_empty)
         else:
             # Kernels are built for tensors that begin at multiples of 16 bytes. A copy costs less
             # than another build, and gives the same sums.
-            self.steps += [TorchStep(name, _aligned, name) for name in self.known]
+            self.steps += [TorchStep(name, _aligned, name) for name in self.non_empty]
         self.steps += leading
         for name in OFFSETS:
-            if name in self.known and self.known[name].dtype == torch.int64:
+            if name in self.non_empty and self.non_empty[name].dtype == torch.int64:
                 self.steps.append(TorchStep(name, _to_int32, name))
 
     def over_rows(
@@ -273,7 +273,7 @@ def _score_config(steps: MaxSimSteps, training: bool, slot: int) -> tuple[str, C
         slot: rows of a query in the tiles of a pass that queries share.
 
     Returns:
-        The constants of the kernel, and which kernel it is:
+        Name of the kernel, and its constants. The names are:
 
         - ``"shared"``: a pass over int8 documents that queries share
         - ``"stream"``: a stream of 8-bit documents past few query tokens
@@ -594,11 +594,11 @@ def backward(
         "HAS_LARGEST": has_largest,
         "NO_WINNER": no_winner(saved.saved.dtype),
     }
-    if problem.normalize and "query_norms" in steps.known:
+    if problem.normalize and "query_norms" in steps.non_empty:
         steps.renamed |= SAVED_NORMS
     elif problem.normalize:
         steps.inverse_norms(results=False)
-    if all_pairs and problem.cu_queries is not None and "row_query" not in steps.known:
+    if all_pairs and problem.cu_queries is not None and "row_query" not in steps.non_empty:
         steps.renamed["row_query"] = "owners"
         steps.torch(
             "owners",

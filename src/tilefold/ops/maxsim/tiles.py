@@ -1,4 +1,4 @@
-"""Sizes of the tiles of the tiled path, and the unmasked tokens of queries and documents.
+"""Sizes of the tiles of the tiled path, the tokens of queries and documents, and sums of rows.
 
 The constants bound the memory that the tiled path holds apart from inputs, outputs and what
 backward saves.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
+from torch.nn.functional import embedding_bag, pad
 
 from tilefold.ops.maxsim._problem import Problem, wide_dtype
 
@@ -85,6 +86,12 @@ class SequenceTokens:
     counts: Tensor
     unmasked_rows: Tensor | None
     scale: Tensor | None
+
+    @cached_property
+    def sequence_of_row(self) -> Tensor:
+        """``[T]`` sequence of each row."""
+        sequences = torch.arange(self.sizes.numel(), device=self.sizes.device)
+        return sequences.repeat_interleave(self.sizes)
 
     def token_numbers(
         self,
@@ -265,3 +272,32 @@ def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
         problem.document_scale,
     )
     return queries, documents
+
+
+def add_rows(
+    out: Tensor,
+    table: Tensor,
+    out_rows: Tensor,
+    table_rows: Tensor | None = None,
+    weights: Tensor | None = None,
+) -> None:
+    """Compute ``out[out_rows] += weights * table[table_rows]``, deterministically.
+
+    Args:
+        out: ``[T, D]``.
+        table: ``[M, D]``.
+        out_rows: ``[n]`` rows of ``out``, which may repeat.
+        table_rows: ``[n]`` rows of ``table``, or ``None`` for all in order.
+        weights: ``[n]``, or ``None`` for 1.
+    """
+    if out_rows.numel() == 0:
+        return
+    sorted_rows, order = out_rows.sort(stable=True)
+    unique_rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
+    out[unique_rows] += embedding_bag(
+        order if table_rows is None else table_rows[order],
+        table,
+        counts.cumsum(0) - counts,
+        mode="sum",
+        per_sample_weights=None if weights is None else weights[order],
+    )

@@ -32,7 +32,8 @@ from tilefold.ops.maxsim._problem import (
     winner_bits,
     xtr_outputs,
 )
-from tilefold.ops.maxsim._walk import QueryBlock, chunks, document_groups, query_blocks
+from tilefold.ops.maxsim._query_blocks import QueryBlock, query_blocks
+from tilefold.ops.maxsim._walk import chunks, document_groups
 from tilefold.ops.maxsim.api import empty_scores
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
