@@ -79,8 +79,15 @@ def attention_with_rows(tensors: AttentionTensors, options: AttentionOptions) ->
         tau[rows] = _thresholds(scores.detach(), p.detach(), alpha).float()
         support[rows] = (p > 0).sum(dim=-1, dtype=torch.int32)
         if tensors.seed is not None:
-            kept = _dropout_mask(tensors.seed, sequence, n_heads, n_queries, n_keys, options)
-            p = p * kept / (1 - options.dropout_p)
+            dropout_mask = _dropout_mask(
+                tensors.seed,
+                sequence,
+                n_heads,
+                n_queries,
+                n_keys,
+                options,
+            )
+            p = p * dropout_mask / (1 - options.dropout_p)
         sequence_out = (p @ values).to(q.dtype)
         positions = torch.arange(
             sequence.query_slice.start,

@@ -87,7 +87,7 @@ class RowStats(NamedTuple):
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    # A quotient of integers would have torch's default dtype.
+    """Divide integers in fp32; torch would divide them in its default dtype."""
     return numerator.float() / denominator.float()
 
 
@@ -298,7 +298,15 @@ def _score_matrices(
     query_padding_mask: Tensor | None,
     block: int,
 ) -> Iterator[tuple[_Tokens, _Tokens]]:
-    """Yield queries and keys of each sequence, or those of all sequences of a packed batch."""
+    """Yield the queries and keys of each matrix of scores.
+
+    A padded batch has one matrix for each sequence, a packed batch one for all sequences.
+
+    Args:
+        tensors: tensors of the call.
+        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero = count this row, or ``None``.
+        block: queries and keys of a block.
+    """
     q = tensors.q
     k = tensors.k
     mask = tensors.key_padding_mask

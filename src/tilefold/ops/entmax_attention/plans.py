@@ -147,7 +147,7 @@ def _add_roots_and_output(
     training: bool,
     setting: Setting,
 ) -> None:
-    """Add the kernel that finds the roots of rows, and the one that computes the output."""
+    """Add two kernels: the first finds the roots of rows, the second computes the output."""
     n_heads = tensors.q.size(1)
     tile_rows = config["rows"]
     n_tiles = row_tiles(tensors.q, tile_rows, tensors)
@@ -189,9 +189,9 @@ def backward(
     dk and dv. Each has lists of live blocks if the forward pass left a map of them.
     """
     tensors = saved.tensors
-    q, k, v = tensors.q, tensors.k, tensors.v
+    q = tensors.q
+    k = tensors.k
     packed = tensors.packed
-    n_heads = q.size(1)
     if q.numel() == 0 or k.numel() == 0:
         return Plan(fills={"dq": 0, "dk": 0, "dv": 0, "dalpha": 0})
     live = saved.live
@@ -211,7 +211,7 @@ def backward(
         steps.buffer("terms", tensors.stats_shape)
     operands = _operands(
         steps,
-        {"q": q, "k": k, "v": v, "dout": dout, "out2": saved.out2},
+        {"q": q, "k": k, "v": tensors.v, "dout": dout, "out2": saved.out2},
         tensors,
     )
     query_tiles = _Tiling(row_tiles(q, config["rows"], tensors), config["rows"])
@@ -247,47 +247,122 @@ def backward(
     if need_alpha and packed:  # should offsets be broken, there may be rows of no sequence
         steps.torch("terms", Tensor.zero_, "terms")
     _add_tables(steps, tensors, query_tiles, key_tiles)
-    if live is not None:
-        # For every tile of queries the live blocks of keys, and their number.
-        steps.buffer("key_list", (n_heads, query_tiles.n_tiles, n_blocks), torch.int32)
-        steps.buffer("key_count", (n_heads, query_tiles.n_tiles), torch.int32)
-        steps.launch(
-            key_lists_kernel,
-            (query_tiles.n_tiles, n_heads),
-            {"num_warps": 1, "num_stages": 1},
-        )
-    steps.launch(
-        dq_kernel,
-        (query_tiles.n_tiles, n_heads),
-        {
-            "num_warps": config["num_warps"],
-            "num_stages": config["num_stages"],
-            "maxnreg": config["wide_registers"] if need_alpha else config["registers"],
-            **_strides({**operands, "g": result_like(q).on(q.device)}, packed),
-        },
+    _add_query_gradient(
+        steps,
+        config,
+        tensors,
+        operands,
+        query_tiles.n_tiles,
+        n_blocks,
+        has_lists=live is not None,
+        with_alpha=need_alpha,
     )
     if need_k or need_v:
-        if live is not None:
-            # For every tile of keys the tiles of queries in which one of its blocks is live, and
-            # their number.
-            steps.buffer("query_list", (n_heads, query_tiles.n_tiles, max_key_tiles), torch.int32)
-            steps.buffer("query_count", (n_heads, key_tiles.n_tiles), torch.int32)
-            steps.launch(query_lists_kernel, (key_tiles.n_tiles, n_heads), SMALL)
-        gradients = {"g": result_like(k).on(k.device), "w": result_like(v).on(v.device)}
-        steps.launch(
-            dkv_kernel,
-            (key_tiles.n_tiles, k.size(1)),
-            {
-                "num_warps": config["dkv_warps"],
-                "num_stages": config["dkv_stages"],
-                "maxnreg": config["dkv_registers"],
-                **_strides({**operands, **gradients}, packed),
-            },
+        _add_key_gradients(
+            steps,
+            config,
+            tensors,
+            operands,
+            query_tiles.n_tiles,
+            key_tiles.n_tiles,
+            max_key_tiles,
+            has_lists=live is not None,
         )
     if need_alpha:
         dtype = torch.float32 if tensors.alpha is None else tensors.alpha.dtype
         steps.torch("dalpha", lambda terms: terms.sum(dim=(0, 2)).to(dtype), "terms")
     return steps.plan()
+
+
+def _add_query_gradient(
+    steps: Steps,
+    config: Mapping[str, Any],
+    tensors: AttentionTensors,
+    operands: Mapping[str, Tensor],
+    n_query_tiles: int,
+    n_blocks: int,
+    *,
+    has_lists: bool,
+    with_alpha: bool,
+) -> None:
+    """Add the kernel that computes dq, the terms of dalpha, and a number per row for dk.
+
+    Args:
+        steps: the plan.
+        config: the configuration of the kernels.
+        tensors: tensors of the call.
+        operands: tensors that the kernel reads, by name.
+        n_query_tiles: tiles of queries.
+        n_blocks: blocks of keys that a list of live ones may hold.
+        has_lists: whether to list the live blocks of keys for every tile of queries.
+        with_alpha: whether the gradient of alpha is needed.
+    """
+    q = tensors.q
+    n_heads = q.size(1)
+    if has_lists:
+        # For every tile of queries the live blocks of keys, and their number.
+        steps.buffer("key_list", (n_heads, n_query_tiles, n_blocks), torch.int32)
+        steps.buffer("key_count", (n_heads, n_query_tiles), torch.int32)
+        steps.launch(
+            key_lists_kernel,
+            (n_query_tiles, n_heads),
+            {"num_warps": 1, "num_stages": 1},
+        )
+    strides = _strides({**operands, "g": result_like(q).on(q.device)}, tensors.packed)
+    steps.launch(
+        dq_kernel,
+        (n_query_tiles, n_heads),
+        {
+            "num_warps": config["num_warps"],
+            "num_stages": config["num_stages"],
+            "maxnreg": config["wide_registers"] if with_alpha else config["registers"],
+            **strides,
+        },
+    )
+
+
+def _add_key_gradients(
+    steps: Steps,
+    config: Mapping[str, Any],
+    tensors: AttentionTensors,
+    operands: Mapping[str, Tensor],
+    n_query_tiles: int,
+    n_key_tiles: int,
+    max_key_tiles: int,
+    *,
+    has_lists: bool,
+) -> None:
+    """Add the kernel that computes dk and dv.
+
+    Args:
+        steps: the plan.
+        config: the configuration of the kernels.
+        tensors: tensors of the call.
+        operands: tensors that the kernel reads, by name.
+        n_query_tiles: tiles of queries.
+        n_key_tiles: tiles of keys.
+        max_key_tiles: tiles of keys of one sequence, at most.
+        has_lists: whether to list the tiles of queries for every tile of keys.
+    """
+    k = tensors.k
+    n_heads = tensors.q.size(1)
+    if has_lists:
+        # For every tile of keys the tiles of queries in which one of its blocks is live, and
+        # their number.
+        steps.buffer("query_list", (n_heads, n_query_tiles, max_key_tiles), torch.int32)
+        steps.buffer("query_count", (n_heads, n_key_tiles), torch.int32)
+        steps.launch(query_lists_kernel, (n_key_tiles, n_heads), SMALL)
+    gradients = {"g": result_like(k).on(k.device), "w": result_like(tensors.v).on(k.device)}
+    steps.launch(
+        dkv_kernel,
+        (n_key_tiles, k.size(1)),
+        {
+            "num_warps": config["dkv_warps"],
+            "num_stages": config["dkv_stages"],
+            "maxnreg": config["dkv_registers"],
+            **_strides({**operands, **gradients}, tensors.packed),
+        },
+    )
 
 
 def _steps(

@@ -216,40 +216,60 @@ def _check(
     if not isinstance(weight, DTensor):
         raise ValueError(
             "weight must be a DTensor where hidden or bias is one, got a plain tensor; distribute "
-            "it with "
-            "distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only.",
+            "it with distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only.",
         )
-    mesh = weight.device_mesh
-    placements = weight.placements
-    sharding = VocabularySharding(mesh, _vocabulary_dim(weight), weight.size(0))
-    if bias is not None and not isinstance(check_tensor("bias", bias), DTensor):
+    sharding = VocabularySharding(weight.device_mesh, _vocabulary_dim(weight), weight.size(0))
+    _check_bias(bias, weight)
+    if not isinstance(hidden, DTensor):
+        raise ValueError(
+            "hidden must be a DTensor where weight is one, got a plain tensor, which may differ "
+            "from rank to rank. If every rank of the mesh holds the same rows (tensor "
+            "parallelism), say so with "
+            "DTensor.from_local(hidden, weight.device_mesh, [Replicate()]), or let "
+            "tilefold.nn.parallel.VocabularyParallel do it. If the ranks hold different rows "
+            "(FSDP), read the weight inside the forward of its FSDP module, where it is whole.",
+        )
+    _check_replicated(tokens, weight.device_mesh)
+    return sharding, Tokens(*map(_local, tokens)), product_dtype(hidden, weight)
+
+
+def _check_bias(bias: Tensor | None, weight: DTensor) -> None:
+    """Check that a bias is sharded like the weight.
+
+    Args:
+        bias: ``[V]``, or ``None``.
+        weight: ``[V, D]``.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if bias is None:
+        return
+    check_tensor("bias", bias)
+    if not isinstance(bias, DTensor):
         raise ValueError(
             "bias must be a DTensor where weight is one, got a plain tensor; distribute it like "
             "the weight with "
             "distribute_tensor(bias, weight.device_mesh, weight.placements).",
         )
-    if isinstance(bias, DTensor):
-        if bias.device_mesh != mesh or bias.placements != placements:
-            raise ValueError(
-                f"bias must lie like weight ({placements} on {mesh}), got {bias.placements} on "
-                f"{bias.device_mesh}; "
-                "redistribute it with bias.redistribute(weight.device_mesh, weight.placements).",
-            )
-        check_shape("bias", bias, "V", V=weight.size(0))
-    if not isinstance(hidden, DTensor):
+    if bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
         raise ValueError(
-            "hidden must be a DTensor where weight is one, got a plain tensor, which may differ "
-            "from rank to rank. If "
-            "every rank of the mesh holds the same rows (tensor parallelism), say so with "
-            "DTensor.from_local(hidden, "
-            "weight.device_mesh, [Replicate()]), or let tilefold.nn.parallel.VocabularyParallel do "
-            "it. If the ranks "
-            "hold different rows (FSDP), read the weight inside the forward of its FSDP module, "
-            "where it is whole.",
+            f"bias must lie like weight ({weight.placements} on {weight.device_mesh}), got "
+            f"{bias.placements} on {bias.device_mesh}; redistribute it with "
+            "bias.redistribute(weight.device_mesh, weight.placements).",
         )
+    check_shape("bias", bias, "V", V=weight.size(0))
+
+
+def _check_replicated(tokens: Tokens, mesh: DeviceMesh) -> None:
+    """Check that token states, masks and offsets are replicated on the mesh of the weight.
+
+    Masks and offsets may also be plain tensors, since they have no gradient.
+    """
+    from torch.distributed.tensor import DTensor
+
     for name, value in tokens._asdict().items():
         if not isinstance(value, DTensor):
-            continue  # masks and offsets may be plain: they have no gradient
+            continue
         if value.device_mesh != mesh:
             raise ValueError(
                 f"{name} must lie on the mesh of weight ({mesh}), got {value.device_mesh}; "
@@ -261,7 +281,6 @@ def _check(
                 f"{value.placements}; gather it with "
                 f"{name}.redistribute(placements=[Replicate()] * {mesh.ndim}).",
             )
-    return sharding, Tokens(*map(_local, tokens)), product_dtype(hidden, weight)
 
 
 def _vocabulary_dim(weight: DTensor) -> int | None:
@@ -280,10 +299,9 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
     ):
         raise ValueError(
             "weight must be Shard(0) on at most one dimension of its mesh and Replicate() on the "
-            "others, got "
-            f"{placements}; weight.redistribute(placements=[Shard(0)]) shards the vocabulary, and "
-            f"a weight that FSDP "
-            "shards must be read inside the forward of its FSDP module.",
+            f"others, got {placements}; weight.redistribute(placements=[Shard(0)]) shards the "
+            "vocabulary, and a weight that FSDP shards must be read inside the forward of its "
+            "FSDP module.",
         )
     if weight.device_mesh.get_coordinate() is None:
         raise ValueError(

@@ -321,13 +321,8 @@ def _screen(steps: HeadSteps, n_rows: int, length: int) -> None:
         n_rows: rows of ``hidden``, packed if they have to be.
         length: S if rows are not packed, else 0.
     """
-    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
-    from tilefold.ops.lsr_head._triton import screen_hopper
-
     batch = steps.tokens.batch
     vocab, dim = steps.tensors.weight.shape
-    group = steps.values["GROUP"]
-    n_groups = cdiv(n_rows, group)
     n_programs = steps.setting.multiprocessors
     limits = lookup(configs.WHEN_SCREENED)
     # Samples of some sequences, in some blocks of the vocabulary, are counted first.
@@ -348,6 +343,29 @@ def _screen(steps: HeadSteps, n_rows: int, length: int) -> None:
     steps.buffer("state", (screen.STATE.value + screen.PER_SEQUENCE.value * batch,), torch.int32)
     steps.buffer("kept", (batch, vocab), torch.int8)
     steps.buffer("counts", (n_sampled_sequences, n_sampled_blocks), torch.int32)
+    _add_rounding(steps, n_rows, n_sampled_sequences, n_sampled_blocks)
+    _add_screening(steps, n_rows, length)
+
+
+def _add_rounding(
+    steps: HeadSteps,
+    n_rows: int,
+    n_sampled_sequences: int,
+    n_sampled_blocks: int,
+) -> None:
+    """Add the launches that count positive scores in samples, and round both sides to int8.
+
+    Args:
+        steps: the plan.
+        n_rows: rows of ``hidden``.
+        n_sampled_sequences: sequences that are sampled.
+        n_sampled_blocks: blocks of the vocabulary that are sampled for each sequence.
+    """
+    vocab = steps.tensors.weight.size(0)
+    group = steps.values["GROUP"]
+    n_groups = cdiv(n_rows, group)
+    n_samples = n_sampled_sequences * n_sampled_blocks
+    max_programs = steps.setting.multiprocessors * configs.ROUND["PROGRAMS"]
     steps.launch(
         screen.sample_kernel,
         (n_sampled_sequences, n_sampled_blocks),
@@ -360,11 +378,26 @@ def _screen(steps: HeadSteps, n_rows: int, length: int) -> None:
     )
     steps.launch(
         screen.round_kernel,
-        (min(cdiv(vocab, group) + n_groups, n_programs * configs.ROUND["PROGRAMS"]),),
+        (min(cdiv(vocab, group) + n_groups, max_programs),),
         configs.ROUND,
         {"values_ptr": "rows8", "weight_values_ptr": "weight8"},
     )
 
+
+def _add_screening(steps: HeadSteps, n_rows: int, length: int) -> None:
+    """Add the launches that find, by int8 products, which scores can be positive, and compute them.
+
+    Args:
+        steps: the plan.
+        n_rows: rows of ``hidden``.
+        length: S if rows are not packed, else 0.
+    """
+    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
+    from tilefold.ops.lsr_head._triton import screen_hopper
+
+    batch = steps.tokens.batch
+    vocab, dim = steps.tensors.weight.shape
+    n_programs = steps.setting.multiprocessors
     block_t = configs.SCREEN["BLOCK_T"]
     block_k = configs.SCREEN["BLOCK_K"]
     half_v = hopper.HALF_V.value
@@ -554,7 +587,7 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
 
 
 def _sum_backward_at_once(steps: HeadSteps, needs: Needs, config: Constants) -> None:
-    """Plan the gradients for few rows: those of all logits, and their products by our kernels."""
+    """Plan the gradients for few rows: all gradients of logits, then their products by kernels."""
     vocab = steps.tensors.weight.size(0)
     rows = _dlogits_buffers(steps, needs, vocab, n_sums=0)
     steps.values["stride_out"] = vocab
