@@ -90,7 +90,7 @@ class AttentionOptions(NamedTuple):
 
 
 class AttentionSaved(NamedTuple):
-    """Tensors saved for backward: those of the call, and results other than the output.
+    """Tensors saved for backward: tensors of the call, and results other than the output.
 
     Attributes:
         q: as in :class:`AttentionTensors`, like the seven after it.

@@ -405,7 +405,8 @@ def _one_token_backward(
     grad = grad.masked_fill(~valid[:, None], 0)
     dbias = grad.sum(dim=0) if needs.bias else None
     grad = grad * options.logit_scale
-    dhidden = dweight = None
+    dhidden = None
+    dweight = None
     if needs.hidden:
         drows = hidden.new_zeros(tokens.n_rows, hidden.size(-1))
         dtokens = (grad @ saved.weight.to(dtype)).to(hidden.dtype)

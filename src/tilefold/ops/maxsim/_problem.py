@@ -111,7 +111,7 @@ class MaxSimOptions(NamedTuple):
 
 
 class MaxSimSaved(NamedTuple):
-    """Tensors saved for backward: those of the call, and results other than the scores.
+    """Tensors saved for backward: tensors of the call, and results other than the scores.
 
     Attributes:
         queries: as in :class:`MaxSimTensors`, like the six after it.

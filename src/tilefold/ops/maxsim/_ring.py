@@ -471,7 +471,7 @@ def _block(tensors: MaxSimTensors) -> Block:
 
 
 def _with_documents(tensors: MaxSimTensors, layout: RankLayout, block: Block) -> MaxSimTensors:
-    """Replace the documents by those of another rank."""
+    """Replace the documents of a call by the documents of another rank."""
     if layout.packed:
         token_shape: tuple[int, ...] = (layout.n_rows,)
     else:
@@ -498,8 +498,8 @@ def _gradients(
         options: checked options.
         dscores: ``[Nq, Nd]`` gradient of the scores.
         winners: what the forward pass saved; ``None`` for the reference.
-        needs: whether the gradients of queries and of documents are used. One that is not used may
-            have any value.
+        needs: whether the gradients of queries and of documents are used. A gradient that is not
+            used may have any value.
         impl: implementation.
     """
     if impl == "reference":

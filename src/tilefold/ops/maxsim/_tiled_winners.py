@@ -19,7 +19,7 @@ from tilefold.ops.maxsim._problem import (
     saved_positions,
     wide_dtype,
 )
-from tilefold.ops.maxsim._walk import chunks
+from tilefold.ops.maxsim._walk import slabs
 from tilefold.ops.maxsim.tiles import SequenceTokens, add_rows
 
 
@@ -47,26 +47,25 @@ def all_pairs_gradients(
     offsets = [*documents.starts.tolist(), documents.rows.size(0)]
     max_documents = max(1, tiles.SLAB_ENTRIES // max(width, 1))
     query_table = None
-    slabs = (
-        (first, last, start, min(start + limit, offsets[last]))
-        for first, last in chunks(offsets, limit, max_documents)
-        for start in range(offsets[first], offsets[last], limit)  # a long document is split
-    )
-    for first, last, start, stop in slabs:
-        document_table = _table(documents, start, stop) if dqueries is not None else None
+    for slab in slabs(offsets, limit, max_documents):
+        document_table = None
+        if dqueries is not None:
+            document_table = _table(documents, slab.start, slab.stop)
         for first_row in range(0, n_query_rows, width):
             query_rows = slice(first_row, min(first_row + width, n_query_rows))
-            winners = _winner_positions(saved, (slice(first, last), query_rows))  # [n, width]
-            has_winner = winners != no_winner(saved.dtype)
-            document_rows = winners + (documents.starts[first:last, None] - start)
-            if last == first + 1:  # perhaps a part of a long document
-                has_winner &= (document_rows >= 0) & (document_rows < stop - start)
-            weights = grad.T[first:last, queries.sequence_of_row[query_rows]]
+            winners = _winner_positions(saved, (slice(slab.first, slab.last), query_rows))
+            has_winner = winners != no_winner(saved.dtype)  # [n, width]
+            first_rows = documents.starts[slab.first : slab.last, None]
+            document_rows = winners + (first_rows - slab.start)
+            if slab.is_part:  # other winners of the document are in other slabs
+                n_rows = slab.stop - slab.start
+                has_winner &= (document_rows >= 0) & (document_rows < n_rows)
+            weights = grad.T[slab.first : slab.last, queries.sequence_of_row[query_rows]]
             if dqueries is not None and document_table is not None:
                 dqueries[query_rows] += _weighted_sums(
                     document_table,
                     documents,
-                    start,
+                    slab.start,
                     document_rows.T,
                     weights.T,
                     has_winner.T,
@@ -74,24 +73,41 @@ def all_pairs_gradients(
             if ddocuments is not None:
                 if query_table is None or width < n_query_rows:
                     query_table = _table(queries, query_rows.start, query_rows.stop)
-                row_numbers = torch.arange(
-                    query_rows.stop - query_rows.start,
-                    device=grad.device,
-                )
-                entry_rows = row_numbers.expand(has_winner.shape)[has_winner]
-                entry_weights = _scaled(
-                    weights[has_winner],
-                    queries.scale,
-                    entry_rows,
-                    query_rows.start,
-                )
-                add_rows(
-                    ddocuments[start:stop],
+                _add_to_winners(
+                    ddocuments[slab.start : slab.stop],
                     query_table,
-                    document_rows[has_winner],
-                    entry_rows,
-                    entry_weights,
+                    queries,
+                    query_rows.start,
+                    document_rows,
+                    weights,
+                    has_winner,
                 )
+
+
+def _add_to_winners(
+    ddocuments: Tensor,
+    query_table: Tensor,
+    queries: SequenceTokens,
+    first_query_row: int,
+    document_rows: Tensor,
+    weights: Tensor,
+    has_winner: Tensor,
+) -> None:
+    """Add the rows of a table of queries, weighted, to the document rows that they chose.
+
+    Args:
+        ddocuments: ``[n_rows, D]`` gradient of the documents' rows.
+        query_table: ``[width, D]`` rows of ``queries`` from ``first_query_row`` on.
+        queries: all queries.
+        first_query_row: first row of the table.
+        document_rows: ``[n, width]`` winners, as rows of ``ddocuments``.
+        weights: ``[n, width]``.
+        has_winner: ``[n, width]`` bools; other entries are left out.
+    """
+    row_numbers = torch.arange(query_table.size(0), device=weights.device)
+    entry_rows = row_numbers.expand(has_winner.shape)[has_winner]
+    entry_weights = _scaled(weights[has_winner], queries.scale, entry_rows, first_query_row)
+    add_rows(ddocuments, query_table, document_rows[has_winner], entry_rows, entry_weights)
 
 
 def _table(tokens: SequenceTokens, start: int, stop: int) -> Tensor:

@@ -80,6 +80,44 @@ def chunks(offsets: Sequence[int], rows: int, limit: int) -> Iterator[tuple[int,
         first = last
 
 
+class Slab(NamedTuple):
+    """Rows of consecutive sequences, or of a part of one sequence.
+
+    Attributes:
+        first: first sequence.
+        last: end of the sequences.
+        start: first row.
+        stop: end of the rows.
+        is_part: whether the rows are a part of one long sequence.
+        part: number of the part, from 0 on.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    is_part: bool
+    part: int
+
+
+def slabs(offsets: Sequence[int], rows: int, limit: int) -> Iterator[Slab]:
+    """Divide sequences into slabs of at most ``rows`` rows, which split long sequences.
+
+    Args:
+        offsets: where each sequence begins, and the end of the last one.
+        rows: largest number of rows of a slab.
+        limit: largest number of sequences of a slab.
+
+    Yields:
+        Slabs that have rows, in order.
+    """
+    for first, last in chunks(offsets, rows, limit):
+        is_part = offsets[last] - offsets[first] > rows
+        for part, start in enumerate(range(offsets[first], offsets[last], rows)):
+            stop = min(start + rows, offsets[last])
+            yield Slab(first, last, start, stop, is_part, part)
+
+
 def document_groups(
     documents: SequenceTokens,
     first: int,

@@ -33,7 +33,7 @@ from tilefold.ops.maxsim._problem import (
     xtr_outputs,
 )
 from tilefold.ops.maxsim._query_blocks import QueryBlock, query_blocks
-from tilefold.ops.maxsim._walk import chunks, document_groups
+from tilefold.ops.maxsim._walk import Slab, document_groups, slabs
 from tilefold.ops.maxsim.api import empty_scores
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
@@ -210,7 +210,7 @@ def _backward(
     options: XtrOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of queries and documents: those of the maximum."""
+    """Compute the gradients of queries and documents as for maxima, over retrieved winners."""
     return _tiled.backward(dscores / saved.divisor, saved.maximum, options.maximum, needs)
 
 
@@ -239,50 +239,86 @@ def _maxima(
     maxima = query_vectors.new_full((n_tokens, len(offsets) - 1), -math.inf)
     winners = torch.zeros(maxima.shape, dtype=torch.int32, device=query_vectors.device)
     largest = query_vectors.new_empty(n_tokens, 0)
-    slabs = (
-        (first, last, range(start, min(start + max_rows, offsets[last])))
-        for first, last in chunks(offsets, max_rows, max_rows)
-        for start in range(offsets[first], offsets[last], max_rows)  # a long document is split
-    )
-    for first, last, token_numbers in slabs:
-        # [C, tokens]
-        similarities = query_vectors @ documents.vectors(token_numbers.start, token_numbers.stop).T
+    for slab in slabs(offsets, max_rows, max_rows):
+        # [C, tokens]; the vectors, which may be a copy, are freed at once
+        similarities = query_vectors @ documents.vectors(slab.start, slab.stop).T
         largest = _merge_largest(largest, similarities, top_k)
-        is_part_of_document = len(token_numbers) < offsets[last] - offsets[first]
-        if is_part_of_document:
-            part_maxima, positions = similarities.max(dim=1)
-            rows = documents.rows_of(positions + token_numbers.start)
-            part_winners = (rows - documents.starts[first]).int()
-            if token_numbers.start > offsets[first]:
-                part_maxima, part_winners = _tiled.merge_maxima(
-                    maxima[:, first],
-                    winners[:, first],
-                    part_maxima,
-                    part_winners,
-                )
-            maxima[:, first] = part_maxima
-            winners[:, first] = part_winners
-            continue
-        for group in document_groups(documents, first, last, max_rows):
-            numbers = group.token_numbers  # [n, L]
-            is_whole_slab = group.span is not None and len(token_numbers) == numbers.numel()
-            group_similarities = similarities
-            if not is_whole_slab:
-                columns = (numbers - token_numbers.start).view(-1)
-                group_similarities = similarities.index_select(1, columns)
-            group_maxima, positions = group_similarities.view(n_tokens, *numbers.shape).max(dim=2)
-            rows = documents.rows_of(numbers).gather(1, positions.T)  # [n, C]
-            maxima[:, group.documents] = group_maxima
-            winners[:, group.documents] = (
-                rows - documents.starts[group.documents][:, None]
-            ).T.int()
+        if slab.is_part:
+            _merge_part(documents, slab, similarities, maxima, winners)
+        else:
+            _write_maxima(documents, slab, similarities, max_rows, maxima, winners)
     if largest.size(1) < top_k:
         return maxima, winners, query_vectors.new_full((n_tokens, 1), -math.inf)
     return maxima, winners, largest[:, top_k - 1 : top_k]
 
 
+def _merge_part(
+    documents: tiles.SequenceTokens,
+    slab: Slab,
+    similarities: Tensor,
+    maxima: Tensor,
+    winners: Tensor,
+) -> None:
+    """Merge the maxima of a part of a long document with the maxima of the parts before it.
+
+    Args:
+        documents: all documents.
+        slab: the part.
+        similarities: ``[C, tokens]`` similarities of the part.
+        maxima: ``[C, Nd]`` maxima, which are updated.
+        winners: ``[C, Nd]`` winners, which are updated.
+    """
+    document = slab.first
+    part_maxima, positions = similarities.max(dim=1)
+    rows = documents.rows_of(positions + slab.start)
+    part_winners = (rows - documents.starts[document]).int()
+    if slab.part > 0:
+        part_maxima, part_winners = _tiled.merge_maxima(
+            maxima[:, document],
+            winners[:, document],
+            part_maxima,
+            part_winners,
+        )
+    maxima[:, document] = part_maxima
+    winners[:, document] = part_winners
+
+
+def _write_maxima(
+    documents: tiles.SequenceTokens,
+    slab: Slab,
+    similarities: Tensor,
+    max_rows: int,
+    maxima: Tensor,
+    winners: Tensor,
+) -> None:
+    """Write the maxima of all documents of a slab, by groups of similar length.
+
+    Args:
+        documents: all documents.
+        slab: the documents.
+        similarities: ``[C, tokens]`` similarities of their tokens.
+        max_rows: tokens of a group, at most.
+        maxima: ``[C, Nd]`` maxima, which are updated.
+        winners: ``[C, Nd]`` winners, which are updated.
+    """
+    n_query_tokens, n_tokens = similarities.shape
+    for group in document_groups(documents, slab.first, slab.last, max_rows):
+        numbers = group.token_numbers  # [n, L]
+        is_whole_slab = group.span is not None and numbers.numel() == n_tokens
+        group_similarities = similarities
+        if not is_whole_slab:
+            columns = (numbers - slab.start).view(-1)
+            group_similarities = similarities.index_select(1, columns)
+        by_document = group_similarities.view(n_query_tokens, *numbers.shape)
+        group_maxima, positions = by_document.max(dim=2)
+        rows = documents.rows_of(numbers).gather(1, positions.T)  # [n, C]
+        group_winners = rows - documents.starts[group.documents][:, None]
+        maxima[:, group.documents] = group_maxima
+        winners[:, group.documents] = group_winners.T.int()
+
+
 def _merge_largest(largest: Tensor, similarities: Tensor, top_k: int) -> Tensor:
-    """Merge the largest similarities of each query token with those of a further tile.
+    """Merge the largest similarities of each query token with the similarities of a further tile.
 
     NaN counts as larger than any number.
 
