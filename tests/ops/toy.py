@@ -1,9 +1,8 @@
-"""The smallest operator on the base of all, for the contracts of that base: ``scale * (x @ w) **
-2``.
+"""The toy operator, ``scale * (x @ w) ** 2``, with which tests check what all operators share.
 
-Its kernels multiply and add up in one launch, in two that share scratch, or with torch between
-them; where TF32 is allowed they round operands to 16 bits. ``reads``, ``variant``, ``KernelFallback`` and
-``w_main_grad`` are here for their contracts: most operators have none of them.
+Its kernels multiply and add up in one launch, in two that share scratch, or in two with torch
+between them. If TF32 is allowed, they round operands to 16 bits. Most operators have no ``reads``,
+``variant``, ``KernelFallback`` and ``w_main_grad``, which the toy has so that tests can check them.
 """
 
 from __future__ import annotations
@@ -41,16 +40,22 @@ TWO_LAUNCHES = KernelFallback(
 
 
 class ToyTensors(NamedTuple):
-    x: Tensor  # [R, N], R and N at most 32
-    w: Tensor  # [N]
+    """Operands: ``x`` ``[R, N]``, with R and N at most 32, and ``w`` ``[N]``."""
+
+    x: Tensor
+    w: Tensor
 
 
 class ToyOptions(NamedTuple):
+    """Options; ``way`` is "one launch", "two launches", "torch between" or "no launch"."""
+
     scale: float
-    way: str  # "one launch", "two launches", "torch between" or "no launch"
+    way: str
 
 
 class ToySaved(NamedTuple):
+    """What is saved for gradients; ``sums`` is ``x @ w``."""
+
     x: Tensor
     w: Tensor
     sums: Tensor | None

@@ -41,7 +41,7 @@ DEVICE = "cpu" if triton_interpreted() else "cuda"
 kernels = pytest.mark.skipif(False, reason="") if triton_interpreted() else pytest.mark.gpu
 
 
-def given(*shape: int, **layout: Any) -> MaxSimInputs:
+def random_inputs(*shape: int, **layout: Any) -> MaxSimInputs:
     return maxsim_inputs(*shape, dtype=DTYPE, device=DEVICE, **layout)
 
 
@@ -56,7 +56,7 @@ ONE_LAUNCH: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = 
 @pytest.mark.parametrize("case", ONE_LAUNCH)
 def test_inference_is_one_launch(case: str, rebound_kernels: list[str]) -> None:
     shape, layout, options = ONE_LAUNCH[case]
-    inputs = given(*shape, **layout)
+    inputs = random_inputs(*shape, **layout)
     if inputs.cu_seqlens_q is not None:
         inputs.cu_seqlens_q[1] = 0  # queries without a token at either end
         inputs.cu_seqlens_q[3:] = inputs.cu_seqlens_q[-1].clone()
@@ -94,7 +94,7 @@ def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Targ
 @kernels
 @pytest.mark.parametrize("pairing", ["all", "index"])
 def test_offsets_and_pairs_in_either_width_give_the_same_bits(pairing: str) -> None:
-    inputs = given(3, 4, 5, 9, 16, pairing=pairing, layout="packed")
+    inputs = random_inputs(3, 4, 5, 9, 16, pairing=pairing, layout="packed")
     wide = {name: getattr(inputs, name).long() for name in ("cu_seqlens_q", "cu_seqlens_d")}
     narrow = {name: offsets.int() for name, offsets in wide.items()}
     pairs = inputs.pairing if isinstance(inputs.pairing, Tensor) else None
@@ -118,7 +118,7 @@ def test_offsets_and_pairs_in_either_width_give_the_same_bits(pairing: str) -> N
 
 @kernels
 def test_the_longest_of_packed_queries_is_looked_at_in_every_call() -> None:
-    inputs = given(2, 3, 9, 7, 16, pairing="index", layout="packed")
+    inputs = random_inputs(2, 3, 9, 7, 16, pairing="index", layout="packed")
     rows = inputs.queries.size(0)
     leaves = [inputs.queries.requires_grad_(), inputs.documents.requires_grad_()]
     for middle in (1, rows - 1, rows // 2, 1):
@@ -134,7 +134,7 @@ def test_the_longest_of_packed_queries_is_looked_at_in_every_call() -> None:
 
 @kernels
 def test_autocast_casts_in_every_call() -> None:
-    inputs = given(3, 4, 5, 9, 16, layout="holes")
+    inputs = random_inputs(3, 4, 5, 9, 16, layout="holes")
     expected = maxsim_results(inputs, impl="triton")
     leaves = [side.float().requires_grad_() for side in (inputs.queries, inputs.documents)]
     for _ in range(3):
@@ -156,9 +156,17 @@ def test_autocast_casts_in_every_call() -> None:
 
 
 def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
-    """Let launches fail as if their kernels could not be built; the names of those that were tried."""
+    """Let some launches fail as if their kernels could not be built.
+
+    Args:
+        monkeypatch: Replaces the launch until the end of the test.
+        when: Whether a launch with these arguments fails.
+
+    Returns:
+        Names of the kernels whose launch was tried, in order.
+    """
     tried: list[str] = []
-    honest = shared_launch.KernelLauncher.run_with_triton
+    run_with_triton = shared_launch.KernelLauncher.run_with_triton
 
     def launch(self: shared_launch.KernelLauncher, build: shared_launch.Build) -> Any:
         tried.append(build.kernel.__name__)
@@ -168,7 +176,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
                 "PTXASError: no such instruction",
                 build.fallback,
             )
-        return honest(self, build)
+        return run_with_triton(self, build)
 
     monkeypatch.setattr(shared_launch.KernelLauncher, "run_with_triton", launch)
     return tried
@@ -178,7 +186,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, when: Any) -> list[str]:
 def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = given(3, 4, 40, 32, 64)
+    inputs = random_inputs(3, 4, 40, 32, 64)
     expected = maxsim_results(inputs, impl="triton")
     MAXSIM.calls.clear()
     tried = fail(
@@ -204,7 +212,7 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(
     [[0, 9, -1, 20], [0, 9, 3, 20], [0, 15, 9, 20], [0, 5, 30, 20], [0, 12, 2, 20]],
     ids=str,
 )
-def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
+def test_falling_offsets_of_queries_give_nan_and_no_unwritten_number(
     monkeypatch: pytest.MonkeyPatch,
     offsets: list[int],
 ) -> None:
@@ -214,7 +222,7 @@ def test_offsets_of_queries_that_fall_give_nan_and_no_number_that_nobody_wrote(
         "empty_strided",
         lambda *args, **options: honest(*args, **options).fill_(77),
     )
-    inputs = given(3, 2, 4, 6, 16)
+    inputs = random_inputs(3, 2, 4, 6, 16)
     queries = torch.randn(20, 16, generator=torch.Generator().manual_seed(0)).to(DEVICE, DTYPE)
     scores = maxsim(
         queries,
@@ -246,7 +254,7 @@ def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
     offsets: list[int],
     packed: bool,
 ) -> None:
-    inputs = given(3, 2, 4, 10, 16)
+    inputs = random_inputs(3, 2, 4, 10, 16)
     layout = {"cu_seqlens_d": torch.tensor(offsets, dtype=torch.int32, device=DEVICE)}
     queries, documents = inputs.queries, inputs.documents.flatten(0, 1)
     if packed:
@@ -272,13 +280,10 @@ def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
         assert not ddocuments[~held].any() and bool(ddocuments[held].any())
 
 
-def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_out_along_the_first() -> (
-    None
-):
-    queries, documents = (
-        torch.empty(2, 150, 16, device="meta"),
-        torch.empty(2**25, 1, 16, device="meta"),
-    )
+def test_sums_of_many_documents_are_laid_out_along_the_first_axis_of_the_grid() -> None:
+    """The second axis has fewer programs than there are documents."""
+    queries = torch.empty(2, 150, 16, device="meta")
+    documents = torch.empty(2**25, 1, 16, device="meta")
     tensors = MaxSimTensors(queries, documents, *[None] * 6)
     setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
     *_, sums = plans.forward(
@@ -287,5 +292,6 @@ def test_sums_of_more_documents_than_a_grids_second_axis_has_programs_are_laid_o
         False,
         setting,
     ).steps
-    assert isinstance(sums, Launch) and sums.kernel is combine_kernel
+    assert isinstance(sums, Launch)
+    assert sums.kernel is combine_kernel
     assert sums.grid == (2 * 2**25 // 256, 1, 1)
