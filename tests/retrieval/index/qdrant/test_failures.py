@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.refusals import refused
 from tests.retrieval.conftest import random_vectors
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
@@ -26,231 +25,347 @@ from tilefold.retrieval.errors import VocabularyMismatchError
 from tilefold.retrieval.index.qdrant import Documents, Layout, QdrantCollection, UnreachableError
 from tilefold.retrieval.index.qdrant.server import ServerEngine
 
-Make = Callable[..., SparseVectors]
+MakeVectors = Callable[..., SparseVectors]
 KEY = "sesame-4711-open"
-SPARSE = Layout(500, "f" * 64)
-BATCH, PAPERS = 20, Layout(300)
-SERVER = multiprocessing.get_context(
-    "forkserver",
-)  # forks are of a process that never opened a collection
-SERVER.set_forkserver_preload([__name__])
+SPARSE_LAYOUT = Layout(500, "f" * 64)
+PAPERS_LAYOUT = Layout(300)
+N_DOCUMENTS = 240
+OLD = random_vectors(N_DOCUMENTS, 300, 12, 0, fingerprint=None)
+NEW = random_vectors(N_DOCUMENTS, 300, 12, 1, fingerprint=None)
+# Forks are of a process that never opened a collection.
+FORK_SERVER = multiprocessing.get_context("forkserver")
+FORK_SERVER.set_forkserver_preload([__name__])
 
 
-OLD, NEW = (random_vectors(240, 300, 12, seed, fingerprint=None) for seed in (0, 1))
-
-
-def write(place: str, how: str, told: Any) -> None:
-    """Write the documents, and tell 0 and after every batch how many are written."""
-    told.send(0)
-    vectors = NEW if how == "upsert" else OLD
-    with QdrantCollection.embedded(place, PAPERS) as collection:
-        add = getattr(collection, how)
-        add(
+def write_documents(folder: str, method: str, connection: Any) -> None:
+    """Write documents into a collection, and send 0 and after every batch how many are written."""
+    connection.send(0)
+    vectors = NEW if method == "upsert" else OLD
+    with QdrantCollection.embedded(folder, PAPERS_LAYOUT) as collection:
+        write = getattr(collection, method)
+        write(
             Documents(vectors.ids, vectors),
-            batch_size=BATCH,
-            progress=lambda done, _: told.send(done),
+            batch_size=20,
+            progress=lambda done, _: connection.send(done),
         )
 
 
-def writer(place: Path, how: str) -> tuple[Any, Any]:
-    """A process that writes the documents, and what it tells."""
-    here, there = SERVER.Pipe(duplex=False)
-    process = SERVER.Process(target=write, args=(str(place), how, there))
+def run_writer(
+    folder: Path,
+    method: str,
+    kill_above: float = math.inf,
+    seconds: float = 0.0,
+) -> tuple[int, int]:
+    """Write documents in another process, which may be killed.
+
+    Args:
+        folder: the folder of the collection.
+        method: ``"build"`` writes the old vectors, ``"upsert"`` the new ones.
+        kill_above: the process is killed when it has reported more documents than this.
+        seconds: how long to wait before the process is killed.
+
+    Returns:
+        The last number of documents that the process reported, and its exit code.
+    """
+    receiver, sender = FORK_SERVER.Pipe(duplex=False)
+    process = FORK_SERVER.Process(target=write_documents, args=(str(folder), method, sender))
     process.start()
-    there.close()
-    return process, here
-
-
-def reports(process: Any, here: Any, stop: float = math.inf, pause: float = 0.0) -> int:
-    """What a process told last that is killed `pause` seconds after it told so much."""
-    told: list[int] = []
+    sender.close()
+    n_reported = 0
     with suppress(EOFError, OSError):
         while True:
-            told.append(here.recv())
-            if len(told) > stop:
-                time.sleep(pause)
+            n_reported = receiver.recv()
+            if n_reported > kill_above:
+                time.sleep(seconds)
                 process.kill()
     process.join(60)
-    return told[-1]
+    assert process.exitcode is not None
+    return n_reported, process.exitcode
 
 
-def check(folder: Path, reported: int, before: SparseVectors | None, after: SparseVectors) -> None:
-    """The first `reported` documents are those of `after`; the others as `before`, absent without,
-    or of `after`.
+def check_documents(
+    folder: Path,
+    n_reported: int,
+    before: SparseVectors | None,
+    after: SparseVectors,
+) -> None:
+    """Expect the first ``n_reported`` documents of ``after``, and the others of either state.
+
+    Args:
+        folder: the folder of the collection.
+        n_reported: how many documents the writer reported as written.
+        before: the documents before; ``None`` if there was no collection.
+        after: the documents that were written.
     """
     if not (folder / "collection.json").is_file():
-        assert reported == 0 and before is None
+        assert n_reported == 0
+        assert before is None
         return
     with QdrantCollection.embedded(folder) as collection:
-        found = collection.vectors(OLD.ids)
-        rows = {name: found.row(row) for row, name in enumerate(found.ids)}
-        for at, name in enumerate(after.ids):
-            allowed = [after] if at < reported or before is None else [before, after]
-            assert name in rows or (at >= reported and before is None), (
-                f"{name} of {reported} is lost"
-            )
-            if name in rows:
-                same = [
-                    all(map(np.array_equal, rows[name], vectors.row(at))) for vectors in allowed
-                ]
-                assert any(same), f"{name} is neither old nor new"
+        stored = collection.vectors(OLD.ids)
+        stored_rows = {name: stored.row(row) for row, name in enumerate(stored.ids)}
+        for row, name in enumerate(after.ids):
+            is_reported = row < n_reported
+            if name not in stored_rows:
+                assert not is_reported, f"{name} of {n_reported} is lost"
+                assert before is None, f"{name} is lost"
+                continue
+            allowed = [after.row(row)]
+            if not is_reported and before is not None:
+                allowed.append(before.row(row))
+            terms, weights = stored_rows[name]
+            assert any(
+                np.array_equal(terms, allowed_terms) and np.array_equal(weights, allowed_weights)
+                for allowed_terms, allowed_weights in allowed
+            ), f"{name} is neither old nor new"
         query = SparseVectors.from_rows({"q": dict.fromkeys(range(300), 1.0)}, 300)
-        assert {hit.id for hit in collection.search(query, 240)[0]} == set(rows), (
-            "the index lacks some"
-        )
-        assert len(collection) == len(rows)
+        (hits,) = collection.search(query, N_DOCUMENTS)
+        assert {hit.id for hit in hits} == set(stored_rows), "the index lacks some documents"
+        assert len(collection) == len(stored_rows)
 
 
 @pytest.fixture
 def http() -> Iterator[OverHttp]:
+    """A server with an empty store."""
     server = OverHttp()
     yield server
     server.stop()
 
 
-def waited(message: str) -> float:
-    found = re.search(r"after (\d+\.\d) s", message)
-    assert found, message
-    return float(found[1])
+def seconds_waited(message: str) -> float:
+    """The time that the message of an error says that the client waited."""
+    match = re.search(r"after (\d+\.\d) s", message)
+    assert match is not None, message
+    return float(match[1])
 
 
 @pytest.mark.filterwarnings("ignore:.* its files have no checksums:RuntimeWarning")
 def test_killed_writers_lose_nothing_that_they_reported(tmp_path: Path) -> None:
-    folder, moments, before = tmp_path / "collection", random.Random(3), None  # noqa: S311
-    for how, after in (("build", OLD), ("upsert", NEW)):
-        for least in (0, 1, 2):
-            stop, pause = least + moments.randrange(2), moments.uniform(0.0, 0.15)
-            check(folder, reports(*writer(folder, how), stop, pause), before, after)
-        last, told = writer(folder, how)
-        assert (
-            reports(last, told) in (0, 240) and last.exitcode == 0
-        )  # 0: one that was killed had written all
-        check(folder, 240, before, after)
+    folder = tmp_path / "collection"
+    moments = random.Random(3)  # noqa: S311
+    before = None
+    for method, after in (("build", OLD), ("upsert", NEW)):
+        for least_reported in (0, 1, 2):
+            kill_above = least_reported + moments.randrange(2)
+            seconds = moments.uniform(0.0, 0.15)
+            n_reported, _ = run_writer(folder, method, kill_above, seconds)
+            check_documents(folder, n_reported, before, after)
+        n_reported, exit_code = run_writer(folder, method)
+        assert exit_code == 0
+        # It reports none if a writer that was killed had written all documents.
+        assert n_reported in (0, N_DOCUMENTS)
+        check_documents(folder, N_DOCUMENTS, before, after)
         before = after
+
+    queries = NEW.take([3, 14])
     with QdrantCollection.embedded(folder) as collection:
-        found = collection.search(NEW.take([3, 14]), 10)
-    exact = build_index(NEW).search(NEW.take([3, 14]), 10)
-    assert [[hit.id for hit in row] for row in found] == [[hit.id for hit in row] for row in exact]
+        rows = collection.search(queries, 10)
+    for hits, expected in zip(rows, build_index(NEW).search(queries, 10), strict=True):
+        assert [hit.id for hit in hits] == [hit.id for hit in expected]
 
 
-@pytest.mark.parametrize("listens", [False, True], ids=["down", "never answers"])
-def test_a_server_that_is_away_is_left_after_the_patience_and_said_with_the_time_waited(
-    listens: bool,
-) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        if listens:
-            taken.listen()
-        url, started = f"http://127.0.0.1:{taken.getsockname()[1]}", time.monotonic()
-        said = "timed out" if listens else r"no answer from the Qdrant server .*Connection refused"
-        with pytest.raises(UnreachableError, match=said) as caught:
-            options = {"timeout": 1, "patience": 0.5} if listens else {"patience": 1.0}
-            QdrantCollection.server(url, "papers", SPARSE, api_key=KEY, **options)  # type: ignore[arg-type]
-    assert 0.3 < waited(str(caught.value)) < (2 if listens else 1.01)
-    assert time.monotonic() - started < (2.5 if listens else 1.5)
-    assert KEY not in str(caught.value) and url in str(caught.value)
+def test_a_server_that_is_down_is_given_up_after_the_patience() -> None:
+    with socket.socket() as not_listening:
+        not_listening.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{not_listening.getsockname()[1]}"
+        start = time.monotonic()
+        message = r"no answer from the Qdrant server .*Connection refused"
+        with pytest.raises(UnreachableError, match=message) as error:
+            QdrantCollection.server(url, "papers", SPARSE_LAYOUT, api_key=KEY, patience=1.0)
+    assert 0.3 < seconds_waited(str(error.value)) < 1.01
+    assert time.monotonic() - start < 1.5
+    assert KEY not in str(error.value)
+    assert url in str(error.value)
 
 
-def test_a_key_that_is_refused_is_never_shown(
+def test_a_server_that_never_answers_is_given_up_after_the_timeout() -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(UnreachableError, match="timed out") as error:
+            QdrantCollection.server(
+                url,
+                "papers",
+                SPARSE_LAYOUT,
+                api_key=KEY,
+                timeout=1,
+                patience=0.5,
+            )
+    assert 0.3 < seconds_waited(str(error.value)) < 2
+    assert time.monotonic() - start < 2.5
+    assert KEY not in str(error.value)
+    assert url in str(error.value)
+
+
+def test_a_key_that_is_refused_is_not_in_the_error(
     http: OverHttp,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     http.key = "another"
     monkeypatch.delenv("QDRANT_API_KEY", raising=False)
     with pytest.raises(PermissionError, match="answered 401 to no key; set QDRANT_API_KEY"):
-        QdrantCollection.server(http.url, "papers", SPARSE)
+        QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
     monkeypatch.setenv("QDRANT_API_KEY", KEY)
-    with pytest.raises(PermissionError, match="answered 401 to the key given") as caught:
-        QdrantCollection.server(http.url, "papers", SPARSE)
-    assert KEY not in str(caught.value) and len(http.seen) == 2  # not asked again
-    http.key, http.fault = None, lambda method, path: 400  # whose answer repeats the key
-    with pytest.raises(RuntimeError, match=r"answered 400: .*refused, with \*\*\*") as other:
-        QdrantCollection.server(http.url, "papers", SPARSE)
-    assert KEY not in str(other.value)
+    with pytest.raises(PermissionError, match="answered 401 to the key given") as error:
+        QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
+    assert KEY not in str(error.value)
+    assert len(http.seen) == 2, "no request is repeated"
+
+
+def test_a_key_is_removed_from_answers_and_representations(
+    http: OverHttp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("QDRANT_API_KEY", KEY)
+    http.fault = lambda method, path: 400  # the answer repeats the key
+    with pytest.raises(RuntimeError, match=r"answered 400: .*refused, with \*\*\*") as error:
+        QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
+    assert KEY not in str(error.value)
     http.fault = None
+    collection = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
+    assert KEY not in repr(collection)
+    assert KEY not in repr(vars(collection))
+
+
+def test_a_key_that_is_sent_without_encryption_is_not_in_the_warning() -> None:
+    message = r"http://192.0.2.1:6333: the API key is sent without encryption"
+    with pytest.warns(UserWarning, match=message) as warnings_shown:
+        ServerEngine("http://192.0.2.1:6333", "papers", KEY).close()
+    assert KEY not in str(warnings_shown[0].message)
+
+
+def test_a_collection_that_does_not_exist_is_not_opened_without_a_layout(http: OverHttp) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no such collection. Give a layout"):
         QdrantCollection.server(http.url, "papers")
-    collection = QdrantCollection.server(http.url, "papers", SPARSE)
-    assert KEY not in repr(collection) and KEY not in repr(vars(collection))
-    with pytest.warns(
-        UserWarning,
-        match=r"http://192.0.2.1:6333: the API key is sent without encryption",
-    ) as seen:
-        ServerEngine("http://192.0.2.1:6333", "papers", KEY).close()
-    assert KEY not in str(seen[0].message)
 
 
-def test_what_is_no_qdrant_server_is_said_to_be_none(http: OverHttp) -> None:
-    garbled = r"the answers of a Qdrant server, got \(.*validation error.*\)\. Is it the right"
-    missing = "no such collection, or no Qdrant server"
-    for status, kind, message in ((200, RuntimeError, garbled), (404, FileNotFoundError, missing)):
-        http.fault = lambda method, path: status  # noqa: B023
-        refused(kind, message, QdrantCollection.server, http.url, "papers", SPARSE)
+@pytest.mark.parametrize(
+    ("status", "error", "message"),
+    [
+        pytest.param(
+            200,
+            RuntimeError,
+            r"the answers of a Qdrant server, got \(.*validation error.*\)\. Is it the right",
+            id="other answers",
+        ),
+        pytest.param(
+            404,
+            FileNotFoundError,
+            "no such collection, or no Qdrant server",
+            id="not found",
+        ),
+    ],
+)
+def test_a_server_that_is_not_qdrant_is_refused(
+    http: OverHttp,
+    status: int,
+    error: type[Exception],
+    message: str,
+) -> None:
+    http.fault = lambda method, path: status
+    with pytest.raises(error, match=message):
+        QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
 
 
-def test_of_two_that_make_a_collection_the_second_takes_what_the_first_made(http: OverHttp) -> None:
-    first = QdrantCollection.server(http.url, "papers", SPARSE)
-    answers, real = iter([200]), http.answer  # asked too early whether it exists
-    http.answer = lambda method, path, body: (  # type: ignore[method-assign]
-        {"exists": False}
-        if path.endswith("/exists") and next(answers, None)
-        else real(method, path, body)
-    )
-    assert QdrantCollection.server(http.url, "papers", SPARSE).layout == first.layout
-    answers = iter([200])
+def hide_collection_once(http: OverHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the server answer once that the collection does not exist, as if asked too early."""
+    answer = http.answer
+    answers = iter([{"exists": False}])
+
+    def answer_too_early(method: str, path: str, body: Any) -> Any:
+        if path.endswith("/exists"):
+            early_answer = next(answers, None)
+            if early_answer is not None:
+                return early_answer
+        return answer(method, path, body)
+
+    monkeypatch.setattr(http, "answer", answer_too_early)
+
+
+def test_a_collection_that_another_process_has_just_made_is_opened(
+    http: OverHttp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
+    hide_collection_once(http, monkeypatch)
+    assert QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT).layout == first.layout
+
+
+def test_a_collection_that_another_process_made_with_another_layout_is_refused(
+    http: OverHttp,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
+    hide_collection_once(http, monkeypatch)
     with pytest.raises(VocabularyMismatchError, match="layout: expected the vocabulary"):
         QdrantCollection.server(http.url, "papers", Layout(600))
 
 
-def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: Make) -> None:
+def test_a_busy_server_is_asked_again(http: OverHttp, make_vectors: MakeVectors) -> None:
     vectors = make_vectors(20)
-    collection = QdrantCollection.server(http.url, "papers", SPARSE, patience=10)
-    answers = iter([429, 0, 502])
-    http.fault = lambda method, path: next(answers, None)
+    collection = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT, patience=10)
+    statuses = iter([429, 0, 502])
+    http.fault = lambda method, path: next(statuses, None)
     collection.upsert(Documents(vectors.ids, vectors))
     assert len(collection) == 20
-    collection = QdrantCollection.server(http.url, "papers", patience=0)
+
+
+def test_a_server_that_stays_busy_is_given_up(http: OverHttp, make_vectors: MakeVectors) -> None:
+    collection = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT, patience=0)
     http.fault = lambda method, path: 503
-    refused(UnreachableError, r"after 0.\d s", collection.search, vectors.take([0]), 3)
+    with pytest.raises(UnreachableError, match=r"after 0.\d s"):
+        collection.search(make_vectors(1), 3)
 
 
-def test_a_build_that_lost_its_server_goes_on_where_it_was(
+def test_a_build_that_lost_its_server_goes_on_after_the_stored_documents(
     http: OverHttp,
-    make_vectors: Make,
+    make_vectors: MakeVectors,
 ) -> None:
     vectors = make_vectors(60)
     documents = Documents(vectors.ids, vectors)
-    collection = QdrantCollection.server(http.url, "papers", SPARSE, patience=0.3)
+    collection = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT, patience=0.3)
     reported: list[int] = []
-    http.fault = lambda method, path: (
-        0 if path.endswith("/points") and method == "PUT" and len(reported) == 3 else None
-    )
-    with pytest.raises(
-        UnreachableError,
-        match=r"What was reported as done before is kept; the same call goes on",
-    ):
-        collection.build(documents, batch_size=10, progress=lambda done, _: reported.append(done))
+
+    def is_write(method: str, path: str) -> bool:
+        return method == "PUT" and path.endswith("/points")
+
+    def close_after_three_writes(method: str, path: str) -> int | None:
+        if is_write(method, path) and len(reported) == 3:
+            return 0
+        return None
+
+    def report(done: int, total: int) -> None:
+        reported.append(done)
+
+    http.fault = close_after_three_writes
+    message = r"What was reported as done before is kept; the same call goes on"
+    with pytest.raises(UnreachableError, match=message):
+        collection.build(documents, batch_size=10, progress=report)
     assert reported == [10, 20, 30]
+
     http.fault = None
-    again = QdrantCollection.server(http.url, "papers", SPARSE)
-    assert not again.complete and set(vectors.ids[:30]) <= set(again.ids())
+    reopened = QdrantCollection.server(http.url, "papers", SPARSE_LAYOUT)
+    assert not reopened.complete
+    assert set(vectors.ids[:30]) <= set(reopened.ids())
     http.seen.clear()
-    again.build(documents, batch_size=10, progress=lambda done, _: reported.append(done))
+    reopened.build(documents, batch_size=10, progress=report)
     assert reported == [10, 20, 30, 10, 20, 30, 40, 50, 60]
-    assert (
-        sum(method == "PUT" and path.endswith("/points") for method, path in http.seen) == 3
-    )  # not again
-    assert again.complete and len(again) == 60
+    writes = [path for method, path in http.seen if is_write(method, path)]
+    assert len(writes) == 3, "stored documents are not written again"
+    assert reopened.complete
+    assert len(reopened) == 60
 
 
-@pytest.mark.parametrize("at", ["collection.json", "index.json"])
+@pytest.mark.parametrize("record", ["collection.json", "index.json"])
 def test_a_process_killed_while_it_writes_a_record_leaves_an_index(
-    make_vectors: Make,
+    make_vectors: MakeVectors,
     tmp_path: Path,
-    at: str,
+    record: str,
 ) -> None:
-    folder, vectors = tmp_path / "index", make_vectors(5)
-    build_index(vectors, "qdrant", folder=folder).close()
+    folder = tmp_path / "index"
+    build_index(make_vectors(5), "qdrant", folder=folder).close()
     code = f"""
 import os
 from pathlib import Path
@@ -259,10 +374,10 @@ from tilefold.retrieval import load_index
 from tilefold.retrieval.index.qdrant.index import QdrantIndex
 index = load_index({str(folder)!r})
 replace = Path.replace
-Path.replace = lambda self, to: os._exit(9) if str(to).endswith({at!r}) else replace(self, to)
-index.save({str(folder)!r}) if {at!r} == "index.json" else index.collection.delete(["d0"])
+Path.replace = lambda self, to: os._exit(9) if str(to).endswith({record!r}) else replace(self, to)
+index.save({str(folder)!r}) if {record!r} == "index.json" else index.collection.delete(["d0"])
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-    with load_index(folder).collection as left:
-        assert len(left) == 5
+    with load_index(folder).collection as collection:
+        assert len(collection) == 5
     build_index(make_vectors(6), "qdrant", folder=folder, overwrite=True).close()
