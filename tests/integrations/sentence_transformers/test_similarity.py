@@ -346,7 +346,7 @@ def test_accelerate_rejects_options(model: Any, options: dict[str, str], message
 
 @needs_stock
 def test_a_model_with_a_similarity_method_of_its_own_is_refused(model: Any) -> None:
-    model_class = type(model)
+    model_class: Any = type(model)
 
     class Halved(model_class):  # type: ignore[valid-type]
         """A model that scores half of MaxSim."""
