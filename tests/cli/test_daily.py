@@ -1,6 +1,4 @@
-"""The command line in daily use: collections of production, long work, its own words in errors,
-what it says.
-"""
+"""Tests of the command line in daily use: incomplete data, interruptions, progress and warnings."""
 
 from __future__ import annotations
 
@@ -29,93 +27,177 @@ from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.encoding import sparse as encoding
 
 
-def test_a_corpus_alone_is_encoded_and_indexed_and_cannot_be_evaluated(
-    call: Call,
-    work: Path,
-    tmp_path: Path,
-) -> None:
-    corpus, model = ("--data", work / "data" / "corpus.jsonl"), ("--model", work / "model")
+@pytest.fixture
+def encode_command(work: Path) -> tuple[str | Path, ...]:
+    """The command that encodes the collection, without its output."""
+    return ("encode", "--model", work / "model", "--data", work / "data")
+
+
+def test_a_file_of_documents_is_encoded_and_indexed(work: Path, tmp_path: Path) -> None:
+    corpus = work / "data" / "corpus.jsonl"
     run_steps(
-        ("encode", *model, *corpus, "--output", tmp_path / "vectors", "--top-k", "32"),
+        (
+            "encode",
+            "--model",
+            work / "model",
+            "--data",
+            corpus,
+            "--output",
+            tmp_path / "vectors",
+            "--top-k",
+            "32",
+        ),
         ("index", "--vectors", tmp_path / "vectors", "--output", tmp_path / "index"),
     )
     assert len(read_vectors(tmp_path / "vectors")) == len(SUBJECTS)
-    fails(
-        call("evaluate", *corpus, "--index", tmp_path / "index", *model),
-        2,
-        "--data: corpus has no judgements",
+
+
+def test_a_file_of_documents_cannot_be_evaluated(call: Call, work: Path) -> None:
+    outcome = call(
+        "evaluate",
+        "--data",
+        work / "data" / "corpus.jsonl",
+        "--index",
+        work / "index",
+        "--model",
+        work / "model",
     )
-    asked = call("encode", "--queries", *corpus, *model, "--output", tmp_path / "asked")
-    assert asked.code == 2 and "corpus.jsonl has no queries" in asked.err
-    assert not (tmp_path / "asked").exists()
+    fails(outcome, 2, "--data: corpus has no judgements")
 
 
-def test_judgements_of_a_sample_are_dropped_on_request(
+def test_queries_of_a_file_of_documents_cannot_be_encoded(
     call: Call,
     work: Path,
     tmp_path: Path,
 ) -> None:
-    small_collection().save_beir(tmp_path / "sample")
-    rows = (tmp_path / "sample" / "corpus.jsonl").read_text().splitlines()[:-1]
-    (tmp_path / "sample" / "corpus.jsonl").write_text("\n".join(rows) + "\n")
+    outcome = call(
+        "encode",
+        "--queries",
+        "--data",
+        work / "data" / "corpus.jsonl",
+        "--model",
+        work / "model",
+        "--output",
+        tmp_path / "queries",
+    )
+    fails(outcome, 2, "corpus.jsonl has no queries")
+    assert not (tmp_path / "queries").exists()
+
+
+def test_judgements_of_unknown_documents_are_dropped_on_request(
+    call: Call,
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "sample"
+    small_collection().save_beir(data)
+    documents = (data / "corpus.jsonl").read_text().splitlines()
+    (data / "corpus.jsonl").write_text("\n".join(documents[:-1]) + "\n")
     (tmp_path / "run.trec").write_text("q12 Q0 d12 1 1.0 x\n")
-    asked = ("evaluate", "--data", tmp_path / "sample", "--run", tmp_path / "run.trec", "--json")
-    fails(call(*asked), 1, "or load it with --drop-unknown to leave them out")
-    assert measured(call(*asked, "--drop-unknown"))["measures"]["nDCG@10"] == pytest.approx(1 / 3)
+    evaluate = ("evaluate", "--data", data, "--run", tmp_path / "run.trec", "--json")
+    fails(call(*evaluate), 1, "or load it with --drop-unknown to leave them out")
+    measures = measured(call(*evaluate, "--drop-unknown"))["measures"]
+    assert measures["nDCG@10"] == pytest.approx(1 / 3)
 
 
-def test_the_judgements_of_other_splits_are_not_read(
+@pytest.fixture
+def data_with_broken_test_split(tmp_path: Path) -> Path:
+    """A collection whose judgements of the split "test" cannot be read."""
+    folder = tmp_path / "data"
+    small_collection().save_beir(folder)
+    (folder / "qrels" / "test.tsv").write_text("not\tjudgements\n")
+    return folder
+
+
+@pytest.fixture
+def train_run(tmp_path: Path) -> Path:
+    """A run of two queries of the split "train"."""
+    path = tmp_path / "run.trec"
+    path.write_text("q1 Q0 d1 1 1.0 x\nq2 Q0 d1 1 1.0 x\n")
+    return path
+
+
+def test_encode_does_not_read_the_judgements_of_other_splits(
     call: Call,
     work: Path,
+    data_with_broken_test_split: Path,
+    tmp_path: Path,
+) -> None:
+    outcome = call(
+        "encode",
+        "--data",
+        data_with_broken_test_split,
+        "--model",
+        work / "model",
+        "--queries",
+        "--split",
+        "train",
+        "--output",
+        tmp_path / "vectors",
+    )
+    done(outcome)
+
+
+def test_evaluate_reads_the_judgements_of_the_named_split_only(
+    call: Call,
+    data_with_broken_test_split: Path,
+    train_run: Path,
+) -> None:
+    evaluate = ("evaluate", "--data", data_with_broken_test_split, "--run", train_run, "--split")
+    done(call(*evaluate, "train"))
+    fails(call(*evaluate, "test"), 1, "test.tsv:1: expected 3 tab-separated fields")
+
+
+def test_compare_does_not_read_the_judgements_of_other_splits(
+    call: Call,
+    data_with_broken_test_split: Path,
+    train_run: Path,
+    tmp_path: Path,
+) -> None:
+    other_run = tmp_path / "other.trec"
+    other_run.write_text("q1 Q0 d2 1 1.0 x\nq2 Q0 d2 1 1.0 x\n")
+    outcome = call(
+        "compare",
+        "--data",
+        data_with_broken_test_split,
+        train_run,
+        other_run,
+        "--split",
+        "train",
+    )
+    done(outcome)
+
+
+def test_score_and_train_do_not_read_the_judgements_of_other_splits(
+    call: Call,
+    work: Path,
+    data_with_broken_test_split: Path,
+    train_run: Path,
     tmp_path: Path,
     masked_lm: str,
 ) -> None:
-    small_collection().save_beir(tmp_path / "data")
-    (tmp_path / "data" / "qrels" / "test.tsv").write_text("not\tjudgements\n")
-    data, queries = (
-        ("--data", tmp_path / "data"),
-        ("--queries", "--split", "train", "--output", tmp_path / "v"),
-    )
-    run = tmp_path / "run.trec"
-    run.write_text("q1 Q0 d1 1 1.0 x\nq2 Q0 d1 1 1.0 x\n")
+    data = ("--data", data_with_broken_test_split)
     mined = tmp_path / "mined.parquet"
-    done(call("mine", "--data", work / "data", "--run", run, "--output", mined))
-    for asked in (
-        ("encode", *data, "--model", work / "model", *queries),
-        ("evaluate", *data, "--run", run, "--split", "train"),
-        ("compare", *data, run, work / "train.json", "--split", "train"),
-        ("score", mined, *data, "--teacher", "bm25", "--output", tmp_path / "scored.parquet"),
-        (
-            "train",
-            *data,
-            "--model",
-            masked_lm,
-            "--steps",
-            "1",
-            "--batch-size",
-            "2",
-            "--output",
-            tmp_path / "m",
-        ),
-    ):
-        outcome = call(*asked)
-        if asked[0] == "compare":
-            fails(outcome, 1, "train.json:1: expected 6 fields")
-        else:
-            done(outcome)
-    fails(
-        call("evaluate", *data, "--run", run, "--split", "test"),
-        1,
-        "test.tsv:1: expected 3 tab-separated fields",
+    done(call("mine", "--data", work / "data", "--run", train_run, "--output", mined))
+    scored = tmp_path / "scored.parquet"
+    done(call("score", mined, *data, "--teacher", "bm25", "--output", scored))
+    outcome = call(
+        "train",
+        *data,
+        "--model",
+        masked_lm,
+        "--steps",
+        "1",
+        "--batch-size",
+        "2",
+        "--output",
+        tmp_path / "m",
     )
+    done(outcome)
 
 
-def test_help_names_the_words_that_an_option_takes(call: Call) -> None:
-    shown = {
-        verb: call(verb, "--help").out
-        for verb in ("index", "evaluate", "fuse", "export", "serve", "encode")
-    }
-    for verb, words in (
+@pytest.mark.parametrize(
+    ("command", "choices"),
+    [
         ("index", "exact|seismic|"),
         ("fuse", "rrf|interpolation"),
         ("evaluate", "average|rocchio"),
@@ -123,8 +205,10 @@ def test_help_names_the_words_that_an_option_takes(call: Call) -> None:
         ("serve", "query|document"),
         ("export", "opensearch|vespa|onnx"),
         ("encode", "fp16|int8"),
-    ):
-        assert words in shown[verb], shown[verb]
+    ],
+)
+def test_help_names_the_values_of_an_option(call: Call, command: str, choices: str) -> None:
+    assert choices in call(command, "--help").out
 
 
 def test_wide_characters_are_shown_in_80_columns(
@@ -132,25 +216,24 @@ def test_wide_characters_are_shown_in_80_columns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = (
-        "東大寺は、8世紀に聖武天皇の発願で造立された盧舎那仏像、いわゆる「奈良の大仏」を本尊とする寺である。"
-        * 2
+    sentence = (
+        "東大寺は、8世紀に聖武天皇の発願で造立された盧舎那仏像、"
+        "いわゆる「奈良の大仏」を本尊とする寺である。"
     )
-    Collection("wide", {"d": Document("d", "", text)}, {}, {}).save_beir(tmp_path / "data")
-    run_steps(
-        ("index", "--backend", "bm25", "--data", tmp_path / "data", "--output", tmp_path / "bm25"),
-    )
+    text = 2 * sentence
+    collection = Collection("wide", {"d": Document("d", "", text)}, {}, {})
+    collection.save_beir(tmp_path / "data")
+    data = ("--data", tmp_path / "data")
+    run_steps(("index", "--backend", "bm25", *data, "--output", tmp_path / "bm25"))
     monkeypatch.setattr(common, "stdout", lambda: Console(width=80))
-    shown = done(
-        call("search", "東大寺", "--index", tmp_path / "bm25", "--data", tmp_path / "data"),
-    ).out
-    rows = [line.split("│")[3].strip() for line in shown.splitlines() if line.startswith("│")]
-    assert "".join(rows).replace(" ", "").rstrip("…") == text[:40] and all(
-        cell_len(line) <= 80 for line in shown.split("\n")
-    )
+    lines = done(call("search", "東大寺", "--index", tmp_path / "bm25", *data)).out.splitlines()
+    text_column = [line.split("│")[3].strip() for line in lines if line.startswith("│")]
+    shown_text = "".join(text_column).replace(" ", "").rstrip("…")
+    assert shown_text == text[:40]
+    assert all(cell_len(line) <= 80 for line in lines)
 
 
-def test_a_line_per_minute_tells_progress(
+def test_progress_is_a_line_per_minute(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,32 +247,36 @@ def test_a_line_per_minute_tells_progress(
         "training: 62 of 240, loss 1.234, 0.333 per second, 9 min left",
         "training: 84 of 240, loss 1.234, 0.333 per second, 8 min left",
     ]
-    monkeypatch.undo()
+
+
+def test_work_of_unknown_length_reports_its_time(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(common, "SECONDS_PER_LINE", 0.01)
-    with common.heartbeat("indexing (seismic)"):  # work of unknown length
+    with common.heartbeat("indexing (seismic)"):
         time.sleep(0.1)
     assert re.match(r"indexing \(seismic\): 0 s so far\n", capsys.readouterr().err)
 
 
-def test_what_is_in_the_way_is_named_with_its_option(
+def test_vectors_with_other_settings_are_refused_unless_fresh(
+    call: Call,
+    encode_command: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    encode = (*encode_command, "--output", tmp_path / "v")
+    done(call(*encode, "--top-k", "8"))
+    refusal = call(*encode, "--top-k", "9")
+    fails(refusal, 1, "top_k: 8 before, 9 now", "resume=False (--fresh).")
+    done(call(*encode, "--top-k", "9", "--fresh"))
+
+
+def test_a_model_with_other_settings_is_refused_unless_overwritten(
     call: Call,
     work: Path,
-    tmp_path: Path,
     masked_lm: str,
 ) -> None:
-    asked = (
-        "encode",
-        "--model",
-        work / "model",
-        "--data",
-        work / "data",
-        "--output",
-        tmp_path / "v",
-    )
-    assert call(*asked, "--top-k", "8").code == 0
-    fails(call(*asked, "--top-k", "9"), 1, "top_k: 8 before, 9 now", "resume=False (--fresh).")
-    assert call(*asked, "--top-k", "9", "--fresh").code == 0
-    start = (
+    outcome = call(
         "train",
         "--data",
         work / "data",
@@ -199,138 +286,193 @@ def test_what_is_in_the_way_is_named_with_its_option(
         work / "model",
         "--steps",
         "0",
+        "--seed",
+        "1",
     )
-    fails(call(*start, "--seed", "1"), 1, "replace it (overwrite=True or --overwrite)")
-    other = done(call(*start[:-1], "1", "--lr", "1", "--output", tmp_path / "batch_size"))
-    other = call(*start[:-1], "2", "--lr", "2", "--output", tmp_path / "batch_size")
-    assert (
-        f"{tmp_path}/batch_size holds" in other.err
-        and "differs in learning_rate, max_steps" in other.err
-    )
+    fails(outcome, 1, "replace it (overwrite=True or --overwrite)")
 
 
-def test_training_that_cannot_learn_says_so(
+def test_a_path_with_the_name_of_a_setting_is_not_renamed_in_errors(
     call: Call,
     work: Path,
     tmp_path: Path,
     masked_lm: str,
 ) -> None:
-    asked = ("train", "--data", work / "data", "--model", masked_lm, "--output", tmp_path / "m")
-    fails(
-        call(*asked, "--batch-size", "1"), 2, "--batch-size: expected a whole number of at least 2"
+    output = tmp_path / "batch_size"
+    train = ("train", "--data", work / "data", "--model", masked_lm, "--output", output)
+    done(call(*train, "--steps", "1", "--lr", "1"))
+    refusal = call(*train, "--steps", "2", "--lr", "2")
+    assert f"{tmp_path}/batch_size holds" in refusal.err
+    assert "differs in learning_rate, max_steps" in refusal.err
+
+
+def test_a_batch_of_one_pair_is_refused(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+    masked_lm: str,
+) -> None:
+    train = ("train", "--data", work / "data", "--model", masked_lm, "--output", tmp_path / "m")
+    refusal = call(*train, "--batch-size", "1")
+    fails(refusal, 2, "--batch-size: expected a whole number of at least 2")
+
+
+def test_training_with_too_large_a_rate_warns_or_ends_with_an_error(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+    masked_lm: str,
+) -> None:
+    outcome = call(
+        "train",
+        "--data",
+        work / "data",
+        "--model",
+        masked_lm,
+        "--output",
+        tmp_path / "m",
+        "--batch-size",
+        "4",
+        "--steps",
+        "12",
+        "--lr",
+        "10",
     )
-    exploded = call(*asked, "--batch-size", "4", "--steps", "12", "--lr", "10")
-    # where so large a rate ends depends on rounding, so on the device
-    rose = re.search(
-        r"warning: the ranking loss rose from .* did not learn; train with a smaller --lr",
-        exploded.err,
-    )
-    dead = re.search(
-        "the model is dead|the gradient is zero .* nothing is learnt|training has diverged",
-        exploded.err,
-    )
-    assert (rose and exploded.code == 0) or (dead and exploded.code == 1), exploded.err
+    # which of both it is depends on rounding, and so on the device
+    if outcome.code == 0:
+        message = "warning: the ranking loss rose from .* did not learn; train with a smaller --lr"
+    else:
+        assert outcome.code == 1, outcome.err
+        message = (
+            "the model is dead|the gradient is zero .* nothing is learnt|training has diverged"
+        )
+    assert re.search(message, outcome.err), outcome.err
 
 
 @contextmanager
-def interrupted(owner: Any, name: str, calls: int) -> Iterator[None]:
-    """Ctrl-C comes after so many calls of a function."""
-    run, left = getattr(owner, name), iter(range(calls))
+def interrupted(owner: Any, name: str, n_calls: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt after a number of calls of a function."""
+    function = getattr(owner, name)
+    remaining_calls = iter(range(n_calls))
 
-    def stop(*arguments: Any, **options: Any) -> Any:
-        if next(left, None) is None:
+    def count_and_call(*arguments: Any, **options: Any) -> Any:
+        if next(remaining_calls, None) is None:
             raise KeyboardInterrupt
-        return run(*arguments, **options)
+        return function(*arguments, **options)
 
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(owner, name, stop)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, count_and_call)
         yield
 
 
-def test_ctrl_c_before_anything_is_kept_says_so(call: Call, work: Path, tmp_path: Path) -> None:
-    asked = (
-        "encode",
-        "--model",
-        work / "model",
-        "--data",
-        work / "data",
-        "--batch-size",
-        "4",
-        "--output",
-        tmp_path,
-    )
-    searched = ("search", "csv files", "--index", work / "index", "--model", work / "model")
-    for owner, name, command in (
-        (pending_shards.PendingShard, "add_batch", asked),
-        (encoding, "encode_batch", searched),
-    ):
-        with interrupted(owner, name, 0):
-            outcome = call(*command)
-        assert (outcome.code, outcome.err) == (130, "Interrupted. Nothing was kept.\n")
+NOTHING_SAVED = "Interrupted. Nothing was kept.\n"
 
 
-def test_a_full_disk_is_named(call: Call, work: Path, tmp_path: Path) -> None:
-    many = {f"q{number}": {f"d{at}": 1.0 for at in range(16)} for number in range(12, 16)}
-    write_trec_run(many, tmp_path / "run")
-    fuse = (
-        "fuse",
-        "--run",
-        tmp_path / "run",
-        "--run",
-        tmp_path / "run",
-        "--save-run",
-        tmp_path / "out" / "fused",
-    )
+def test_ctrl_c_before_a_shard_is_written(
+    call: Call,
+    encode_command: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    with interrupted(pending_shards.PendingShard, "add_batch", 0):
+        outcome = call(*encode_command, "--batch-size", "4", "--output", tmp_path)
+    assert outcome.code == 130
+    assert outcome.err == NOTHING_SAVED
+
+
+def test_ctrl_c_during_a_search(call: Call, work: Path) -> None:
+    with interrupted(encoding, "encode_batch", 0):
+        outcome = call("search", "csv files", "--index", work / "index", "--model", work / "model")
+    assert outcome.code == 130
+    assert outcome.err == NOTHING_SAVED
+
+
+@contextmanager
+def limited_file_size(size: int) -> Iterator[None]:
+    """Let writes beyond a number of bytes fail, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for command, name in (
-        (("index", "--vectors", work / "vectors", "--output", tmp_path / "out" / "index"), "index"),
-        (
-            (
-                "encode",
-                "--model",
-                work / "model",
-                "--data",
-                work / "data",
-                "--output",
-                tmp_path / "out" / "v",
-            ),
-            "v/part-",
-        ),
-        (fuse, "fused"),
-    ):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, hard))
-        try:
-            outcome = call(*command)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        said = rf"Error: {tmp_path}/out/{name}[\w.]*: could not be written, the disk or the quota is full"
-        assert outcome.code == 1 and re.search(said, outcome.err), outcome.err
-        assert not list((tmp_path / "out").rglob("*.tmp"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def assert_full_disk_is_named(
+    call: Call, command: tuple[Any, ...], output: Path, file: str
+) -> None:
+    """Check that a command names the file that it could not write, and leaves no partial file."""
+    with limited_file_size(2048):
+        outcome = call(*command)
+    message = rf"{file}[\w.]*: could not be written, the disk or the quota is full"
+    assert outcome.code == 1
+    assert re.search(f"Error: {output}/{message}", outcome.err), outcome.err
+    assert not list(output.rglob("*.tmp"))
+
+
+def test_index_names_a_full_disk(call: Call, work: Path, tmp_path: Path) -> None:
+    command = ("index", "--vectors", work / "vectors", "--output", tmp_path / "index")
+    assert_full_disk_is_named(call, command, tmp_path, "index")
+
+
+def test_encode_names_a_full_disk(
+    call: Call,
+    encode_command: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    command = (*encode_command, "--output", tmp_path / "v")
+    assert_full_disk_is_named(call, command, tmp_path, "v/part-")
+
+
+def test_fuse_names_a_full_disk(call: Call, tmp_path: Path) -> None:
+    scores = {f"d{number}": 1.0 for number in range(16)}
+    run = tmp_path / "run"
+    write_trec_run({f"q{number}": scores for number in range(12, 16)}, run)
+    output = tmp_path / "out"
+    command = ("fuse", "--run", run, "--run", run, "--save-run", output / "fused")
+    assert_full_disk_is_named(call, command, output, "fused")
 
 
 QUERIES = "how do I work with csv files\n\nq2\thow do I work with sockets\n"
 
 
-@pytest.mark.parametrize("way", ["-", "file", "shell"])
-def test_many_queries_load_once(
+@pytest.mark.parametrize("source", ["stdin", "file", "pipe"])
+def test_a_model_is_loaded_once_for_many_queries(
     call: Call,
     work: Path,
     tmp_path: Path,
     monkeypatch: Any,
-    way: str,
+    source: str,
 ) -> None:
-    loads: Any = []
-    load = loading.load_saved
-    monkeypatch.setattr(loading, "load_saved", lambda *given: loads.append(given) or load(*given))
+    loaded_models: list[Any] = []
+    load_saved = loading.load_saved
+
+    def record_and_load(*args: Any) -> Any:
+        loaded_models.append(args)
+        return load_saved(*args)
+
+    monkeypatch.setattr(loading, "load_saved", record_and_load)
+    monkeypatch.setattr("sys.stdin", io.StringIO("" if source == "file" else QUERIES))
     (tmp_path / "queries.txt").write_text(QUERIES)
-    monkeypatch.setattr("sys.stdin", io.StringIO("" if way == "file" else QUERIES))
-    asked = {"-": ("-",), "file": ("--queries", tmp_path / "queries.txt"), "shell": ()}[way]
-    places = ("--index", work / "index", "--model", work / "model", "--k", "2", "--json")
-    answers = [json.loads(line) for line in done(call("search", *asked, *places)).out.splitlines()]
+    query_options = {
+        "stdin": ("-",),
+        "file": ("--queries", tmp_path / "queries.txt"),
+        "pipe": (),
+    }
+    options = ("--index", work / "index", "--model", work / "model", "--k", "2", "--json")
+    lines = done(call("search", *query_options[source], *options)).out.splitlines()
+    answers = [json.loads(line) for line in lines]
     assert [answer["id"] for answer in answers] == ["1", "q2"]
     assert [len(answer["hits"]) for answer in answers] == [2, 2]
-    assert len(loads) == 1
-    assert measured(call("search", answers[1]["query"], *places))["hits"] == answers[1]["hits"]
+    assert len(loaded_models) == 1
+    single_query = measured(call("search", answers[1]["query"], *options))
+    assert single_query["hits"] == answers[1]["hits"]
+
+
+class Terminal(io.StringIO):
+    """Input that is typed by a user."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_a_prompt_reads_queries_until_its_end(
@@ -338,155 +480,173 @@ def test_a_prompt_reads_queries_until_its_end(
     work: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
     monkeypatch.setattr("sys.stdin", Terminal("csv files\nsockets\n"))
     outcome = done(call("search", "--index", work / "index", "--model", work / "model"))
-    assert outcome.out.count("search> ") == 3 and "a query per line; Ctrl-D ends" in outcome.err
+    assert outcome.out.count("search> ") == 3
+    assert "a query per line; Ctrl-D ends" in outcome.err
 
 
-def test_special_tokens_are_not_stored_on_request(call: Call, work: Path, tmp_path: Path) -> None:
-    place = ("encode", "--model", work / "model", "--data", work / "data", "--output")
-    run_steps((*place, tmp_path / "whole"), (*place, tmp_path / "v", "--no-special-tokens"))
-    special = set(load_encoder(str(work / "model")).tokenizer.all_special_ids)
-    kept = [special & set(read_vectors(tmp_path / name).indices) for name in ("whole", "v")]
-    assert kept[0] and not kept[1]
-    fails(call(*place, tmp_path / "v"), 1, "special_tokens: False before")
+def test_special_tokens_are_left_out_on_request(
+    call: Call,
+    work: Path,
+    encode_command: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    run_steps(
+        (*encode_command, "--output", tmp_path / "default"),
+        (*encode_command, "--output", tmp_path / "v", "--no-special-tokens"),
+    )
+    special_ids = set(load_encoder(str(work / "model")).tokenizer.all_special_ids)
+    assert special_ids & set(read_vectors(tmp_path / "default").indices)
+    assert not special_ids & set(read_vectors(tmp_path / "v").indices)
+    refusal = call(*encode_command, "--output", tmp_path / "v")
+    fails(refusal, 1, "special_tokens: False before")
 
 
-LENGTH = (
-    24  # tokens; one document of the small collection, d12, has 25 of them, all other texts less
-)
+# in tokens: one document of the small collection, d12, has 25, all other texts have less
+MAX_LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
-    """A collection of which four documents are cut, d12 among them, a model as training starts from
-    it, its vectors.
+def truncated(tmp_path_factory: pytest.TempPathFactory, masked_lm: str) -> Path:
+    """A collection with four documents above the limit of its untrained model, vectors and index.
+
+    One of the four is d12.
     """
-    folder, small = tmp_path_factory.mktemp("said"), small_collection()
-    long = {
-        f"d{i}": Document(f"d{i}", "", "words " * count)
-        for i, count in ((0, 22), (3, 23), (7, 40), (9, 9000))
-    }
-    Collection("small", small.documents | long, small.queries, small.qrels).save_beir(
-        folder / "data",
+    folder = tmp_path_factory.mktemp("truncated")
+    small = small_collection()
+    documents = dict(small.documents)
+    for id_, n_words in (("d0", 22), ("d3", 23), ("d7", 40), ("d9", 9000)):
+        documents[id_] = Document(id_, "", "words " * n_words)
+    collection = Collection("small", documents, small.queries, small.qrels)
+    collection.save_beir(folder / "data")
+    data = ("--data", folder / "data")
+    run_steps(
+        (
+            "train",
+            *data,
+            "--model",
+            masked_lm,
+            "--output",
+            folder / "model",
+            "--steps",
+            "0",
+            "--max-length",
+            MAX_LENGTH,
+        ),
+        (
+            "encode",
+            *data,
+            "--model",
+            folder / "model",
+            "--output",
+            folder / "vectors",
+            "--top-k",
+            "32",
+        ),
+        ("index", "--vectors", folder / "vectors", "--output", folder / "index"),
     )
-    start = (
-        "train",
-        "--data",
-        folder / "data",
-        "--model",
-        masked_lm,
-        "--output",
-        folder / "model",
-        "--steps",
-        "0",
-    )
-    encoded = (
-        "--model",
-        folder / "model",
-        "--data",
-        folder / "data",
-        "--output",
-        folder / "vectors",
-        "--top-k",
-        "32",
-    )
-    index = ("index", "--vectors", folder / "vectors", "--output", folder / "index")
-    run_steps((*start, "--max-length", LENGTH), ("encode", *encoded), index)
     return folder
 
 
-def test_of_a_setting_that_was_given_twice_the_last_one_counts_and_it_is_said(
+def test_the_last_of_repeated_options_counts_and_a_note_says_so(
     call: Call,
-    cut: Path,
+    truncated: Path,
 ) -> None:
-    searched = ("search", "--index", cut / "index", "--model", cut / "model", "words", "--json")
-    once, twice = call(*searched, "--k", "2"), call(*searched, "--k", "1", "--k", "2")
-    assert twice.code == once.code == 0 and twice.out == once.out
+    search = (
+        "search",
+        "--index",
+        truncated / "index",
+        "--model",
+        truncated / "model",
+        "words",
+        "--json",
+    )
+    once = done(call(*search, "--k", "2"))
+    twice = done(call(*search, "--k", "1", "--k", "2"))
+    assert twice.out == once.out
     assert twice.err.splitlines()[0] == "--k was given twice: the last one counts."
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_encode_says_how_many_texts_were_cut_alone_and_with_others(
+def test_encode_reports_truncated_texts_with_one_and_with_several_processes(
     call: Call,
-    cut: Path,
+    truncated: Path,
     tmp_path: Path,
 ) -> None:
-    asked = (
+    encode = (
         "encode",
         "--model",
-        cut / "model",
+        truncated / "model",
         "--data",
-        cut / "data",
+        truncated / "data",
         "--shard-size",
         "4",
-        "--output",
     )
-    outcome = call(*asked, tmp_path / "one", "--json")
+    outcome = call(*encode, "--output", tmp_path / "one", "--json")
     assert outcome.err == "4 of 16 documents were cut at 24 tokens\n"
-    assert json.loads(outcome.out)["truncated"] == {"count": 4, "max_length": LENGTH}
-    args = (*map(str, asked), str(tmp_path / "two"), "--devices", "2")
-    many = programs.run("-m", "tilefold.cli", *args)
-    assert many.returncode == 0 and many.stderr == outcome.err
+    expected = {"count": 4, "max_length": MAX_LENGTH}
+    assert json.loads(outcome.out)["truncated"] == expected
+    arguments = [str(word) for word in (*encode, "--output", tmp_path / "two", "--devices", "2")]
+    process = programs.run("-m", "tilefold.cli", *arguments)
+    assert process.returncode == 0
+    assert process.stderr == outcome.err
     assert read_manifest(tmp_path / "two").shards == read_manifest(tmp_path / "one").shards
-    assert done(call(*asked, tmp_path / "q", "--queries")).err == ""
+    queries = done(call(*encode, "--output", tmp_path / "queries", "--queries"))
+    assert queries.err == ""
 
 
-def test_training_says_how_many_texts_were_cut(
+def test_train_reports_truncated_texts_also_when_a_run_is_reused(
     call: Call,
-    cut: Path,
+    truncated: Path,
     masked_lm: str,
     tmp_path: Path,
 ) -> None:
-    trained = (
+    train = (
         "train",
         "--data",
-        cut / "data",
+        truncated / "data",
         "--model",
         masked_lm,
         "--batch-size",
         "4",
         "--epochs",
         "2",
-    )
-    asked = (*trained, "--lr", "1e-5", "--max-length", LENGTH, "--output", tmp_path / "m")
-    outcome = done(call(*asked, "--json"))
-    assert json.loads(outcome.out)["truncated"] == [
-        {"texts": 48, "count": 6, "max_length": LENGTH},
-    ]  # 12 pairs twice
-    assert outcome.err.splitlines()[-1] == "6 of 48 training texts were cut at 24 tokens"
-    assert "6 of 48 training texts were cut at 24 tokens" in call(*asked).err, (
-        "what was trained before says the same"
-    )
-
-
-def test_queries_and_dense_texts_that_were_cut_are_said(call: Call, cut: Path) -> None:
-    index = ("--index", cut / "index", "--model", cut / "model")
-    assert call("evaluate", *index, "--data", cut / "data", "--json").err == ""
-    assert (
-        call("search", "words " * 30, *index, "--json").err
-        == "1 of 1 queries was cut at 24 tokens\n"
-    )
-    dense = call(
-        "evaluate",
-        "--model",
-        "minilm",
+        "--lr",
+        "1e-5",
         "--max-length",
-        "12",
-        "--data",
-        cut / "data",
-        "--json",
+        MAX_LENGTH,
+        "--output",
+        tmp_path / "m",
     )
-    said = re.findall(r"(\d+) of (\d+) (\w+) were cut at 12 tokens", dense.err)
-    assert [(total, what) for _, total, what in said] == [("16", "documents")], dense.err
+    outcome = done(call(*train, "--json"))
+    # 12 queries and 12 documents, twice
+    expected = [{"texts": 48, "count": 6, "max_length": MAX_LENGTH}]
+    assert json.loads(outcome.out)["truncated"] == expected
+    message = "6 of 48 training texts were cut at 24 tokens"
+    assert outcome.err.splitlines()[-1] == message
+    assert message in call(*train).err
+
+
+def test_search_reports_truncated_queries(call: Call, truncated: Path) -> None:
+    index = ("--index", truncated / "index", "--model", truncated / "model", "--json")
+    assert call("evaluate", *index, "--data", truncated / "data").err == ""
+    long_query = call("search", "words " * 30, *index)
+    assert long_query.err == "1 of 1 queries was cut at 24 tokens\n"
+
+
+def test_evaluate_reports_truncated_documents_of_a_dense_model(
+    call: Call,
+    truncated: Path,
+) -> None:
+    data = ("--data", truncated / "data", "--json")
+    outcome = call("evaluate", "--model", "minilm", "--max-length", "12", *data)
+    reports = re.findall(r"\d+ of (\d+) (\w+) were cut at 12 tokens", outcome.err)
+    assert reports == [("16", "documents")], outcome.err
 
 
 def test_ctrl_c_ends_a_process_that_trains(work: Path, masked_lm: str, tmp_path: Path) -> None:
-    asked = (
+    train = (
         "train",
         "--data",
         work / "data",
@@ -496,123 +656,170 @@ def test_ctrl_c_ends_a_process_that_trains(work: Path, masked_lm: str, tmp_path:
         10**5,
         "--batch-size",
         4,
+        "--save-minutes",
+        0,
+        "--output",
+        tmp_path / "m",
     )
-    options, log = ("--save-minutes", 0, "--output", tmp_path / "m"), tmp_path / "stderr"
-    with programs.start("-m", "tilefold.cli", *asked, *options, stderr=log) as process:
+    log = tmp_path / "stderr"
+    with programs.start("-m", "tilefold.cli", *train, stderr=log) as process:
         try:
-            until = time.monotonic() + 120
+            deadline = time.monotonic() + 120
             while not list(tmp_path.glob("m.training/checkpoint-*/tilefold_whole.json")):
-                assert process.poll() is None and time.monotonic() < until, log.read_text()
+                assert process.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, log.read_text()
                 time.sleep(0.02)
             process.send_signal(signal.SIGINT)
             assert process.wait(60) == 130
         finally:
             process.kill()
-    assert "Finished work is kept" in log.read_text() and "Traceback" not in log.read_text()
+    assert "Finished work is kept" in log.read_text()
+    assert "Traceback" not in log.read_text()
 
 
-def test_encode_says_where_it_resumes(call: Call, cut: Path, tmp_path: Path) -> None:
-    made_of = ("encode", "--model", cut / "model", "--data", cut / "data")
-    asked = (*made_of, "--shard-size", "4", "--output", tmp_path / "v")
+def test_encode_resumes_and_says_where(call: Call, truncated: Path, tmp_path: Path) -> None:
+    output = tmp_path / "v"
+    encode = (
+        "encode",
+        "--model",
+        truncated / "model",
+        "--data",
+        truncated / "data",
+        "--shard-size",
+        "4",
+        "--output",
+        output,
+    )
     with interrupted(pending_shards.PendingShard, "add_batch", 2):
-        first = call(*asked)
-    assert first.code == 130 and "resumes" not in first.err and "Finished work is kept" in first.err
-    kept = read_manifest(tmp_path / "v").n_documents
-    again = call(*asked).err.splitlines()
-    assert (
-        again[0] == f"encoding resumes: {kept} of 16 were done before (--fresh does them again)"
-        and 0 < kept < 16
+        first = call(*encode)
+    assert first.code == 130
+    assert "resumes" not in first.err
+    assert "Finished work is kept" in first.err
+    n_encoded = read_manifest(output).n_documents
+    assert 0 < n_encoded < 16
+    assert call(*encode).err.splitlines() == [
+        f"encoding resumes: {n_encoded} of 16 were done before (--fresh does them again)",
+        "4 of 16 documents were cut at 24 tokens",
+    ]
+    nothing_to_do = (
+        "encoding has nothing left to do: 16 of 16 were done before (--fresh does them again)"
     )
-    assert again[1:] == ["4 of 16 documents were cut at 24 tokens"]
-    nothing = call(*asked).err.splitlines()
-    assert (
-        nothing[0]
-        == "encoding has nothing left to do: 16 of 16 were done before (--fresh does them again)"
-    )
+    assert call(*encode).err.splitlines()[0] == nothing_to_do
 
 
-def test_train_says_that_it_resumes(
+def write_json_and_interrupt(path: Path, value: Any) -> None:
+    """Write a JSON file; raise KeyboardInterrupt after a checkpoint is complete."""
+    write_json(path, value)
+    if path.name == "tilefold_whole.json":
+        raise KeyboardInterrupt
+
+
+def raise_import_error(*_: object) -> None:
+    """Fail as an import of a package that is not installed."""
+    raise ImportError("matplotlib")
+
+
+def test_train_resumes_and_says_where(
     call: Call,
-    cut: Path,
+    truncated: Path,
     masked_lm: str,
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
-    trained = (
+    train = (
         "train",
         "--data",
-        cut / "data",
+        truncated / "data",
         "--model",
         masked_lm,
         "--batch-size",
         "4",
         "--lr",
         "1e-5",
+        "--steps",
+        "4",
+        "--save-steps",
+        "2",
+        "--output",
+        tmp_path / "m",
     )
-    asked = (*trained, "--steps", "4", "--save-steps", "2", "--output", tmp_path / "m")
-
-    def interrupted(path: Path, value: Any) -> None:
-        write_json(path, value)
-        if path.name == "tilefold_whole.json":
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("tilefold.recipes._watch.write_json", interrupted)
-        assert call(*asked).code == 130
-
-    def missing(*_: object) -> None:
-        raise ImportError("matplotlib")
-
-    monkeypatch.setattr("tilefold.recipes._run.new_figure", missing)
-    again = done(call(*asked))
-    assert re.search(r", loss \d+\.\d+ \(ranking \d+\.\d+, penalties \d+\.\d+\): ", again.out), (
-        again.out
-    )
-    assert (
-        f"the log of the training is {tmp_path}/m/training_log.jsonl; with matplotlib" in again.err
-    )
-    assert "training resumes: 2 of 4 were done before (--fresh does them again)" in again.err
-    assert re.match(r"trained 4 steps, those after step 2 in \d+ s, loss ", again.out)
-    begun = ("--model", tmp_path / "m", "--steps", "0", "--output", tmp_path / "s")
-    start = done(call("train", "--data", cut / "data", *begun))
-    assert start.out.startswith("no step of training, ") and "untrained" not in start.out
+    with monkeypatch.context() as patch:
+        patch.setattr("tilefold.recipes._watch.write_json", write_json_and_interrupt)
+        assert call(*train).code == 130
+    monkeypatch.setattr("tilefold.recipes._run.new_figure", raise_import_error)
+    resumed = done(call(*train))
+    losses = r", loss \d+\.\d+ \(ranking \d+\.\d+, penalties \d+\.\d+\): "
+    assert re.search(losses, resumed.out), resumed.out
+    assert re.match(r"trained 4 steps, those after step 2 in \d+ s, loss ", resumed.out)
+    assert "training resumes: 2 of 4 were done before (--fresh does them again)" in resumed.err
+    log = f"the log of the training is {tmp_path}/m/training_log.jsonl; with matplotlib"
+    assert log in resumed.err
 
 
-def test_what_changes_nothing_or_less_is_said(
+def test_a_trained_model_without_further_steps_is_not_called_untrained(
     call: Call,
-    cut: Path,
+    truncated: Path,
+    work: Path,
+    tmp_path: Path,
+) -> None:
+    outcome = call(
+        "train",
+        "--data",
+        truncated / "data",
+        "--model",
+        work / "model",
+        "--steps",
+        "0",
+        "--output",
+        tmp_path / "m",
+    )
+    done(outcome)
+    assert outcome.out.startswith("no step of training, ")
+    assert "untrained" not in outcome.out
+
+
+def test_evaluate_warns_of_a_k_that_changes_nothing(
+    call: Call,
+    truncated: Path,
+    tmp_path: Path,
+) -> None:
+    evaluate = (
+        "evaluate",
+        "--data",
+        truncated / "data",
+        "--index",
+        truncated / "index",
+        "--model",
+        truncated / "model",
+        "--json",
+        "--k",
+        "5",
+        "--measure",
+        "nDCG@10",
+    )
+    warning = "--k 5 changes nothing without --save-run"
+    assert call(*evaluate).err.startswith(warning)
+    assert call(*evaluate, "--save-run", tmp_path / "run").err == ""
+
+
+def test_train_warns_of_a_max_length_above_that_of_the_model(
+    call: Call,
+    truncated: Path,
     masked_lm: str,
     tmp_path: Path,
 ) -> None:
-    index = (
-        "evaluate",
-        "--data",
-        cut / "data",
-        "--index",
-        cut / "index",
-        "--model",
-        cut / "model",
-        "--json",
-    )
-    assert call(*index, "--k", "5", "--measure", "nDCG@10").err.startswith(
-        "--k 5 changes nothing without --save-run",
-    )
-    assert (
-        call(*index, "--k", "5", "--measure", "nDCG@10", "--save-run", tmp_path / "run").err == ""
-    )
-    start = (
+    outcome = call(
         "train",
         "--data",
-        cut / "data",
+        truncated / "data",
         "--model",
         masked_lm,
         "--steps",
         "0",
         "--max-length",
         "600",
+        "--output",
+        tmp_path / "m",
     )
-    outcome = call(*start, "--output", tmp_path / "m")
-    assert (
-        "warning: the model reads at most 512 tokens of a text, fewer than max_length (600)."
-        in outcome.err
-    )
+    warning = "warning: the model reads at most 512 tokens of a text, fewer than max_length (600)."
+    assert warning in outcome.err
