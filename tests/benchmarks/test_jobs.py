@@ -1,6 +1,4 @@
-"""`benchmarks.search` and `benchmarks.train`: made data, rows behind their gates; results as tables
-and pictures.
-"""
+"""Tests of the benchmarks of whole jobs: data, gates, and tables and pictures of results."""
 
 from __future__ import annotations
 
@@ -36,56 +34,88 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def heaviest(vectors: SparseVectors, row: int, k: int) -> dict[int, float]:
+    """Return the weights of the ``k`` heaviest terms of a row, by term."""
     terms, weights = vectors.row(row)
     best = np.argsort(-weights)[:k]
     return dict(zip(terms[best].tolist(), weights[best].tolist(), strict=True))
 
 
-@pytest.mark.parametrize("device", [None, CPU])
-def test_made_vectors_have_the_statistics_that_the_benchmark_states(
-    device: torch.device | None,
-) -> None:
-    documents = (
-        search_data.make_device_rows(5000, 0, CPU).first(5000)
-        if device
-        else search_data.make_documents(5000, 0)
-    )
-    assert documents.vocab_size == 30_522 and 115 < np.diff(documents.indptr).mean() < 123
-    assert all(np.all(np.diff(documents.row(row)[0]) > 0) for row in range(500))
-    queries = search_data.make_queries(documents, 100, 0)
+def heaviest_share(vectors: SparseVectors, k: int) -> float:
+    """Return the share of the weights in the ``k`` heaviest terms, as a mean over 100 rows."""
+    shares = []
+    for row in range(100):
+        _, weights = vectors.row(row)
+        shares.append(sum(heaviest(vectors, row, k).values()) / weights.sum())
+    return float(np.mean(shares))
+
+
+@pytest.fixture(scope="module", params=["numpy", "torch"])
+def documents(request: pytest.FixtureRequest) -> SparseVectors:
+    """Documents that are drawn by NumPy, or by torch on a device."""
+    if request.param == "numpy":
+        return search_data.make_documents(5000, 0)
+    return search_data.make_device_rows(5000, 0, CPU).first(5000)
+
+
+@pytest.fixture(scope="module")
+def queries(documents: SparseVectors) -> SparseVectors:
+    return search_data.make_queries(documents, 100, 0)
+
+
+def test_documents_have_the_published_number_of_terms(documents: SparseVectors) -> None:
+    assert documents.vocab_size == 30_522
+    assert 115 < np.diff(documents.indptr).mean() < 123
+
+
+def test_terms_of_documents_increase(documents: SparseVectors) -> None:
+    for row in range(500):
+        terms, _ = documents.row(row)
+        assert np.all(np.diff(terms) > 0)
+
+
+def test_queries_have_the_published_number_of_terms(queries: SparseVectors) -> None:
     assert 42 < np.diff(queries.indptr).mean() < 44
-    for vectors, k in ((documents, 50), (queries, 10)):
-        mass = [
-            sum(heaviest(vectors, row, k).values()) / vectors.row(row)[1].sum()
-            for row in range(100)
-        ]
-        assert 0.72 < np.mean(mass) < 0.79
-    kept = []
+
+
+def test_the_heaviest_terms_hold_the_published_share_of_the_weights(
+    documents: SparseVectors,
+    queries: SparseVectors,
+) -> None:
+    assert 0.72 < heaviest_share(documents, 50) < 0.79
+    assert 0.72 < heaviest_share(queries, 10) < 0.79
+
+
+def test_the_heaviest_terms_hold_the_published_share_of_the_scores(
+    documents: SparseVectors,
+    queries: SparseVectors,
+) -> None:
+    shares = []
     for row, hits in enumerate(build_index(documents).search(queries, 10)):
-        asked = heaviest(queries, row, 9)
-        for hit, document in ((hit, heaviest(documents, int(hit.id[1:]), 20)) for hit in hits):
-            kept.append(sum(asked[term] * document.get(term, 0.0) for term in asked) / hit.score)
-    assert 0.8 < np.mean(kept) < 0.9
+        query = heaviest(queries, row, 9)
+        for hit in hits:
+            document = heaviest(documents, int(hit.id[1:]), 20)
+            score = sum(weight * document.get(term, 0.0) for term, weight in query.items())
+            shares.append(score / hit.score)
+    assert 0.8 < np.mean(shares) < 0.9
 
 
 def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: Path) -> None:
     pytest.importorskip("seismic")
-    asked = ["--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]
-    assert main(job.JOB, job.__doc__, asked) == 0
+    arguments = ["--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(job.JOB, job.__doc__, arguments) == 0
     (path,) = tmp_path.rglob("search.csv")
     rows = read_csv(path)
     assert {row["engine"] for row in rows} == {"exact", "seismic", "scipy", "numba"}
     assert all(row["gate"] == "ok" for row in rows)
-    for row in (row for row in rows if row["engine"] in ("exact", "scipy")):
-        assert float(row["recall_at_10"]) == 1.0 and 0 < float(row["p50_ms"]) <= float(
-            row["p99_ms"],
-        )
-    searches = [
-        (float(row["query_cut"]), float(row["recall_at_10"]))
-        for row in rows
-        if row["engine"] == "seismic"
-    ]
-    assert len(searches) == 3 and all(recall >= 0.95 for cut, recall in searches if cut >= 10)
+    for row in rows:
+        if row["engine"] in ("exact", "scipy"):
+            assert float(row["recall_at_10"]) == 1.0
+            assert 0 < float(row["p50_ms"]) <= float(row["p99_ms"])
+    seismic_rows = [row for row in rows if row["engine"] == "seismic"]
+    assert len(seismic_rows) == 3
+    for row in seismic_rows:
+        if float(row["query_cut"]) >= 10:
+            assert float(row["recall_at_10"]) >= 0.95
 
 
 def test_searches_pass_their_gates_and_an_error_leaves_the_other_cases(
@@ -111,28 +141,45 @@ def test_searches_pass_their_gates_and_an_error_leaves_the_other_cases(
 def test_an_unknown_shape_is_answered_with_the_known_ones(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for each in (encode.JOB, job.JOB, train.JOB):
-        refused(ValueError, "shape must be one of", each.chosen, ["huge"], "cpu", quick=False)
-    with pytest.raises(SystemExit) as leave:
+    for benchmark in (encode.JOB, job.JOB, train.JOB):
+        refused(ValueError, "shape must be one of", benchmark.chosen, ["huge"], "cpu", quick=False)
+    with pytest.raises(SystemExit) as exit_info:
         main(job.JOB, job.__doc__, ["--shape", "splade-1", "--device", "cpu"])
-    assert leave.value.code == 2 and "got 'splade-1'" in capsys.readouterr().err
+    assert exit_info.value.code == 2
+    assert "got 'splade-1'" in capsys.readouterr().err
 
 
-def test_recall_counts_ties_for_either_and_misses_for_none() -> None:
+@pytest.mark.parametrize(
+    ("hits", "recall"),
+    [
+        pytest.param([("a", 3.0), ("c", 2.0)], 1.0, id="another document of the same score"),
+        pytest.param([("a", 3.0), ("c", 1.0)], 0.5, id="one document is missing"),
+        pytest.param([], 0.0, id="no hits"),
+    ],
+)
+def test_recall_counts_documents_of_the_best_scores(
+    hits: list[tuple[str, float]],
+    recall: float,
+) -> None:
     best = [("a", 3.0), ("b", 2.0)]
-    found = [[("a", 3.0), ("c", 2.0)], [("a", 3.0), ("c", 1.0)], []]
-    assert [job.recall([best], [each]) for each in found] == [1.0, 0.5, 0.0]
+    assert job.recall([best], [hits]) == recall
 
 
-def test_wrong_answers_of_an_exact_search_fail_the_gate() -> None:
+@pytest.mark.parametrize(
+    ("hit", "gate"),
+    [
+        pytest.param(("b", 1.0), "recall 0.0000 of an exact search", id="wrong document"),
+        pytest.param(("a", 3.001), "scores differ by 3.3e-04", id="wrong score"),
+    ],
+)
+def test_wrong_answers_fail_the_gate_of_an_exact_search_only(
+    hit: tuple[str, float],
+    gate: str,
+) -> None:
     truth = [[("a", 3.0)]]
-    for found, gate in (
-        (("b", 1.0), "recall 0.0000 of an exact search"),
-        (("a", 3.001), "scores differ by 3.3e-04"),
-    ):
-        measured = job.Measured(0.0, 0.0, 0.0, [1.0], [1.0], [[found]])
-        assert str(job.row("scipy", measured, truth)["gate"]).startswith(gate)
-        assert job.row("seismic", measured, truth)["gate"] == "ok"
+    measured = job.Measured(0.0, 0.0, 0.0, [1.0], [1.0], [[hit]])
+    assert str(job.row("scipy", measured, truth)["gate"]).startswith(gate)
+    assert job.row("seismic", measured, truth)["gate"] == "ok"
 
 
 def test_the_truth_is_compared_with_a_sum_over_all_vectors() -> None:
@@ -227,8 +274,9 @@ def test_half_of_a_batch_is_run_where_it_does_not_fit(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(train_job, "train", fits_32)
     monkeypatch.setattr(train_job, "exact_losses", lambda *_: [1.0])
-    found = train_job._outcome("splade", torch.nn.Linear(1, 1), "stock", {"query": []}, 128, 3, CPU)
-    assert found == train_job.Outcome([1.0], measured, 32)
+    model = torch.nn.Linear(1, 1)
+    outcome = train_job._outcome("splade", model, "stock", {"query": []}, 128, 3, CPU)
+    assert outcome == train_job.Outcome([1.0], measured, 32)
 
 
 @pytest.mark.parametrize("side", ["stock", "packed"])
@@ -296,7 +344,7 @@ PICTURES: list[tuple[Callable[[Path, Path], Path], str, dict[str, str], str]] = 
 
 
 @pytest.mark.parametrize(
-    ("plot", "measured", "failed", "said"),
+    ("plot", "measured", "failed", "message"),
     PICTURES,
     ids=["operators", "search", "jobs"],
 )
@@ -304,7 +352,7 @@ def test_results_become_pictures(
     plot: Callable[[Path, Path], Path],
     measured: str,
     failed: dict[str, str],
-    said: str,
+    message: str,
     tmp_path: Path,
 ) -> None:
     assert plot(RESULTS / measured, tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
@@ -312,7 +360,7 @@ def test_results_become_pictures(
         (tmp_path / name).write_text(rows)
     refused(
         ValueError,
-        said,
+        message,
         plot,
         tmp_path if len(failed) > 1 else tmp_path / name,
         tmp_path / "none.png",
@@ -339,10 +387,8 @@ def test_help_explains_a_script_and_draws_nothing(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", [script, "--help"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exit_info:
         runpy.run_module(f"benchmarks.{script}", run_name="__main__")
-    assert (
-        ended.value.code == 0
-        and capsys.readouterr().out.startswith("usage:")
-        and not list(tmp_path.iterdir())
-    )
+    assert exit_info.value.code == 0
+    assert capsys.readouterr().out.startswith("usage:")
+    assert not list(tmp_path.iterdir())
