@@ -24,8 +24,8 @@ from tilefold.retrieval.index import exact
 from tilefold.retrieval.index.exact import (
     ExactIndex,
     Postings,
-    fastest,
-    portable,
+    add_with_numpy,
+    choose_add_postings,
     top_positive,
 )
 
@@ -246,7 +246,7 @@ def test_scores_are_the_bits_of_a_plain_sum(
     assert index.search(queries, k) == expected
     assert [index.search(queries.take([row]), k)[0] for row in range(3)] == expected
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "fastest", lambda: portable)
+        patch.setattr(exact, "choose_add_postings", lambda: add_with_numpy)
         assert index.search(queries, k) == expected
 
 
@@ -280,18 +280,18 @@ def add_with_another_signature(scores: Any, lists: Any, values: Any) -> None:
 
 
 def test_a_sum_is_used_only_if_it_rounds_every_product() -> None:
-    assert exact._agrees(portable)
-    assert exact._agrees(exact.of_rounded_products(add_with_fused_products))
-    assert not exact._agrees(add_with_fused_products)
-    assert not exact._agrees(add_with_another_signature)
+    assert exact._has_bits_of_numpy(add_with_numpy)
+    assert exact._has_bits_of_numpy(exact.with_rounded_products(add_with_fused_products))
+    assert not exact._has_bits_of_numpy(add_with_fused_products)
+    assert not exact._has_bits_of_numpy(add_with_another_signature)
 
 
 @pytest.fixture
 def no_cached_sum() -> Any:
     """Choose the implementation of sums anew in this test, and again after it."""
-    fastest.cache_clear()
+    choose_add_postings.cache_clear()
     yield
-    fastest.cache_clear()
+    choose_add_postings.cache_clear()
 
 
 def test_a_scipy_that_rounds_otherwise_is_replaced_by_numpy_with_one_warning(
@@ -301,10 +301,10 @@ def test_a_scipy_that_rounds_otherwise_is_replaced_by_numpy_with_one_warning(
 ) -> None:
     index = build_index(make_vectors(50))
     queries = make_vectors(3, seed=1)
-    assert fastest() is not portable, "scipy is installed here"
+    assert choose_add_postings() is not add_with_numpy, "scipy is installed here"
     expected = index.search(queries, 5)
-    monkeypatch.setattr(exact, "_agrees", lambda add: False)
-    fastest.cache_clear()
+    monkeypatch.setattr(exact, "_has_bits_of_numpy", lambda add: False)
+    choose_add_postings.cache_clear()
 
     with pytest.warns(RuntimeWarning, match="numpy searches exact indexes, more slowly"):
         assert index.search(queries, 5) == expected
@@ -320,7 +320,7 @@ def test_without_scipy_numpy_is_used_without_a_warning(
     monkeypatch.setitem(sys.modules, "scipy.sparse._sparsetools", None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert fastest() is portable
+        assert choose_add_postings() is add_with_numpy
 
 
 def test_postings_built_in_pieces_equal_those_built_at_once(

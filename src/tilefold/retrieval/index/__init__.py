@@ -50,10 +50,10 @@ def build_index(
     """Build an index of document vectors.
 
     Args:
-        vectors: of the documents.
+        vectors: sparse vectors of the documents.
         backend: ``"exact"``, ``"seismic"`` or ``"qdrant"``.
         metadata: document id -> fields, which ``search(where=...)`` filters by.
-        options: of the backend. ``"exact"`` has none. ``"seismic"`` has the fields of
+        options: options of the backend. ``"exact"`` has none. ``"seismic"`` has the fields of
             :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` the options
             of :meth:`tilefold.retrieval.index.qdrant.index.QdrantIndex.build`.
 
@@ -65,6 +65,7 @@ def build_index(
     check_vectors("vectors", vectors)
     check_choice("backend", backend, BACKENDS)
     index_type = _index_type(backend)
+    # A Qdrant collection stores the metadata itself, as payloads of its documents.
     if backend == "qdrant":
         return cast("SparseIndex", index_type.build(vectors, metadata=metadata, **options))
     index = index_type.build(vectors, **options)
@@ -75,11 +76,15 @@ def build_index(
 def load_index(path: str | Path) -> SparseIndex:
     """Open a saved index of sparse vectors.
 
+    Args:
+        path: folder of the index.
+
     Raises:
-        DataError: for an index that is damaged, of a newer schema, or of other vectors.
+        DataError: if the index is damaged, was written by a newer release, or has dense vectors,
+            token vectors or words (BM25) instead.
     """
     backend = read_description(path)["backend"]
-    # What the other backends index, and the class that opens them.
+    # Backend -> what it indexes and the class that opens it, as the error says it.
     other_backends = {
         "bm25": "BM25. Use BM25Index",
         DENSE: "dense vectors. Use DenseIndex",

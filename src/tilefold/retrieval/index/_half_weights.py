@@ -20,8 +20,9 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-_LARGEST = 65504.0
-# Smallest float16 with all 11 bits of precision, and its exponent as of frexp.
+# Largest finite float16.
+_LARGEST_HALF = 65504.0
+# Smallest float16 with all 11 bits of precision, and its exponent as math.frexp returns it.
 _SMALLEST_NORMAL = 2.0**-14
 _SMALLEST_NORMAL_EXPONENT = -13
 # Scaled weights are below 2^15.
@@ -72,25 +73,28 @@ class HalfWeights:
 
     @classmethod
     def split(cls, vectors: SparseVectors) -> tuple[HalfWeights, SparseVectors]:
-        """Choose the scale of vectors, and the entries that 16 bits represent.
+        """Choose the scale of the weights, and separate entries that are too small for 16 bits.
+
+        The scale is the smallest power of two that brings the smallest weight to 2^-14, from where
+        float16 has its full precision. It is limited so that the largest weight stays below 2^15.
 
         Args:
-            vectors: at least one weight is positive. Zeros are dropped.
+            vectors: sparse vectors with at least one positive weight. Zeros are dropped.
 
         Returns:
-            The conversion, and the scaled vectors without entries that are too small. They are not
-            scaled if 16 bits represent all weights.
+            The conversion, and the scaled vectors (float32) without entries that are too small.
+            They are not scaled if 16 bits represent all weights.
         """
         positive = vectors.above(0.0)
         smallest = float(positive.data.min())
         largest = float(positive.data.max())
-        if smallest >= _SMALLEST_NORMAL and largest <= _LARGEST:
+        if smallest >= _SMALLEST_NORMAL and largest <= _LARGEST_HALF:
             return cls(), positive
         # A number with the exponent e of frexp is in [2^(e - 1), 2^e).
         _, smallest_exponent = math.frexp(smallest)
         _, largest_exponent = math.frexp(largest)
-        needed = max(0, _SMALLEST_NORMAL_EXPONENT - smallest_exponent)
-        exponent = min(needed, _LARGEST_EXPONENT - largest_exponent)
+        exponent_for_smallest = max(0, _SMALLEST_NORMAL_EXPONENT - smallest_exponent)
+        exponent = min(exponent_for_smallest, _LARGEST_EXPONENT - largest_exponent)
         scaled = replace(positive, data=np.ldexp(positive.data, exponent))
         is_small = scaled.data < _SMALLEST_NORMAL
         if not is_small.any():
@@ -110,9 +114,17 @@ class HalfWeights:
         return np.ldexp(values, -self.exponent)
 
     def joined(self, vectors: SparseVectors) -> SparseVectors:
-        """Return unscaled vectors with the small entries added."""
+        """Add the small entries, which are stored in 32 bits, to vectors of the other entries.
+
+        Args:
+            vectors: the vectors of all documents without their small entries, unscaled.
+
+        Returns:
+            The complete vectors. The terms of a row are not sorted.
+        """
         if self.small is None:
             return vectors
+        # Rows of all entries, first those of `vectors`. A stable sort brings each row together.
         rows = np.concatenate(
             [
                 np.repeat(np.arange(len(vectors)), np.diff(vectors.indptr)),
@@ -141,10 +153,15 @@ class HalfWeights:
 
     @classmethod
     def load(cls, file: Path, n_documents: int, vocab_size: int) -> HalfWeights:
-        """Read what :meth:`save` wrote.
+        """Read a conversion that :meth:`save` wrote.
+
+        Args:
+            file: the ``.npz`` file.
+            n_documents: number of documents of the index, which limits the rows.
+            vocab_size: number of terms of the vocabulary, which limits the terms.
 
         Raises:
-            DataError: for arrays that do not describe entries of such documents and terms.
+            DataError: if rows, offsets, terms or weights do not fit together or exceed a limit.
         """
         with np.load(file, allow_pickle=False) as arrays:
             exponent = int(arrays["exponent"])

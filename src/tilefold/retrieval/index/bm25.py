@@ -141,7 +141,11 @@ class Stemming:
 
     @classmethod
     def load(cls, file: Path) -> Stemming:
-        """Read the record that an index has in `file`."""
+        """Read the record that an index has in `file`.
+
+        Raises:
+            DataError: for a file that is no such record.
+        """
         record = read_json_object(file, REMEDY)
         stopwords, stems, version = (record.get(name) for name in ("stopwords", "stems", "version"))
         if (
@@ -172,7 +176,7 @@ class Tokenizer:
 
     def __init__(self, options: BM25Options, stopwords: Iterable[str] | None = None) -> None:
         self._identifiers = options.identifiers
-        self._stopwords, self._stem = _language(options.language)
+        self._stopwords, self._stem = _stopwords_and_stemmer(options.language)
         if stopwords is not None:
             self._stopwords = frozenset(stopwords)
 
@@ -203,10 +207,10 @@ class Tokenizer:
         texts: Iterable[str],
         earlier_stems: Mapping[str, str] | None = None,
     ) -> Stemming:
-        """Return the record of the stop words and of the stems of the first words of `texts`.
+        """Return a record of the stop words and of sample stems, to recognize another stemmer.
 
         Args:
-            texts: texts of the index.
+            texts: texts of the index. Their first words are stemmed, until there are 2,000 stems.
             earlier_stems: word -> stem of an earlier record, to which the words are added.
         """
         stems = dict(earlier_stems or {})
@@ -222,8 +226,8 @@ class Tokenizer:
         """Raise ``DataError`` unless the installed stemmer gives the stems that an index has.
 
         Args:
-            stemming: record of the index.
-            folder: of the index.
+            stemming: stems that were recorded when the index was built.
+            folder: folder of the index, for the error.
         """
         for word, stem in stemming.stems.items():
             installed_stem = self._stem(word)
@@ -236,8 +240,20 @@ class Tokenizer:
                 )
 
 
-def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
-    """Return the stop words and the stemmer of a language, or of its two letters."""
+def _stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
+    """Return the stop words and the stemmer of a language.
+
+    Args:
+        name: a language of Snowball such as ``"english"``, its two letters such as ``"en"``, or
+            ``"none"``, which has no stop words and returns words unchanged.
+
+    Returns:
+        The stop words, which are empty for languages without a list in bm25s, and a function from
+        a word to its stem.
+
+    Raises:
+        ValueError: for a language that Snowball does not stem.
+    """
     if name == "none":
         return frozenset(), str
     snowball = require("Stemmer", "PyStemmer", "BM25 with stemming")
@@ -250,19 +266,22 @@ def _language(name: str) -> tuple[frozenset[str], Callable[[str], str]]:
         raise ArgumentError("language", f"expected one of {languages}, got {name!r}.") from None
     if language not in _STOPWORD_LANGUAGES:
         return frozenset(), stem
-    _package()
+    _import_bm25s()
     stopwords = require("bm25s.stopwords", "bm25s", "BM25")
+    # bm25s abbreviates English only: STOPWORDS_EN, but STOPWORDS_GERMAN.
     name_in_bm25s = "EN" if language == "english" else language.upper()
     return frozenset(getattr(stopwords, f"STOPWORDS_{name_in_bm25s}")), stem
 
 
-def _package() -> ModuleType:
+def _import_bm25s() -> ModuleType:
     """Import bm25s without JAX.
 
-    bm25s imports JAX if it is installed, and JAX takes 75% of a GPU's memory.
+    bm25s imports JAX if it is installed, and JAX takes 75% of a GPU's memory. JAX is hidden only
+    while bm25s is imported, and not if the program has imported it before.
     """
     hides_jax = "jax" not in sys.modules
     if hides_jax:
+        # None makes ``import jax`` raise ImportError, which bm25s handles.
         sys.modules["jax"] = None  # type: ignore[assignment]
     try:
         return require("bm25s", "bm25s", "BM25")
@@ -287,14 +306,15 @@ class BM25Index(FolderIndex):
         provenance: Provenance,
         stemming: Stemming | None = None,
     ) -> None:
-        """Wrap an engine of bm25s.
+        """Create an index of an engine that bm25s has built or loaded.
 
         Args:
-            engine: has the weights of words in documents.
-            ids: of the documents.
-            counts: occurrences of a word in a document, in the order of the engine's weights.
+            engine: ``bm25s.BM25`` with the weights of the words in the documents.
+            ids: ids of the documents.
+            counts: int32, occurrences of a word in a document, in the order of the engine's
+                weights. :meth:`updated` restores the documents from them.
             options: options of the build.
-            provenance: of the texts.
+            provenance: digest of the texts, and how they were divided into passages.
             stemming: record of the stop words and the stemmer; None if they are unknown.
         """
         self._engine = engine
@@ -354,12 +374,12 @@ class BM25Index(FolderIndex):
         """Index documents that are split into words.
 
         Args:
-            corpus: id -> words.
+            corpus: id -> words of the document.
             options: options of the build.
-            provenance: of the texts.
+            provenance: digest of the texts, and how they were divided into passages.
             stemming: record of the stop words and the stemmer; None if they are unknown.
         """
-        engine = _package().BM25(
+        engine = _import_bm25s().BM25(
             k1=options.k1,
             b=options.b,
             method="lucene",
@@ -373,6 +393,7 @@ class BM25Index(FolderIndex):
         else:
             _make_wordless(engine, len(corpus))
         # One number for each pair of a word and a document, in the order of the engine's weights.
+        # A number that repeats is a word that occurs several times in the document.
         occurrences = [
             engine.vocab_dict[word] * len(corpus) + row
             for row, words in enumerate(corpus.values())
@@ -508,7 +529,8 @@ class BM25Index(FolderIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> BM25Index:
-        bm25s = _package()
+        """Load the engine of a saved index, and compare its stems with the installed stemmer's."""
+        bm25s = _import_bm25s()
         # bm25s does not check its files, and would fail in a search.
         with naming_versions(folder, manifest, cls.package):
             engine = bm25s.BM25.load(folder, mmap=True)
@@ -545,7 +567,11 @@ def _make_wordless(engine: Any, n_documents: int) -> None:
 def _check_arrays(engine: Any, n_documents: int) -> None:
     """Raise ``DataError`` unless the arrays of a loaded engine are consistent.
 
-    They are the weights of the vocabulary's words in `n_documents` documents.
+    The arrays are an inverted index in CSC: weights, documents and the offset of each word.
+
+    Args:
+        engine: ``bm25s.BM25``.
+        n_documents: number of documents of the index.
     """
     weights, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
     kinds = (weights.dtype.kind, documents.dtype.kind, offsets.dtype.kind)

@@ -145,12 +145,16 @@ class Centroids:
     ) -> npt.NDArray[np.int64]:
         """Find the documents with the highest estimates for a query.
 
-        The module's docstring defines the estimate. It is computed without the sum of the ``n``-th
-        similarities, which is the same for all documents.
+        A document's estimate is a sum over the tokens of the query. A token contributes its largest
+        similarity to a centroid of the document among the token's ``n`` nearest centroids. If the
+        document has none of these, the token contributes the ``n``-th similarity.
+
+        The ``n``-th similarity is subtracted from every similarity here. The difference is the gain
+        of a centroid. Estimates of all documents fall by the same sum, so the order stays.
 
         Args:
             query: token vectors, ``[L, D]``.
-            count: number of documents, if so many are allowed.
+            count: number of documents. Fewer are returned if fewer are allowed.
             allowed: bool ``[N]``, the documents that may be returned.
 
         Returns:
@@ -159,7 +163,8 @@ class Centroids:
         n_nearest = min(_CENTROIDS_PER_QUERY_TOKEN, len(self.vectors))
         similarities, nearest = (query.float() @ self.vectors.T).topk(n_nearest, dim=1)
         gains = similarities - similarities[:, -1:]
-        # By rising gain, so that the largest of a document is the last that is assigned.
+        # A document may be near several centroids. In the order of rising gains, its largest gain
+        # is assigned last and stays.
         rising_gains = gains.flip(1).numpy()
         rising_terms = nearest.flip(1).numpy().astype(np.int32)
         estimates = np.zeros(self.lists.n_documents, np.float32)
@@ -170,16 +175,19 @@ class Centroids:
             for gain, documents in zip(gains_of_token, document_lists, strict=True):
                 token_gains[documents] = gain
             estimates += token_gains
-        estimates[~allowed] = -1.0
+        estimates[~allowed] = -1.0  # below all estimates, which are sums of gains of at least 0
         count = min(count, estimates.size)
-        first = estimates.size - count
-        rows = np.argpartition(estimates, first)[first:]
+        # argpartition moves the `count` highest estimates to the end.
+        first_of_highest = estimates.size - count
+        rows = np.argpartition(estimates, first_of_highest)[first_of_highest:]
         rows.sort()
         return rows[allowed[rows]]
 
 
 def _k_means(rows: Tensor, count: int) -> Tensor:
-    """Find centroids by k-means on directions.
+    """Find centroids by spherical k-means, which compares vectors by inner products.
+
+    It starts from evenly spaced rows. A centroid that is nearest to no row stays as it is.
 
     Args:
         rows: at least one vector, ``[M, D]``.
@@ -208,10 +216,12 @@ def _nearest(rows: Tensor, centroids: Tensor) -> Tensor:
 def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
     """Return the nearest centroid within the nearest cell of each row.
 
+    A row is compared with the centroids of one cell instead of all of them.
+
     Args:
         rows: vectors ``[M, D]``.
-        cells: ``[n_cells, D]``.
-        centroids: of each cell, ``[n_cells, centroids per cell, D]``.
+        cells: centers of the cells, ``[n_cells, D]``.
+        centroids: centroids of each cell, ``[n_cells, centroids per cell, D]``.
 
     Returns:
         Positions ``[M]`` in ``centroids.flatten(0, 1)``.
@@ -219,6 +229,7 @@ def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
     if not len(rows):
         return torch.zeros(0, dtype=torch.int64)
     nearest_cells = _nearest(rows, cells)
+    # Rows of one cell are consecutive in `rows_by_cell`, and end at the cell's entry of `ends`.
     rows_by_cell = nearest_cells.argsort(stable=True)
     ends = torch.bincount(nearest_cells, minlength=len(cells)).cumsum(0).tolist()
     nearest = torch.empty_like(nearest_cells)

@@ -82,14 +82,17 @@ class DenseIndex(TorchIndex):
         similarity: str,
         provenance: Provenance,
     ) -> None:
-        """Check and wrap vectors.
+        """Check the vectors of N documents, and keep them in their storage.
 
         Args:
-            ids: of the documents.
-            values: ``[N, D]``.
+            ids: ids of the documents.
+            values: ``[N, D]``, floats or int8.
             scales: ``[N]``, factors of int8 values; None for floats.
-            similarity: one of `SIMILARITIES`.
-            provenance: of the vectors.
+            similarity: ``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``.
+            provenance: model and texts that the vectors were computed from.
+
+        Raises:
+            DataError: without documents, or for another number of vectors than ids.
         """
         ids = ids if isinstance(ids, StoredIds) else list_of("ids", ids)
         check_choice("similarity", similarity, SIMILARITIES)
@@ -120,8 +123,9 @@ class DenseIndex(TorchIndex):
         """Index dense vectors.
 
         Args:
-            vectors: of ``open_dense``, or in memory with one vector per text.
-            similarity: of vectors in memory; those of ``open_dense`` record theirs.
+            vectors: a folder of vectors that ``open_dense`` opened, or vectors in memory, with one
+                vector per document.
+            similarity: similarity of vectors in memory. A folder records its own, which is used.
             metadata: as in :func:`tilefold.retrieval.build_index`.
         """
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_dense(folder)")
@@ -162,7 +166,8 @@ class DenseIndex(TorchIndex):
         Args:
             queries: ``[Q, D]``; longer vectors are truncated to the dimension of the documents.
             k: documents per query.
-            device: where to search; None takes that of the index.
+            device: device that computes the scores. None takes the index's device, and without one
+                a GPU if there is one.
             where: filter of the documents' metadata.
             allowed: bool ``[N]``, False for documents that are left out.
 
@@ -200,7 +205,17 @@ class DenseIndex(TorchIndex):
         k: int,
         allowed: Mask | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scores and rows ``[Q, k]`` of the best documents, best first."""
+        """Score all documents for a block of queries, block by block of documents.
+
+        Args:
+            queries: ``[Q, D]`` float32, on the device of the search.
+            k: documents per query.
+            allowed: bool ``[N]``, False for documents that are left out, with a score of -infinity.
+                None allows all.
+
+        Returns:
+            The scores and the rows ``[Q, min(k, N)]`` of the best documents, best first.
+        """
         device = queries.device
         best_scores = queries.new_empty(len(queries), 0)
         best_rows = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
@@ -215,6 +230,7 @@ class DenseIndex(TorchIndex):
                 left_out = torch.from_numpy(~allowed[begin:end]).to(device)
                 scores = scores.masked_fill(left_out, -float("inf"))
             block_scores, block_columns = top_columns(scores, k)
+            # The best so far come first, so that equal scores stay in document order.
             candidate_scores = torch.cat([best_scores, block_scores], 1)
             candidate_rows = torch.cat([best_rows, block_columns + begin], 1)
             best_scores, columns = top_columns(candidate_scores, k)
@@ -228,9 +244,10 @@ class DenseIndex(TorchIndex):
         return -torch.cdist(queries, documents, p=2 if self.similarity == "euclidean" else 1)
 
     def _vectors_for(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Return values and scales for a search on a device.
+        """Return the values and scales for a search on a device, and cache copies on a GPU.
 
-        Values that do not fit into half of a GPU's free memory stay on the CPU.
+        Values that do not fit into half of a GPU's free memory stay on the CPU. The search then
+        copies them block by block.
         """
         if device.type == "cpu":
             return self._values, self._scales
@@ -277,6 +294,7 @@ class DenseIndex(TorchIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:
+        """Read the vectors of a saved index, see :meth:`FolderIndex._read`."""
         tensors = read_tensors(folder / _FILE, "values")
         try:
             return cls(
@@ -293,13 +311,23 @@ class DenseIndex(TorchIndex):
 def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the `k` largest values of each row and their columns, largest first.
 
-    Equal values are in the order of their columns, also those at the limit of `k`.
+    Among equal values, lower columns come first and are preferred.
+
+    Args:
+        scores: ``[R, C]``.
+        k: number of values per row; all C values if `k` is larger.
+
+    Returns:
+        The values and their columns, both ``[R, min(k, C)]``.
     """
     values, columns = scores.topk(min(k, scores.size(1)), dim=1)
-    # topk takes any of the values that equal the smallest one.
-    tied = (scores >= values[:, -1:]).sum(1) > values.size(1)
-    for row in tied.nonzero().flatten().tolist():
-        columns[row] = scores[row].sort(descending=True, stable=True).indices[: columns.size(1)]
+    # If more columns than k reach the k-th value, topk has chosen any of them. A stable sort of
+    # such a row chooses the lowest columns.
+    n_selected = values.size(1)
+    has_ties = (scores >= values[:, -1:]).sum(1) > n_selected
+    for row in has_ties.nonzero().flatten().tolist():
+        columns[row] = scores[row].sort(descending=True, stable=True).indices[:n_selected]
+    # Columns ascend before the stable sort by value, which keeps their order among equal values.
     columns = columns.sort(dim=1).values
     values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)

@@ -57,8 +57,9 @@ _MAX_SHORT_TERMS = 1 << 16
 Scores = npt.NDArray[np.float32]
 Lists = list[tuple[npt.NDArray[np.int32], Scores]]
 """Postings of some terms: documents and weights of each."""
-Add = Callable[[Scores, Lists, Scores], None]
-"""Adds ``value * weights`` to the scores of the documents, for each list and its value."""
+AddPostings = Callable[[Scores, Lists, Scores], None]
+"""A function of ``(scores, lists, values)`` that adds ``value * weights`` to the scores of the
+documents, for each list of postings and its value."""
 
 
 @dataclass
@@ -94,7 +95,9 @@ class Postings:
     def of(cls, vectors: SparseVectors) -> Postings:
         """Transpose the positive weights of sparse vectors.
 
-        Vectors are transposed piece by piece, which takes 8 bytes per weight and 200 MB.
+        A first pass over the vectors counts the postings of each term, and a second pass writes
+        them to their positions. Each pass reads the vectors piece by piece. This takes 8 bytes per
+        weight for the result and 200 MB for a piece.
         """
         counts = np.zeros(vectors.vocab_size, np.int64)
         for row_begin, row_end in row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE):
@@ -117,7 +120,8 @@ class Postings:
             sort_keys = terms.astype(np.uint16) if has_short_terms else terms
             order = np.argsort(sort_keys, kind="stable")
             counts = np.bincount(terms, minlength=vectors.vocab_size)
-            # Entry i of a term's entries in this piece goes to the term's next position plus i.
+            # In the sorted piece, the entries of a term are consecutive and begin at first_entries.
+            # They go to consecutive positions of the result, from the term's next position on.
             first_entries = np.cumsum(counts) - counts
             shifts = np.repeat(next_positions - first_entries, counts)
             positions = np.arange(terms.size) + shifts
@@ -130,7 +134,11 @@ class Postings:
 
     @classmethod
     def joined(cls, parts: Sequence[Postings]) -> Postings:
-        """Concatenate the documents of several indexes with the same vocabulary."""
+        """Concatenate the documents of several indexes with the same vocabulary.
+
+        The documents of a part are numbered after those of the parts before it, so that the
+        documents of each term stay ascending.
+        """
         part_counts = [np.diff(part.offsets) for part in parts]
         offsets = offsets_of(sum(part_counts[1:], part_counts[0]))
         documents = np.empty(offsets[-1], np.int32)
@@ -138,6 +146,7 @@ class Postings:
         next_positions = offsets[:-1].copy()  # of the next posting of each term
         n_documents = 0
         for part, counts in zip(parts, part_counts, strict=True):
+            # The part's postings of a term move from its offset in the part to its next position.
             shifts = np.repeat(next_positions - part.offsets[:-1], counts)
             positions = np.arange(part.offsets[-1]) + shifts
             documents[positions] = part.documents + np.int32(n_documents)
@@ -152,13 +161,14 @@ class Postings:
         fingerprint: str | None,
         provenance: Provenance,
     ) -> SparseVectors:
-        """Return the vectors of the documents, in memory.
+        """Transpose the postings back to sparse vectors of the documents, in memory.
 
         Args:
-            ids: of the documents.
-            fingerprint: of the vocabulary.
-            provenance: of the vectors.
+            ids: ids of the documents.
+            fingerprint: digest of the vocabulary; None if it is unknown.
+            provenance: model and texts that the vectors were computed from.
         """
+        # Postings by document. The sort is stable, so the terms of a document ascend.
         order = np.argsort(self.documents, kind="stable")
         terms = np.repeat(np.arange(self.n_terms, dtype=np.int32), np.diff(self.offsets))[order]
         indptr = offsets_of(np.bincount(self.documents, minlength=self.n_documents))
@@ -177,14 +187,18 @@ class Postings:
         """Add the products of a query's weights and the postings of its terms to scores.
 
         Args:
-            scores: float32 ``[N]``; terms are added one after the other.
-            terms: of the query.
-            values: weights of the terms.
+            scores: float32 ``[N]``, one score per document, changed in place. Terms are added in
+                the order of `terms`.
+            terms: terms of the query.
+            values: weights of the query's terms.
+
+        Raises:
+            DataError: for postings that are not those that were saved.
         """
         self.check(terms)
         lists = [(self.documents[span], self.weights[span]) for span in self._spans(terms)]
-        add = fastest()
-        add(scores, lists, values)
+        add_postings = choose_add_postings()
+        add_postings(scores, lists, values)
 
     def documents_of(self, terms: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """Return the documents of each term, ascending.
@@ -202,7 +216,10 @@ class Postings:
         return [slice(begin, end) for begin, end in zip(begins, ends, strict=True)]
 
     def check(self, terms: npt.NDArray[np.int32]) -> None:
-        """Raise ``DataError`` if the postings of any of the terms are not those that were saved."""
+        """Raise ``DataError`` if the postings of any of the terms are not those that were saved.
+
+        Postings of a term are checked once, when a query first reads them.
+        """
         is_trusted = self.trusted[terms]
         if is_trusted.all():
             return
@@ -226,16 +243,18 @@ class Postings:
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
 
 
-def portable(scores: Scores, lists: Lists, values: Scores) -> None:
+def add_with_numpy(scores: Scores, lists: Lists, values: Scores) -> None:
     """Add ``value * weights`` to the scores of the documents of each list, in numpy."""
     for (documents, weights), value in zip(lists, values, strict=True):
         np.add.at(scores, documents, value * weights)
 
 
-def of_rounded_products(add: Add) -> Add:
-    """Make `add` round each product before it is added.
+def with_rounded_products(add: AddPostings) -> AddPostings:
+    """Wrap `add` so that each product is rounded to float32 before it is added.
 
-    This gives the bits of :func:`portable` if `add` uses fused multiply-adds, as on ARM.
+    A compiler may turn a multiplication and an addition into one fused multiply-add, as on ARM. It
+    does not round the product, so the sum may differ from numpy's in the last bit. Here numpy
+    multiplies, and `add` multiplies the rounded products by 1, which is exact.
     """
     one = np.ones(1, np.float32)
 
@@ -247,26 +266,30 @@ def of_rounded_products(add: Add) -> Add:
 
 
 @cache
-def fastest() -> Add:
-    """Return the fastest way to add postings that gives the bits of :func:`portable`.
+def choose_add_postings() -> AddPostings:
+    """Return the fastest function that adds postings with the same bits as numpy does.
 
-    scipy's compiled product of a sparse matrix and a vector is three times as fast. It is private
-    to scipy, so it is compared with :func:`portable` before it is used. scipy's public products
-    allocate or copy arrays for every term.
+    scipy's compiled product of a sparse matrix and a vector takes a third of numpy's time. The
+    function is private to scipy, so its result is compared with :func:`add_with_numpy` before it is
+    used. The public products of scipy allocate or copy arrays for every term.
     """
     try:
         sparsetools = import_module("scipy.sparse._sparsetools")
     except ImportError:
-        return portable
+        return add_with_numpy
 
     def add_with_scipy(scores: Scores, lists: Lists, values: Scores) -> None:
-        # The postings of a term are a matrix with one column, in CSC.
+        """Add ``value * weights`` to the scores of the documents of each list, in scipy.
+
+        The postings of a term are a sparse matrix ``[N, 1]`` in CSC, whose column begins at 0 and
+        ends at the number of postings. The matrix is multiplied by the vector ``[value]``.
+        """
         column_offsets = np.zeros((len(lists), 2), np.int32)
         column_offsets[:, 1] = [len(documents) for documents, _ in lists]
         for position, (documents, weights) in enumerate(lists):
             sparsetools.csc_matvec(
-                scores.size,
-                1,
+                scores.size,  # rows
+                1,  # columns
                 column_offsets[position],
                 documents,
                 weights,
@@ -274,8 +297,8 @@ def fastest() -> Add:
                 scores,
             )
 
-    for add in (add_with_scipy, of_rounded_products(add_with_scipy)):
-        if _agrees(add):
+    for add in (add_with_scipy, with_rounded_products(add_with_scipy)):
+        if _has_bits_of_numpy(add):
             return add
     warnings.warn(
         "scipy: its product of sparse matrices does not add as expected, so that numpy searches "
@@ -283,15 +306,17 @@ def fastest() -> Add:
         RuntimeWarning,
         stacklevel=4,
     )
-    return portable
+    return add_with_numpy
 
 
-def _agrees(add: Add) -> bool:
-    """Return whether `add` gives the bits of :func:`portable`.
+def _has_bits_of_numpy(add: AddPostings) -> bool:
+    """Return whether `add` gives the same bits as :func:`add_with_numpy`.
 
-    The sum is one that differs between a fused multiply-add and a rounded product.
+    The test adds ``value * value`` to ``-rounded(value * value)``, where the square is not exact in
+    float32. The sum is 0 with a rounded product, and the rounding error with a fused multiply-add.
     """
-    value = np.array([1 + 2**-12], np.float32)  # its square is not exact in float32
+    value = np.array([1 + 2**-12], np.float32)
+    # One list of three of four documents, so that the score of document 1 must not change.
     lists = [(np.array([0, 2, 3], np.int32), np.repeat(value, 3))]
     expected = -np.repeat(value * value, 4)
     scores = expected.copy()
@@ -299,17 +324,22 @@ def _agrees(add: Add) -> bool:
         add(scores, lists, value)
     except Exception:  # another version of scipy may raise any error
         return False
-    portable(expected, lists, value)
+    add_with_numpy(expected, lists, value)
     return bool((scores == expected).all())
 
 
 def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
     """Return the positions of the `k` highest positive scores, best first.
 
-    Equal scores are in the order of their positions.
+    Among equal scores, lower positions come first and are preferred.
+
+    Args:
+        scores: float32 ``[N]``.
+        k: number of positions. There are fewer if fewer scores are positive.
     """
-    candidates = _candidates(scores, k)
+    candidates = _high_positions(scores, k)
     if candidates.size > k:
+        # `threshold` is the k-th highest score. Scores above it are all taken.
         values = scores[candidates]
         threshold = np.partition(values, candidates.size - k)[candidates.size - k]
         above = candidates[values > threshold]
@@ -320,25 +350,30 @@ def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
     return positions
 
 
-def _candidates(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Return positions, ascending, of the `k` highest positive scores and a few more.
+def _high_positions(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
+    """Return the positions of the `k` highest positive scores and of a few others, ascending.
 
-    Scores are divided into blocks. The `k`-th highest maximum of a block is a lower bound of the
-    `k`-th highest score, and only blocks that reach it are searched.
+    This saves a sort of all scores. The scores are divided into blocks. At least `k` scores reach
+    the `k`-th highest of the blocks' maxima, which is therefore a lower bound of the `k`-th highest
+    score. Only blocks whose maximum reaches the bound are searched. All positive scores are
+    returned if there are too few blocks or too few positive ones.
     """
     for block_size in _BLOCK_SIZES:
         n_blocks = scores.size // block_size
+        # With fewer blocks, many scores would reach the bound. Smaller blocks are tried then.
         if n_blocks < 4 * k:
             continue
         n_in_blocks = n_blocks * block_size
         blocks = scores[:n_in_blocks].reshape(n_blocks, block_size)
         maxima = blocks.max(axis=1)
         bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
-        if not bound > 0:
+        if not bound > 0:  # fewer than k blocks have a positive score
             break
         high_blocks = np.flatnonzero(maxima >= bound)
+        # Positions within the concatenation of the high blocks, then within all scores.
         entries = np.flatnonzero(blocks[high_blocks] >= bound)
         in_blocks = high_blocks[entries // block_size] * block_size + entries % block_size
+        # The last scores do not fill a block.
         after_blocks = n_in_blocks + np.flatnonzero(scores[n_in_blocks:] >= bound)
         return np.concatenate([in_blocks, after_blocks])
     return np.flatnonzero(scores > 0)
@@ -364,6 +399,14 @@ class ExactIndex(FolderIndex):
         fingerprint: str | None,
         provenance: Provenance,
     ) -> None:
+        """Create an index of postings.
+
+        Args:
+            ids: ids of the documents, in the order of their positions in the postings.
+            postings: documents and weights of each term.
+            fingerprint: digest of the vocabulary; None if it is unknown.
+            provenance: model and texts that the vectors were computed from.
+        """
         self.ids = ids
         self._postings = postings
         self.vocab_size = postings.n_terms
@@ -456,9 +499,13 @@ class ExactIndex(FolderIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> ExactIndex:
+        """Map the postings of a saved index into memory.
+
+        Documents and weights of a term are checked when a query first reads them.
+        """
         vocab_size = manifest["vocab_size"]
         offsets = read_offsets(folder / _OFFSETS, vocab_size)
-        fastest()  # imports scipy here, not in the first query
+        choose_add_postings()  # imports scipy here, so that the first query does not wait for it
         n_postings = int(offsets[-1])
         postings = Postings(
             offsets,

@@ -100,6 +100,15 @@ class LateIndex(TorchIndex):
         options: Json,
         provenance: Provenance,
     ) -> None:
+        """Create an index of token files.
+
+        Args:
+            ids: ids of the documents.
+            files: token vectors of the documents.
+            candidate_lists: centroids that find candidates; None for a small collection.
+            options: storage, pooling, dimension, number of candidates and their recall.
+            provenance: model and texts that the vectors were computed from.
+        """
         self.ids = ids
         self.files = files
         self.provenance = provenance
@@ -108,7 +117,7 @@ class LateIndex(TorchIndex):
         self.vocab_size = files.dimension
         self._centroids = candidate_lists
         self._has_tokens = files.lengths > 0
-        # Documents of each device, by the names of the devices that search together.
+        # Names of devices that search together -> the part of the documents of each device.
         self._device_documents: dict[tuple[str, ...], list[DeviceDocuments]] = {}
 
     @classmethod
@@ -267,6 +276,7 @@ class LateIndex(TorchIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> LateIndex:
+        """Map the token files of a saved index into memory, and open its centroids."""
         options = manifest["options"]
         storage = options.get("storage")
         dimension = options.get("dimension")
@@ -305,19 +315,21 @@ class LateIndex(TorchIndex):
         provenance: Provenance,
         metadata: Metadata | None,
     ) -> LateIndex:
-        """Write one index of some documents of several indexes.
+        """Write one index of selected documents of several indexes, and open it.
 
         Args:
             parts: the indexes, built with the same options.
-            rows_by_part: rows of the documents in each part.
-            folder: of the index. An index in it is replaced.
-            provenance: of the vectors.
-            metadata: of the documents.
+            rows_by_part: for each part, the rows of the documents that are copied.
+            folder: folder of the new index. An index in it is replaced.
+            provenance: model and texts that the vectors were computed from.
+            metadata: metadata of the copied documents; None if there are none.
         """
         first_options = parts[0].options
         options: Json = {
             name: first_options[name] for name in ("storage", "pool_factor", "dimension")
         }
+        # An index that does not record how it was pooled has no pooling, or is an old one. The new
+        # index then records nothing either.
         if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
             options["pooling"] = token_blocks.POOLING
         chunks = itertools.chain.from_iterable(
@@ -407,11 +419,12 @@ class LateIndex(TorchIndex):
         """Raise an error unless queries are finite floats of the index's dimension.
 
         Raises:
-            TypeError: for anything but token vectors.
-            ValueError: for other numbers, or another dimension.
+            TypeError: if `queries` are not ``TokenVectors``.
+            ValueError: for quantized vectors, NaN, infinity, or another dimension.
         """
         check_instance("queries", queries, TokenVectors, _QUERIES_REMEDY)
-        # By numpy, because torch would wake all its threads, which takes milliseconds.
+        # numpy checks the values, because torch would wake all its threads, which takes
+        # milliseconds.
         all_finite = bool(np.isfinite(queries.values.detach().cpu().numpy()).all())
         is_quantized = queries.scales is not None
         if queries.dimension == self.dimension and all_finite and not is_quantized:
@@ -435,12 +448,13 @@ class LateIndex(TorchIndex):
         """Return the `k` best candidates of each query, scored on a CPU.
 
         Args:
-            candidate_lists: to retrieve candidates from.
+            candidate_lists: centroids that find the candidates of a query.
             queries: token vectors of each query, ``[L, D]``.
             k: documents per query.
-            n_candidates: documents that are scored for a query.
-            mask: bool ``[N]``, False for documents that are left out.
-            reduction: see :meth:`search`.
+            n_candidates: number of candidates, which are scored exactly. If there are no more
+                documents than this, all are scored.
+            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
         """
         usable = self._has_tokens if mask is None else mask & self._has_tokens
         usable_rows = np.flatnonzero(usable)
@@ -466,13 +480,21 @@ class LateIndex(TorchIndex):
     ) -> list[list[Hit]]:
         """Return the `k` best of all documents for each query.
 
-        Several queries share a pass over the documents. The arguments are those of
-        :meth:`_top_documents`.
+        Several queries share a pass over the documents. Their number is limited by the memory that
+        the scores of a pass take.
+
+        Args:
+            queries: token vectors of each query, ``[L, D]``.
+            k: documents per query.
+            devices: devices among which the documents are divided.
+            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
         """
-        n_queries = max(1, min(_PASS_QUERIES, _PASS_SCORES // max(1, self.n_documents)))
+        most_queries = _PASS_SCORES // max(1, self.n_documents)
+        queries_per_pass = max(1, min(_PASS_QUERIES, most_queries))
         hits = []
-        for low in range(0, len(queries), n_queries):
-            pass_queries = queries[low : low + n_queries]
+        for low in range(0, len(queries), queries_per_pass):
+            pass_queries = queries[low : low + queries_per_pass]
             scores, documents = self._top_documents(pass_queries, k, devices, mask, reduction)
             hits += hits_of(self.ids, documents, scores)
         return hits
@@ -490,22 +512,23 @@ class LateIndex(TorchIndex):
         Args:
             queries: token vectors of Nq queries.
             k: documents per query.
-            devices: that search.
-            mask: bool ``[N]``, False for documents that are left out.
-            reduction: see :meth:`search`.
+            devices: devices among which the documents are divided.
+            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
 
         Returns:
-            Scores and rows ``[Nq, k]`` of the best documents, best first.
+            Scores and rows of the best documents, both ``[Nq, min(k, N)]``, best first.
         """
         scans = [
             self._scan(documents, queries, k, mask, reduction)
             for documents in self._documents_on(devices)
         ]
         best_by_device: dict[int, tuple[Tensor, Tensor]] = {}
-        # The devices take turns, block by block, so that they work at the same time.
+        # Each scan yields the best documents of a device after each of its blocks. A step starts
+        # one block on every device without waiting, so that the devices work at the same time.
         for results in itertools.zip_longest(*scans):
             for number, result in enumerate(results):
-                if result is not None:  # None from a device that is done
+                if result is not None:  # a scan that has ended gives None
                     best_by_device[number] = result
         best = best_by_device.values()
         scores = np.concatenate([device_scores.cpu().numpy() for device_scores, _ in best], 1)
@@ -525,14 +548,15 @@ class LateIndex(TorchIndex):
         """Score the documents of a device block by block, without waiting for a GPU.
 
         Args:
-            documents: of the device.
+            documents: the documents that the device searches.
             queries: token vectors of Nq queries.
             k: documents per query.
-            mask: bool ``[N]``, False for documents that are left out.
-            reduction: see :meth:`search`.
+            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
 
         Yields:
-            Scores and rows ``[Nq, k]`` of the best documents so far, after each block.
+            After each block, the scores and the rows of the best documents so far, both
+            ``[Nq, k]`` and best first. There are fewer columns while fewer documents were scored.
         """
         batch = QueryBatch.pad(queries, documents.device)
         on_cpu = documents.device.type == "cpu"
@@ -549,7 +573,7 @@ class LateIndex(TorchIndex):
             if on_cpu:
                 top_scores, rows = top_columns(scores, k)
             else:
-                # top_columns would wait for the GPU.
+                # topk chooses any of equal scores. top_columns would wait for the GPU.
                 top_scores, rows = scores.topk(min(k, block.high - block.low), dim=1)
             rows += block.low
             if best is not None:
@@ -566,31 +590,38 @@ class LateIndex(TorchIndex):
         """Choose the devices of a search.
 
         Args:
-            device: see :meth:`search`.
+            device: one device, a list of names, or None for a GPU if there is one. ``"cuda"``
+                becomes all GPUs if the documents do not fit into the free memory of one.
         """
         if device is not None and not isinstance(device, str | torch.device):
             return [torch.device(name) for name in device]
-        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        # An index that is in the memory of one GPU stays there.
-        is_new_on_gpu = str(chosen) == "cuda" and ("cuda",) not in self._device_documents
-        if (
-            is_new_on_gpu
-            and torch.cuda.device_count() > 1
-            and not self._fits(chosen, self.files.nbytes)
-        ):
-            return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+        default_device = "cuda" if torch.cuda.is_available() else "cpu"
+        chosen = torch.device(device or default_device)
+        # "cuda:1" names one GPU. Documents that "cuda" has searched before stay on that GPU.
+        may_spread = str(chosen) == "cuda" and ("cuda",) not in self._device_documents
+        n_gpus = torch.cuda.device_count()
+        if may_spread and n_gpus > 1 and not self._fits(chosen, self.files.nbytes):
+            return [torch.device("cuda", number) for number in range(n_gpus)]
         return [chosen]
 
     def _documents_on(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
         """Divide the documents among devices, by about the same number of tokens.
 
-        They are created by the first call for the same devices.
+        The result is cached. The first call copies the documents to GPUs where they fit.
+
+        Args:
+            devices: devices that search together.
+
+        Returns:
+            Consecutive documents for each device. A device without documents is left out.
         """
         key = tuple(str(device) for device in devices)
         if key not in self._device_documents:
             n_devices = len(devices)
-            inner_tokens = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
-            inner_bounds = np.searchsorted(self.files.offsets, inner_tokens)
+            # Equal numbers of tokens end at these offsets. The documents that begin there are the
+            # bounds between devices.
+            inner_offsets = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
+            inner_bounds = np.searchsorted(self.files.offsets, inner_offsets)
             bounds = [0, *inner_bounds.tolist(), self.n_documents]
             n_bytes = self.files.nbytes // n_devices
             self._device_documents[key] = [
@@ -614,13 +645,17 @@ class LateIndex(TorchIndex):
     ) -> tuple[int, float]:
         """Choose the number of candidates by their recall of the best documents.
 
+        An exact search finds the ten best documents of some queries. The result is the smallest of
+        a few numbers with which, on average, 98.5% of these documents are among the candidates.
+
         Args:
-            candidate_lists: to search candidates in.
-            queries: see :meth:`build`.
+            candidate_lists: centroids that find the candidates of a query.
+            queries: token vectors of queries. None takes pieces of documents as queries.
 
         Returns:
             The number of candidates, and the mean fraction of the best documents among them.
         """
+        # The document that a query was taken from, or None.
         sources: Sequence[int | None]
         if queries is None:
             query_vectors, sources = self._document_pieces()
@@ -651,10 +686,12 @@ class LateIndex(TorchIndex):
         return n_candidates, round(recall, 4)
 
     def _document_pieces(self) -> tuple[list[Tensor], list[int]]:
-        """Take pieces of random documents as queries.
+        """Take consecutive tokens of random documents, to serve as queries.
+
+        The random numbers have a fixed seed, so that a build gives the same index every time.
 
         Returns:
-            Token vectors of the pieces, and the rows of their documents.
+            Token vectors of the pieces, and the row of the document of each piece.
         """
         generator = np.random.default_rng(0)
         documents = np.flatnonzero(self._has_tokens)
@@ -670,11 +707,11 @@ class LateIndex(TorchIndex):
 
 
 def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
-    """Write the token files of an index.
+    """Write the token vectors, offsets and checksums of an index into its folder.
 
     Args:
-        folder: of the index.
-        chunks: all documents.
+        folder: folder of the index.
+        chunks: all documents, a few at a time.
 
     Returns:
         Ids of the documents.
@@ -693,10 +730,11 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
         for chunk in chunks:
             ids += chunk.ids
             lengths.append(chunk.lengths)
-            # Without scales there is one array, and the file of scales stays empty.
+            # fp16 vectors have no scales, so there is one array and the second file stays empty.
             arrays = token_blocks.file_arrays(chunk.vectors)
             for file, array in zip((values_file, scales_file), arrays, strict=False):
                 file.write(array.data)
+            # Token after the last one of each document, within the chunk.
             ends = np.cumsum(chunk.lengths)
             checksums.append(token_blocks.checksums(arrays, ends - chunk.lengths, ends))
     check_ids(ids)

@@ -110,6 +110,14 @@ class _Source:
     """
 
     def __init__(self, folder: Path) -> None:
+        """Open a complete folder of vectors of any layout.
+
+        Args:
+            folder: folder that an encoding command wrote.
+
+        Raises:
+            DataError: for a folder that is no finished folder of vectors.
+        """
         self.folder = folder
         self.layout = layout_of(folder)
         self.store: Any = None
@@ -157,7 +165,12 @@ class _Source:
 
 
 def _check_same_kind(first: _Source, source: _Source) -> None:
-    """Raise ``DataError`` unless two folders have vectors of one kind, model and settings."""
+    """Raise ``DataError`` unless two folders have vectors of one kind, model and settings.
+
+    Args:
+        first: folder that all others must match.
+        source: another folder.
+    """
     if source.layout != first.layout:
         raise ArgumentDataError(
             "folders",
@@ -177,7 +190,10 @@ def _check_same_kind(first: _Source, source: _Source) -> None:
 
 
 def _check_distinct_ids(sources: Sequence[_Source]) -> int:
-    """Count the texts of folders, or raise ``DataError`` if two folders have the same id."""
+    """Count the texts of folders, or raise ``DataError`` if two folders have the same id.
+
+    Texts that failed to be encoded count too, because a merged folder lists them.
+    """
     source_by_id: dict[str, _Source] = {}
     for source in sources:
         for name in (*source.ids(), *source.manifest.failed):
@@ -283,8 +299,8 @@ def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
     """Remove the folders of segments that updates wrote before they were killed.
 
     Args:
-        segments_folder: the folder of all segments.
-        names: folders of the segments that the index has.
+        segments_folder: folder with one folder per segment.
+        names: names of the segments' folders that the index lists, which stay.
     """
     if not segments_folder.is_dir():
         return
@@ -294,20 +310,23 @@ def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
 
 
 def _remove_documents(segments: Segments, delete: Collection[str], replaced: set[str]) -> int:
-    """Mark documents of an index as removed.
+    """Mark documents of an index as removed, in ``segments.removed``.
+
+    If the index has passages, the id of a document stands for all its passages.
 
     Args:
-        segments: the index.
-        delete: ids of documents or passages to delete.
-        replaced: ids of new documents, which remove earlier ones of the same ids.
+        segments: the index, which is changed.
+        delete: ids of documents or passages that the caller deletes.
+        replaced: ids of new documents. Earlier documents with these ids are removed too.
 
     Returns:
-        How many of the documents to delete were in the index.
+        How many documents of `delete` were in the index.
     """
     passages = segments.provenance.passages
     n_deleted = 0
     for part, removed in segments.pairs():
         newly_removed = ids_to_delete(part.ids, delete, replaced, passages) - removed
+        # Documents that are only replaced do not count as deleted.
         n_deleted += len(ids_to_delete(newly_removed, delete, (), passages))
         removed.update(newly_removed)
     return n_deleted
@@ -316,7 +335,11 @@ def _remove_documents(segments: Segments, delete: Collection[str], replaced: set
 def merge_segments(path: str | Path) -> int:
     """Merge an index and its segments into one index, which replaces them.
 
-    A kill loses nothing.
+    The new index is written to a new folder that then takes the place of the old one, so a process
+    that is killed leaves the old index.
+
+    Args:
+        path: folder of the index. An index without segments stays as it is.
 
     Returns:
         The number of documents.
@@ -336,18 +359,23 @@ def _build_segment(
     metadata: Mapping[str, Fields] | None,
     folder: Path,
 ) -> Any:
-    """Build a part of new documents, with the options of the index.
+    """Build an index of new documents, with the options of an existing index.
 
     Args:
-        segments: the index.
-        vectors: of the new documents.
-        metadata: of the new documents.
-        folder: where the part is to be saved. Late interaction writes it already.
+        segments: the existing index.
+        vectors: vectors of the new documents.
+        metadata: document id -> fields of the new documents.
+        folder: folder of the segment. An index of token vectors is written into it here. The
+            caller saves the others.
+
+    Returns:
+        The new index, of the same class as the parts of `segments`.
     """
     first_part = segments.parts[0]
     if segments.backend == "late":
         return first_part.build_segment(vectors, folder, metadata)
     index_type = type(first_part)
+    # Sparse vectors of an update may all be empty, which the public build() refuses.
     build = index_type.of_any if isinstance(vectors, SparseVectors) else index_type.build
     part = build(vectors, **first_part.settings)
     part.metadata = Metadata.of(metadata, part.ids, segments.provenance.passages)
@@ -355,7 +383,17 @@ def _build_segment(
 
 
 def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
-    """Raise an error unless vectors are of the kind, model and passages of an index."""
+    """Raise an error unless vectors can be added to an index.
+
+    Args:
+        segments: the index.
+        vectors: vectors of the new documents.
+
+    Raises:
+        DataError: for vectors of another kind, model, dimension or similarity, or of documents that
+            were divided into other passages.
+        VocabularyMismatchError: for sparse vectors over another vocabulary.
+    """
     has_sparse_index = segments.backend not in ("dense", "late")
     if isinstance(vectors, SparseVectors) != has_sparse_index:
         raise ArgumentDataError(
@@ -379,7 +417,7 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
         check_same_vocabulary(segments, vectors, "the index", "vectors")
         return
     expected = (segments.dimension, segments.similarity)
-    manifest = getattr(vectors, "manifest", None)  # of a folder
+    manifest = getattr(vectors, "manifest", None)  # vectors in memory have none
     actual = (vectors.dimension, getattr(manifest, "similarity", None))
     if actual != expected:
         raise ArgumentDataError(

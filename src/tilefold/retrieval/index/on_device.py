@@ -46,10 +46,11 @@ class DeviceIndex:
         """Copy postings to a device.
 
         Args:
-            ids: of the documents, in the order of the postings.
-            postings: checked ``Postings`` (:meth:`ExactIndex.on`).
-            index: the index of the postings, with their metadata, sizes and provenance.
-            device: to copy to.
+            ids: ids of the documents, in the order of their positions in the postings.
+            postings: ``Postings`` of all terms, whose values were checked before.
+            index: index of the postings on the CPU. Metadata, sizes and provenance are taken from
+                it.
+            device: device that the postings are copied to.
             present: bool ``[N]``, False for documents that were removed; None if there are none.
         """
         self.ids = ids
@@ -62,9 +63,11 @@ class DeviceIndex:
         self._present: Tensor | None = None  # uint8 [N]; None if all documents are
         if present is not None and not present.all():
             self._present = torch.from_numpy(present.view(np.uint8)).to(device)
-        # Terms by the length of their postings, longest first. The last entry is that of padding.
+        # Terms by the length of their postings, longest first. The last entry is the term 0, which
+        # pads the terms of a query with a weight of 0.
         terms_by_length = np.argsort(-np.diff(postings.offsets), kind="stable")
         self._terms_by_length = np.append(terms_by_length, 0).astype(np.int32)
+        # Position of each term in this order, [V].
         self._length_rank_of = terms_by_length.argsort()
         with warnings.catch_warnings():  # nobody writes to arrays that are mapped for reading
             warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
@@ -93,7 +96,8 @@ class DeviceIndex:
         Args:
             queries: sparse vectors on the CPU.
             k: documents per query.
-            among: a mask of :meth:`mask`; other documents are not returned.
+            among: uint8 ``[N]`` from :meth:`mask`, 1 for documents that may be returned. None
+                allows all.
             where: filter of the documents' metadata.
         """
         check_search(self, queries, k)
@@ -118,18 +122,19 @@ class DeviceIndex:
     ) -> tuple[Tensor, Tensor]:
         """Search with queries that are on the device, and leave the results there.
 
-        Only two values are copied to the CPU: the number of terms of the longest query, which rows
-        of a stream have there already, and whether all weights are valid.
+        Only two values are copied to the CPU: whether all weights are valid, and how many terms the
+        longest query has. For ``SparseRows``, the CPU knows the latter already.
 
         Args:
-            queries: ``[Nq, V]`` on the index's device, dense, CSR or COO, as an encoder returns
-                them, or rows of a stream.
+            queries: ``[Nq, V]`` on the index's device, as an encoder returns them: a dense, CSR or
+                COO tensor, or the ``SparseRows`` of an encoding stream.
             k: documents per query.
-            among: a mask of :meth:`mask`; other documents are not returned.
+            among: uint8 ``[N]`` from :meth:`mask`, 1 for documents that may be returned. None
+                allows all.
 
         Returns:
-            Scores and positions of documents, both ``[Nq, k]``, on the device; 0 and -1 after the
-            last document that shares a term with the query.
+            Scores and positions of documents, both ``[Nq, k]``, on the device. If fewer than `k`
+            documents share a term with a query, its row ends with scores of 0 and positions of -1.
 
         Raises:
             ValueError: for queries over another vocabulary, or a wrong `k`.
@@ -139,7 +144,8 @@ class DeviceIndex:
         self._check_shape(queries)
         entries = _entries_of(queries)
         _check_weights(entries)
-        if entries.n_rows == 1:  # without padding
+        if entries.n_rows == 1:
+            # One query needs no padding. Its terms with the longest postings come first.
             lengths = self.postings.counts.take(entries.terms)
             order = lengths.argsort(descending=True)
             terms = entries.terms.take(order)[None].int()
@@ -158,11 +164,20 @@ class DeviceIndex:
             raise ArgumentError("queries", f"expected [.., {self.vocab_size}], got {shape}.")
 
     def _pad_entries(self, entries: _Entries) -> tuple[Tensor, Tensor]:
-        """Terms and weights ``[Nq, T]`` of queries, padded with zeros.
+        """Pad queries on the device to one number of terms, T.
 
-        Terms with the longest postings come first in each row, which programs then read together.
+        Terms with the longest postings come first in each row. Programs that work on several
+        queries then read lists of about the same length together.
+
+        Args:
+            entries: non-zero weights of Nq queries, row after row.
+
+        Returns:
+            Terms, int32, and weights, float32, both ``[Nq, T]``, padded with zeros.
         """
-        rows, terms, weights = entries.rows, entries.terms, entries.weights
+        rows = entries.rows
+        terms = entries.terms
+        weights = entries.weights
         device = terms.device
         offsets = torch.searchsorted(
             rows.contiguous(),
@@ -172,9 +187,11 @@ class DeviceIndex:
         if longest is None:
             longest = int(offsets.diff().max()) if terms.numel() else 0
         width = _padded_width(longest)
+        # One key sorts by row, then by falling length of the postings, which is at most N.
         n_documents = len(self.ids)
         lengths = self.postings.counts[terms]
         order = (rows * (n_documents + 1) + n_documents - lengths).argsort()
+        # Position of each sorted entry in the padded rows.
         positions = rows * width + torch.arange(terms.numel(), device=device) - offsets[rows]
         padded_terms = torch.zeros(entries.n_rows, width, dtype=torch.int32, device=device)
         padded_weights = torch.zeros(entries.n_rows, width, device=device)
@@ -195,7 +212,13 @@ class DeviceIndex:
         return sparse_topk(self.postings, terms, weights, k, allowed=among)
 
     def mask(self, ids: Iterable[str]) -> Tensor:
-        """Return a mask ``[N]`` of documents, for the argument `among` of a search.
+        """Return a mask of documents, for the argument `among` of a search.
+
+        Args:
+            ids: ids of the documents that the search may return.
+
+        Returns:
+            uint8 ``[N]`` on the index's device, 1 for these documents.
 
         Raises:
             ValueError: for an id that the index does not have.
@@ -219,21 +242,32 @@ class DeviceIndex:
         return mask.to(self.device)
 
     def _padded(self, queries: SparseVectors) -> tuple[Tensor, Tensor]:
-        """Terms and weights ``[Nq, T]`` of queries on the device, padded with zeros.
+        """Pad queries on the CPU to one number of terms, T, and copy them to the device.
 
-        Terms with the longest postings come first in each row, which programs then read together.
+        Terms with the longest postings come first in each row. Programs that work on several
+        queries then read lists of about the same length together.
+
+        Args:
+            queries: Nq queries.
+
+        Returns:
+            Terms, int32, and weights, float32, both ``[Nq, T]`` on the device. Padding has the term
+            0 and the weight 0.
         """
         lengths = np.diff(queries.indptr)
         columns = np.arange(_padded_width(int(lengths.max(initial=1))))
-        # One sort orders both: a key is the rank of the term above the bits of its weight.
+        # One sort of int64 keys orders terms and weights. The high half of a key is the rank of the
+        # term by the length of its postings, and the low half is the bits of its float32 weight.
+        # The rank of padding is V, after all terms.
         padding_key = self._length_rank_of.size << 32
         keys = np.full((len(queries), len(columns)), padding_key)
         ranks = self._length_rank_of[queries.indices]
         keys[columns < lengths[:, None]] = ranks << 32 | queries.data.view(np.uint32)
         keys.sort(axis=1)
         terms = self._terms_by_length[keys >> 32]
-        weight_bits = keys.astype(np.int32)
-        # One copy for both. CUDA has read the array when the call returns.
+        weight_bits = keys.astype(np.int32)  # keeps the low half
+        # One copy for both. CUDA has read the array when the call returns, because the memory of
+        # the array is not pinned. So the array may be freed then.
         copied = torch.from_numpy(np.stack([terms, weight_bits])).to(
             self.device,
             non_blocking=True,
@@ -261,7 +295,12 @@ class _Entries(NamedTuple):
 
 
 def _entries_of(queries: Tensor | SparseRows) -> _Entries:
-    """Return the non-zero weights of queries of any layout."""
+    """Return the non-zero weights of queries.
+
+    Args:
+        queries: ``[Nq, V]``, a dense, CSR or COO tensor, or the ``SparseRows`` of an encoding
+            stream.
+    """
     if isinstance(queries, SparseRows):
         n_rows = len(queries.counts)
         terms = queries.columns.long()
@@ -286,10 +325,10 @@ def _padded_width(longest: int) -> int:
 
 
 def _check_weights(entries: _Entries) -> None:
-    """Raise ``DataError`` for the first weight that sparse vectors cannot have.
+    """Raise ``DataError`` for the first weight that is negative, infinite or NaN.
 
-    The CPU waits here for the device. Measured on an H200, that costs less than the launches of a
-    check that is read after the search.
+    The CPU waits here for the device. Measured on an H200, that costs less than to launch a check
+    before the search and to read its result afterwards.
     """
     weights = entries.weights
     valid = (weights >= 0) & (weights < math.inf)  # False for NaN

@@ -19,6 +19,9 @@ __all__ = ["open_index"]
 def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
     """Open a saved index of any backend: sparse, BM25, dense or late interaction.
 
+    Args:
+        path: folder of the index.
+
     Raises:
         DataError: if the folder is no index, is damaged, or was written by a newer release.
     """

@@ -108,7 +108,7 @@ class SparseIndex(Protocol):
 
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
-    """Turn the result of a search into a run.
+    """Turn the hits of a search into a run, which evaluation and fusion take.
 
     Args:
         queries: the queries of the search.
@@ -137,12 +137,14 @@ def write_manifest(
     *,
     changing: Collection[str] = (),
 ) -> None:
-    """Write ``index.json`` with a checksum of every other file. Call it last.
+    """Write ``index.json``, which describes an index and has a checksum of every other file.
+
+    It is called after all other files were written.
 
     Args:
-        folder: of the index.
-        index: is described in the manifest.
-        package: package whose version is recorded.
+        folder: folder of the index.
+        index: the index that the manifest describes.
+        package: package that wrote the files, whose version is recorded.
         options: options that the index was built with.
         changing: names of files that change later, and get no checksum.
     """
@@ -164,7 +166,11 @@ def write_manifest(
 
 
 def read_description(path: str | Path) -> Json:
-    """Read the ``index.json`` of the index at `path`, without a check of the other files."""
+    """Read the ``index.json`` of the index at `path`, without a check of the other files.
+
+    Raises:
+        DataError: if the folder is no index, or the manifest is damaged or of another schema.
+    """
     folder = path_of("path", path)
     check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
     file = folder / MANIFEST_NAME
@@ -195,8 +201,14 @@ def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = (
 
     Args:
         path: folder of the index.
-        backend: that the index must have.
-        unread: names of files whose checksums are not compared; they must exist.
+        backend: name of the backend that the index must have.
+        unread: names of files whose checksums are not compared. They must exist.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DataError: for an index of another backend, or a file that is damaged or missing.
     """
     manifest = read_description(path)
     if manifest["backend"] != backend:
@@ -212,6 +224,11 @@ def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = (
 
 def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
     """Open the array of an index in `file`, memory-mapped.
+
+    Args:
+        file: a ``.npy`` file.
+        dtype: dtype that the array must have.
+        shape: lengths of the dimensions that the array must have.
 
     Raises:
         DataError: for a file that is no array, or an array of another dtype or shape.
@@ -253,6 +270,12 @@ class StoredIds(Sequence[str]):
         self._offsets = offsets
 
     def __getitem__(self, position: Any) -> Any:
+        """Decode the id at a position, or the ids of a slice.
+
+        Raises:
+            IndexError: for a position outside of the ids.
+            DataError: for bytes that are not UTF-8.
+        """
         if isinstance(position, slice):
             return [self[item] for item in range(*position.indices(len(self)))]
         position = position + len(self) if position < 0 else position
@@ -267,7 +290,14 @@ class StoredIds(Sequence[str]):
             raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
 
     def at_positions(self, positions: npt.NDArray[np.integer]) -> Sequence[str]:
-        """Return the ids at some positions, in less than half the time of single ids."""
+        """Return the ids at some positions, in less than half the time of single ids.
+
+        Args:
+            positions: int ``[n]``, not negative.
+
+        Raises:
+            DataError: for bytes that are not UTF-8.
+        """
         text = self._text.data
         begins = self._offsets[positions].tolist()
         ends = self._offsets[positions + 1].tolist()
@@ -277,7 +307,8 @@ class StoredIds(Sequence[str]):
                 for begin, end in zip(begins, ends, strict=True)
             ]
         except UnicodeDecodeError:
-            return [self[position] for position in positions.tolist()]  # its error names the file
+            # Decoding them one by one raises the error that names the file.
+            return [self[position] for position in positions.tolist()]
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -285,6 +316,10 @@ class StoredIds(Sequence[str]):
     @classmethod
     def load(cls, folder: Path, count: int) -> StoredIds:
         """Open ids that :func:`save_ids` wrote, memory-mapped.
+
+        Args:
+            folder: folder of the index.
+            count: number of ids.
 
         Raises:
             DataError: for another number of ids than `count`, or an empty id.
@@ -303,12 +338,17 @@ def hits_of(
     documents: npt.NDArray[np.int64],
     scores: npt.NDArray[np.float32],
 ) -> list[list[Hit]]:
-    """Return the hits of each query.
+    """Convert the positions and scores of a search to hits.
 
     Args:
-        ids: of the documents.
-        documents: positions ``[Nq, k]``; negative ones are left out.
-        scores: ``[Nq, k]``; -infinity and NaN are left out.
+        ids: ids of all documents of the index.
+        documents: ``[Nq, k]``, positions of documents in `ids`, best first. A negative position
+            stands for no document.
+        scores: ``[Nq, k]``, scores of these documents. Documents with a score of -infinity or NaN
+            are left out.
+
+    Returns:
+        The hits of each query, best first.
     """
     hits: list[list[Hit]] = []
     is_hit = (documents >= 0) & (scores > -np.inf)
@@ -325,6 +365,7 @@ def hits_of(
                 names = ids.at_positions(positions)
             else:
                 names = map(ids.__getitem__, positions.tolist())
+            # Hit._make takes a pair, and is the fastest way to create many hits.
             hits.append(list(map(Hit._make, zip(names, query_scores, strict=True))))
     finally:
         if collects_garbage:
@@ -382,6 +423,7 @@ class FolderIndex(ABC):
 
     @abstractmethod
     def _write(self, folder: Path) -> None: ...
+
     @classmethod
     @abstractmethod
     def _read(cls: type[F], folder: Path, manifest: Json, ids: StoredIds) -> F: ...
@@ -424,9 +466,12 @@ class FolderIndex(ABC):
     def load(cls: type[F], path: str | Path) -> F:
         """Open an index that :meth:`save` wrote.
 
+        Args:
+            path: folder of the index.
+
         Raises:
-            DataError: for a damaged index. Files that are `unread` raise it when a query reads
-                them.
+            DataError: for an index that is damaged or of another backend. Damage of the files that
+                the class lists as :attr:`unread` is noticed when a query reads them.
         """
         manifest = read_manifest(path, cls.backend, unread=cls.unread)
         folder = Path(path)
@@ -437,12 +482,14 @@ class FolderIndex(ABC):
 
 @contextmanager
 def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None]:
-    """Turn errors of reading a package's files into a ``DataError`` that names its versions.
+    """Turn any error within the block into a ``DataError`` that names versions of a package.
+
+    The block reads files of the package, which another version may have written differently.
 
     Args:
-        folder: of the index.
-        manifest: records the version of the package that wrote the files.
-        package: reads the files.
+        folder: folder of the index, for the error.
+        manifest: manifest of the index, with the version of the package that wrote the files.
+        package: name of the package that reads the files.
     """
     try:
         yield

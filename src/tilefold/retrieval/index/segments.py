@@ -49,6 +49,7 @@ class Segments:
     """
 
     def __init__(self, parts: Sequence[Any], removed: Sequence[Collection[str]]) -> None:
+        """Join indexes, see the class for the arguments."""
         self.parts = list(parts)
         self.removed = [set(names) for names in removed]
         first_part = self.parts[0]
@@ -99,13 +100,19 @@ class Segments:
         where: Where = None,
         **options: object,
     ) -> list[list[Hit]]:
-        """Search all parts.
+        """Search all parts, and merge their hits by score.
+
+        Removed documents are still in the parts. If a part has few of them, it is searched for so
+        many more hits, and removed ones are dropped. If it has many, they are masked.
 
         Args:
-            queries: in the type of the backend.
+            queries: vectors of the queries, of the type that the backend searches with.
             k: documents per query.
             where: filter of the documents' metadata.
             options: options of the backend's search.
+
+        Returns:
+            The hits of each query, best first.
         """
         merged: list[list[Hit]] = [[] for _ in range(len(queries))]
         allowed = allowed_by(self.metadata, where)
@@ -113,16 +120,16 @@ class Segments:
         for part, removed in self.pairs():
             end = begin + part.n_documents
             mask = None if allowed is None else allowed[begin:end]
-            n_dropped = len(removed)
+            n_more_hits = len(removed)
             # Under a mask, Seismic completes short results by an exact search, which is slow.
-            if n_dropped > _MAX_DROPPED_HITS and self.backend != "seismic":
+            if n_more_hits > _MAX_DROPPED_HITS and self.backend != "seismic":
                 present = self._present[begin:end]
                 mask = present if mask is None else mask & present
-                n_dropped = 0
+                n_more_hits = 0
             part_options = dict(options)
             if mask is not None:
                 part_options["allowed"] = mask
-            part_hits = part.search(queries, k + n_dropped, **part_options)
+            part_hits = part.search(queries, k + n_more_hits, **part_options)
             for query_hits, hits in zip(merged, part_hits, strict=True):
                 query_hits.extend(hit for hit in hits if hit.id not in removed)
             begin = end
@@ -142,9 +149,10 @@ class Segments:
         raise MissingDocumentError("vectors", name)
 
     def on(self, device: str = "cuda") -> Any:
-        """Copy the index to a device.
+        """Return an index that searches on a device.
 
-        Sparse parts are joined to one there.
+        Dense and token vectors stay in parts. The postings of sparse parts are joined to one
+        :class:`DeviceIndex`.
         """
         if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)
@@ -159,11 +167,13 @@ class Segments:
         """Merge the parts into one index, without removed documents.
 
         Args:
-            folder: that the index will be saved in.
+            folder: folder that the caller saves the index in. An index of token vectors is written
+                into it here.
 
         Returns:
             The index, with the options of the first part.
         """
+        # For each part, the rows of the documents that were not removed, and their metadata.
         rows_by_part = []
         part_metadata = []
         for part, removed in self.pairs():
@@ -192,11 +202,14 @@ def open_segments(path: Path, first: Any, load: Callable[[Path], Any]) -> Any:
 
     Args:
         path: folder of the index.
-        first: the index that was built first.
-        load: opens the folder of a segment.
+        first: the open index of that folder, without segments.
+        load: function that opens the folder of a segment.
 
     Returns:
-        The index with its segments; `first` if it has none.
+        :class:`Segments` of `first` and its segments, or `first` if it has none.
+
+    Raises:
+        DataError: for a list of segments that is damaged.
     """
     listed = listed_parts(path)["parts"]
     if not listed:

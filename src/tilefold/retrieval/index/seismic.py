@@ -97,6 +97,7 @@ class SeismicOptions:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
+        """Raise ``ValueError`` for an option that is out of range."""
         if self.n_postings is not None:
             check_count("n_postings", self.n_postings)
         _check_fraction("centroid_fraction", self.centroid_fraction)
@@ -111,7 +112,7 @@ class SeismicOptions:
 
     @classmethod
     def parse(cls, options: Json) -> SeismicOptions:
-        """Make options from a mapping, or raise ``ValueError`` for an unknown name."""
+        """Create options from a mapping, or raise ``ValueError`` for an unknown name."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(names))
         if unknown:
@@ -126,17 +127,23 @@ class SeismicOptions:
         return None not in (self.n_postings, self.query_cut, self.heap_factor)
 
     def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
-        """Replace the options that are None by numbers that suit a collection.
+        """Replace the options that are None by values that suit a collection.
 
-        With L postings of a term on average, ``n_postings`` is ``10 * L ** 0.56``. That is twice L
-        at 10,000 documents of 120 terms, where shorter lists lose documents. At the 8.8 million
-        documents of MS MARCO it is 3,500, a tenth of L, as Seismic's authors set it. ``query_cut``
-        and ``heap_factor`` are 20 and 0.7, and from a million documents on 10 and 0.8, which are
-        also the authors' values.
+        With L postings of a term on average, ``n_postings`` is ``10 * L ** 0.56``. With 10,000
+        documents of 120 terms, that is twice L, because shorter lists lose documents there. With
+        the 8.8 million documents of MS MARCO, it is 3,500, a tenth of L, as Seismic's authors set
+        it.
+
+        ``query_cut`` is 20 and ``heap_factor`` is 0.7. From a million documents on, they are 10 and
+        0.8, which are also the authors' values.
 
         Args:
             documents: number of documents.
-            mean_postings: mean number of documents of a term that occurs.
+            mean_postings: L, the mean number of documents that have a term, over all terms that
+                occur.
+
+        Returns:
+            A copy of the options, without None.
         """
         n_postings = self.n_postings
         if n_postings is None:
@@ -205,6 +212,7 @@ class SeismicIndex(FolderIndex):
         half_weights: HalfWeights | None = None,
         ranks: Terms | None = None,
     ) -> None:
+        """Create an index of a built or loaded engine, see the class for the arguments."""
         self._engine = engine
         self.ids = ids
         self._terms = terms
@@ -220,10 +228,10 @@ class SeismicIndex(FolderIndex):
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
-        """Build an index.
+        """Build an index of sparse vectors.
 
         Args:
-            vectors: of the documents.
+            vectors: sparse vectors of the documents.
             options: fields of :class:`SeismicOptions`.
 
         Raises:
@@ -262,7 +270,7 @@ class SeismicIndex(FolderIndex):
         else:
             dataset_type = package.SeismicDataset
             engine_type = package.SeismicIndex
-        with _silenced():
+        with _silenced_output():
             dataset, ranks = _dataset(
                 dataset_type,
                 numbers[scaled.indices],
@@ -306,11 +314,11 @@ class SeismicIndex(FolderIndex):
     ) -> list[list[Hit]]:
         """Return at most `k` documents for each query, best first.
 
-        Some may be missed.
+        The search is approximate, so it may miss some of the best documents.
 
         A filtered search returns `k` matching documents, or all that share a term with the query.
-        It retrieves more documents than `k` and drops those that do not match. Where that leaves
-        fewer than `k`, or few documents match, it scores all matching documents exactly.
+        It retrieves more documents than `k` and drops those that do not match. If fewer than `k`
+        are left, or if few documents match at all, it scores all matching documents exactly.
 
         Args:
             queries: over the vocabulary of the index.
@@ -341,11 +349,21 @@ class SeismicIndex(FolderIndex):
         options: SeismicOptions,
         mask: Mask,
     ) -> list[list[Hit]]:
-        """Return the best `k` documents in a mask for each query.
+        """Return the `k` best documents in a mask for each query.
 
-        See :meth:`search`.
+        The approximate search retrieves four times as many documents as contain `k` matching ones
+        on average. A query that still has fewer than `k` is searched exactly. All queries are, if
+        the approximate search would retrieve more than a quarter of the documents.
+
+        Args:
+            queries: over the vocabulary of the index.
+            k: documents per query.
+            options: options of the approximate search.
+            mask: bool ``[N]``, the documents that may be returned.
         """
-        depth = _FILTER_MARGIN * k * self.n_documents // max(1, int(mask.sum()))
+        # k documents match among k * N / n_matching documents, on average.
+        n_matching = max(1, int(mask.sum()))
+        depth = _FILTER_MARGIN * k * self.n_documents // n_matching
         hits: list[list[Hit]] = [[] for _ in range(len(queries))]
         if depth < self.n_documents // _FILTER_MARGIN:
             for query_row, ranked in enumerate(self._ranked(queries, depth, options)):
@@ -359,9 +377,14 @@ class SeismicIndex(FolderIndex):
         return hits
 
     def stored(self) -> SparseVectors:
-        """Return the vectors of the documents with their stored weights, without zeros."""
+        """Return the vectors of the documents with their stored weights, without zeros.
+
+        Weights are those that the engine has in 16 bits, so they are rounded. Small weights, which
+        are stored outside of the engine, are included in 32 bits.
+        """
         n_terms = np.zeros(self.n_documents, np.int64)
-        # Empty arrays first, for an index without terms.
+        # The lists begin with empty arrays, because an index without terms has nothing to
+        # concatenate.
         term_positions = [np.empty(0, np.int32)]
         weights = [np.empty(0, np.float32)]
         for position, row in enumerate(self._filled.tolist()):
@@ -385,11 +408,11 @@ class SeismicIndex(FolderIndex):
         return self._half_weights.joined(vectors)
 
     def _in_order(self, numbers: Terms, weights: Scores) -> tuple[Terms, Scores]:
-        """Sort the terms of a document.
+        """Translate the engine's terms of a document to positions, and sort them.
 
         Args:
-            numbers: of the terms, by the engine.
-            weights: of the terms.
+            numbers: numbers by which the engine knows the terms.
+            weights: weights of these terms.
 
         Returns:
             Ascending positions in ``self._terms``, and the weights in their order.
@@ -410,12 +433,16 @@ class SeismicIndex(FolderIndex):
         k: int,
         options: SeismicOptions,
     ) -> list[list[tuple[int, float]]]:
-        """Return rows of documents and their positive scores, best first, for each query.
+        """Rank documents for each query.
 
         Args:
             queries: over the vocabulary of the index.
             k: the most documents per query.
-            options: of the search.
+            options: options of the approximate search.
+
+        Returns:
+            For each query, pairs of a document's row and its score, best first. Scores are
+            positive.
         """
         small = self._half_weights.small
         ranked_documents: list[list[tuple[int, float]]] = []
@@ -443,25 +470,28 @@ class SeismicIndex(FolderIndex):
         weights: Scores,
         k: int,
     ) -> tuple[Rows, Scores]:
-        """Add the entries outside of the engine to a query's scores.
+        """Add small weights, which the engine does not have, to the scores of a query.
 
-        The best `k` documents by these entries join those that the engine found.
+        A document's score is the inner product of the query with its weights in the engine, plus
+        the inner product with its small weights. Documents that the engine did not retrieve are
+        added if they are among the best `k` by their small weights.
 
         Args:
-            rows: documents that the engine found.
-            scores: their scores, without the scale.
-            small: the entries outside of the engine.
-            terms: of the query, ascending.
-            weights: of these terms.
-            k: how many documents may join.
+            rows: rows of the documents that the engine retrieved.
+            scores: their scores by the engine's weights, unscaled.
+            small: the small weights, of some documents.
+            terms: terms of the query, ascending.
+            weights: weights of these terms.
+            k: the most documents that are added.
 
         Returns:
-            Documents in any order, and their scores.
+            Rows of documents, in any order, and their scores.
         """
         products = small.scores(terms, weights)
-        position = np.minimum(np.searchsorted(small.rows, rows), len(small.rows) - 1)
-        has_small = small.rows[position] == rows
-        scores = scores + np.where(has_small, products[position], np.float32(0))
+        # Where each retrieved document is among those with small weights, if it is there.
+        positions = np.minimum(np.searchsorted(small.rows, rows), len(small.rows) - 1)
+        has_small = small.rows[positions] == rows
+        scores = scores + np.where(has_small, products[positions], np.float32(0))
         joining = np.flatnonzero((products > 0) & ~np.isin(small.rows, rows))
         joining = joining[np.argsort(-products[joining], kind="stable")[:k]]
         joining_rows = small.rows[joining]
@@ -470,7 +500,17 @@ class SeismicIndex(FolderIndex):
         return np.concatenate([rows, joining_rows]), np.concatenate([scores, joining_scores])
 
     def _engine_score(self, row: int, terms: Terms, weights: Scores) -> float:
-        """Inner product of a query with the weights of one document in the engine."""
+        """Return the inner product of a query with the weights of one document in the engine.
+
+        Args:
+            row: row of the document.
+            terms: terms of the query, ascending.
+            weights: weights of these terms.
+
+        Returns:
+            The product without the scale of the stored weights. It is 0 for a document that the
+            engine does not have.
+        """
         position = int(np.searchsorted(self._filled, row))
         if position == len(self._filled) or self._filled[position] != row:
             return 0.0
@@ -491,12 +531,16 @@ class SeismicIndex(FolderIndex):
         k: int,
         options: SeismicOptions,
     ) -> list[tuple[Rows, Scores]]:
-        """Return rows of documents and their scaled scores for each query, in any order.
+        """Search with the engine.
 
         Args:
             queries: over the vocabulary of the index.
             k: the most documents per query.
-            options: of the search.
+            options: options of the search.
+
+        Returns:
+            For each query, rows of documents in any order, and their scores, which have the scale
+            of the stored weights.
 
         Raises:
             DataError: if the engine fails, and was loaded from a folder.
@@ -550,9 +594,15 @@ class SeismicIndex(FolderIndex):
     ) -> tuple[list[str], list[npt.NDArray[Any]], list[Scores]]:
         """Convert queries for the engine, and leave out those without a term of the index.
 
+        The engine takes texts as names of queries and of terms.
+
+        Args:
+            queries: over the vocabulary of the index.
+
         Returns:
-            For each remaining query its name, which is its row, the names of its terms, and their
-            weights.
+            Three lists with one entry per remaining query: its name, which is its row as a text;
+            the names of its terms, which are their positions in ``self._terms``; and the weights of
+            these terms.
         """
         string_type = _package().get_seismic_string()
         names: list[str] = []
@@ -571,9 +621,10 @@ class SeismicIndex(FolderIndex):
 
     @contextmanager
     def _naming_folder(self) -> Iterator[None]:
-        """Turn errors of a search into a ``DataError`` that names the folder of a loaded index.
+        """Turn errors of the engine into a ``DataError`` that names the folder of a loaded index.
 
-        An engine that was loaded and fails was read from damaged files.
+        If an engine that was loaded from files fails in a search, the files are damaged. Errors of
+        an engine that was built in memory are passed on.
         """
         try:
             with _panics_as_errors():
@@ -585,7 +636,7 @@ class SeismicIndex(FolderIndex):
 
     def _write(self, folder: Path) -> None:
         if self._engine is not None:
-            with _silenced():
+            with _silenced_output():
                 self._engine.save(str(folder / _ENGINE_STEM))
         np.save(folder / _TERMS, self._terms)
         np.save(folder / _FILLED, self._filled)
@@ -596,6 +647,7 @@ class SeismicIndex(FolderIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
+        """Load the engine of a saved index, and check that all files fit together."""
         _package()
         vocab_size = manifest["vocab_size"]
         engine = None
@@ -648,9 +700,14 @@ def _read_terms(folder: Path, vocab_size: int) -> Terms:
 
 
 def _read_ranks(folder: Path, n_terms: int) -> Terms:
-    """Read the engine's order of the terms.
+    """Read the position of each term of the engine among the terms in use.
 
-    Raises ``DataError`` unless it is a permutation of them.
+    Args:
+        folder: folder of the index.
+        n_terms: number of terms in use.
+
+    Raises:
+        DataError: unless the file has each position once.
     """
     ranks: Terms = np.load(folder / _RANKS, allow_pickle=False)
     if ranks.dtype != np.int32 or not np.array_equal(np.sort(ranks), np.arange(n_terms)):
@@ -670,20 +727,23 @@ def _dataset(
 ) -> tuple[Any, Terms | None]:
     """Create the package's dataset of all documents that have terms, named by their rows.
 
+    Before release 0.5.4, the package takes names of terms, and numbers the terms in the order in
+    which they first occur. Later releases take numbers.
+
     Args:
-        dataset_type: class of the dataset.
-        numbers: terms of all documents, as numbers below ``n_terms``.
-        weights: of these terms.
-        offsets: first term of each document, and the number of all.
+        dataset_type: the package's class of the dataset.
+        numbers: terms of all documents, one document after another, as numbers below `n_terms`.
+        weights: weights of these terms.
+        offsets: ``[N + 1]``, where the terms of each document begin.
         n_terms: number of different terms.
 
     Returns:
-        The dataset, and the number of each term by the number that the package gives it. ``None``
-        if these are equal.
+        The dataset, and the ranks: for each number that the package gives a term, its number in
+        `numbers`. The ranks are None if the package keeps the numbers.
     """
     n_documents = len(offsets) - 1
     if hasattr(dataset_type, "add_documents_by_id"):
-        # Since release 0.5.4. It leaves out documents without terms.
+        # It leaves out documents without terms.
         dataset = dataset_type(dim=int(n_terms))
         names = [str(row) for row in range(n_documents)]
         dataset.add_documents_by_id(names, numbers, weights, offsets)
@@ -694,26 +754,27 @@ def _dataset(
         start, end = offsets[row], offsets[row + 1]
         if start < end:
             dataset.add_document(str(row), term_names[numbers[start:end]], weights[start:end])
-    _, first_occurrence = np.unique(numbers, return_index=True)
-    return dataset, np.argsort(first_occurrence).astype(np.int32)
+    _, first_occurrences = np.unique(numbers, return_index=True)
+    return dataset, np.argsort(first_occurrences).astype(np.int32)
 
 
 def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> Any:
     """Load the engine of an index.
 
     Args:
-        file: written by the engine.
-        terms: terms in use.
+        file: file that the engine wrote.
+        terms: ascending terms that occur in documents. Their number decides the engine's class.
         filled: rows of the documents that have terms.
         n_documents: number of documents of the index.
 
     Raises:
-        DataError: if the engine has another number of terms or documents.
+        DataError: if the engine has another number of terms or documents than these arrays, or a
+            row is outside of the index.
     """
     package = _package()
     is_large = terms.size > _SMALL_VOCABULARY
     engine_type = package.SeismicIndexLV if is_large else package.SeismicIndex
-    with _silenced():
+    with _silenced_output():
         engine = engine_type.load(str(file))
     if (
         engine.dim != terms.size
@@ -742,18 +803,20 @@ def _panics_as_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def _silenced_output() -> Iterator[None]:
     """Discard the output of native code, and raise its panics as ``RuntimeError``.
 
-    The standard streams of the whole process are redirected, for all threads.
+    Native code prints to the file descriptors 1 and 2, which ``contextlib.redirect_stdout`` does
+    not reach. They lead to the null device within the block, for all threads of the process.
     """
-    saved: list[tuple[int, int]] = []  # descriptor, and its copy
+    saved: list[tuple[int, int]] = []  # a descriptor, and a copy of it to restore it from
+    # What Python has buffered for the streams must not go to the null device.
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
     with Path(os.devnull).open("wb") as null_device:
         for descriptor in (1, 2):
-            with suppress(OSError):  # if the caller closed it
+            with suppress(OSError):  # a program may have closed the descriptor
                 saved.append((descriptor, os.dup(descriptor)))
                 os.dup2(null_device.fileno(), descriptor)
         try:

@@ -77,12 +77,16 @@ class StoredTokens(NamedTuple):
     scales: Tensor | None = None
 
     def decoded(self) -> Tensor | QuantizedTokens:
-        """Return the vectors as the document argument of :func:`tilefold.ops.maxsim`."""
+        """Return the vectors as the document argument of :func:`tilefold.ops.maxsim`.
+
+        int4 vectors become int8 vectors, and the other storages stay as they are.
+        """
         if self.scales is None:
             return self.values
         if self.values.dtype == torch.uint8:
-            # A nibble n means 2 n - 15. Shifted to the high half of a byte it is 16 n, and turning
-            # the bits of 136 makes that 16 n - 120 = 8 (2 n - 15) as int8.
+            # A nibble n in [0, 15] stands for 2 n - 15. In the high half of a byte it is 16 n. As
+            # int8, an XOR with 136 = 0x88 turns that into 16 n - 128 + 8 = 8 (2 n - 15): bit 7
+            # subtracts 128, and the low bit 3 adds 8. The scale is divided by this factor of 8.
             nibbles = torch.cat([self.values << 4, self.values & 0xF0], dim=-1)
             return QuantizedTokens(
                 nibbles.bitwise_xor_(136).view(torch.int8),
@@ -96,7 +100,7 @@ class StoredTokens(NamedTuple):
         return decoded.dequantize() if isinstance(decoded, QuantizedTokens) else decoded.float()
 
     def map(self, function: Callable[[Tensor], Tensor]) -> StoredTokens:
-        """Apply a function to the values, and to the scales if there are some."""
+        """Apply a function to the values, and to the scales unless they are None."""
         scales = None if self.scales is None else function(self.scales)
         return StoredTokens(function(self.values), scales)
 
@@ -120,11 +124,17 @@ class Chunk(NamedTuple):
 
 
 def to_storage(vectors: Tensor | QuantizedTokens, storage: str) -> StoredTokens:
-    """Convert token vectors ``[T, D]`` to a storage.
+    """Convert token vectors to the storage of an index.
+
+    An entry in int8 is an integer times an fp32 scale of its token.
 
     An entry in int4 is one of the 16 odd integers from -15 to 15, times a bfloat16 scale of its
     token, which is a 15th of the token's largest entry. The error is at most the scale. A token of
     128 entries takes 66 bytes.
+
+    Args:
+        vectors: ``[T, D]``, floats or int8 with scales.
+        storage: ``"int8"``, ``"fp16"`` or ``"int4"``.
 
     Raises:
         DataError: for an entry that fp16 cannot represent.
@@ -145,8 +155,10 @@ def to_storage(vectors: Tensor | QuantizedTokens, storage: str) -> StoredTokens:
     if storage == "int8":
         quantized = quantize_tokens(rows, "int8")
         return StoredTokens(quantized.values, quantized.scales)
+    # int4: an entry divided by its scale is in [-15, 15], about. The nibble n stands for 2 n - 15.
     scales = (rows.abs().amax(dim=1) / 15).bfloat16()
-    steps = rows / scales.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    divisors = scales.float().clamp_min(torch.finfo(torch.float32).tiny)  # not 0 for zero vectors
+    steps = rows / divisors[:, None]
     nibbles = ((steps + 15) / 2).round_().clamp_(0, 15).to(torch.uint8)
     # Entry i is in the low half of a byte, and entry D / 2 + i in its high half.
     half = rows.size(1) // 2
@@ -173,6 +185,7 @@ class TokenFiles:
     """
 
     def __init__(self, folder: Path, n_documents: int, dimension: int, storage: str) -> None:
+        """Map the files of an index, see the class for the arguments."""
         self.folder = folder
         self.dimension = dimension
         self.storage = storage
@@ -208,6 +221,9 @@ class TokenFiles:
     def check(self, documents: Rows) -> None:
         """Compare documents with their checksums, unless that was done before.
 
+        Args:
+            documents: rows of the documents.
+
         Raises:
             DataError: if the vectors of a document are not those that were saved.
         """
@@ -226,7 +242,7 @@ class TokenFiles:
         self._is_verified[unverified] = True
 
     def _damaged(self, documents: Rows) -> Rows:
-        """Return those of some documents that differ from their checksums."""
+        """Return the rows of the documents that differ from their checksums."""
         computed = checksums(
             self._arrays(),
             self.offsets[documents],
@@ -236,10 +252,11 @@ class TokenFiles:
         return damaged
 
     def lock(self) -> None:
-        """Lock the mapped files in memory, from where GPUs copy at the rate of the bus.
+        """Lock the mapped files in memory (pinned memory), from where GPUs copy faster.
 
         The pages become private to this process. They take the size of the files once more, for as
-        long as this object lives. It is tried once. A ``UserWarning`` says why it was not done.
+        long as this object lives. Only the first call tries this. If it fails, a ``UserWarning``
+        says why, and copies are slower.
         """
         if self._is_locked is not None:
             return
@@ -262,10 +279,13 @@ class TokenFiles:
             )
 
     def _lock_pages(self) -> str | None:
-        """Lock all arrays, or none of them.
+        """Lock all arrays in memory, or none of them.
+
+        Arrays are unlocked when this object is destroyed, but not at the end of the process, where
+        CUDA may be gone already.
 
         Returns:
-            Why nothing was locked, or None after success.
+            The reason why nothing was locked, or None after success.
         """
         free_bytes = memory_left()
         needed_bytes = int(_LOCK_MARGIN * self.nbytes)
@@ -282,7 +302,8 @@ class TokenFiles:
             if error:
                 for unlock in unlocks:
                     unlock()
-                # CUDA reports the error again at the next launch, which should not be the caller's.
+                # CUDA reports the error once more at the next launch. This launch takes it, so that
+                # no launch of the caller fails.
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device="cuda").add_(1)
                 return f"cudaHostRegister gave error {error}"
@@ -292,10 +313,11 @@ class TokenFiles:
         return None
 
     def __getstate__(self) -> dict[str, object]:
+        """Return the state without the lock, which a copy in another process does not have."""
         return vars(self) | {"_is_locked": None}
 
     def take(self, documents: Rows) -> tuple[StoredTokens, Tensor]:
-        """Copy the vectors of some documents.
+        """Copy the vectors of some documents into one packed array.
 
         Args:
             documents: rows of the documents, in any order, ``[M]``.
@@ -308,7 +330,7 @@ class TokenFiles:
         ends = self.offsets[documents + 1].tolist()
         arrays = []
         for array in self._arrays():
-            # The empty part is for no documents.
+            # The empty part first, because there may be no documents to concatenate.
             parts = [array[:0]]
             parts += [array[begin:end] for begin, end in zip(begins, ends, strict=True)]
             arrays.append(np.concatenate(parts))
@@ -327,7 +349,7 @@ class TokenFiles:
         return [self.values] if self.scales is None else [self.values, self.scales]
 
     def _tensors(self, arrays: Sequence[npt.NDArray[Any]]) -> StoredTokens:
-        """Wrap parts of :meth:`_arrays`."""
+        """Wrap arrays in the order of :meth:`_arrays` as tensors, without a copy."""
         values = torch.from_numpy(arrays[0])
         if self.scales is None:
             return StoredTokens(values)
@@ -368,17 +390,21 @@ def checksums(
     """Compute the CRC-32 of documents, over their values and then their scales.
 
     Args:
-        arrays: result of :func:`file_arrays`.
+        arrays: values ``[T, ...]`` and, unless there are none, scales ``[T]``, as
+            :func:`file_arrays` returns them.
         starts: first token of each document, ``[N]``.
         ends: token after the last one of each document, ``[N]``.
+
+    Returns:
+        uint32 ``[N]``.
     """
     results = np.zeros(len(starts), np.uint32)
-    # The bytes of each array, and bytes per token.
+    # For each array, a view of all its bytes and the number of bytes per token.
     buffers = [(array.reshape(-1).view(np.uint8).data, array[:1].nbytes) for array in arrays]
     for document, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         crc = 0
-        for data, width in buffers:
-            crc = zlib.crc32(data[start * width : end * width], crc)
+        for data, token_bytes in buffers:
+            crc = zlib.crc32(data[start * token_bytes : end * token_bytes], crc)
         results[document] = crc
     return results
 
@@ -423,6 +449,7 @@ class DeviceDocuments:
         high: int,
         fits: bool,
     ) -> None:
+        """Copy the documents to the device if they fit, see the class for the arguments."""
         self.files = files
         self.device = device
         self.low = low
@@ -438,17 +465,19 @@ class DeviceDocuments:
         if fits:
             vectors = files.document_range(low, high)
             self.resident = vectors.map(lambda tensor: tensor.to(device))
-        # Tokens of every document if a GPU may take them as padded; 0 for different lengths.
+        # Number of tokens of every document, if all have the same number and a GPU searches. Such
+        # documents count as padded ones, whose kernels are faster. 0 otherwise.
         self._common_length = 0
         if device.type != "cpu" and (lengths == lengths[0]).all():
             self._common_length = int(lengths[0])
         self._was_streamed = False
 
     def blocks(self, n_tokens: int = STREAMED_TOKENS) -> Iterator[Block]:
-        """Iterate over the documents, in order.
+        """Iterate over the documents in blocks, in order.
 
         Args:
-            n_tokens: most tokens of a block that is not in the memory of the device.
+            n_tokens: the most tokens of a block, unless the device has all documents in its memory.
+                Then blocks are as large as the computation allows.
         """
         if self.resident is not None:
             yield from self._resident_blocks(self.resident)
@@ -515,11 +544,16 @@ class DeviceDocuments:
         ]
 
         def start_copy(number: int) -> StoredTokens:
-            """Start to copy a range into its slot."""
+            """Start to copy the range with a number into its slot.
+
+            Returns:
+                The part of the slot's buffer that the range fills, before the copy is complete.
+            """
             slot = number % n_slots
             vectors = self.files.document_range(*ranges[number])
             target = buffers[slot].tokens(0, len(vectors.values))
-            # Until then, computation may read the block that was in the slot.
+            # The copy waits for the computation that was launched so far, because that may read
+            # the earlier block in the slot.
             copy_streams[slot].wait_stream(compute_stream)
             with torch.cuda.stream(copy_streams[slot]):
                 target.values.copy_(vectors.values, non_blocking=True)
@@ -558,10 +592,15 @@ class QueryBatch(NamedTuple):
 
     @classmethod
     def pad(cls, queries: Sequence[Tensor], device: torch.device) -> QueryBatch:
-        """Pad token vectors ``[n_i, D]`` of queries, and copy them to a device."""
+        """Pad the token vectors of queries with zeros, and copy them to a device.
+
+        Args:
+            queries: token vectors ``[n_i, D]`` of each query.
+            device: device of the result.
+        """
         lengths = np.array([len(rows) for rows in queries])
         dimension = queries[0].size(1)
-        # By numpy, because torch would wake all its threads.
+        # numpy pads, because torch would wake all its threads.
         padded = np.zeros((len(queries), lengths.max(), dimension), np.float32)
         for padded_rows, rows in zip(padded, queries, strict=True):
             padded_rows[: len(rows)] = rows.detach().cpu().numpy()
@@ -581,8 +620,8 @@ def maxsim_scores(
     """Score every query with every document by MaxSim.
 
     Args:
-        queries: Nq queries.
-        documents: Nd documents on the same device.
+        queries: padded token vectors of Nq queries.
+        documents: token vectors of Nd documents on the same device, packed or padded.
         offsets: int32 ``[Nd + 1]`` of packed documents; None for padded ones.
         reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
 
@@ -609,7 +648,9 @@ POOLING: Json = {"clusters": "ward", "protected_tokens": 1, "normalized": True}
 
 
 def pool_documents(documents: list[Tensor], pool_factor: int) -> list[Tensor]:
-    """Replace clusters of a document's token vectors by their means, as :data:`POOLING` says.
+    """Replace clusters of a document's token vectors by their means.
+
+    Clusters are found by Ward's method. The first token of a document is in no cluster.
 
     Args:
         documents: token vectors ``[n_i, D]`` fp32 of each document.

@@ -133,9 +133,9 @@ class QdrantCollection:
             url: of the server.
             name: of the collection.
             layout: of a new collection. An existing one must have the same.
-            api_key: by default ``QDRANT_API_KEY`` of the environment.
+            api_key: key of the server; by default the environment variable ``QDRANT_API_KEY``.
             timeout: seconds for a request.
-            patience: seconds in which a request is sent again to a server that is unreachable or
+            patience: seconds for which a request is repeated while the server is unreachable or
                 busy.
 
         Raises:
@@ -152,7 +152,14 @@ class QdrantCollection:
     def of(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
         """Open or create the collection of an engine, which is closed after an error.
 
-        See :meth:`embedded` and :meth:`server` for the layout and the errors.
+        Args:
+            engine: engine of a folder or of a server.
+            layout: layout of a new collection. An existing one must have the same.
+
+        Raises:
+            FileNotFoundError: if there is no collection, without `layout`.
+            VocabularyMismatchError: if the collection has another vocabulary than `layout`.
+            DataError: if it is damaged, or differs from `layout` otherwise.
         """
         try:
             if layout is not None:
@@ -261,7 +268,13 @@ class QdrantCollection:
         batch_size: int,
         progress: Progress | None,
     ) -> None:
-        """Store checked documents, and warn if they have another precision than the others."""
+        """Store checked documents, and warn if they have another precision than stored ones.
+
+        Args:
+            documents: documents that :meth:`_check` accepted.
+            batch_size: documents of a request.
+            progress: called after each request as ``progress(documents stored, all)``.
+        """
         precisions = dict(self._record.precisions)
         for kind, precision in documents.precisions.items():
             warn_of_other_precision(
@@ -375,10 +388,14 @@ class QdrantCollection:
         return self._engine.count(self._checked_filter(where))
 
     def _checked_filter(self, where: Where) -> Filter | None:
-        """Return a filter, or raise ``ValueError`` for a condition that no document can meet.
+        """Parse a filter, and check that documents can meet its conditions.
 
-        As in the other indexes, that is a condition on a field, or on a kind of values, that no
-        document has.
+        Args:
+            where: filter of documents; None for no filter.
+
+        Raises:
+            ValueError: for a condition on a field that no document has, or on a kind of values
+                (such as numbers) that the field has in no document.
         """
         parsed = Filter.of(where)
         if parsed is None:
@@ -396,13 +413,18 @@ class QdrantCollection:
     def _may_hold(self, name: str, condition: Condition) -> bool:
         """Return whether a document may meet a condition that the known kinds of fields exclude.
 
-        Other processes may have written documents since the record was read, and programs other
-        than tilefold do not record the fields of theirs.
+        The record of the fields may be incomplete. Other processes may have written documents since
+        it was read, and other programs than tilefold do not record their fields.
+
+        Args:
+            name: name of the field.
+            condition: condition on its values.
         """
         kinds = self._read_field_kinds()
         if kinds is None or not len(self):
             return True
         if not paths_of(name, kinds):
+            # No document is known to have the field. The engine counts those that have it.
             return self._engine.count(Filter(must_not={name: None})) > 0
         with suppress(ValueError):
             check_condition(name, condition, kinds)
@@ -562,12 +584,15 @@ class QdrantCollection:
     ) -> list[Hit]:
         """Return the `k` best documents of a ranking, equal scores in the order of ids.
 
+        For sparse vectors, the engine was asked for ``k + 1`` documents. If the last two have equal
+        scores, more documents may share that score, and the engine chose any of them. It is then
+        asked for many more documents, so that the order of ids decides.
+
         Args:
-            stage: that gave the ranking.
+            stage: stage of the search that gave the ranking.
             where: filter of the documents.
-            ranking: ids and scores. Of sparse vectors there is one document more than `k`, which
-                shows whether others share the last score; then all of them are retrieved.
-            k: documents to return.
+            ranking: ids and scores, best first.
+            k: the most documents to return.
         """
         is_sparse = stage.using == SPARSE
         if is_sparse and len(ranking) > k and ranking[k - 1][1] == ranking[k][1]:
@@ -593,7 +618,7 @@ class QdrantCollection:
             documents: to store.
             batch_size: documents of a request.
             progress: called after each request.
-            resume: whether to leave out batches that an interrupted build has stored.
+            resume: leave out batches whose documents an interrupted build has stored.
         """
         check_count("batch_size", batch_size)
         n_done = 0
@@ -615,7 +640,10 @@ class QdrantCollection:
         precisions: Mapping[str, str],
         kinds: Mapping[str, list[str]] | None,
     ) -> None:
-        """Record, before single documents change, that the texts are no longer those of a build.
+        """Record that single documents are about to change.
+
+        The digests of the texts and vectors of the build are removed, because they will no longer
+        be true.
 
         Args:
             precisions: kind of vectors -> their precisions after the change.
@@ -659,12 +687,18 @@ def _check_options(
 ) -> None:
     """Raise ``ValueError`` for options of a search that do not go together.
 
-    The arguments are those of :meth:`QdrantCollection.search`.
+    Args:
+        queries: queries with vectors of one or several kinds (sparse, dense, tokens).
+        fusion: how the rankings of several kinds are fused; None for one kind.
+        rerank: whether token vectors rank the results of the other kinds anew.
+        depth: documents that each kind retrieves before fusion or reranking.
+        rank_constant: constant of reciprocal rank fusion.
     """
     check_count("depth", depth)
     check_count("rank_constant", rank_constant)
     if fusion is not None:
         check_choice("fusion", fusion, FUSIONS)
+    # Kinds of the first stage. Tokens that rerank belong to the second stage.
     first_kinds = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
     if rerank and (queries.tokens is None or not first_kinds):
         raise ArgumentError(

@@ -79,6 +79,7 @@ class Queries:
     tokens: TokenVectors | None = None
 
     def __post_init__(self) -> None:
+        """Check that all vectors are finite and have the ids of the queries."""
         self.ids = list(list_of("ids", self.ids))
         check_ids(self.ids)
         if self.sparse is None and self.dense is None and self.tokens is None:
@@ -103,9 +104,15 @@ class Queries:
                 )
 
     def _check_same_ids(self, name: str, ids: Sequence[str]) -> None:
-        """Raise ``DataError`` unless vectors have the ids of the queries, in their order."""
+        """Raise ``DataError`` unless vectors have the ids of the queries, in their order.
+
+        Args:
+            name: name of the argument, for the error.
+            ids: ids of the vectors.
+        """
         if list(ids) == self.ids:
             return
+        # The error shows the first id that differs, or the number of ids if none does.
         got: str | int = len(ids)
         for vector_id, query_id in zip(ids, self.ids, strict=False):
             if vector_id != query_id:
@@ -139,8 +146,8 @@ class Queries:
         """Raise an error unless a collection can be searched with these vectors.
 
         Args:
-            layout: of the collection.
-            place: where it is, for errors.
+            layout: kinds and lengths of the vectors of the collection.
+            place: folder or address of the collection, for errors.
 
         Raises:
             VocabularyMismatchError: for another vocabulary.
@@ -163,7 +170,15 @@ class Queries:
                 )
 
     def vectors(self, row: int) -> Json:
-        """Return the vectors of a row by kind, as in :class:`Point`, without empty ones."""
+        """Return the vectors of a row for Qdrant, by kind.
+
+        Args:
+            row: position of the query or document.
+
+        Returns:
+            ``"sparse"`` -> terms and positive weights, ``"dense"`` -> a list of numbers,
+            ``"tokens"`` -> a list of numbers per token. Vectors without entries are left out.
+        """
         vector_by_kind: Json = {}
         if self.sparse is not None:
             terms, weights = self.sparse.row(row)
@@ -207,6 +222,7 @@ class Documents(Queries):
     precisions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Check the payloads, and add what the sparse vectors say of their model and precision."""
         super().__post_init__()
         check_text_ids("ids", self.ids)
         document_ids = set(self.ids)
@@ -282,7 +298,10 @@ class Documents(Queries):
                 )
 
     def _check_integers(self, layout: Layout) -> None:
-        """Raise ``DataError`` for a fraction in a field of integers, which its index would lose."""
+        """Raise ``DataError`` for a float in a payload field that is declared as integers.
+
+        Qdrant's index of the field would not find it.
+        """
         integer_fields = {name for name, kind in layout.fields.items() if kind == "integer"}
         if not integer_fields:
             return
@@ -304,15 +323,19 @@ class Documents(Queries):
         return points
 
     def batches(self, max_documents: int, max_bytes: int) -> Iterator[list[int]]:
-        """Divide the documents among requests.
+        """Divide the documents among requests to the engine.
+
+        The size of a request is estimated from the numbers in its vectors and its payloads.
 
         Args:
-            max_documents: documents of a request, at most.
-            max_bytes: bytes of a request, about, unless one document has more.
+            max_documents: the most documents of a request.
+            max_bytes: the most bytes of a request, by the estimate. A larger document is a request
+                by itself.
 
         Yields:
             Rows of the documents of each request, in order.
         """
+        # Numbers of each document. A sparse entry has two, its term and its weight.
         n_numbers = np.full(len(self), _NUMBERS_PER_DOCUMENT)
         if self.dense is not None:
             n_numbers += self.dense.shape[1]
@@ -336,7 +359,13 @@ class Documents(Queries):
             yield batch
 
     def digest(self, layout: Layout) -> str:
-        """Return the SHA-256 of all that a build with a layout would store."""
+        """Return the SHA-256 of everything that a build with a layout would store.
+
+        An interrupted build is resumed only if the digest is the same.
+
+        Args:
+            layout: layout of the collection.
+        """
         digest = hashlib.sha256(
             json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode(),
         )
@@ -360,13 +389,17 @@ def _described_passages(passages: str | None) -> str:
 
 
 def _finite_array(dense: object, ids: list[str]) -> Dense:
-    """Return dense vectors as float32, and raise ``DataError`` unless they are finite ``[N, D]``.
+    """Return dense vectors as float32 ``[N, D]`` on the CPU.
 
     Args:
-        dense: an array, or a torch tensor on any device.
-        ids: N ids.
+        dense: an array of floats, or a torch tensor on any device.
+        ids: ids of the N vectors.
+
+    Raises:
+        DataError: for another shape or dtype, NaN or infinity.
     """
-    array = dense.detach().cpu().float().numpy() if hasattr(dense, "detach") else np.asarray(dense)
+    is_tensor = hasattr(dense, "detach")
+    array = dense.detach().cpu().float().numpy() if is_tensor else np.asarray(dense)
     if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
         raise DataError(
             f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.",
@@ -401,9 +434,12 @@ def _payload_integer(digits: str) -> int:
 def _check_payload(name: str, payload: Mapping[str, object]) -> None:
     """Raise ``DataError`` for a payload that Qdrant cannot store, or would change.
 
+    The payload is written as JSON and read again, which finds values that JSON lacks, integers that
+    Qdrant would round, and text that is not valid Unicode.
+
     Args:
         name: id of the document, for the error.
-        payload: of the document.
+        payload: fields of the document.
     """
     if ID in payload:
         raise DataError(

@@ -83,6 +83,7 @@ class EdgeEngine(Engine):
     _process: int | None = None
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        """Lock the folder, and open the collection if there is one. See the class."""
         self.api = require(
             "qdrant_edge",
             "qdrant-edge-py",
@@ -113,7 +114,15 @@ class EdgeEngine(Engine):
         self._process = os.getpid()
 
     def _load(self, record: Record, verify: bool) -> None:
-        """Open the shard of an existing collection."""
+        """Open the shard of an existing collection.
+
+        Args:
+            record: description of the collection.
+            verify: whether to compare the files with their checksums.
+
+        Raises:
+            DataError: for files that are damaged.
+        """
         self._checksums.read(verify=verify)
         if verify and record.complete and not self._checksums.are_known:
             warnings.warn(
@@ -138,7 +147,11 @@ class EdgeEngine(Engine):
     def create(self, record: Record) -> None:
         """Create an empty collection.
 
-        A shard without a record is what a killed creation left, and is removed.
+        The record is written last. A shard without a record was left by a process that was killed,
+        and is removed.
+
+        Args:
+            record: description of the collection, with its layout.
         """
         edge = self.api
         layout = record.layout
@@ -150,7 +163,8 @@ class EdgeEngine(Engine):
             edge.Distance.Dot,
             edge.Distance.Cosine,
             multivector_config=edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
-            # Without links of a graph (m = 0), so that MaxSim is exact.
+            # The first number, of links per node of the HNSW graph (m), is 0. Without a graph,
+            # MaxSim compares all documents and is exact.
             hnsw_config=edge.HnswIndexConfig(0, 4, 10_000),
         )
         sparse = {}
@@ -211,8 +225,12 @@ class EdgeEngine(Engine):
         self._call("flush")
 
     def close(self) -> None:
-        """Flush, write checksums, and let other processes open the folder."""
-        is_forked = self._process != os.getpid()  # another process has the folder open
+        """Flush, write checksums, and let other processes open the folder.
+
+        It does nothing for a collection that is closed already, or that a process has from its
+        parent process by a fork.
+        """
+        is_forked = self._process != os.getpid()
         is_closed = not self._lock.is_locked
         if is_forked or is_closed:
             return
@@ -238,14 +256,18 @@ class EdgeEngine(Engine):
         self._checksums.remove()
 
     def _write_checksums(self) -> None:
-        """Write checksums of a closed shard, unless they are known or a build is unfinished."""
+        """Write checksums of a closed shard, unless they are known or a build is unfinished.
+
+        A failure is only a ``RuntimeWarning``, because the collection is complete without them.
+        """
         record = self.record()
         if self._checksums.are_known or record is None or not record.complete:
             return
         try:
             need_space(self.folder)
             with self._errors():
-                # The engine leaves some work to the next opening, which would change files.
+                # The engine leaves some work to the next opening, which would change files. So the
+                # shard is opened and closed once more before the checksums are computed.
                 self.api.EdgeShard.load(str(self.folder / SHARD)).close()
             self._checksums.write()
         except (OSError, RuntimeError) as error:
@@ -266,7 +288,8 @@ class EdgeEngine(Engine):
         return {"query": self.api.Query.Nearest(vector, using=stage.using)}
 
     def _match(self, value: object) -> object:
-        # A bool of Python would match the integer 1.
+        # The engine takes a bool of Python for an integer, so that True would match 1. It takes a
+        # bool of numpy for a truth value.
         return super()._match(np.bool_(value) if isinstance(value, bool) else value)
 
     def _empty(self, name: str) -> object:
@@ -284,7 +307,7 @@ class EdgeEngine(Engine):
             with naming_full_disk(self.folder), self._engine_errors():
                 yield
         except AttributeError as error:
-            # A method of the shard, which is None.
+            # After close() the shard is None, which has no methods.
             if self._shard is None:
                 raise RuntimeError(
                     f"{self.place}: the collection is closed. Open it again.",
@@ -306,8 +329,10 @@ class EdgeEngine(Engine):
 def need_space(folder: Path, more_bytes: int = 0, named: Path | None = None) -> None:
     """Raise ``DiskFullError`` unless a disk has the space that a change may need.
 
+    The engine needs space for its write-ahead log with every change.
+
     Args:
-        folder: on the disk.
+        folder: a folder on the disk.
         more_bytes: bytes that the change writes in addition to the log.
         named: path that the error names; by default the folder.
     """
@@ -382,7 +407,11 @@ class Checksums:
             self.remove()
 
     def _compare(self, listed: Mapping[str, Json]) -> None:
-        """Raise ``DataError`` unless the listed files have their sizes and checksums."""
+        """Raise ``DataError`` unless the files of the shard have the sizes and checksums of a list.
+
+        Args:
+            listed: relative name of a file -> its ``bytes`` and ``sha256``.
+        """
         entries = _entries(self._shard)
         damaged = sorted(name for name, entry in listed.items() if entries.get(name) != entry)
         if not damaged:
@@ -436,7 +465,11 @@ def _size(file: Path) -> int | None:
 
 
 def _entries(folder: Path) -> dict[str, Json]:
-    """Return size and checksum of each file in a folder, by relative name."""
+    """Compute the size and the checksum of each file in a folder, several files at a time.
+
+    Returns:
+        Relative name of a file -> its ``bytes``, None for JSON, and ``sha256``.
+    """
     files = dict(_files(folder))
     try:
         with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:
@@ -451,10 +484,11 @@ def _entries(folder: Path) -> dict[str, Json]:
 
 
 def _sha256(file: Path) -> str:
-    """Compute the digest of a file.
+    """Compute a SHA-256 that identifies the content of a file of the engine.
 
-    Of a JSON file, the text with sorted members is digested. Of other files, these are the blocks
-    that are not zero, with their positions, because the engine's files are large and mostly holes.
+    For a JSON file, it is the digest of its text with sorted members, whose order the engine
+    changes. The other files are large and mostly holes, which read as zeros and take no space on
+    the disk. For them, it is the digest of the blocks that are not zero, with their positions.
     """
     if file.suffix == ".json":
         content = file.read_bytes()
@@ -475,7 +509,11 @@ def _sha256(file: Path) -> str:
 
 
 def _seek_data(stream: BinaryIO, position: int) -> int | None:
-    """Go to the first block at or after a position that is not in a hole of a file.
+    """Move a file to the next block that has data, to skip the holes of a sparse file.
+
+    Args:
+        stream: the open file.
+        position: position in bytes where the search begins.
 
     Returns:
         The position of the block, or None if only a hole follows.
@@ -487,7 +525,7 @@ def _seek_data(stream: BinaryIO, position: int) -> int | None:
     except AttributeError:
         pass  # a system without SEEK_DATA: everything is read
     except OSError as error:
-        # Other errors are of file systems that do not support it, where everything is read.
-        if error.errno == errno.ENXIO:
+        if error.errno == errno.ENXIO:  # no data after the position
             return None
+        # Other errors come from file systems without SEEK_DATA, where everything is read.
     return stream.seek(position)

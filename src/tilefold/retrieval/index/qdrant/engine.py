@@ -62,6 +62,7 @@ class Layout:
     passages: str | None = None
 
     def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a wrong value, or if there are no vectors."""
         if self.vocab_size is not None:
             check_count("vocab_size", self.vocab_size)
         if self.dense is not None:
@@ -96,11 +97,13 @@ class Layout:
         return [kind for kind, size in self.sizes.items() if size is not None]
 
     def check_same(self, other: Layout, place: str) -> None:
-        """Raise an error unless a collection with this layout can be opened with another one.
+        """Raise an error unless the layout of a collection equals the one that a caller expects.
+
+        Fingerprints are compared where both layouts have them. Fields of the payload may differ.
 
         Args:
             other: layout that the caller expects.
-            place: where the collection is, for the error.
+            place: folder or address of the collection, for the error.
 
         Raises:
             VocabularyMismatchError: for another vocabulary.
@@ -123,12 +126,14 @@ def check_models(
     models: Mapping[str, str],
     place: str,
 ) -> None:
-    """Raise ``DataError`` for a model that is known on both sides and differs.
+    """Raise ``DataError`` if vectors were made by another model than those of a collection.
+
+    A kind of vectors whose model is unknown on one side is not compared.
 
     Args:
-        collection_models: kind of vectors -> fingerprint of the model, of a collection.
-        models: the same of documents or of a layout.
-        place: where the collection is, for the error.
+        collection_models: kind of vectors -> fingerprint of the model, of the collection.
+        models: kind of vectors -> fingerprint of the model, of the vectors.
+        place: folder or address of the collection, for the error.
     """
     for kind, model in models.items():
         collection_model = collection_models.get(kind, model)
@@ -303,10 +308,13 @@ class Engine(Protocol):
 
         Args:
             layout: of the collection.
-            params_type: the client's class of parameters.
-            dot: the client's name of dot products.
-            cosine: the client's name of cosines.
-            maxsim: further parameters of token vectors.
+            params_type: class of parameters of the embedded engine or of the server's client.
+            dot: value by which this client names dot products.
+            cosine: value by which this client names cosines.
+            maxsim: further parameters of token vectors, which are compared by MaxSim.
+
+        Returns:
+            ``"dense"`` and ``"tokens"`` -> parameters, for the kinds that the layout has.
         """
         params = {}
         if layout.dense is not None:
@@ -327,11 +335,14 @@ class Engine(Protocol):
         self._put(client_points)
 
     def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
-        """Return the documents that exist, in any order.
+        """Read documents with their payloads.
 
         Args:
-            keys: of the documents.
+            keys: keys of the documents. Keys without a document are ignored.
             vectors: whether to read the vectors too.
+
+        Returns:
+            The documents that exist, in any order.
         """
         points = []
         for record in self._get(list(keys), vectors):
@@ -357,7 +368,7 @@ class Engine(Protocol):
         """Rank documents for several queries.
 
         Args:
-            stages: the last stage of each query.
+            stages: the last stage of each query, which contains the earlier ones.
             where: filter of the documents in every stage.
 
         Returns:
@@ -381,11 +392,13 @@ class Engine(Protocol):
         client_filter: object,
         **options: object,
     ) -> object:
-        """Convert a stage, with its earlier stages.
+        """Convert a stage of a search, with its earlier stages, to a request of the client.
+
+        Qdrant names the earlier stages of a request its prefetches.
 
         Args:
-            request_type: the client's class of a last or of an earlier stage.
-            stage: to convert.
+            request_type: the client's class: ``QueryRequest`` for the last stage, or ``Prefetch``.
+            stage: the stage.
             client_filter: filter of the documents, in the client's type.
             options: further arguments of the request.
         """
@@ -431,10 +444,15 @@ class Engine(Protocol):
         return self.api.FieldCondition(key=name, match=match)
 
     def _in_range(self, name: str, bounds: Bounds) -> object:
-        """Condition on a field whose numbers satisfy all bounds.
+        """Create the condition that a number of a field satisfies all bounds.
 
-        Qdrant rounds integers to float64 before it compares them with a range. Those that would
-        change sides are matched, or excluded, by their exact values.
+        Qdrant rounds integers to float64 before it compares them with a range. A large integer near
+        a bound may thereby move to the other side of it. Such integers are matched, or excluded, by
+        their exact values.
+
+        Args:
+            name: name of the field.
+            bounds: operators and limits.
         """
         exact = rounded_range(bounds)
         alternatives = []
@@ -443,6 +461,7 @@ class Engine(Protocol):
         if exact.integers:
             alternatives.append(self._one_of(name, exact.integers))
         for value, excluded in exact.boundaries:
+            # All numbers that round to `value`, without the integers that violate a bound.
             boundary = self.api.Filter(
                 must=[self._in_interval(name, value, value)],
                 must_not=[self._one_of(name, excluded)],

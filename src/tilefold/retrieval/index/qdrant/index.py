@@ -59,7 +59,12 @@ _COPIED_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _Callbacks:
-    """Functions that a build reports to, as of :meth:`QdrantCollection.build`."""
+    """Functions that a build of a collection reports its progress to.
+
+    Attributes:
+        progress: is called after each request with the number of documents stored, and of all.
+        resumes: is called first, with the same arguments, if an interrupted build is resumed.
+    """
 
     progress: Progress | None
     resumes: Progress | None
@@ -88,12 +93,12 @@ class QdrantIndex:
         folder: Path | None = None,
         address: dict[str, str] | None = None,
     ) -> None:
-        """Wrap an open collection.
+        """Create an index of an open collection.
 
         Args:
-            collection: of sparse vectors.
-            folder: of an embedded index.
-            address: ``url`` and ``collection`` of an index on a server.
+            collection: collection of sparse vectors.
+            folder: folder of an embedded index that was saved; None otherwise.
+            address: ``url`` and ``collection`` (its name) of an index on a server; None otherwise.
         """
         self.collection = collection
         self._folder = folder
@@ -227,16 +232,16 @@ class QdrantIndex:
         *,
         overwrite: bool,
     ) -> QdrantIndex:
-        """Build an index on a server.
+        """Build an index on a server, or resume an interrupted build of the same documents.
 
         Args:
-            url: of the server.
-            name: of the collection.
-            server_options: other arguments of :class:`ServerEngine`.
-            documents: of the index.
-            layout: of the collection.
-            callbacks: that the build reports to.
-            overwrite: replace other vectors in the collection.
+            url: address of the server.
+            name: name of the collection.
+            server_options: ``api_key``, ``timeout`` and ``patience`` of :class:`ServerEngine`.
+            documents: all documents of the index.
+            layout: layout of the collection.
+            callbacks: functions that are called with the progress.
+            overwrite: drop an existing collection of other documents.
         """
         if not name:
             raise ArgumentError(
@@ -269,13 +274,16 @@ class QdrantIndex:
         *,
         overwrite: bool,
     ) -> QdrantIndex:
-        """Build an embedded index next to a folder, which it then replaces.
+        """Build an embedded index, or resume an interrupted build of the same documents.
+
+        The index is built in a hidden folder next to `folder`, and takes its place at the end. An
+        interrupted build leaves the hidden folder, from which the next build goes on.
 
         Args:
-            folder: of the index.
-            documents: of the index.
-            layout: of the collection.
-            callbacks: that the build reports to.
+            folder: folder of the index.
+            documents: all documents of the index.
+            layout: layout of the collection.
+            callbacks: functions that are called with the progress.
             overwrite: replace an earlier index.
         """
         check_replaceable(folder, _OWN_NAMES, overwrite=overwrite)
@@ -294,6 +302,7 @@ class QdrantIndex:
                     )
                     cls(collection)._describe(unfinished)
             except BaseException:
+                # Without a record, there is nothing that the next build could go on from.
                 has_progress = (unfinished / RECORD).exists()
                 if not has_progress:
                     shutil.rmtree(unfinished, ignore_errors=True)
@@ -341,6 +350,9 @@ class QdrantIndex:
     def load(cls, path: str | Path) -> QdrantIndex:
         """Open a finished index that :meth:`save` or :meth:`build` wrote.
 
+        Args:
+            path: folder with the index, or with the address of an index on a server.
+
         Raises:
             DataError: for a damaged or unfinished index, or one of another vocabulary. The other
                 errors are those of :class:`QdrantCollection`.
@@ -387,11 +399,12 @@ class QdrantIndex:
 
 
 def _open_unfinished(folder: Path, digest: str) -> EdgeEngine:
-    """Open the folder of an interrupted build, or an empty one.
+    """Open the folder of an interrupted build, or a new one.
 
     Args:
-        folder: of the build.
-        digest: of the documents. A build of other documents, or a damaged one, is removed.
+        folder: hidden folder of the build.
+        digest: digest of the documents of the new build. An interrupted build of other documents,
+            or a damaged one, is removed.
     """
     try:
         engine = EdgeEngine(folder)

@@ -114,7 +114,8 @@ class ServerEngine(Engine):
     def record(self) -> Record | None:
         """Read the record of the collection.
 
-        The result is None if the collection does not exist.
+        Returns:
+            The record, or None if the collection does not exist.
 
         Raises:
             DataError: for a collection that tilefold did not create, or a damaged record.
@@ -139,7 +140,14 @@ class ServerEngine(Engine):
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
-        """Create an empty collection, unless another process has just created it."""
+        """Create an empty collection, unless another process has just created it.
+
+        Args:
+            record: description of the collection, which the server stores as its metadata.
+
+        Raises:
+            DataError: if the collection does not exist afterwards.
+        """
         models = self.api
         layout = record.layout
         vectors = self._vector_params(
@@ -150,7 +158,8 @@ class ServerEngine(Engine):
             multivector_config=models.MultiVectorConfig(
                 comparator=models.MultiVectorComparator.MAX_SIM,
             ),
-            # Without links of a graph, so that MaxSim is exact.
+            # m is the number of links per node of the HNSW graph. Without a graph, MaxSim compares
+            # all documents and is exact.
             hnsw_config=models.HnswConfigDiff(m=0),
         )
         sparse = None
@@ -220,16 +229,21 @@ class ServerEngine(Engine):
         return {"query": models.NearestQuery(nearest=vector), "using": stage.using}
 
     def _send(self, method: str, *arguments: object, **options: object) -> Any:
-        """Call a method of the client, again while the server is unreachable or busy.
+        """Call a method of the client, and repeat it while the server is unreachable or busy.
+
+        Pauses between the attempts double up to a limit.
 
         Args:
             method: name of the method, whose first argument is the name of the collection.
             arguments: the other positional arguments.
             options: keyword arguments.
 
+        Returns:
+            The result of the method.
+
         Raises:
-            UnreachableError: if there was no answer until the patience ended.
-            RuntimeError: for an answer that is none of Qdrant's, or another error of the server.
+            UnreachableError: if no attempt succeeded within the seconds of ``patience``.
+            RuntimeError: if the answer is not one of a Qdrant server, or for another error of it.
             PermissionError: if the server refused the key.
             FileNotFoundError: if there is no such collection.
         """
@@ -251,15 +265,24 @@ class ServerEngine(Engine):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _check_retry(self, error: Exception) -> None:
-        """Return if a request should be sent again after an error, or raise a clear one."""
+        """Return if a request should be sent again after an error, or raise a clear error.
+
+        A request is sent again if the server was not reached or says that it is busy.
+
+        Args:
+            error: error of the client.
+        """
+        # The client's classes of errors are compared by name, so that no module of it is imported.
         error_type = type(error).__name__
-        if error_type == "ResourceExhaustedResponse":
+        if error_type == "ResourceExhaustedResponse":  # the server limits the rate of requests
             return
-        status = getattr(error, "status_code", None)
+        status = getattr(error, "status_code", None)  # of HTTP
         if status is not None:
             if status not in _BUSY_STATUSES:
                 raise self._refusal(status, error) from None
         elif not _is_transport_error(error):
+            # The client raises ResponseHandlingException for answers that it cannot read. Other
+            # errors are not of the network.
             if error_type != "ResponseHandlingException":
                 raise error
             raise RuntimeError(
@@ -268,7 +291,12 @@ class ServerEngine(Engine):
             ) from None
 
     def _refusal(self, status: int, error: Exception) -> Exception:
-        """Return the error for an HTTP status that is not worth another attempt."""
+        """Return the error that the caller sees for an HTTP status.
+
+        Args:
+            status: HTTP status that another attempt would not change.
+            error: error of the client, whose text is quoted.
+        """
         if status in (401, 403):
             key = f"no key; set {KEY_VARIABLE}"
             if self._key:
@@ -301,10 +329,17 @@ class ServerEngine(Engine):
 
 
 def _split_url(url: str) -> tuple[SplitResult, str]:
-    """Return the parts of the address of a server, and its host.
+    """Split the address of a server.
+
+    Args:
+        url: ``http://host:port`` or ``https://host``.
+
+    Returns:
+        The parts of the address, and its host.
 
     Raises:
-        ArgumentError: for another form, and an address with a key in it.
+        ArgumentError: for an address of another form, or one that contains a user name, a password
+            or a query, which may be keys.
     """
     parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
     if parts.username or parts.password or parts.query:
@@ -333,7 +368,7 @@ def _check_seconds(option: str, value: object, above: float) -> None:
 
 
 def _is_transport_error(error: BaseException) -> bool:
-    """Whether no answer came, in contrast to an answer that cannot be read."""
+    """Whether an error means that no answer came, rather than one that cannot be read."""
     source = getattr(error, "source", error)
     package = type(source).__module__.partition(".")[0]
     return isinstance(source, OSError) or package in ("httpx", "httpcore")
