@@ -44,6 +44,9 @@ def encoded_index(
         texts: id -> text, at least one; or passages of long documents.
         batch_size: texts per batch.
         progress: called as ``progress(documents encoded, documents in all)``.
+
+    Returns:
+        The index, with vectors in fp32 on the model's device. For the cosine, they have length 1.
     """
     from torch.nn.functional import normalize  # the package is imported without it
 
@@ -100,6 +103,7 @@ def encode_dense(
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     import torch  # the package is imported without it
 
+    # Documents are cut to the model's limit before they are tokenised. Queries are short.
     contents = list(texts.values())
     encode = model.encode_query
     if kind == "document":

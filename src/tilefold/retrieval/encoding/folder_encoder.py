@@ -60,7 +60,14 @@ class FolderEncoder(Generic[M, V]):
             raise
 
     def _encode(self, *, opens_folder: bool) -> None:
-        """Encode and write the shards. After some minutes, the part that is finished is saved."""
+        """Encode and write the shards.
+
+        A background thread writes finished shards. If a shard takes longer than some minutes, the
+        part of it that is finished is saved.
+
+        Args:
+            opens_folder: whether the folder is opened when the first batch is on the device.
+        """
         with (
             BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread,
             closing(
@@ -100,7 +107,13 @@ class FolderEncoder(Generic[M, V]):
                 yield shard
 
     def _write(self, shard: PendingShard[V]) -> None:
-        """Write a finished shard, in the thread that writes or after it has ended."""
+        """Write a finished shard and list it in the manifest.
+
+        This runs in the background thread that writes, or after that thread has ended.
+
+        Raises:
+            DataError: if all texts of the shard failed.
+        """
         vectors, failed = shard.assemble(self.job)
         is_last = (shard.number + 1) * self.job.output.shard_size >= self._n_texts
         check_not_all_failed(
@@ -116,9 +129,10 @@ class FolderEncoder(Generic[M, V]):
         return next((shard for shard in self._shards if not shard.is_written), None)
 
     def _save_part(self) -> None:
-        """Save the finished texts of the first unwritten shard, if it is unfinished.
+        """Save the finished texts of the first unwritten shard.
 
-        The thread that writes must be idle. A finished shard is about to be written.
+        A shard whose texts are all finished is not saved, because it is about to be written. The
+        background thread that writes must be idle.
         """
         shard = self._first_unwritten()
         if shard is None or self._writer is None:
@@ -130,7 +144,10 @@ class FolderEncoder(Generic[M, V]):
         shard.last_saved = time.monotonic()
 
     def _save_finished(self) -> None:
-        """Save the finished texts of the first unwritten shard when no thread will write it."""
+        """Save the first unwritten shard after an interruption, when no thread will write it.
+
+        A finished shard is written. Of an unfinished one, the finished texts are saved.
+        """
         shard = self._first_unwritten()
         if shard is None or self._writer is None:
             return
@@ -144,7 +161,10 @@ class FolderEncoder(Generic[M, V]):
         self.job.output.report(self._n_finished, self._n_texts)
 
     def _report(self) -> None:
-        """Report the texts of written shards, and those that are finished of the next one."""
+        """Report how many texts are done, if there are more than at the last report.
+
+        These are the texts of written shards, and the finished texts of the next shard.
+        """
         while self._shards and self._shards[0].is_written:
             self._n_finished += len(self._shards.popleft().ids)
         n_done = self._n_finished
@@ -155,10 +175,11 @@ class FolderEncoder(Generic[M, V]):
             self.job.output.report(n_done, self._n_texts)
 
     def _n_reportable(self, shard: PendingShard[V]) -> int:
-        """Return how many texts of an unwritten shard count as done.
+        """Return how many texts of an unwritten shard count as done in a report.
 
-        The last text counts only once the shard is written. Without a stream, the shard is written
-        before the next batch, and counts then.
+        All texts of a finished shard count only when it is written. Until then a streaming model,
+        which goes on in the meantime, reports one text less. Without a stream, the shard is written
+        before the next batch, so nothing is reported before.
         """
         if not shard.is_finished:
             return shard.n_finished

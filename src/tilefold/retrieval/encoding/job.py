@@ -66,6 +66,7 @@ class Output:
     resume: bool = True
 
     def __post_init__(self) -> None:
+        """Raise an error for an option of a wrong type or out of range."""
         check_instance("folder", self.folder, Path, "Path(folder)")
         check_integer("shard_size", self.shard_size)
         check_least("shard_size", self.shard_size)
@@ -115,16 +116,26 @@ class Encoding(ABC):
         output: Output,
         get_provenance: GetProvenance,
     ) -> Job[Any, Any]:
-        """Return the job of encoding `texts` with `model`.
+        """Create the job of encoding texts with a model.
+
+        Args:
+            model: a model of sentence-transformers, plain or accelerated.
+            texts: id -> text.
+            output: the folder of vectors, and how it is written.
+            get_provenance: returns the provenance of the texts, when the folder is opened.
 
         Raises:
-            ValueError: if `model` does not make vectors of this kind.
+            ValueError: if `model` does not produce vectors of this kind.
         """
 
     def settings(self, provenance: Provenance) -> dict[str, object]:
         """Return the manifest settings that all kinds of vectors have.
 
-        Options without a value are left out.
+        Args:
+            provenance: digest of the texts, and how they were divided into passages.
+
+        Returns:
+            Name -> value. Options without a value are left out.
         """
         settings: dict[str, object] = {"texts_sha256": provenance.texts_sha256}
         if provenance.passages:
@@ -160,6 +171,7 @@ class Job(ABC, Generic[M, V]):
     get_provenance: GetProvenance = Provenance
 
     def __post_init__(self) -> None:
+        """Choose the stream of an accelerated model, or the plain one."""
         model_stream = getattr(getattr(self.model, self.STREAM_OWNER, None), "stream", None)
         self.is_streaming = model_stream is not None
         self.stream: Stream = self.plain_stream
@@ -198,7 +210,15 @@ class Job(ABC, Generic[M, V]):
         """
 
     def plain_stream(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
-        """Encode windows without threads, in batches of texts of similar length."""
+        """Encode windows without threads, in batches of texts of similar length.
+
+        Args:
+            windows: texts of one shard each. None, which means that there is no window yet, is
+                skipped.
+
+        Yields:
+            ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
+        """
         yield StreamStart()
         available_windows = (window for window in windows if window is not None)
         for number, window in enumerate(available_windows):
@@ -212,10 +232,17 @@ class Job(ABC, Generic[M, V]):
         texts: Sequence[str],
         skipped_positions: frozenset[int],
     ) -> Iterator[list[int]]:
-        """Yield the positions of each batch, longest texts first.
+        """Divide the texts of a window into batches of similar length, longest texts first.
 
         Skipped positions are removed after batches are formed, so that a resumed run has the same
         batches as an uninterrupted run.
+
+        Args:
+            texts: texts of the window.
+            skipped_positions: positions of texts that an earlier run has encoded.
+
+        Yields:
+            Positions of the texts of each batch.
         """
         batch_size = self.encoding.batch_size or PLAIN_BATCH_SIZE
         longest_first = sorted(
@@ -235,10 +262,21 @@ class Job(ABC, Generic[M, V]):
         texts: Sequence[str],
         positions: list[int],
     ) -> Iterator[Batch]:
-        """Encode the texts at `positions`, in smaller batches where one fails."""
+        """Encode a batch of texts, in halves if it fails, down to the text that is at fault.
+
+        Args:
+            window_number: position of the window among all windows.
+            texts: texts of the window.
+            positions: positions of the texts to encode.
+
+        Yields:
+            A ``Batch`` per forward pass that succeeded, and one for each text that fails, with the
+            exception in place of its rows.
+        """
         truncation = Truncation()
 
         def encode(batch: list[int]) -> Tensor | list[Tensor]:
+            """Encode the texts at some positions, and count those that are truncated."""
             nonlocal truncation
             with counting_truncation() as truncation:
                 return self.encode_batch([texts[position] for position in batch])
@@ -265,8 +303,9 @@ class Job(ABC, Generic[M, V]):
     def defers_opening(self) -> bool:
         """Return whether the folder is opened only when the device has its first batch.
 
-        Opening needs the fingerprint, which reads the whole model. Where the folder has nothing to
-        resume, a streaming model can compute at the same time.
+        Opening needs the model's fingerprint, which takes a while because it reads all weights. A
+        streaming model can encode its first batch in the meantime. If the folder has vectors to
+        resume, it must be opened first, to know which texts are left.
         """
         folder = self.output.folder
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

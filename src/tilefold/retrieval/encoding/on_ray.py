@@ -246,7 +246,10 @@ def _text_source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:
 
 
 def _provenance_of(source: Texts, plan: ShardPlan) -> Provenance:
-    """Return the provenance of the texts: passages know that of their documents."""
+    """Return the provenance of the texts.
+
+    Passages have the provenance of their documents. For other texts, it is the digest of the plan.
+    """
     texts = getattr(source, "texts", None)
     if isinstance(texts, PassageTexts):
         return texts.provenance
@@ -259,9 +262,24 @@ def _encode_missing(
     config: WorkerConfig,
     shards: list[ShardTexts],
 ) -> Iterator[list[int]]:
-    """Encode `shards` in the workers, and yield the numbers of shards as they are written."""
+    """Encode shards in workers of the cluster.
+
+    Args:
+        ray: the module ``ray``, connected to the cluster.
+        pool: number and size of the workers.
+        config: configuration of each worker.
+        shards: the shards to encode.
+
+    Yields:
+        Numbers of the shards of a task, when a worker has written them.
+
+    Raises:
+        DataError: for an error within a worker.
+        ClusterError: if workers were lost.
+    """
     if not shards:
         return
+    # At least two tasks per worker, so that workers finish at about the same time.
     task_size = max(1, min(SHARDS_PER_TASK, len(shards) // (2 * pool.max_workers)))
     tasks = [
         {"shards": shards[start : start + task_size]} for start in range(0, len(shards), task_size)
@@ -299,7 +317,15 @@ def _check_problems(problems: Sequence[str]) -> None:
 
 
 def _receive(writer: ShardWriter[M, V], numbers: list[int]) -> None:
-    """List shards that a worker has written, once their files appear on this machine."""
+    """List shards that a worker has written, once their files appear on this machine.
+
+    Args:
+        writer: writer of the folder, which reads the receipts.
+        numbers: numbers of the shards.
+
+    Raises:
+        DataError: if the files do not appear within ten seconds.
+    """
     missing = set(numbers)
 
     def receive_all() -> bool:
@@ -315,7 +341,13 @@ def _receive(writer: ShardWriter[M, V], numbers: list[int]) -> None:
 
 @contextmanager
 def _beacon(folder: Path) -> Iterator[str]:
-    """Yield the name of a new file in `folder`, by which other machines recognise the folder."""
+    """Create a file in a folder, by which workers on other machines recognise the folder.
+
+    The file exists within the block. Without it, workers write nothing.
+
+    Yields:
+        The name of the file.
+    """
     _remove_notes(folder)
     file = folder / f"{uuid.uuid4().hex}{_BEACON_SUFFIX}"
     file.touch()
@@ -334,7 +366,21 @@ def _remove_notes(folder: Path) -> None:
 
 @contextmanager
 def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
-    """Yield the module ``ray``, connected to `cluster`. A connection made here is closed."""
+    """Connect to a Ray cluster, or start Ray on this machine.
+
+    A connection that this process has already is used and stays open. A new one is closed after
+    the block.
+
+    Args:
+        cluster: address of the cluster, and how long to wait for it.
+
+    Yields:
+        The module ``ray``.
+
+    Raises:
+        MissingPackageError: Ray is not installed.
+        ClusterError: the cluster cannot be reached.
+    """
     purpose = "Encoding on several machines"
     require("ray.data", "ray[data]", purpose, extra="ray")
     ray = require("ray", "ray[data]", purpose, extra="ray")
@@ -389,7 +435,11 @@ def _sigterm_handler_kept() -> Iterator[None]:
 
 
 def _check_reachable(address: str, patience: float) -> None:
-    """Raise an error unless something answers at `address` within `patience` seconds.
+    """Raise an error unless something answers at an address in time.
+
+    Args:
+        address: ``host:port`` of the cluster.
+        patience: seconds within which the port must accept a connection.
 
     Raises:
         ValueError: if `address` is not ``host:port``.
@@ -423,6 +473,10 @@ def _check_reachable(address: str, patience: float) -> None:
 
 def _size_pool(ray: ModuleType, cluster: RayCluster) -> WorkerPool:
     """Return the number and size of the workers that fit on the cluster.
+
+    Args:
+        ray: the module ``ray``, connected to the cluster.
+        cluster: options of the caller, which may leave number and size open.
 
     Raises:
         ClusterError: if not a single worker fits.
@@ -512,7 +566,13 @@ class Worker:
             self.problem = describe_error(error)
 
     def _start(self) -> None:
-        """Load the model, and check that folder and model are those of the command."""
+        """Load the model, and check that folder and model are those of the command.
+
+        Raises:
+            FileNotFoundError: if the folder on this machine lacks the file that the command created
+                in it.
+            ValueError: if the model or a setting differs from that of the command.
+        """
         config = self.config
         machine = socket.gethostname()
         beacon = config.output.folder / config.beacon
@@ -559,7 +619,7 @@ class Worker:
         return {"number": numbers, "problem": [problem] * len(numbers)}
 
     def _encode(self, shards: Sequence[ShardTexts]) -> None:
-        """Encode the shards of a task that have no receipt yet."""
+        """Encode and write the shards of a task that have no receipt yet."""
         missing = [
             shard_texts
             for shard_texts in shards
@@ -589,9 +649,15 @@ class Worker:
         shard.mark_written()
 
     def _count_attempt(self, shards: Sequence[ShardTexts]) -> Path:
-        """Count the workers that have begun a task, and return the file with the count.
+        """Count a worker that begins a task, in a file of the folder.
 
-        Ray repeats a task without end when its worker dies.
+        Ray repeats a task without end when its worker dies. The count ends that.
+
+        Args:
+            shards: the shards of the task that are not written.
+
+        Returns:
+            The file with the count, which is removed when the task is done.
 
         Raises:
             RuntimeError: if ``MAX_ATTEMPTS`` workers have died at the same task.

@@ -64,6 +64,7 @@ class PendingShard(Generic[V]):
     is_written: bool = False
 
     def __post_init__(self) -> None:
+        """Separate the texts that are strings from others, which fail."""
         for text_id in self.ids:
             text = self.texts[text_id]
             if isinstance(text, str):
@@ -91,7 +92,14 @@ class PendingShard(Generic[V]):
         self.n_saved = self.n_finished
 
     def window(self, model: Model) -> Window:
-        """Return the encodable texts, where those that are finished are skipped."""
+        """Return the window of this shard, which a stream encodes.
+
+        Args:
+            model: a model of sentence-transformers. Very long texts are cut to what it reads.
+
+        Returns:
+            All encodable texts, and the positions of those that are finished and are skipped.
+        """
         finished_ids = set(self.failed)
         for vectors in self.encoded:
             finished_ids.update(vectors.ids)
@@ -111,6 +119,10 @@ class PendingShard(Generic[V]):
 
         A row that is invalid, such as one with NaN, fails by itself. Other texts of the batch are
         not lost.
+
+        Args:
+            batch: rows of some texts of this shard.
+            job: converts the rows to vectors.
         """
         self.truncation.add(0, batch.cut, batch.max_length)
         ids = [self.encodable_ids[position] for position in batch.positions]
@@ -125,7 +137,14 @@ class PendingShard(Generic[V]):
                 self.encoded.append(outcome)
 
     def assemble(self, job: Job[Any, V]) -> tuple[V, dict[str, str]]:
-        """Return the vectors and the failed texts, both in the order of the texts."""
+        """Collect the result of a finished shard.
+
+        Args:
+            job: provides vectors of no text, if all texts failed.
+
+        Returns:
+            The vectors, and id -> reason of the failed texts, both in the order of the texts.
+        """
         failed = {text_id: self.failed[text_id] for text_id in self.ids if text_id in self.failed}
         if not self.encoded:
             return job.empty_vectors(), failed
@@ -173,6 +192,7 @@ def encode_shards(
     started_shards: list[PendingShard[V]] = []  # by the number of their window
 
     def windows() -> Iterator[Window | None]:
+        """Yield the window of each shard, or None while there is no shard."""
         for shard in shards:
             if shard is None:
                 yield None
@@ -184,8 +204,9 @@ def encode_shards(
         next(items)  # starts the threads of the stream
         first_items: list[Batch | WindowEnd] = []
         if open_folder is not None:
-            # The fingerprint reads the model, which waits for the device: it is computed while the
-            # first texts are tokenised.
+            # The fingerprint copies the weights from the device, and would wait for a batch that is
+            # computed there. So it is computed and cached here, while the threads of the stream
+            # tokenise the first texts. The folder is opened after the first batch was launched.
             _ = job.fingerprint
             first_items = list(islice(items, 1))
             open_folder()

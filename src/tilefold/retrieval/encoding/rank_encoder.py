@@ -100,7 +100,9 @@ class RankEncoder(Generic[M, V]):
     def _encode(self, *, open_folder: Callable[[], None] | None) -> None:
         """Encode and write the shards of this rank.
 
-        `open_folder` opens the folder if it is not.
+        Args:
+            open_folder: opens the folder when the first batch is on the device. None if the folder
+                is open.
         """
         with (
             BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread,
@@ -141,9 +143,12 @@ class RankEncoder(Generic[M, V]):
         return identity
 
     def _take_shards(self) -> Iterator[PendingShard[V] | None]:
-        """Yield the shards of this rank, and None while enough of them are open.
+        """Take shards for this rank from the counter that all ranks share.
 
-        Runs in the thread that tokenises.
+        This runs in the thread that tokenises.
+
+        Yields:
+            A shard that no other rank has, or None while this rank has enough unwritten shards.
         """
         missing = self.store.wait_for(MISSING_SHARDS)
         numbers: list[int] = missing["shards"]
@@ -151,13 +156,18 @@ class RankEncoder(Generic[M, V]):
             while not self._open_shards.acquire(timeout=POLL_SECONDS):
                 self.store.raise_failure()
                 yield None
-            position = self.store.count_up()
+            position = self.store.count_up()  # another number for each call of any rank
             if position >= len(numbers):
                 return
             yield self._create_shard(numbers[position], missing["partial"])
 
     def _create_shard(self, number: int, partial: Json) -> PendingShard[V]:
-        """Return a shard, with the part that an earlier run of one process saved."""
+        """Create a shard, with the part of it that an earlier run of one process saved.
+
+        Args:
+            number: number of the shard.
+            partial: entry of the partial shard in the manifest; empty if there is none.
+        """
         shard: PendingShard[V] = PendingShard(number, self._shard_ids[number], self.job.texts)
         if partial.get("shard") == number:
             reader: ShardWriter[M, V] = self.job.open_writer(lists=False)
@@ -166,15 +176,18 @@ class RankEncoder(Generic[M, V]):
         return shard
 
     def _write(self, shard: PendingShard[V]) -> None:
-        """Leave a shard for rank 0, in the thread that writes."""
-        self._open_shards.release()
+        """Write a shard with a receipt, by which rank 0 lists it in the manifest.
+
+        This runs in the background thread that writes.
+        """
+        self._open_shards.release()  # this rank may take another shard
         vectors, failed = shard.assemble(self.job)
         self._writer.leave_shard(shard.number, vectors, failed, shard.truncation)
         shard.mark_written()
         self._list_received()
 
     def _check_and_report(self) -> None:
-        """Raise what ended the work of a rank. On rank 0, report progress."""
+        """Raise the error of any rank that has failed. On rank 0, report progress."""
         self.store.raise_failure()
         n_texts = len(self.job.texts)
         n_done = n_texts - sum(len(self._shard_ids[number]) for number in self._unlisted)
@@ -183,7 +196,9 @@ class RankEncoder(Generic[M, V]):
             self.job.output.report(n_done, n_texts)
 
     def _list_received(self) -> bool:
-        """On rank 0, list the shards that have receipts, in order.
+        """On rank 0, list the shards that have receipts, in order, up to the first without one.
+
+        Nothing is listed before all ranks have opened the folder with the same identity.
 
         Returns:
             Whether shards are left to list. False on other ranks.
@@ -201,7 +216,14 @@ class RankEncoder(Generic[M, V]):
         return bool(self._unlisted)
 
     def _check_receipt(self, number: int, receipt: Receipt) -> None:
-        """Raise ``DataError`` if all texts of a shard failed, and remove its receipt."""
+        """Raise ``DataError`` if all texts of a shard failed, and remove its receipt.
+
+        Without the receipt, the next run encodes the shard again.
+
+        Args:
+            number: number of the shard.
+            receipt: receipt of the shard.
+        """
         is_last = number == len(self._shard_ids) - 1
         try:
             check_not_all_failed(

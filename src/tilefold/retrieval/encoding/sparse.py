@@ -249,7 +249,15 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         )
 
     def to_vectors(self, ids: list[str], rows: SparseRows | Tensor) -> SparseVectors:
-        """Return the rows of a batch with ids, without light terms and removed special tokens."""
+        """Convert the rows of a batch to sparse vectors with ids.
+
+        Terms with a weight of at most ``min_weight`` are dropped, and special tokens if the options
+        say so.
+
+        Args:
+            ids: ids of the texts of the batch.
+            rows: rows of an accelerated model, or ``[N, V]`` of a plain model.
+        """
         min_weight = self.encoding.min_weight
         if isinstance(rows, SparseRows):
             vectors = SparseVectors(
@@ -335,9 +343,13 @@ def encode_queries(
 
 
 def _vocab_size(model: Model, kind: Kind) -> int:
-    """Return the length of the model's vectors.
+    """Return the length V of the model's vectors.
 
-    It is read from the fused head of an accelerated model, and else measured on one word.
+    An accelerated model states it. For a plain model, one word is encoded and the length of its
+    vector is returned.
+
+    Raises:
+        ValueError: if the model does not return one vector per text.
     """
     head_vocab_size = getattr(getattr(model, "encode_sparse_batch", None), "vocab_size", None)
     if isinstance(head_vocab_size, int):
@@ -361,9 +373,16 @@ def encode_batch(
 ) -> Tensor:
     """Encode the texts of one forward pass into sparse rows.
 
+    Args:
+        model: a ``SparseEncoder``, plain or accelerated.
+        texts: the texts of one batch.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
+        top_k: number of heaviest terms to keep per text; None uses the model's own limit.
+        min_weight: an accelerated model keeps terms whose weight is above this. A plain model
+            ignores it.
+
     Returns:
-        ``[len(texts), V]``, dense from a plain model and CSR from an accelerated one. A plain model
-        ignores `min_weight`.
+        ``[len(texts), V]``, dense from a plain model and CSR from an accelerated one.
 
     Raises:
         TypeError: `model` is not a loaded model, or `texts` is not a sequence.
@@ -390,13 +409,16 @@ def encode_batch(
 
 @torch.no_grad()
 def encode_stock(model: Model, texts: Sequence[str], kind: Kind, **options: object) -> Any:
-    """Return the result of ``encode_document`` or ``encode_query`` for one forward pass.
+    """Encode texts in one forward pass by the model's own ``encode_document`` or ``encode_query``.
 
     Args:
         model: a plain model of sentence-transformers.
         texts: the texts of one batch.
-        kind: selects the method.
-        options: passed to the method.
+        kind: ``"document"`` or ``"query"``, which selects the method.
+        options: further arguments of the method.
+
+    Returns:
+        The result of the method, whose type depends on the model and the options.
     """
     encode = model.encode_document if kind == "document" else model.encode_query
     return encode(

@@ -153,13 +153,19 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         return rows
 
     def to_vectors(self, ids: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
-        """Return the rows of a batch with ids.
+        """Convert the rows of a batch to token vectors with ids.
 
-        A vector that is not finite is an error.
+        Args:
+            ids: ids of the texts of the batch.
+            rows: packed rows of an accelerated model, or ``[tokens, D]`` of each text.
+
+        Raises:
+            DataError: for a vector that is not finite in the storage.
         """
         storage = self.encoding.storage
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(ids, rows, self.size, storage)
+        # Offsets [N + 1]: the sums of the numbers of tokens, with a 0 in front.
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
         stored.check_finite(
             ids,
@@ -301,7 +307,12 @@ class DenseJob(TokenJob):
     encoding: DenseEncoding
 
     def encode_batch(self, texts: list[str]) -> list[Tensor]:
-        """Return a tensor ``[1, D]`` for each text, normalised if the similarity is the cosine."""
+        """Encode the texts of one forward pass.
+
+        Returns:
+            A tensor ``[1, D]`` for each text, of length 1 if the model's similarity is the cosine.
+            Matryoshka dimensions beyond the requested ones are dropped.
+        """
         vectors = encode_stock(self.model, texts, self.encoding.kind, convert_to_tensor=True)
         rows = vectors[:, : self.size].float()
         if self.model.similarity_fn_name == "cosine":

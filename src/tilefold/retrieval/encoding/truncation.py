@@ -79,12 +79,14 @@ def text_cutter(
 
     @functools.cache
     def create_cutter() -> _TextCutter:
+        """Create the cutter when the first long text comes, because it reads the vocabulary."""
         # One token more than the limit, so that the tokenizer sees that the text was longer.
         return _TextCutter(
             copy.deepcopy(tokenizer) if copy_tokenizer else tokenizer, prompts, limit + 1
         )
 
     def cut(texts: Sequence[str]) -> list[str]:
+        """Cut long texts, and leave the others."""
         with ignoring_truncation():
             return [
                 text if len(text) <= max_characters else create_cutter().cut(text) for text in texts
@@ -95,6 +97,10 @@ def text_cutter(
 
 def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
     """Count the tokens that a model reads of each text.
+
+    Args:
+        model: a model of sentence-transformers.
+        texts: texts to count tokens of. Tokens beyond the model's limit are not counted.
 
     Returns:
         The number of tokens of each text, or the exception of the tokenizer for that text.
@@ -246,7 +252,13 @@ class _TextCutter:
         )
 
     def _cut_at_white_space(self, text: str) -> str:
-        """Return a beginning that ends before white space and has enough tokens."""
+        """Return a beginning that ends before white space and has enough tokens.
+
+        Longer beginnings are tried until one has as many tokens as the limit.
+
+        Returns:
+            The beginning, or the complete text if no white space follows or it is too short.
+        """
         size = _CHARACTERS_PER_TOKEN * self._limit
         while size < len(text):
             space = _SPACE.search(text, size)
@@ -286,6 +298,7 @@ class Beginnings:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        """Read from a tokenizer how long its tokens are, and whether open pieces can be read."""
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
         added_tokens = tokenizer.get_added_vocab()
@@ -300,6 +313,10 @@ class Beginnings:
     def first(self, text: str, count: int) -> list[int] | None:
         """Return the first `count` tokens of every text that begins with `text`.
 
+        Args:
+            text: beginning of a longer text.
+            count: number of tokens.
+
         Returns:
             Token ids, or None if they depend on how the text goes on.
         """
@@ -309,7 +326,8 @@ class Beginnings:
         tokens = self._tokens_of_pieces(text, count)
         if tokens is None:
             return None
-        # The pieces know nothing of added tokens, such as [MASK] in a text: results must agree.
+        # Added tokens, such as [MASK] in a text, are not respected by the pieces above. With them,
+        # the tokenizer's own result differs, and nothing is known.
         encoded = self.tokenizer(
             text,
             add_special_tokens=False,
@@ -319,7 +337,15 @@ class Beginnings:
         return tokens if list(encoded["input_ids"]) == tokens else None
 
     def _tokens_of_pieces(self, text: str, count: int) -> list[int] | None:
-        """Return the first `count` tokens of the pieces of `text`, if they are fixed."""
+        """Tokenise a text piece by piece, as far as its pieces do not depend on what follows.
+
+        Args:
+            text: beginning of a longer text.
+            count: number of tokens.
+
+        Returns:
+            The first `count` tokens, or None if any of them may change when the text goes on.
+        """
         normalizer = self.backend.normalizer
         normalized = normalizer.normalize_str(text) if normalizer else text
         pre_tokenizer = self.backend.pre_tokenizer
@@ -328,8 +354,9 @@ class Beginnings:
             pieces = pre_tokenizer.pre_tokenize_str(normalized)
         tokens: list[int] = []
         for piece, (_, end) in pieces:
-            if len(tokens) > count:  # the token after the last one closes it
+            if len(tokens) > count:  # one token more, after which the last one cannot change
                 break
+            # A piece that ends in the margin may change when the text goes on.
             if end > len(normalized) - self.margin:
                 if not self.reads_open_pieces:
                     return None
@@ -344,7 +371,16 @@ class Beginnings:
     def _tokens_of_open_piece(self, piece: str, count: int) -> list[int] | None:
         """Return the first `count` tokens of every piece that begins like `piece`.
 
-        The margin at the end of `piece` is not used, because it may change.
+        The complete piece has the boundary of a token at one of as many consecutive positions as
+        the longest token has characters. If the piece has the same first tokens when it is cut at
+        any of these positions, the complete piece has them too.
+
+        Args:
+            piece: last piece of a text. The margin at its end is not used, because it may change.
+            count: number of tokens.
+
+        Returns:
+            The tokens, or None if the beginnings differ or are too short.
         """
         end = len(piece) - _BYTES_PER_CHARACTER * self.margin
         if end <= 2 * self.longest_token:

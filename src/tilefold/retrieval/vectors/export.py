@@ -121,7 +121,7 @@ def export_opensearch(
     part_bytes: int = 50_000_000,
     overwrite: bool = False,
 ) -> Exported:
-    """Write files for OpenSearch: a mapping, and bulk files of documents.
+    """Write files for OpenSearch: a mapping of an index, and bulk files of documents.
 
     ``mapping.json`` is for ``PUT /INDEX``, and ``bulk-00000.ndjson``, ... for ``POST
     /INDEX/_bulk``. Scores of ``neural_sparse`` queries with ``query_tokens`` are inner products.
@@ -175,6 +175,7 @@ def export_opensearch(
         _check_sparse_vector(documents, tokens)
 
     def name_complaint(name: str) -> str | None:
+        """Say what OpenSearch does not take in the name of a term, or return None."""
         if len(name.encode()) > _MAX_NAME_BYTES:
             return f"has more than {_MAX_NAME_BYTES} bytes"
         return "holds a dot" if dots == "refuse" and "." in name else None
@@ -183,6 +184,7 @@ def export_opensearch(
     names = _name_terms(documents, tokens, name_complaint, remedy)
 
     def actions() -> Iterator[bytes]:
+        """Yield the two lines of each document in a bulk file: the action and the fields."""
         for document_id, fields, weights in documents.rows(names, texts):
             action = {"index": {"_id": document_id}}
             yield _json_line(action) + _json_line({**fields, field: weights})
@@ -206,7 +208,15 @@ def export_opensearch(
 
 
 def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | None) -> None:
-    """Raise an error unless a field of type ``sparse_vector`` can hold the terms."""
+    """Raise an error unless a field of type ``sparse_vector`` can hold the terms.
+
+    OpenSearch stores the number of a term modulo 32,768 there, so that terms of a larger vocabulary
+    would be confused.
+
+    Args:
+        documents: documents whose vectors are exported.
+        tokens: tokens by which the caller wants to name terms, which must be None.
+    """
     if tokens is not None:
         raise ArgumentError(
             "tokens",
@@ -263,8 +273,9 @@ def export_vespa(
     documents = _survey(vectors, "Vespa", _control_character, texts)
 
     def name_complaint(name: str) -> str | None:
+        """Say what Vespa does not take in the name of a term, or return None."""
         control_character = _control_character(name)
-        return control_character and f"holds {control_character}"
+        return None if control_character is None else f"holds {control_character}"
 
     names = _name_terms(documents, tokens, name_complaint, _NUMBERS_REMEDY)
     with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
@@ -331,22 +342,23 @@ class _Documents:
         names: Sequence[str],
         texts: Mapping[str, str] | None,
     ) -> Iterator[tuple[str, dict[str, str], dict[str, float]]]:
-        """Iterate over the documents.
+        """Iterate over the documents in the form that both engines take.
 
         Args:
-            names: of all terms.
-            texts: id -> text; None to leave texts out.
+            names: name of each term.
+            texts: id -> text of a document; None to leave texts out.
 
         Yields:
-            Id, fields ``id`` and ``text``, and the positive weights by name of the term. A weight
-            is the shortest decimal number of its float32.
+            The document's id; its fields ``id`` and, with texts, ``text``; and name of a term ->
+            positive weight.
         """
         for vectors in _shards_of(self.source):
             for row, document_id in enumerate(vectors.ids):
                 terms, weights = vectors.row(row)
                 is_positive = weights > 0
                 weight_by_name: dict[str, float] = {}
-                # A float32 is written as its shortest decimal number, and not as a float64.
+                # The text of a float32 has as few digits as identify it, such as 0.1. A conversion
+                # to a Python float would give 0.10000000149011612.
                 decimals = weights[is_positive].astype(str).tolist()
                 for term, decimal in zip(terms[is_positive].tolist(), decimals, strict=True):
                     weight_by_name[names[term]] = float(decimal)
@@ -362,13 +374,16 @@ def _survey(
     id_complaint: Complaint,
     texts: Mapping[str, str] | None,
 ) -> _Documents:
-    """Read vectors once, and check ids and counts.
+    """Read all vectors once before an export, to check the ids and to collect statistics.
 
     Args:
-        vectors: of documents, in memory or a folder.
+        vectors: vectors of documents, in memory or as a folder.
         engine: ``"OpenSearch"`` or ``"Vespa"``.
-        id_complaint: what the engine does not take in an id.
-        texts: id -> text.
+        id_complaint: says what the engine does not take in an id, or returns None.
+        texts: id -> text; its type is checked.
+
+    Returns:
+        The documents, with the terms in use, the range of the weights and the counts.
 
     Raises:
         DataError: for vectors of queries, no documents, an incomplete folder, and an id that the
@@ -434,7 +449,13 @@ def _shards_of(source: SparseVectors | Path) -> Iterator[SparseVectors]:
 
 
 def _check_id(document_id: str, engine: str, id_complaint: Complaint) -> None:
-    """Raise ``DataError`` for an id that an engine does not take."""
+    """Raise ``DataError`` for an id that an engine does not take.
+
+    Args:
+        document_id: id of a document.
+        engine: ``"OpenSearch"`` or ``"Vespa"``, which limits the length.
+        id_complaint: says what else the engine does not take in an id, or returns None.
+    """
     max_bytes = _MAX_ID_BYTES[engine]
     if not is_unicode(document_id):
         problem: str | None = "half a surrogate pair"
@@ -473,13 +494,13 @@ def _name_terms(
     """Name all terms by their tokens, or by their numbers.
 
     Args:
-        documents: whose terms are named.
+        documents: documents whose terms are named. Names of terms in use are checked.
         tokens: token of each term; None to name terms by their numbers.
-        name_complaint: what is wrong with a name, after "a name which".
+        name_complaint: says what is wrong with a name, such as "holds a dot", or returns None.
         remedy: last sentence of an error, without a full stop.
 
     Returns:
-        V names.
+        The name of each of the V terms.
 
     Raises:
         VocabularyMismatchError: for another number of tokens than terms.
@@ -520,7 +541,12 @@ def _name_terms(
 
 
 def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> None:
-    """Raise ``DataError`` if two terms have one name, and documents use one of them."""
+    """Raise ``DataError`` if two terms have one name, and documents use one of them.
+
+    Args:
+        names: name of each term.
+        is_used: bool ``[V]``, whether a document has a positive weight for the term.
+    """
     term_by_name: dict[str, int] = {}
     repeated = []
     for term, name in enumerate(names):
@@ -550,7 +576,9 @@ def _control_character(text: str) -> str | None:
     for character in text:
         code = ord(character)
         is_control = (code < 0x20 and character not in "\t\n\r") or code == 0x7F
-        if is_control or 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE:
+        # Unicode's noncharacters: U+FDD0 to U+FDEF, and the last two code points of each plane.
+        is_noncharacter = 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE
+        if is_control or is_noncharacter:
             return f"the control character {character!r}"
     return None
 
@@ -566,12 +594,12 @@ def _check_form(
     """Raise ``ValueError`` unless an option is a name in an engine's form.
 
     Args:
-        option: the option, for the error.
-        value: what was passed.
-        pattern: of the name.
-        reserved: names that are refused.
-        more_characters: characters beside letters, digits and _ that the name may have, for the
-            error.
+        option: name of the option, for the error.
+        value: value of the option.
+        pattern: regular expression that the whole value must match.
+        reserved: values that are refused.
+        more_characters: characters in addition to letters, digits and _ that the pattern allows,
+            for the error.
     """
     if pattern.fullmatch(value) and value not in reserved:
         return
@@ -594,16 +622,17 @@ def _mapping(
     """Return the mapping of an OpenSearch index, with its settings.
 
     Args:
-        documents: of the index.
+        documents: documents of the index.
         field: name of the field of the vectors.
-        field_type: of that field.
-        origin: result of :func:`_origin`, which the index keeps.
+        field_type: ``"rank_features"`` or ``"sparse_vector"``.
+        origin: description of the vectors, which the index keeps as metadata of the mapping.
         has_texts: whether documents have a field ``text``.
     """
     mapping: Json = {}
     vector_field: Json = {"type": field_type}
     if field_type == "sparse_vector":
-        # Heavier weights would be cut off. The ceiling is rounded up, and 0 is refused.
+        # OpenSearch stores weights in 8 bits, and cuts them off at the ceiling. The heaviest weight
+        # is rounded up to two decimals. OpenSearch refuses a ceiling of 0.
         ceiling = math.ceil(documents.max_weight * 100) / 100 or 1.0
         vector_field["method"] = {
             "name": "seismic",
@@ -623,12 +652,12 @@ def _json_line(value: object) -> bytes:
 
 
 def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> list[str]:
-    """Write bulk files.
+    """Write documents into several bulk files of a limited size.
 
     Args:
-        folder: of the export.
-        actions: lines of each document.
-        part_bytes: most bytes of a file, unless one document is longer.
+        folder: folder of the export.
+        actions: the lines of each document.
+        part_bytes: the most bytes of a file. A file with a single document may be longer.
 
     Returns:
         Names of the files.
@@ -640,6 +669,7 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
         names.append(name)
         with (folder / name).open("wb") as stream:
             size = 0
+            # The first document is written in any case.
             while action is not None and (not size or size + len(action) <= part_bytes):
                 size += stream.write(action)
                 action = next(actions, None)
@@ -660,7 +690,7 @@ def _export_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[P
 
 
 def _origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:
-    """Return the description of the vectors that the engine keeps with them."""
+    """Describe the exported vectors: versions, counts, fingerprints, and how terms are named."""
     return {
         "schema_version": SCHEMA_VERSION,
         "tilefold": __version__,
@@ -682,10 +712,10 @@ def _write_record(
     """Write ``export.json``: the origin and the settings of the files, and their checksums.
 
     Args:
-        folder: of the export.
-        documents: that were exported.
+        folder: folder of the export.
+        documents: documents that were exported.
         file_names: files of the export, in the order in which the engine reads them.
-        tokens: of the terms, if they are named by tokens.
+        tokens: token of each term; None if terms are named by their numbers.
         settings: options of the export.
 
     Returns:

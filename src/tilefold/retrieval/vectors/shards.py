@@ -151,7 +151,10 @@ class Manifest:
         """Return the names of fields that have a wrong type, or entries of wrong types.
 
         Args:
-            types: field -> its type.
+            types: name of a field -> its type.
+
+        Returns:
+            The names; empty for a valid manifest.
         """
         wrong = [
             name
@@ -233,7 +236,12 @@ class Receipt:
 
     @classmethod
     def read(cls, folder: Path, number: int, key: str) -> Receipt | None:
-        """Read the receipt of shard `number`.
+        """Read the receipt of a shard.
+
+        Args:
+            folder: folder of the vectors.
+            number: number of the shard.
+            key: key of the folder, which the receipt must have (:attr:`ShardWriter.key`).
 
         Returns:
             The receipt, or None if there is none with this key, or the shard's file is missing or
@@ -253,13 +261,16 @@ class Receipt:
 def check_not_all_failed(
     number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool
 ) -> None:
-    """Raise ``DataError`` where all texts of a shard failed, so that the model is at fault.
+    """Raise ``DataError`` if all texts of a shard failed, because then the model is at fault.
+
+    A few failed texts are not an error. They are listed in the manifest.
 
     Args:
         number: number of the shard.
-        rows: texts of the shard that were encoded.
-        failed: id -> reason, of those that were not.
-        nothing_yet: whether no earlier shard has rows; then a small shard is refused too.
+        rows: number of texts of the shard that were encoded.
+        failed: id -> reason, of texts that could not be encoded.
+        nothing_yet: whether no earlier shard has rows. Then shards of less than 16 texts raise the
+            error too.
     """
     if failed and not rows and (len(failed) >= MIN_ALL_FAILED or nothing_yet):
         name, reason = next(iter(failed.items()))
@@ -350,7 +361,14 @@ class ShardWriter(ABC, Generic[M, V]):
             raise
 
     def _open(self, manifest: M, *, resume: bool, overwrite: bool) -> None:
-        """Resume what the folder holds, or remove it as far as that is allowed."""
+        """Resume the vectors that the folder has, or remove them if that is allowed.
+
+        Args:
+            manifest: manifest of the new run.
+            resume: keep the shards of an earlier run with the same settings.
+            overwrite: without `resume`, remove any earlier vectors. By default only those of an
+                interrupted run with the same settings are removed.
+        """
         earlier = self._earlier()
         receipts = list(self.path.glob(RECEIPTS))
         if earlier is not None and not (earlier.shards or earlier.partial or receipts):
@@ -373,7 +391,12 @@ class ShardWriter(ABC, Generic[M, V]):
             self.receive()
 
     def _check_same_settings(self, earlier: M, manifest: M) -> None:
-        """Raise ``DataError`` unless an earlier run had the settings of this one."""
+        """Raise ``DataError`` unless an earlier run had the settings of this one.
+
+        Args:
+            earlier: manifest of the earlier run.
+            manifest: manifest of this run.
+        """
         changed = differences(earlier.identity, manifest.identity, "before", "now")
         if not changed:
             return
@@ -417,7 +440,10 @@ class ShardWriter(ABC, Generic[M, V]):
         """Read the file of a shard."""
 
     def _earlier(self) -> M | None:
-        """Read the manifest that the folder has, None without one.
+        """Read the manifest of an earlier run in the folder.
+
+        Returns:
+            The manifest, or None if the folder is new or has at most temporary files and locks.
 
         Raises:
             FileExistsError: for a file, or a folder with other files.
@@ -436,7 +462,10 @@ class ShardWriter(ABC, Generic[M, V]):
         return None
 
     def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is listed or received, and its file is unchanged."""
+        """Whether shard `number` is listed or received, and its file is unchanged.
+
+        A received shard whose file has changed is forgotten, so that it is written again.
+        """
         if number < len(self.manifest.shards):
             shard = self.manifest.shards[number]
         elif number in self._received:
@@ -458,6 +487,9 @@ class ShardWriter(ABC, Generic[M, V]):
 
     def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
         """Read receipts of shards, and list these shards as far as no earlier one is missing.
+
+        Other processes write a shard with a receipt (:meth:`leave_shard`). The manifest lists
+        shards in order, so a shard waits in memory until all earlier ones are listed.
 
         Args:
             numbers: shards whose receipts are read; all receipts in the folder by default.
@@ -490,7 +522,14 @@ class ShardWriter(ABC, Generic[M, V]):
             number += 1
 
     def read_partial(self, number: int) -> PartialShard[V] | None:
-        """Read the part of shard `number` that :meth:`write_partial` kept, if any."""
+        """Read the finished part of a shard that :meth:`write_partial` stored.
+
+        Args:
+            number: number of the shard.
+
+        Returns:
+            The part, or None if there is none of this shard or its file has changed.
+        """
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
         if partial.get("shard") != number or not file.is_file():
@@ -507,7 +546,14 @@ class ShardWriter(ABC, Generic[M, V]):
             return None  # another rank's shard was listed meanwhile, which removes the part
 
     def write_partial(self, number: int, part: PartialShard[V]) -> None:
-        """Keep the finished part of shard `number`, until the shard is written or replaces it."""
+        """Store the finished part of a shard, so that a killed run loses less work.
+
+        The part replaces an earlier one, and is removed when a shard is listed.
+
+        Args:
+            number: number of the shard.
+            part: vectors and failed texts so far.
+        """
         self._check(part.vectors)
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
         self.manifest.partial = {
@@ -555,6 +601,9 @@ class ShardWriter(ABC, Generic[M, V]):
             number: number of the shard.
             vectors: rows of the shard.
             cut: how many texts were truncated; None if unknown.
+
+        Returns:
+            File name, counts, checksum, truncated texts and precision of the shard.
         """
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
@@ -577,7 +626,11 @@ class ShardWriter(ABC, Generic[M, V]):
     ) -> None:
         """Write a shard with a receipt, for :meth:`receive` of the writer that holds the folder.
 
-        The arguments are those of :meth:`write_shard`.
+        Args:
+            number: number of the shard.
+            vectors: rows of the shard.
+            failed: id -> reason, of texts that could not be encoded.
+            cut: how many texts were truncated; None if unknown.
         """
         entry = self.store_shard(number, vectors, cut)
         size = (self.path / entry["file"]).stat().st_size
@@ -606,7 +659,15 @@ class ShardWriter(ABC, Generic[M, V]):
         stored: Json,
         failed: Mapping[str, str] | None,
     ) -> None:
-        """List one shard, without received shards after it; see :meth:`list_shard`."""
+        """List one shard in the manifest, and update the manifest's sums over all shards.
+
+        Files of a partial shard and the receipt of this one are no longer needed, and are removed.
+
+        Args:
+            number: the next shard, or one to replace.
+            stored: entry of the shard for the manifest.
+            failed: id -> reason, of texts that could not be encoded.
+        """
         self._check_next(number)
         self.manifest.shards[number : number + 1] = [dict(stored)]
         for total, count in self._manifest_type.TOTALS.items():
@@ -640,10 +701,12 @@ class ShardWriter(ABC, Generic[M, V]):
         Raises:
             DataError: unless each of the texts has a row or a reason why it failed.
         """
-        self.receive()  # a shard that a lost worker has written a second time
-        rows, errors = self.manifest.n_documents, len(self.manifest.failed)
-        if n_texts is not None and rows + errors != n_texts:
-            got = f"{rows} rows and {errors} errors. Write the vectors again with {_START_AGAIN}"
+        # A worker that was given up as lost may have written a shard a second time since.
+        self.receive()
+        rows = self.manifest.n_documents
+        n_failed = len(self.manifest.failed)
+        if n_texts is not None and rows + n_failed != n_texts:
+            got = f"{rows} rows and {n_failed} errors. Write the vectors again with {_START_AGAIN}"
             raise DataError(f"{self.path}: expected {n_texts} texts, got {got}.")
         self.manifest.n_texts = n_texts
         self.manifest.complete = True
@@ -663,13 +726,13 @@ def _truncation_entry(truncation: Truncation | None) -> Json:
 
 
 def _truncation(*entries: Json) -> Truncation | None:
-    """Add up the truncated texts of shards.
+    """Add up how many texts of shards were truncated.
 
     Args:
         entries: manifest entries of the shards.
 
     Returns:
-        The sum, or None where a shard was written without counting.
+        The sum, or None if the truncated texts of any shard were not counted.
     """
     total = Truncation()
     for entry in entries:
@@ -682,14 +745,18 @@ def _truncation(*entries: Json) -> Truncation | None:
 def differences(left: Json, right: Json, left_name: str, right_name: str) -> str:
     """Describe the settings in which two folders differ, for an error.
 
-    The result is empty if there are none.
+    An example is ``"vocab_size: 100 before, 200 now"``.
 
     Args:
         left: settings of one folder.
         right: settings of the other folder.
-        left_name: what to call the first folder, after its value.
-        right_name: what to call the second folder, after its value.
+        left_name: words after a value of the first folder, such as ``"before"``.
+        right_name: words after a value of the second folder, such as ``"now"``.
+
+    Returns:
+        The description, which is empty if there are no differences.
     """
+    # Digests tell a reader nothing, so these words stand for their values.
     digests = {
         "texts_sha256": "other texts",
         "model_fingerprint": "another model, or other weights",

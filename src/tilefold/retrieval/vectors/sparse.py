@@ -67,6 +67,7 @@ class SparseVectors:
     provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
+        """Convert the arrays to their dtypes, check them, and sort the terms of each row."""
         self.ids = list(list_of("ids", self.ids))
         self.indptr = np.ascontiguousarray(self.indptr, dtype=np.int64)
         self.indices = _as_int32(self.indices)
@@ -77,10 +78,12 @@ class SparseVectors:
             self._sort_rows()
 
     def _sort_rows(self) -> None:
-        """Sort the terms of each row.
+        """Sort the terms of each row, with their weights.
 
-        Raises ``DataError`` for a term that a row has twice.
+        Raises:
+            DataError: for a term that a row has twice.
         """
+        # One key sorts by row, then by term. Keys are equal only for a repeated term.
         rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
         keys = rows * self.vocab_size + self.indices
         order = np.argsort(keys, kind="stable")
@@ -96,7 +99,8 @@ class SparseVectors:
 
     def _check(self) -> None:
         """Raise ``DataError`` for shapes that do not fit, and invalid terms or weights."""
-        n, nnz = len(self.ids), self.indices.size
+        n = len(self.ids)
+        nnz = self.indices.size
         check_integer("vocab_size", self.vocab_size)
         if self.vocab_size < 1:
             raise DataError(f"vocab_size: expected at least 1, got {self.vocab_size}.")
@@ -124,13 +128,16 @@ class SparseVectors:
             )
 
     def _in_order(self) -> bool:
-        """Whether terms rise in every row.
+        """Whether the terms of every row are ascending and unique.
 
-        The check takes one byte per entry, where sorting takes many.
+        The check takes one byte of memory per entry, and a sort takes many.
         """
+        # Entry i says whether term i + 1 is above term i.
         rises = self.indices[1:] > self.indices[:-1]
-        starts = self.indptr[1:-1]
-        rises[starts[(starts > 0) & (starts < self.indices.size)] - 1] = True
+        # The first term of a row may be below the last one of the row before.
+        row_starts = self.indptr[1:-1]
+        inner_starts = row_starts[(row_starts > 0) & (row_starts < self.indices.size)]
+        rises[inner_starts - 1] = True
         return bool(rises.all())
 
     def _owner(self, position: int) -> str:
@@ -144,7 +151,16 @@ class SparseVectors:
         vocab_size: int,
         fingerprint: str | None = None,
     ) -> SparseVectors:
-        """Make vectors from ``{id: {term: weight}}``."""
+        """Create vectors from dictionaries.
+
+        Args:
+            rows: id -> term -> weight.
+            vocab_size: number of terms of the vocabulary, V.
+            fingerprint: digest of the vocabulary; None if it is unknown.
+
+        Raises:
+            DataError: for a term, weight or id that sparse vectors cannot have.
+        """
         check_mapping("rows", rows, "id -> weights by term")
         for identifier, row in rows.items():
             check_mapping(f"rows[{identifier!r}]", row, "term -> weight")
@@ -171,12 +187,13 @@ class SparseVectors:
         fingerprint: str | None = None,
         min_weight: float = 0.0,
     ) -> SparseVectors:
-        """Make vectors from a torch tensor ``[N, V]``.
+        """Create vectors from a torch tensor ``[N, V]``.
 
         Args:
             ids: N ids.
             matrix: dense, sparse COO or CSR, on any device and of any float dtype.
-            fingerprint: of the vocabulary; by default that of a result of ``encode_sparse``.
+            fingerprint: digest of the vocabulary. By default it is the one that ``encode_sparse``
+                has attached to its result, if `matrix` is one.
             min_weight: positive entries up to this weight are dropped, as zeros are. NaN and
                 negative entries are kept so that they are reported.
         """
@@ -194,7 +211,8 @@ class SparseVectors:
             offsets = matrix.crow_indices().cpu()
             columns = matrix.col_indices().cpu()
             values = matrix.values().cpu()
-            # by numpy, because torch starts all its threads for a few rows, which can take ms
+            # numpy repeats the rows, because torch would start all its threads for a few rows. That
+            # can take milliseconds.
             rows = torch.from_numpy(np.repeat(np.arange(len(ids)), offsets.diff().numpy()))
         else:
             if matrix.layout != torch.sparse_coo:
@@ -215,7 +233,15 @@ class SparseVectors:
 
     @classmethod
     def concatenate(cls, parts: Sequence[SparseVectors]) -> SparseVectors:
-        """Join the rows of at least one set of vectors, all of one vocabulary, in order."""
+        """Join the rows of several sets of vectors over one vocabulary, in order.
+
+        Args:
+            parts: at least one set of vectors.
+
+        Raises:
+            VocabularyMismatchError: for parts over different vocabularies.
+            DataError: for an id that two parts have.
+        """
         parts = list_of("parts", parts)
         if not parts:
             raise ArgumentError("parts", "expected at least one set of vectors, got an empty list.")
@@ -234,7 +260,10 @@ class SparseVectors:
         )
 
     def take(self, rows: Sequence[int] | Longs) -> SparseVectors:
-        """Return a copy of some rows, in the given order.
+        """Return a copy of some rows.
+
+        Args:
+            rows: positions of rows, in the order of the result.
 
         Raises:
             TypeError: for positions that are no integers.
@@ -288,8 +317,9 @@ class SparseVectors:
         return {name: row for row, name in enumerate(self.ids)}
 
     def row(self, i: int) -> Row:
-        """Return the terms and the weights of row `i`."""
-        low, high = int(self.indptr[i]), int(self.indptr[i + 1])
+        """Return the terms and the weights of row `i`, as views."""
+        low = int(self.indptr[i])
+        high = int(self.indptr[i + 1])
         return self.indices[low:high], self.data[low:high]
 
     def __len__(self) -> int:
@@ -314,13 +344,14 @@ def check_same_vocabulary(
     """Raise ``VocabularyMismatchError`` unless sizes and known fingerprints are equal.
 
     Args:
-        left: vectors, a manifest or an index.
-        right: the same, which is at fault in the error.
-        left_name: what to call `left` in the error.
-        right_name: what to call `right` in the error.
+        left: vectors, a manifest or an index, whose vocabulary is expected.
+        right: vectors, a manifest or an index, which the error complains of.
+        left_name: name of `left` in the error.
+        right_name: name of `right` in the error.
     """
     if left.vocab_size != right.vocab_size:
-        expected, got = f"with {left.vocab_size} terms", f"with {right.vocab_size}"
+        expected = f"with {left.vocab_size} terms"
+        got = f"with {right.vocab_size}"
     elif left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
         expected = f"(fingerprint {left.fingerprint[:12]})"
         got = f"of the same size (fingerprint {right.fingerprint[:12]})"
@@ -345,9 +376,11 @@ def check_vectors(
 
 
 def check_buildable(vectors: SparseVectors) -> None:
-    """Raise ``ValueError`` unless some vector holds a positive weight.
+    """Raise an error unless an index can be built of vectors.
 
-    Other objects are a ``TypeError``.
+    Raises:
+        TypeError: for anything but ``SparseVectors``.
+        ValueError: if no vector has a positive weight.
     """
     check_vectors("vectors", vectors)
     if not len(vectors) or not bool((vectors.data > 0).any()):
@@ -372,9 +405,10 @@ def check_search(index: HasVocabulary, queries: SparseVectors, k: int) -> None:
 
 
 def _as_int32(indices: npt.ArrayLike) -> Ints:
-    """Return terms as int32.
+    """Convert terms to a contiguous int32 array.
 
-    Raises ``DataError`` for other numbers, and those that do not fit.
+    Raises:
+        DataError: for numbers that are not integers, or do not fit int32.
     """
     array = np.asarray(indices)
     if array.size and not np.issubdtype(array.dtype, np.integer):

@@ -247,7 +247,10 @@ def iter_shards(
 
     Args:
         path: folder of sparse vectors.
-        manifest: of the folder; by default it is read.
+        manifest: manifest of the folder. It is read from the folder if it is None.
+
+    Raises:
+        DataError: for a shard that is damaged.
     """
     folder = path_of("path", path)
     manifest = manifest or read_manifest(folder)
@@ -276,11 +279,11 @@ def write_vectors(
     """Write vectors in memory to a folder.
 
     Args:
-        vectors: what to write.
+        vectors: sparse vectors.
         path: the folder, new or empty.
-        model_name: name of the model that made the vectors.
-        kind: what the vectors are of, ``"document"`` or ``"query"``.
-        shard_size: vectors of a file.
+        model_name: name of the model that computed the vectors.
+        kind: ``"document"`` or ``"query"``, of which the vectors are.
+        shard_size: number of vectors per file.
         overwrite: replace vectors that are in the folder.
 
     Returns:
@@ -292,7 +295,7 @@ def write_vectors(
     check_vectors("vectors", vectors)
     check_integer("shard_size", shard_size)
     check_least("shard_size", shard_size)
-    # Each shard has its precision.
+    # The precision is recorded with each shard, and not with the settings.
     provenance = replace(vectors.provenance, precision=None).to_dict()
     settings = {name: value for name, value in provenance.items() if value}
     manifest = VectorManifest(
@@ -315,14 +318,19 @@ def write_vectors(
 
 
 def _check_distinct_names(term_names: Sequence[str], vectors: SparseVectors) -> None:
-    """Raise ``DataError`` if two terms that occur in the vectors have one name."""
+    """Raise ``DataError`` if two terms that occur in the vectors have one name.
+
+    Args:
+        term_names: name of each term.
+        vectors: vectors whose terms are checked.
+    """
     term_of_name: dict[str, int] = {}
     for term in np.unique(vectors.indices).tolist():
-        other = term_of_name.setdefault(term_names[term], term)
-        if other != term:
+        first_term = term_of_name.setdefault(term_names[term], term)
+        if first_term != term:
             raise ArgumentDataError(
                 "tokens",
-                f"terms {other} and {term} have the same text {term_names[term]!r}. "
+                f"terms {first_term} and {term} have the same text {term_names[term]!r}. "
                 "Pass tokens=None.",
             )
 
@@ -380,7 +388,13 @@ def export_jsonl(
 def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> list[str]:
     """Name the terms of vectors by tokens.
 
-    See :func:`export_jsonl` for the errors.
+    Args:
+        vectors: vectors whose terms are named.
+        tokens: token of each term. A term whose token is None is named after its number.
+
+    Raises:
+        VocabularyMismatchError: if a term of the vectors has no entry in `tokens`.
+        DataError: for two terms of the vectors with one token.
     """
     tokens = list_of("tokens", tokens)
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
@@ -407,7 +421,15 @@ def _as_data_error(path: Path) -> Iterator[None]:
 
 
 def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
-    """Read the file of a shard, and raise ``DataError`` for nulls and invalid vectors."""
+    """Read the Parquet file of a shard.
+
+    Args:
+        path: the file, with the columns ``id``, ``indices`` and ``weights``.
+        manifest: manifest of the folder, for the vocabulary and the provenance of the vectors.
+
+    Raises:
+        DataError: for another file, nulls, and invalid vectors.
+    """
     _, parquet = arrow("Storing vectors")
     names = ("id", "indices", "weights")
     with _as_data_error(path):

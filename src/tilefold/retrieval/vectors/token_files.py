@@ -90,11 +90,11 @@ def _scaled_values(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Return the vectors ``[n, D]`` of each text.
+    """Split padded token vectors into the vectors ``[n, D]`` of each text.
 
     Args:
         padded: ``[N, L, D]``.
-        mask: ``[N, L]``, nonzero for tokens; without it, rows of zeros are padding.
+        mask: ``[N, L]``, nonzero for tokens. If it is None, vectors of zeros are padding.
     """
     is_token = padded.abs().amax(-1) > 0 if mask is None else mask != 0
     keep = is_token | padded.isnan().any(-1)  # a NaN must be reported
@@ -102,7 +102,14 @@ def _without_padding(padded: Tensor, mask: Tensor | None) -> list[Tensor]:
 
 
 def _read_arrays(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
-    """Read the tensors of a file by name, and its ids, None without any."""
+    """Read all tensors of a safetensors or npz file.
+
+    Returns:
+        Name -> tensor, without ``ids``, and the ids of the texts, or None if the file has no ids.
+
+    Raises:
+        DataError: for a file that cannot be read.
+    """
     try:
         if file.suffix == ".npz":
             with np.load(file, allow_pickle=False) as archive:

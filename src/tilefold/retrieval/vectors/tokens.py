@@ -69,6 +69,7 @@ class TokenVectors:
     scales: Tensor | None = None
 
     def __post_init__(self) -> None:
+        """Check ids, offsets and dtypes."""
         self.ids = list_of("ids", self.ids)
         check_ids(self.ids)
         check_values(self.values, self.scales)
@@ -88,7 +89,7 @@ class TokenVectors:
         dimension: int,
         storage: str,
     ) -> TokenVectors:
-        """Pack one tensor per text on the CPU.
+        """Pack the token vectors of several texts into one tensor on the CPU, in a storage.
 
         Args:
             ids: N ids.
@@ -132,7 +133,8 @@ class TokenVectors:
 
     def rows(self, i: int) -> Tensor:
         """Return the vectors of text `i`, ``[n, D]`` fp32."""
-        low, high = int(self.offsets[i]), int(self.offsets[i + 1])
+        low = int(self.offsets[i])
+        high = int(self.offsets[i + 1])
         values = self.values[low:high].float()
         return values if self.scales is None else values * self.scales[low:high, None]
 
@@ -144,7 +146,11 @@ class TokenVectors:
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
     def take(self, chosen: Sequence[int]) -> TokenVectors:
-        """Return a copy of some texts, in the given order."""
+        """Return a copy of some texts.
+
+        Args:
+            chosen: positions of texts, in the order of the result.
+        """
         positions, offsets = gather_positions(
             self.offsets.numpy(),
             np.asarray(chosen, np.int64),
@@ -159,10 +165,15 @@ class TokenVectors:
 
     @classmethod
     def concatenate(cls, parts: Sequence[TokenVectors]) -> TokenVectors:
-        """Join the texts of at least one part, all of one dimension and storage, in order."""
+        """Join the texts of several parts, in order.
+
+        Args:
+            parts: at least one set of vectors. All have one dimension and one dtype.
+        """
         lengths = torch.cat([part.offsets.diff() for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
-        with torch.autocast("cpu", enabled=False):  # which would fail for fp16, or widen it
+        # Autocast of the caller would make torch.cat fail for fp16, or widen it.
+        with torch.autocast("cpu", enabled=False):
             values = torch.cat([part.values for part in parts])
         return cls(
             [name for part in parts for name in part.ids],
@@ -173,11 +184,11 @@ class TokenVectors:
 
 
 def check_values(values: Tensor, scales: Tensor | None) -> None:
-    """Raise ``DataError`` for other shapes or dtypes, or scales that do not fit the values.
+    """Raise ``DataError`` unless values and scales have the shapes and dtypes of a storage.
 
     Args:
-        values: ``[T, D]`` fp32, fp16 or int8.
-        scales: ``[T]`` fp32 for int8 values, else None.
+        values: must be ``[T, D]`` in fp32, fp16 or int8.
+        scales: must be ``[T]`` in fp32 for int8 values, and None for floats.
     """
     if values.dim() != 2 or values.dtype not in _DTYPES.values():
         raise DataError(f"values: expected [T, D] in fp16, fp32 or int8, got {_described(values)}.")
@@ -201,9 +212,9 @@ def check_finite(
     Args:
         ids: N ids.
         offsets: where the vectors of each text begin, ``[N + 1]``.
-        finite: whether each vector is finite as it is stored, bool ``[T]``.
+        finite: bool ``[T]``, whether each vector is finite after it was rounded to the storage.
         storage: ``"fp32"``, ``"fp16"`` or ``"int8"``.
-        numbers: the vectors ``[T, D]``, for the error.
+        numbers: the vectors ``[T, D]`` before they were rounded, for the error.
     """
     if bool(finite.all()):
         return
@@ -221,8 +232,11 @@ def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -
     Args:
         ids: N ids.
         offsets: where the vectors of each text begin, ``[N + 1]``.
-        numbers: ``[T, D]`` or ``[T]``.
-        wrong: which of them are wrong, of the same shape.
+        numbers: vectors ``[T, D]``, or scales ``[T]``.
+        wrong: bool of the same shape, True for wrong numbers. At least one is.
+
+    Returns:
+        The number and the id, such as ``"nan for 'd1'"``.
     """
     position = wrong.nonzero()[0].tolist()
     token = position[0]
@@ -350,6 +364,16 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path, manifest: TokenManifest) -> None:
+        """Read the ids of all shards.
+
+        Args:
+            folder: a complete folder of vectors.
+            manifest: manifest of the folder.
+
+        Raises:
+            DataError: for a shard with another number of ids than the manifest lists, or an id that
+                occurs twice.
+        """
         self.folder = folder
         self.manifest = manifest
         self.dimension = manifest.dimension
@@ -418,7 +442,10 @@ class TokenStore:
                 del self._shards[number]
 
     def read(self, names: Iterable[str]) -> TokenVectors:
-        """Copy the vectors of some texts into memory, in the given order.
+        """Copy the vectors of some texts into memory.
+
+        Args:
+            names: ids of the texts, in the order of the result.
 
         Raises:
             KeyError: for an unknown id.
@@ -430,6 +457,7 @@ class TokenStore:
         for name in ids:
             number, row = self.ids[name]
             rows_by_shard.setdefault(number, []).append(row)
+        # In the order of the shards. The last step brings them into the order of the ids.
         vectors = TokenVectors.concatenate(
             [self.shard(number).take(rows) for number, rows in rows_by_shard.items()],
         )
@@ -475,7 +503,16 @@ def save_tensors(path: Path, **tensors: Tensor | None) -> None:
 
 
 def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
-    """Read tensors of a shard by name, memory-mapped, and its scales if it has some."""
+    """Read tensors of a safetensors file by name, memory-mapped.
+
+    Args:
+        path: the file.
+        names: names of tensors that the file must have. A tensor ``scales`` is read if there is
+            one.
+
+    Raises:
+        DataError: for a file that cannot be read, or lacks one of the tensors.
+    """
     try:
         with safetensors_package().safe_open(str(path), framework="pt") as file:
             stored = set(file.keys())
@@ -492,7 +529,7 @@ def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
 
 
 def _read_ids(path: Path) -> list[str]:
-    """Read the ids of a shard."""
+    """Read the ids of a shard, which are a tensor with the UTF-8 bytes of a JSON list."""
     raw = read_tensors(path, "ids")["ids"]
     try:
         names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
@@ -506,9 +543,10 @@ def _read_ids(path: Path) -> list[str]:
 
 
 def _read_shard(path: Path) -> TokenVectors:
-    """Read a shard, memory-mapped.
+    """Read the vectors and ids of a shard, memory-mapped.
 
-    A ``DataError`` names the file.
+    Raises:
+        DataError: for a damaged file, which the error names.
     """
     tensors = read_tensors(path, "offsets", "values")
     try:
@@ -527,7 +565,11 @@ def _read_shard(path: Path) -> TokenVectors:
 def _check_finite(vectors: TokenVectors, path: Path) -> None:
     """Raise ``DataError`` for vectors of a file that are NaN or infinite.
 
-    Of int8 values the scales are checked, which may not be negative either.
+    int8 values are always finite. Their scales are checked, which must not be negative either.
+
+    Args:
+        vectors: vectors of the file.
+        path: the file, for the error.
     """
     if vectors.scales is None:
         numbers = vectors.values
@@ -539,7 +581,7 @@ def _check_finite(vectors: TokenVectors, path: Path) -> None:
         prefix = "a scale of "
     if not numbers.numel():
         return
-    low, high = numbers.aminmax()  # both are NaN if any number is
+    low, high = numbers.aminmax()  # the least and the largest; both are NaN if any number is
     if not (math.isfinite(low) and math.isfinite(high) and low >= least):
         is_wrong = ~numbers.isfinite() | (numbers < least)
         got = named(vectors.ids, vectors.offsets, numbers, is_wrong)
