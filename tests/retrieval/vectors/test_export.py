@@ -113,7 +113,7 @@ def test_shards_give_the_files_of_the_vectors_in_memory(
 def test_terms_that_would_become_one_are_refused(export: Any, tmp_path: Path) -> None:
     vectors = SparseVectors.from_rows({"a": {0: 1.0, 2: 1.0}}, 4)
     twice = (
-        r"a name of its own for every term, got 'x' \(terms 0 and 3\) twice\. .* their numbers\.$"
+        r"a name of its own for every term, got 'x' \(terms 0 and 3\) twice\. .* --names numbers\.$"
     )
     for tokens, kind, message in (
         (["x", "y", "z", "x"], DataError, twice),  # a query with term 3 would find term 0
