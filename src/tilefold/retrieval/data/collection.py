@@ -74,6 +74,7 @@ class Document:
     metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
+        """Raise ``TypeError`` if id, title or text is not a string."""
         for name, value in (("id", self.id), ("title", self.title), ("text", self.text)):
             if not isinstance(value, str):
                 raise TypeError(
@@ -119,7 +120,13 @@ def documents_by_id(
 
 
 def _as_document(name: str, identifier: str, document: object) -> Document:
-    """Return a document, which may be passed as its text."""
+    """Return a document that a caller passed as a :class:`Document` or as its text.
+
+    Args:
+        name: name of the argument, for the error.
+        identifier: id of the document.
+        document: the document, or its text.
+    """
     if isinstance(document, Document):
         return document
     if not isinstance(document, str):
@@ -170,6 +177,7 @@ class Collection:
     passages: str | None = None
 
     def __post_init__(self) -> None:
+        """Turn texts into documents, and check all ids and mappings."""
         self.documents = documents_by_id("documents", self.documents)
         check_texts_by_id("queries", self.queries)
         check_mapping("qrels", self.qrels, "split -> query id -> grades by document")
@@ -385,9 +393,13 @@ def load_beir(
 
 
 def _load_folder_queries(folder: Path) -> dict[str, str]:
-    """Return query id -> text from a folder.
+    """Read the queries of a BEIR folder, or of MS MARCO's files for each split.
 
-    The result is empty where it has neither queries nor judgements.
+    Returns:
+        Query id -> text; empty if the folder has neither queries nor judgements.
+
+    Raises:
+        FileNotFoundError: if the folder has judgements without queries.
     """
     table = find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))
     if table is not None:
@@ -403,7 +415,14 @@ def _load_folder_queries(folder: Path) -> dict[str, str]:
 
 
 def documents_table(folder: Path) -> Path:
-    """Return the path of the corpus: `folder` itself if it is a file or a saved dataset."""
+    """Find the file or folder with the documents of a collection.
+
+    Args:
+        folder: a BEIR folder, or a file or saved dataset, which is the corpus itself.
+
+    Raises:
+        FileNotFoundError: if a folder has no documents.
+    """
     if folder.is_file() or _tables.is_saved_dataset(folder):
         return folder
     corpus = find_table(folder, "corpus", _tables.ROWS)

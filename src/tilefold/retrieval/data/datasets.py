@@ -120,6 +120,7 @@ def load_collection(
     cache = default_cache_dir() if cache_dir is None else path_of("cache_dir", cache_dir)
 
     def load(path: Path) -> Collection:
+        """Load a folder or file, with documents that stay in the file if it is large."""
         file = documents_table(path)
         documents = None
         if stored is not None and file.is_file() and file.stat().st_size >= stored:
@@ -261,7 +262,7 @@ def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
         root: folder of the standard library.
     """
     skipped = set(_SKIP.split())
-    files = []
+    files = []  # whether the module is private, its name and its path, by which they are sorted
     for file in root.rglob("*.py"):
         parts = list(file.relative_to(root).with_suffix("").parts)
         if skipped.intersection(parts) or parts[0].startswith("config-"):

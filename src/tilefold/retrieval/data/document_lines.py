@@ -109,7 +109,15 @@ def _lines_of_processes(
 ) -> Generator[Lines, None, None]:
     """Yield the lines that processes read, in order, until a process fails to deliver a range.
 
-    Process p reads the ranges p, p + n_processes, p + 2 n_processes, and so on.
+    Process p reads the ranges p, p + n_processes, p + 2 n_processes, and so on. The caller reads
+    the ranges that are not delivered. All processes are ended at the end.
+
+    Args:
+        file: path of the file.
+        size: bytes of the file.
+        n_processes: number of processes.
+        n_ranges: number of ranges of the file.
+        fields: names of the fields of documents that are not the usual ones.
     """
     workers: list[subprocess.Popen[bytes]] = []
     try:
@@ -134,7 +142,18 @@ def _start(
     n_processes: int,
     fields: DocumentFields,
 ) -> subprocess.Popen[bytes]:
-    """Start process `number` of `n_processes`, which runs :func:`main`."""
+    """Start a process that reads every n-th range of a file by :func:`main`.
+
+    Args:
+        file: path of the file.
+        size: bytes of the file.
+        number: number of this process, from 0.
+        n_processes: number of all processes.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        The process, whose stdout has the lines.
+    """
     import_path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {import_path!r}; "
@@ -162,7 +181,11 @@ def _start(
 
 
 def _received(stream: IO[bytes] | None) -> Lines | None:
-    """Return the lines of the next range from a process, or None if it ended or wrote noise."""
+    """Read the lines of the next range from the stdout of a process.
+
+    Returns:
+        The lines, or None if the process has ended or wrote something else.
+    """
     if stream is None:
         return None
     header = stream.read(_HEADER.size)
@@ -221,7 +244,16 @@ def _lines(
 
 
 def _lines_beginning_in(stream: IO[bytes], start: int, stop: int) -> tuple[int, list[bytes]]:
-    """Return the offset of the first line that begins in a range of bytes, and all such lines."""
+    """Read the lines that begin in a range of bytes; the last one may end after it.
+
+    Args:
+        stream: the open file.
+        start: first byte of the range.
+        stop: the byte after the range.
+
+    Returns:
+        The offset of the first line, and the lines with their ends.
+    """
     if start:
         # The line that begins before the range may end in it. The byte before the range is read
         # too, because it may be the line break after which the range's first line begins.
@@ -241,7 +273,17 @@ def _parse_lines(
     path: str,
     fields: DocumentFields,
 ) -> tuple[list[int], tuple[Sequence[bytes], Sequence[bytes]]]:
-    """Return the offsets, and ids and contents, of the lines that are not blank."""
+    """Parse lines one by one, and leave out blank lines.
+
+    Args:
+        offsets: offset of each line in the file.
+        lines: the lines.
+        path: path of the file, whose suffix says what its lines are.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        Offsets of the lines that are not blank, and their ids and contents in UTF-8.
+    """
     kept_offsets: list[int] = []
     ids: list[str] = []
     contents: list[bytes] = []
@@ -274,10 +316,12 @@ def _split_plain_lines(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[by
         strict=True,
     )
     joined = b"".join(lines)
+    # "!" and "~" are the first and the last printable ASCII characters after the blank. The
+    # smallest of the tabs is empty if a line has none.
     if min(ids) < b"!" or max(ids) > b"~" or not min(tabs) or b"\0" in joined:
         return None
     if not joined.isascii():
-        joined.decode()
+        joined.decode()  # raises UnicodeDecodeError for lines that are not UTF-8
     return ids, texts
 
 

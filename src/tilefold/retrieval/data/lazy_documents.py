@@ -96,6 +96,16 @@ class LazyDocuments(Mapping[str, V]):
         parse: Parse[V],
         fields: DocumentFields = USUAL_FIELDS,
     ) -> None:
+        """Create a mapping of the documents in a file.
+
+        Args:
+            path: the file.
+            state: size and times of the file when it was read.
+            sha256: digest of ids and texts.
+            arrays: sorted keys of ids, their positions, offsets of documents, and keys of texts.
+            parse: reads the id and the value in a line.
+            fields: names of the fields of documents that are not the usual ones.
+        """
         self.path = path
         self.state = state
         self.sha256 = sha256
@@ -124,7 +134,14 @@ class LazyDocuments(Mapping[str, V]):
         return np.asarray(self._offsets[positions + 1] - self._offsets[positions])
 
     def pairs_at(self, positions: Sequence[int]) -> list[tuple[str, V]]:
-        """Return ids and values at n positions."""
+        """Read the ids and values at some positions from the file.
+
+        Args:
+            positions: positions of documents in the file, counted from 0.
+
+        Raises:
+            DataError: if the file has changed since it was opened.
+        """
         self.check()
         chosen = np.asarray(positions)
         starts = self._offsets[chosen].tolist()
@@ -176,9 +193,9 @@ class LazyDocuments(Mapping[str, V]):
         return not bool((self._keys[1:] == self._keys[:-1]).any())
 
     def _position(self, name: str) -> int | None:
-        """Return the position of an id, None for an unknown one.
+        """Return the position of an id, or None for an unknown one.
 
-        The file is read to make sure.
+        Several ids may share a key, so the id in the file is compared too.
         """
         key = np.uint64(id_key(name))
         first = int(np.searchsorted(self._keys, key))
@@ -296,11 +313,27 @@ def _index_file(
     state: FileState,
     fields: DocumentFields,
 ) -> LazyDocuments[Document]:
-    """Read a file once, and note offsets, keys and the digest of its lines."""
+    """Read a file once, and record where its documents are.
+
+    A key is a 64-bit hash of an id or of a text.
+
+    Args:
+        file: JSON lines, or lines of an id, a tab and a text.
+        state: size and times of the file.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        The documents, with sorted keys of their ids, the position of each key's document, and the
+        offset of each document in the file.
+
+    Raises:
+        DataError: for a malformed line, or missing or repeated ids.
+    """
     parts = [np.empty((3, 0), np.uint64)]
     digest = TextsDigest()
     try:
-        # hashlib releases the interpreter lock, so that a thread computes the digest meanwhile
+        # hashlib releases the interpreter lock, so that a thread can compute the digest of a range
+        # while the next range is read. At most one range waits for it.
         with ThreadPoolExecutor(1) as executor:
             pending: Future[None] | None = None
             for numbers, encoded in all_lines(file, state.size, fields):
@@ -344,7 +377,18 @@ def _read_cache(
     state: FileState,
     fields: DocumentFields,
 ) -> LazyDocuments[Document] | None:
-    """Return the documents of an earlier run, None if the file or the keys changed since."""
+    """Open the documents of a file from the cache.
+
+    Args:
+        folder: folder of the file in the cache.
+        file: the file of documents.
+        state: present size and times of the file.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        The documents, or None if they are not in the cache, or the file or the way in which keys
+        are computed has changed since.
+    """
     facts = read_json(folder / _FACTS) or {}
     count = facts.get("documents")
     sha256 = facts.get("texts_sha256")
@@ -368,7 +412,15 @@ def _read_cache(
 
 
 def _write_cache(folder: Path, documents: LazyDocuments[Document]) -> None:
-    """Keep the arrays of documents, unless the file has changed, or may change unnoticed."""
+    """Write the arrays of documents into the cache.
+
+    Nothing is written if the file has changed since it was read. The same holds if it was written
+    in the last seconds, because another change could leave its times as they are.
+
+    Args:
+        folder: folder of the file in the cache.
+        documents: documents of the file.
+    """
     state = documents.state
     last_written = max(state.modified_ns, state.changed_ns) / 1e9
     if FileState.of(documents.path) != state or time.time() - last_written < SETTLED_SECONDS:

@@ -195,9 +195,9 @@ def _parse_value(operator: str, written: str, kinds: Sequence[str] | None) -> An
 
 
 def _typed(text: str, kinds: Sequence[str] | None) -> object:
-    """Read a number, boolean, null or quoted text.
+    """Interpret a value of a condition as a number, boolean, null or quoted text.
 
-    Anything else is the text itself.
+    Any other value is a text without quotes.
 
     Args:
         text: one value of a condition.
@@ -297,9 +297,13 @@ def kept_fields(fields: Fields) -> dict[str, Any]:
 
 
 def _stored_value(value: object) -> object:
-    """Return a value as an index stores it.
+    """Convert a value of metadata to the form that an index stores.
 
-    The result is None for a value that is left out.
+    numpy's scalars become Python's, and dates become texts in ISO format. Long lists, lists with
+    floats and values of other types are not stored.
+
+    Returns:
+        The value, or None if it is not stored.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -712,7 +716,7 @@ class Metadata:
 
 
 def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = None) -> Mask | None:
-    """Return which documents of an index may be found.
+    """Combine a filter and a mask into a mask of the documents that a search may return.
 
     Args:
         metadata: metadata of the N documents, None for an index without.

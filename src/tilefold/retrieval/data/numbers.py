@@ -26,7 +26,8 @@ class FloatInterval(NamedTuple):
 
 def integers_within(bounds: Bounds) -> range:
     """Return the 64-bit integers that satisfy all bounds."""
-    low, high = INT64[0], INT64[-1]
+    low = INT64[0]
+    high = INT64[-1]
     for bound, number in bounds.items():
         if bound == "gte":
             low = max(low, math.ceil(number))
@@ -40,8 +41,16 @@ def integers_within(bounds: Bounds) -> range:
 
 
 def floats_within(bounds: Bounds) -> FloatInterval:
-    """Return the float64 values that satisfy all bounds, which are compared without rounding."""
-    low, high = -math.inf, math.inf
+    """Return the float64 values that satisfy all bounds, which are compared without rounding.
+
+    A bound may be an integer that float64 cannot represent. Its nearest float64 is then on one side
+    of it. If that value violates the bound, the interval ends at the next float64.
+
+    Args:
+        bounds: ``gt``, ``gte``, ``lt`` or ``lte`` -> number.
+    """
+    low = -math.inf
+    high = math.inf
     for bound, number in bounds.items():
         nearest = float(number)  # Python compares a float and an integer exactly
         if bound in ("gt", "gte"):
@@ -83,8 +92,16 @@ class RoundedRange(NamedTuple):
 def rounded_range(bounds: Bounds) -> RoundedRange:
     """Return bounds for an engine that rounds stored integers to float64.
 
-    Rounding keeps the order, so only integers that round to a float next to an end of the range
-    can change sides. Below 2^53 there are none.
+    Such an engine may take an integer for one on the other side of a bound. Rounding keeps the
+    order, so this happens only to integers that round to a float64 at or next to an end of the
+    range. Below 2^53 there are none, because float64 represents all of them.
+
+    Args:
+        bounds: ``gt``, ``gte``, ``lt`` or ``lte`` -> number.
+
+    Returns:
+        An interval that the engine can compare correctly, integers that must be added to it, and
+        float64 values at its ends with the integers that round to them but violate a bound.
     """
     integers_inside = integers_within(bounds)
     interval = floats_within(bounds)

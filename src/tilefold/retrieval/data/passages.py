@@ -117,6 +117,7 @@ class Passages:
     cut: Literal["sentences", "words"] = "sentences"
 
     def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a length, stride or cut that is out of range."""
         check_count("length", self.length)
         if self.stride is not None:
             check_count("stride", self.stride)
@@ -164,14 +165,16 @@ class Passages:
         ranges = []
         begin = 0  # index into `breaks` of the passage's first word
         while True:
-            # the last break that the passage reaches
+            # The last break within `length` words of the passage's first word.
             end = bisect_right(breaks, breaks[begin] + self.length) - 1
-            start, stop = characters[breaks[begin]], characters[breaks[end]]
+            start = characters[breaks[begin]]
+            stop = characters[breaks[end]]
             ranges.append((start, start + len(text[start:stop].rstrip())))
             if breaks[end] >= n_words:
                 return ranges
+            # The next passage begins `stride` words later, at the end of this one at the latest.
             begin = bisect_left(breaks, breaks[begin] + stride, hi=end)
-            # a passage that did not reach beyond this one would add no word
+            # It is moved on while it would end where this one ends, because it would add no word.
             while begin < end and breaks[end + 1] - breaks[begin] > self.length:
                 begin += 1
 

@@ -202,9 +202,19 @@ def _plan_shards(
     sample_size: int,
     fields: DocumentFields,
 ) -> ShardPlan:
-    """Cut rows into shards.
+    """Cut rows into shards, and compute the digests of their texts.
 
-    See :meth:`InMemoryTexts.plan_shards`.
+    Args:
+        rows: id, text and position in a file of each text, in order.
+        shard_size: texts per shard.
+        sample_size: how many texts to sample.
+        fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        The shards, the number and the digest of all texts, and the sample.
+
+    Raises:
+        ValueError: if there are no texts.
     """
     plan = ShardPlan()
     digest = TextsDigest()

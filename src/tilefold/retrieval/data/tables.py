@@ -347,7 +347,16 @@ def _named_text_columns(
     where: str,
     named: DocumentFields,
 ) -> list[str | None]:
-    """The columns of a first line that must name columns, as of :func:`text_columns`."""
+    """Find the columns of a first line that must have names which the caller gave.
+
+    Args:
+        fields: the fields of the line.
+        where: file and line, for the error.
+        named: names of the fields of documents.
+
+    Returns:
+        For each field ``"_id"``, ``"title"``, ``"text"`` or None for another column.
+    """
     names = tuple(field.strip().strip('"') for field in fields)
     try:
         chosen = text_columns_of(names, named)
@@ -498,7 +507,17 @@ def read_splits(
 
 
 def _files_by_split(folder: Path) -> dict[str, list[Path]]:
-    """Return the files of each split, which may be cut into parts such as ``-00000-of-00002``."""
+    """Find the files with the judgements of each split.
+
+    A split may be divided into files whose names end in ``-00000-of-00002`` and so on.
+
+    Args:
+        folder: the folder ``qrels``. If there is none, files such as ``qrels.dev.tsv`` next to it
+            are found.
+
+    Returns:
+        Split -> its files, in order.
+    """
     prefix = "" if folder.is_dir() else f"{folder.name}."
     files = folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{prefix}*.tsv")
     splits: dict[str, list[Path]] = {}
@@ -559,7 +578,7 @@ def _read_split(
 
 
 def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError:
-    """Error that names all lines of pairs that are judged with several grades.
+    """Create the error for pairs that are judged with several grades, with all their lines.
 
     Args:
         files: the files of the split, which are read again.
@@ -584,7 +603,14 @@ def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError
 
 
 def _judgements(path: Path) -> Iterator[Judgement]:
-    """Yield the judgements in a file: rows, or lines of three fields, or of four as in TREC."""
+    """Read the judgements in a file.
+
+    Files of JSON, CSV or Parquet have rows. Other files have lines of three fields, or of four as
+    in TREC, which tabs or blanks separate. Their first line may name columns.
+
+    Yields:
+        File and line, query id, document id and grade.
+    """
     if path.name.endswith(ROWS):
         for where, row in table_rows(path):
             yield _judgement_of_row(row, where)

@@ -635,6 +635,7 @@ class SeismicIndex(FolderIndex):
             raise DataError(f"{self._folder}: could not be searched ({error}). {REMEDY}") from error
 
     def _write(self, folder: Path) -> None:
+        """Write the engine and the arrays that translate its rows, terms and weights."""
         if self._engine is not None:
             with _silenced_output():
                 self._engine.save(str(folder / _ENGINE_STEM))

@@ -45,6 +45,7 @@ class Window:
     count: int
 
     def __post_init__(self) -> None:
+        """Raise an error for numbers that are no integers, or out of range."""
         for name in ("first", "last", "count"):
             check_integer(name, getattr(self, name))
         if not 1 <= self.first <= self.last:
@@ -78,6 +79,7 @@ class FalseNegatives:
     max_share: float | None = None
 
     def __post_init__(self) -> None:
+        """Raise an error for a margin or share that is no number, or out of range."""
         for name in ("margin", "max_share"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
@@ -155,7 +157,7 @@ class Mined:
     same_text: int = 0
 
     def rows(self, made_by: Mapping[str, object]) -> TrainingRows:
-        """Return the rows as columns.
+        """Return the mined rows as a table of training rows.
 
         Args:
             made_by: JSON object that describes how the rows were made.
@@ -253,7 +255,15 @@ def _add_query(
     ranking: Sequence[tuple[str, float]],
     negative_ranks: Sequence[int],
 ) -> None:
-    """Add the relevant documents of a query, and then its negatives."""
+    """Add the relevant documents of a query, and then its negatives.
+
+    Args:
+        mined: the rows so far, which are extended.
+        query: id of the query.
+        relevant: ids of its relevant documents.
+        ranking: retrieved documents and scores, best first.
+        negative_ranks: ranks, from 1, of the negatives in the ranking.
+    """
     mined.queries.append(query)
     mined.n_rows.append(len(relevant) + len(negative_ranks))
     rank_of_document = {document: rank for rank, (document, _) in enumerate(ranking, start=1)}
@@ -334,7 +344,17 @@ def _candidate_ranks(
 
 
 def _draw(ranks: list[int], windows: Sequence[Window], seed: int, query: str) -> list[int]:
-    """Return the ranks that the windows draw, ascending."""
+    """Draw the ranks of a query's negatives at random, the same ones for the same seed.
+
+    Args:
+        ranks: ranks of the documents that can be negatives.
+        windows: ranges of ranks, each with the number of ranks to draw from it.
+        seed: seed of all queries, which is combined with a digest of the query's id.
+        query: id of the query.
+
+    Returns:
+        The drawn ranks, ascending. A window with too few candidates gives all of them.
+    """
     query_digest = zlib.crc32(query.encode("utf-8", "surrogatepass"))
     generator = np.random.default_rng([seed, query_digest])
     drawn: set[int] = set()

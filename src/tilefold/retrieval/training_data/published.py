@@ -93,10 +93,18 @@ def read_published(path: Path) -> dict[str, Any]:
 
 
 def _group_by_query(columns: _Columns) -> dict[str, Any]:
-    """Return the fields of training rows: rows of a query together, and each document once."""
+    """Arrange rows by query, with each document of a query once.
+
+    Args:
+        columns: query, document, score and relevance of each row of the file.
+
+    Returns:
+        The fields of :class:`tilefold.retrieval.TrainingRows` except ``made_by``.
+    """
     query = np.frombuffer(columns.query, np.int32)
     document = np.frombuffer(columns.document, np.int32)
     n_documents = len(columns.documents)
+    # A group has the rows with the same query and document.
     _, first_rows, group_of_row = np.unique(
         query.astype(np.int64) * n_documents + document,
         return_index=True,
@@ -105,6 +113,7 @@ def _group_by_query(columns: _Columns) -> dict[str, Any]:
     group_is_relevant: npt.NDArray[np.bool_] = (
         np.bincount(group_of_row, np.frombuffer(columns.relevant, np.bool_)) > 0
     )
+    # Groups by query, and within a query in the order of their first rows.
     order = np.lexsort((first_rows, query[first_rows]))
     rows = first_rows[order]
     scores = np.frombuffer(columns.scores, np.float32)[rows] if columns.scores else None

@@ -170,6 +170,7 @@ class TrainingRows:
         return self.teachers if self.target is None else {**self.teachers, "target": self.target}
 
     def _check_offsets(self) -> None:
+        """Raise ``DataError`` unless there is an offset per query and one more, from 0 on."""
         n_offsets = len(self.queries) + 1
         is_valid = (
             len(self.offsets) == n_offsets
@@ -196,7 +197,7 @@ class TrainingRows:
         for first_query, end_query in itertools.pairwise(boundaries.tolist()):
             start = int(self.offsets[first_query])
             n_rows = np.diff(self.offsets[first_query : end_query + 1])
-            # Keys that are equal for equal pairs of a query and a document.
+            # Keys that are equal for equal pairs of a query of the block and a document.
             keys = np.repeat(np.arange(len(n_rows)) * max(1, len(self.documents)), n_rows)
             keys += self.document[start : start + len(keys)]
             order = np.argsort(keys, kind="stable")
@@ -240,7 +241,7 @@ class TrainingRows:
         starts = self.offsets[:-1][counts > 0]
         compared = counts[counts > 0] > 1
         shares: dict[str, float] = {}
-        if not compared.any():
+        if not compared.any():  # every query has one document at most
             return shares
         for name, scores in self.teachers.items():
             highest = np.maximum.reduceat(scores, starts)[compared]
@@ -326,7 +327,14 @@ class TrainingRows:
         texts: Mapping[str, str],
         collection: Collection,
     ) -> None:
-        """Raise ``DataError`` if the rows were made from other texts; a missing digest is valid."""
+        """Raise ``DataError`` if the rows record a digest of other texts than these.
+
+        Args:
+            key: entry of ``made_by`` with the digest. Rows without the entry are not compared.
+            texts_name: ``"documents"`` or ``"queries"``, for the error.
+            texts: id -> text in the collection.
+            collection: the collection, for the error.
+        """
         digest = self.made_by.get(key)
         if digest is not None and digest != texts_digest(texts):
             raise DataError(
@@ -575,6 +583,7 @@ def _read_numeric_ids(
     """
 
     def read_group(group: int) -> list[npt.NDArray[np.int64]]:
+        """Read a row group of the file in a thread, with a file handle of its own."""
         with pq.ParquetFile(file, metadata=table.metadata) as group_file:
             batches = group_file.iter_batches(_ROWS_PER_GROUP, [group], [name])
             return [_to_integers(pa, batch.column(0), name) for batch in batches]
@@ -613,7 +622,15 @@ def _to_integers(pa: ModuleType, column: Any, name: str) -> npt.NDArray[np.int64
 
 
 def _read_ids(pa: ModuleType, table: Any, name: str) -> NumberedIds:
-    """Return the distinct ids in the order of their first row, and the position of each row's."""
+    """Read a column of ids that are strings.
+
+    Returns:
+        The distinct ids, in the order of their first rows, and for each row the position of its id
+        among them.
+
+    Raises:
+        DataError: for another column, or a row without an id.
+    """
     id_table = table.read([name])
     column = id_table.column(0)
     if not pa.types.is_dictionary(column.type) or not pa.types.is_string(column.type.value_type):
@@ -621,6 +638,8 @@ def _read_ids(pa: ModuleType, table: Any, name: str) -> NumberedIds:
     if column.null_count:
         raise DataError(f"{name}: expected an id in every row, got {column.null_count} null(s).")
     encoded = id_table.unify_dictionaries().column(0).combine_chunks()
+    # The dictionary has the ids in the order of their first rows if each row's position exceeds all
+    # earlier ones by at most 1, and the last id occurs.
     highest = np.maximum.accumulate(np.append(np.int32(-1), encoded.indices.to_numpy()))
     is_in_first_order = highest[-1] == len(encoded.dictionary) - 1 and not bool(
         (np.diff(highest) > 1).any()

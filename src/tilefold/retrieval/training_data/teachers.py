@@ -67,6 +67,7 @@ class Teacher:
     model: Model
 
     def __post_init__(self) -> None:
+        """Raise an error unless the model can be a teacher of its kind."""
         check_choice("kind", self.kind, KINDS)
         self._check_model()
         if self.kind == "cross-encoder" and self.model.num_labels != 1:
@@ -166,6 +167,16 @@ class _Task:
         batch_size: int,
         report: Progress,
     ) -> None:
+        """Number the different texts of the rows, and name the files of saved work.
+
+        Args:
+            teacher: model that scores the rows.
+            rows: training rows, each with a query and a document.
+            collection: texts of the queries and documents.
+            work_folder: folder of saved vectors and scores.
+            batch_size: texts or pairs per batch.
+            report: called with the number of texts or pairs that are done, and of all.
+        """
         self.teacher = teacher
         self.batch_size = batch_size
         self.report = report
@@ -263,7 +274,13 @@ def _ignore_progress(done: int, total: int) -> None:
 
 
 def _check_finite(teacher: Teacher, rows: TrainingRows, scores: Floats) -> None:
-    """Raise ``DataError`` with the first row whose score is not finite."""
+    """Raise ``DataError`` with the first row whose score is not finite.
+
+    Args:
+        teacher: the teacher that computed the scores.
+        rows: training rows.
+        scores: score of each row.
+    """
     invalid_rows = np.flatnonzero(~np.isfinite(scores))
     if not invalid_rows.size:
         return
@@ -294,7 +311,17 @@ def _save_scores(file: Path, scores: Floats) -> None:
 
 
 def _score_cross_encoder(model: Model, task: _Task) -> Floats:
-    """Score the pairs with a ``CrossEncoder``, in shards that are saved."""
+    """Score all pairs with a ``CrossEncoder``, in shards that are saved.
+
+    A shard that an earlier, interrupted run has saved is not scored again.
+
+    Args:
+        model: the ``CrossEncoder``.
+        task: pairs of a query and a document, and where scores are saved.
+
+    Returns:
+        The score of each pair.
+    """
     n_pairs = len(task.query)
     shard_files = {
         start: task.scores_file.with_suffix(f".{start:012d}.npy")
@@ -320,7 +347,13 @@ def _score_cross_encoder(model: Model, task: _Task) -> Floats:
 
 
 def _predict_pairs(model: Model, task: _Task, rows: slice) -> Floats:
-    """Return the scores of some rows by a ``CrossEncoder``, before any activation."""
+    """Score some pairs with a ``CrossEncoder``, in fp32 and without an activation function.
+
+    Args:
+        model: the ``CrossEncoder``.
+        task: pairs of a query and a document.
+        rows: the pairs to score.
+    """
     import torch  # the package is imported without it
 
     queries = [task.queries[str(number)] for number in task.query[rows].tolist()]
@@ -339,7 +372,17 @@ def _predict_pairs(model: Model, task: _Task, rows: slice) -> Floats:
 
 
 def _score_dense(model: Model, task: _Task) -> Floats:
-    """Score the pairs with the similarity of a ``SentenceTransformer``."""
+    """Score all pairs with the similarity of a ``SentenceTransformer``.
+
+    Each different query and document is encoded once, in memory.
+
+    Args:
+        model: the ``SentenceTransformer``.
+        task: pairs of a query and a document.
+
+    Returns:
+        The score of each pair.
+    """
     from tilefold.retrieval.encoding.dense import encode_dense  # loads torch
 
     task.report(0, len(task.documents))
@@ -359,7 +402,20 @@ def _score_dense(model: Model, task: _Task) -> Floats:
 
 
 def _score_sparse(model: Model, task: _Task) -> Floats:
-    """Score the pairs with the dot product of a ``SparseEncoder``."""
+    """Score all pairs with the dot product of the vectors of a ``SparseEncoder``.
+
+    Vectors of the documents are saved in a folder, so that an interrupted run can be resumed.
+
+    Args:
+        model: the ``SparseEncoder``.
+        task: pairs of a query and a document, and the folder.
+
+    Returns:
+        The score of each pair.
+
+    Raises:
+        ValueError: for a model with another similarity.
+    """
     similarity = getattr(model, "similarity_fn_name", "dot")
     if similarity not in (None, "dot"):
         raise ValueError(
@@ -406,7 +462,17 @@ def _to_scipy(vectors: SparseVectors) -> Any:
 
 
 def _score_late_interaction(model: Model, task: _Task) -> Floats:
-    """Score the pairs with the MaxSim of a ``MultiVectorEncoder``."""
+    """Score all pairs with the MaxSim of the vectors of a ``MultiVectorEncoder``.
+
+    Vectors of the documents are saved in a folder, so that an interrupted run can be resumed.
+
+    Args:
+        model: the ``MultiVectorEncoder``.
+        task: pairs of a query and a document, and the folder.
+
+    Returns:
+        The score of each pair.
+    """
     # These modules load torch.
     from tilefold.retrieval.encoding.tokens import encode_texts, encode_tokens
     from tilefold.retrieval.search.reranking import rerank
@@ -424,6 +490,7 @@ def _score_late_interaction(model: Model, task: _Task) -> Floats:
     query_ids = [str(number) for number in task.query.tolist()]
     document_ids = [str(number) for number in task.document.tolist()]
     pairs = list(zip(query_ids, document_ids, strict=True))
+    # A run of the pairs, whose scores rerank() replaces.
     candidates: dict[str, dict[str, float]] = {}
     for query, document in pairs:
         candidates.setdefault(query, {})[document] = 0.0

@@ -329,6 +329,7 @@ class ShardWriter(ABC, Generic[M, V]):
         overwrite: bool = False,
         precision: str | None = None,
     ) -> None:
+        """Open the folder, and lock it if this writer lists shards. See the class."""
         require(*self.package)
         self.precision = precision
         if not isinstance(manifest, self.manifest_type):

@@ -337,6 +337,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
         return {"rows": len(vectors), "tokens": int(vectors.values.size(0))}
 
     def _store(self, vectors: TokenVectors, path: Path) -> None:
+        """Write a shard as a safetensors file, with the ids as a tensor of UTF-8 bytes."""
         names = json.dumps(vectors.ids, ensure_ascii=False).encode("utf-8", "surrogatepass")
         ids = torch.from_numpy(np.frombuffer(names, np.uint8).copy())
         save_tensors(

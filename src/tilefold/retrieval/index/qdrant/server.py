@@ -72,6 +72,7 @@ class ServerEngine(Engine):
         timeout: float = 30.0,
         patience: float = 20.0,
     ) -> None:
+        """Check the arguments, and create the client without sending a request. See the class."""
         package = require(
             "qdrant_client",
             "qdrant-client",
