@@ -399,9 +399,8 @@ def _finite_array(dense: object, ids: list[str]) -> Dense:
         DataError: for another shape or dtype, NaN or infinity.
     """
     if hasattr(dense, "detach"):  # a torch tensor
-        array = dense.detach().cpu().float().numpy()
-    else:
-        array = np.asarray(dense)
+        dense = dense.detach().cpu().float().numpy()
+    array = np.asarray(dense)
     if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
         raise DataError(
             f"dense: expected floats [{len(ids)}, D], got {array.dtype} {list(array.shape)}.",
