@@ -43,40 +43,49 @@ def forward(
     options: AttentionOptions,
     training: bool,
 ) -> tuple[Tensor, None, Tensor | None, None]:
-    """Compute the output, and statistics if backward or the caller reads them.
+    """Compute the attention output, and statistics of its rows if something reads them.
+
+    A row is one query of one head. With its scores ``s_j = scale * (q . k_j)`` for the keys that it
+    may attend to, the output is ``sum over j of entmax(s)_j * v_j``. Dropout multiplies the
+    probabilities by factors before the sum.
 
     Returns:
-        One entry for each result of the operator: the output, ``None``, ``[4, B, H, Nq]`` peak,
-        root, mass and support of every row (or ``None``), and ``None``.
+        The four results of the operator: output, second output, statistics, and map of live
+        blocks. The output is shaped like ``q``. Statistics are ``[4, B, H, Nq]``: largest score,
+        root, mass and support size of every row. Only kernels have the other two, which are
+        ``None`` here.
     """
     check_values(tensors, options)
     q = tensors.q
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = result_like(q).on(q.device).zero_()
     stats = torch.zeros(4, *tensors.stats_shape, dtype=dtype, device=q.device)
-    stats[0] = -math.inf
+    stats[0] = -math.inf  # the largest score of a row without keys
     kind = kind_of(tensors.alpha, options.alpha_value)
-    e = exponents(tensors.alpha, options, stats)
+    alpha_minus_1 = exponents(tensors.alpha, options, stats)
     for group in sequence_groups(tensors, TILE_ELEMENTS):
+        # Views: what is written to them reaches `out` and `stats`.
         group_out = group.queries(out)
-        group_stats = stats[group.stats_index]
+        group_peak, group_root, group_mass, group_support = stats[group.stats_index]
         for block in _blocks(group, tensors, options, dtype):
-            rows = slice(block.first, block.last)
             *row_shape, n_keys = block.scores.shape
-            p, root, mass, peak = row_weights(
+            row_probabilities, root, mass, peak = row_weights(
                 block.scores.view(-1, n_keys),
-                e.expand(*row_shape, 1).reshape(-1, 1),
+                alpha_minus_1.expand(*row_shape, 1).reshape(-1, 1),
                 kind,
             )
-            support = (p > 0).sum(dim=-1)
-            for position, statistic in enumerate((peak, root, mass, support)):
-                group_stats[position, :, :, rows] = statistic.view(row_shape)
-            p = p.view(block.scores.shape)
+            probabilities = row_probabilities.view(block.scores.shape)
+            group_peak[:, :, block.rows] = peak.view(row_shape)
+            group_root[:, :, block.rows] = root.view(row_shape)
+            group_mass[:, :, block.rows] = mass.view(row_shape)
+            group_support[:, :, block.rows] = (probabilities > 0).sum(dim=-1)
+            weights = probabilities
             if tensors.seed is not None:
-                p = p * _dropout_factors(tensors.seed, group, q, block, options).to(dtype)
-            products = _by_key_head(p, block.values) @ block.values
-            group_out[:, :, rows] = products.reshape(*p.shape[:3], -1)
-    return out, None, stats if training or options.support else None, None
+                weights = weights * _dropout_factors(tensors.seed, group, block, options).to(dtype)
+            block_out = _group_by_key_head(weights, block.values) @ block.values
+            group_out[:, :, block.rows] = block_out.reshape(*row_shape, -1)
+    returned_stats = stats if training or options.support else None
+    return out, None, returned_stats, None
 
 
 def backward(
@@ -85,13 +94,20 @@ def backward(
     options: AttentionOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of q, k, v and alpha, with the dtypes and layouts of results.
+    """Compute the gradients of q, k, v and alpha from the gradient of the output.
+
+    The probabilities are computed again from the scores and the saved statistics. Gradients are
+    added up over blocks of queries in fp32 (fp64 for fp64 tensors).
 
     Args:
-        dout: gradient of the output.
-        saved: what the forward pass saved.
+        dout: gradient of the output, shaped like ``q``.
+        saved: tensors of the call, and statistics of its rows.
         options: checked options.
-        needs: whether the gradients of q, k, v and alpha are needed; others are ``None``.
+        needs: whether the gradients of q, k, v and alpha are needed, in this order.
+
+    Returns:
+        Gradients of q, k, v and alpha, with the dtypes and layouts of these tensors. A gradient
+        that is not needed is ``None``.
     """
     tensors = saved.tensors
     q = tensors.q
@@ -103,39 +119,46 @@ def backward(
     dv = torch.zeros(tensors.v.shape, dtype=dtype, device=q.device)
     dalpha = torch.zeros(q.size(1), dtype=dtype, device=q.device)
     kind = kind_of(alpha, options.alpha_value)
-    e = exponents(alpha, options, saved.stats)
+    alpha_minus_1 = exponents(alpha, options, saved.stats)
     for group in sequence_groups(tensors, TILE_ELEMENTS):
-        group_stats = saved.stats[group.stats_index]
-        group_dout = group.queries(dout)
+        # Views: what is added to them reaches `dq`, `dk` and `dv`.
         group_dq = group.queries(dq)
         group_dk = group.keys(dk)
         group_dv = group.keys(dv)
+        group_dout = group.queries(dout)
+        group_stats = saved.stats[group.stats_index]
         for block in _blocks(group, tensors, options, dtype):
-            rows = slice(block.first, block.last)
             keys = block.keys
             values = block.values
-            peak, root, mass, _ = group_stats[:, :, :, rows, None]
-            p = _probabilities(block.scores, peak, root, mass, e, kind)
-            block_dout = group_dout[:, :, rows].to(dtype)
-            dp = (_by_key_head(block_dout, values) @ values.mT).reshape(p.shape)
-            weights = p
+            peak, root, mass, _ = group_stats[:, :, :, block.rows, None]  # [b, H, n, 1] each
+            probabilities = _probabilities(block.scores, peak, root, mass, alpha_minus_1, kind)
+            # Forward was: weights = probabilities * dropout factors, out = weights @ values.
+            grouped_dout = _group_by_key_head(group_dout[:, :, block.rows].to(dtype), values)
+            dweights = (grouped_dout @ values.mT).reshape(probabilities.shape)
+            weights = probabilities
+            dprobabilities = dweights
             if tensors.seed is not None:
-                factors = _dropout_factors(tensors.seed, group, q, block, options).to(dtype)
-                dp = dp * factors
-                weights = p * factors
-            dscores, row_dalpha = row_gradients(p, dp, e, kind, need_alpha)
-            dscores *= options.scale
+                factors = _dropout_factors(tensors.seed, group, block, options).to(dtype)
+                weights = probabilities * factors
+                dprobabilities = dweights * factors
+            dscores, row_dalpha = row_gradients(
+                probabilities,
+                dprobabilities,
+                alpha_minus_1,
+                kind,
+                need_alpha,
+            )
+            dscores *= options.scale  # from now on the gradient of q @ k.T, before its scaling
             if need_q:
-                block_dq = _by_key_head(dscores, keys) @ keys
-                group_dq[:, :, rows] = block_dq.reshape(*p.shape[:3], -1)
+                block_dq = _group_by_key_head(dscores, keys) @ keys
+                group_dq[:, :, block.rows] = block_dq.reshape(*probabilities.shape[:3], -1)
             if need_k:
-                block_queries = _by_key_head(block.queries, keys)
-                group_dk.add_(_by_key_head(dscores, keys).mT @ block_queries)
+                grouped_queries = _group_by_key_head(block.queries, keys)
+                group_dk.add_(_group_by_key_head(dscores, keys).mT @ grouped_queries)
             if need_v:
-                grouped_dout = _by_key_head(block_dout, values)
-                group_dv.add_(_by_key_head(weights, values).mT @ grouped_dout)
+                group_dv.add_(_group_by_key_head(weights, values).mT @ grouped_dout)
             if row_dalpha is not None:
-                dalpha += row_dalpha.sum(dim=(0, -1))
+                dalpha += row_dalpha.sum(dim=(0, -1))  # over sequences and queries: [H]
     return (
         _as_result(dq, q) if need_q else None,
         _as_result(dk, tensors.k) if need_k else None,
@@ -145,7 +168,7 @@ def backward(
 
 
 def _as_result(grad: Tensor, tensor: Tensor) -> Tensor:
-    """Return a gradient with the dtype and layout of the result for ``tensor``."""
+    """Return the gradient of ``tensor`` in the dtype and layout that the operator promises."""
     if grad.dtype == tensor.dtype and tensor.is_contiguous():
         return grad
     return result_like(tensor).on(tensor.device).copy_(grad)
@@ -156,40 +179,44 @@ def _probabilities(
     peak: Tensor,
     root: Tensor,
     mass: Tensor,
-    e: Tensor,
+    alpha_minus_1: Tensor,
     kind: str,
 ) -> Tensor:
-    """Compute the probabilities ``[b, H, n, Nk]`` again, from scores and saved statistics.
+    """Compute the entmax probabilities again, from scores and the saved statistics of their rows.
 
     Args:
-        scores: ``[b, H, n, Nk]``.
-        peak: ``[b, H, n, 1]``.
-        root: ``[b, H, n, 1]``.
-        mass: ``[b, H, n, 1]``.
-        e: ``alpha - 1`` of each head.
-        kind: kind of alpha.
+        scores: ``[b, H, n, Nk]``, minus infinity for pairs that may not attend.
+        peak: ``[b, H, n, 1]`` largest score of the row, minus infinity if it has no key.
+        root: ``[b, H, n, 1]`` root of the row's equation, see :func:`entmax_root.solve`.
+        mass: ``[b, H, n, 1]`` sum of the row at this root, which is nearly 1.
+        alpha_minus_1: ``[H, 1, 1]`` or ``[1, 1, 1]``.
+        kind: :func:`entmax_root.kind_of` alpha.
+
+    Returns:
+        ``[b, H, n, Nk]`` probabilities, all 0 in a row without keys.
     """
     is_empty = peak == -math.inf
     finite_peak = torch.where(is_empty, 0.0, peak)
-    d = torch.where(is_empty, 0.0, finite_peak - scores)
+    distances = torch.where(is_empty, 0.0, finite_peak - scores)
+    # The root of softmax is log p_max, as for any alpha without a closed form, whose formula also
+    # holds at alpha = 1.
     formula = GENERIC if kind == SOFTMAX else kind
-    return torch.where(is_empty, 0.0, probabilities(d, root, e, formula) / mass)
+    weights = probabilities(distances, root, alpha_minus_1, formula)
+    return torch.where(is_empty, 0.0, weights / mass)
 
 
 class _Block(NamedTuple):
     """Consecutive queries of a group of sequences, with all keys.
 
     Attributes:
-        first: first query.
-        last: end of the queries.
+        rows: the ``n`` queries.
         scores: ``[b, H, n, Nk]``, minus infinity for pairs that may not attend.
         queries: ``[b, H, n, D]``.
-        keys: ``[b, Hkv, Nk, D]``.
-        values: ``[b, Hkv, Nk, D]``.
+        keys: ``[b, Hkv, Nk, D]``, 0 where they are masked.
+        values: ``[b, Hkv, Nk, D]``, 0 where they are masked.
     """
 
-    first: int
-    last: int
+    rows: slice
     scores: Tensor
     queries: Tensor
     keys: Tensor
@@ -202,10 +229,21 @@ def _blocks(
     options: AttentionOptions,
     dtype: torch.dtype,
 ) -> Iterator[_Block]:
-    """Divide the queries of a group into blocks, in ``dtype``."""
+    """Divide the queries of a group into blocks, and compute the scores of each with all keys.
+
+    A block has about ``TILE_ELEMENTS`` scores over all sequences and heads of the group. A group
+    without keys has no blocks.
+
+    Args:
+        group: the sequences.
+        tensors: tensors of the call.
+        options: checked options.
+        dtype: dtype of the blocks' tensors.
+    """
     keys = group.keys(tensors.k).to(dtype)
     values = group.keys(tensors.v).to(dtype)
     if group.keep is not None:
+        # A NaN of a masked key must not reach a product: 0 * NaN is NaN.
         masked = ~group.keep[:, None, :, None]
         keys = keys.masked_fill(masked, 0)
         values = values.masked_fill(masked, 0)
@@ -218,19 +256,27 @@ def _blocks(
     for first in range(0, n_queries, block_size):
         last = min(first + block_size, n_queries)
         queries = group_queries[:, :, first:last].to(dtype)
-        products = _by_key_head(queries, keys) @ keys.mT
+        products = _group_by_key_head(queries, keys) @ keys.mT
         scores = products.reshape(batch, n_heads, last - first, n_keys) * options.scale
         visible = visible_pairs(n_queries, n_keys, first, last, options, None, keys.device)
         if group.keep is not None:
             visible = visible & group.keep[:, None, None]
         scores = scores.masked_fill_(~visible, -math.inf)
-        yield _Block(first, last, scores, queries, keys, values)
+        yield _Block(slice(first, last), scores, queries, keys, values)
 
 
-def _by_key_head(tensor: Tensor, keys: Tensor) -> Tensor:
-    """View ``[b, H, n, x]`` as ``[b, Hkv, G n, x]``.
+def _group_by_key_head(tensor: Tensor, keys: Tensor) -> Tensor:
+    """View the ``H`` query heads of a tensor as ``Hkv`` groups that share a key head.
 
-    The query heads that share a key head then share a product.
+    The ``G = H / Hkv`` heads of a group become rows of one matrix, so that one product with the
+    key head serves them all.
+
+    Args:
+        tensor: ``[b, H, n, x]``.
+        keys: ``[b, Hkv, Nk, D]`` keys or values, of which only the first two sizes are used.
+
+    Returns:
+        ``[b, Hkv, G n, x]``.
     """
     return tensor.reshape(keys.size(0), keys.size(1), -1, tensor.size(-1))
 
@@ -238,18 +284,22 @@ def _by_key_head(tensor: Tensor, keys: Tensor) -> Tensor:
 def _dropout_factors(
     seed: Tensor,
     group: SequenceGroup,
-    q: Tensor,
     block: _Block,
     options: AttentionOptions,
 ) -> Tensor:
     """Return the factors by which dropout multiplies the probabilities of a block.
 
-    They are 0 or ``1 / (1 - dropout_p)``, ``[b, H, n, Nk]``.
+    A factor is a function of the seed and of the numbers of sequence, head, query and key. Backward
+    therefore gets the same factors as forward, and so do kernels.
+
+    Returns:
+        ``[b, H, n, Nk]`` fp64: 0 for a dropped weight, else ``1 / (1 - dropout_p)``.
     """
-    device = q.device
+    device = block.scores.device
     batch, n_heads, _, n_keys = block.scores.shape
+    # A plane is one head of one sequence. Planes are numbered through the batch.
     planes = group.first * n_heads + torch.arange(batch * n_heads, device=device)
-    queries = torch.arange(block.first, block.last, device=device)[:, None]
+    queries = torch.arange(block.rows.start, block.rows.stop, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)
     keep = keep_mask(seed, queries, keys, planes.view(batch, n_heads, 1, 1), options.dropout_p)
     return keep.double() / (1 - options.dropout_p)
