@@ -95,18 +95,23 @@ def documents_by_id(
     name: str,
     documents: Mapping[str, Document] | Mapping[str, str],
 ) -> Mapping[str, Document]:
-    """Return documents by id, where each may be passed as its text.
+    """Convert documents that are passed as texts to :class:`Document`.
 
     Args:
         name: the argument, for the error.
-        documents: document id -> :class:`Document` or text. Documents in a file are not read.
+        documents: document id -> :class:`Document` or text.
+
+    Returns:
+        Document id -> :class:`Document`. Documents in a file, which are a mapping but no ``dict``,
+        are not read.
 
     Raises:
         TypeError: `documents` is no mapping, or a value is neither a :class:`Document` nor a
             string.
     """
     check_mapping(name, documents, "id -> Document or text")
-    if not isinstance(documents, dict):  # documents in a file, which would take long to read
+    if not isinstance(documents, dict):
+        # The documents are in a file, which would take long to read. The first one shows the type.
         first = next(iter(documents.values()), None)
         if isinstance(first, str):
             return _DocumentsOfTexts(cast("Mapping[str, str]", documents))
@@ -280,7 +285,11 @@ class Collection:
                 _write_qrels(folder / "qrels" / f"{split}.tsv", qrels)
 
     def _check_beir_ids(self) -> None:
-        """Raise ``DataError`` for an id that a BEIR folder cannot hold."""
+        """Raise ``DataError`` for an id that a BEIR folder cannot hold.
+
+        An id may not be empty, and must be text that UTF-8 can hold. Judgements are lines of
+        fields with tabs between them, so that their ids have no tab or line break.
+        """
         judged: set[str] = set()
         for qrels in self.qrels.values():
             for query, grades in qrels.items():
@@ -472,7 +481,7 @@ def document_of_row(
     earlier_ids: Container[str],
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Document:
-    """Return the document in a row, checked.
+    """Make a document of a row, and check its fields.
 
     Args:
         row: field -> value.
@@ -488,12 +497,13 @@ def document_of_row(
     identifier = _id(row, columns.id, where, earlier_ids)
     text = _string(row, columns.text, where)
     title = "" if columns.title is None else _string(row, columns.title, where, missing="")
-    no_metadata = {*columns}
+    # The other fields are metadata, except those that repeat the id or hold a vector for Anserini.
+    not_metadata = {*columns}
     if columns.id in _IDS:
-        no_metadata.update(_IDS)
+        not_metadata.update(_IDS)
     if row.keys() == _ANSERINI and isinstance(row["vector"], dict):
-        no_metadata.add("vector")
-    metadata = {name: value for name, value in row.items() if name not in no_metadata}
+        not_metadata.add("vector")
+    metadata = {name: value for name, value in row.items() if name not in not_metadata}
     nested = metadata.pop("metadata", None)  # the object in which BEIR has all metadata
     if isinstance(nested, dict):
         metadata.update(nested)
@@ -522,7 +532,7 @@ def load_queries(path: str | Path) -> dict[str, str]:
     file = path_of("path", path)
     if not file.exists():
         raise FileNotFoundError(f"{file}: no such file with queries.")
-    return _texts(query_rows(file, bare=True), file)
+    return _texts(query_rows(file, allow_missing_ids=True), file)
 
 
 def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
@@ -535,7 +545,17 @@ def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
 
 
 def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
-    """Read the queries of all splits of MS MARCO, where one file may repeat queries of another."""
+    """Read the queries of all splits of MS MARCO.
+
+    Args:
+        files: the file of each split, which may repeat queries of an earlier one.
+
+    Returns:
+        Query id -> text.
+
+    Raises:
+        DataError: if two files have different texts for a query.
+    """
     texts: dict[str, str] = {}
     for file in files:
         file_texts = _texts(query_rows(file), file)

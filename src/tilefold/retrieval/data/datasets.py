@@ -42,6 +42,7 @@ MIN_WORDS = 8
 MIN_QUERY_WORDS = 4
 MAX_QUERY_WORDS = 40
 TEST_QUERIES = 400
+_QUERIES_PER_TEST_QUERY = 4  # a small collection has this many queries for each test query
 
 # Files and folders of the standard library that are no documentation of modules.
 _SKIP = (
@@ -174,23 +175,19 @@ def cache_key() -> str:
 
 
 def build_pydocs() -> Collection:
-    """Build the collection of Python's documentation, in a few seconds.
+    """Build a collection from the docstrings of Python's standard library, in a few seconds.
 
-    It is the same every time for one Python installation. The summary line of a docstring is a
-    query, unless it opens several docstrings. Its splits are ``train`` and ``test`` (400 queries,
-    or a quarter of all when there are fewer than 1,600).
+    A document is a docstring, with the name of its module, class or function as id and title. A
+    query is the summary line of a docstring, and that docstring is its only relevant document. The
+    summary line is then left out of the document. The splits are ``train`` and ``test`` (400
+    queries, or a quarter of all when there are fewer than 1,600). The collection is the same every
+    time for one Python installation.
 
     Raises:
         RuntimeError: for a Python without library sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts: dict[str, str] = {}
-    normalized: set[str] = set()
-    for name, text in (*_from_sources(root), *_from_c_modules()):
-        key = _normal(text)
-        if name not in texts and key not in normalized and len(text.split()) >= MIN_WORDS:
-            texts[name] = text
-            normalized.add(key)
+    texts = _distinct_docstrings(root)
     queries = _summary_queries(texts)
     if not queries:
         raise RuntimeError(
@@ -199,32 +196,77 @@ def build_pydocs() -> Collection:
         )
     documents = {}
     for name, text in texts.items():
-        # the summary line of a document with a query is the query
-        body = _split(text)[1] if name in queries else text
-        documents[name] = Document(name, name, body)
-    shuffled = sorted(queries, key=lambda name: hashlib.sha256(name.encode()).digest())
-    test_names = set(shuffled[: min(TEST_QUERIES, len(shuffled) // 4)])
-    qrels: dict[str, dict[str, dict[str, int]]] = {"train": {}, "test": {}}
-    for name in queries:
-        split = "test" if name in test_names else "train"
-        qrels[split][f"q-{name}"] = {name: 1}
+        if name in queries:
+            _, text_of_document = _split(text)
+        else:
+            text_of_document = text
+        documents[name] = Document(name, name, text_of_document)
     return Collection(
-        "pydocs",
-        documents,
-        {f"q-{name}": text for name, text in queries.items()},
-        qrels,
+        name="pydocs",
+        documents=documents,
+        queries={f"q-{name}": summary for name, summary in queries.items()},
+        qrels=_qrels_by_split(list(queries)),
     )
 
 
+def _distinct_docstrings(root: Path) -> dict[str, str]:
+    """Return the docstrings of the standard library, without short and repeated ones.
+
+    Args:
+        root: folder of the standard library.
+
+    Returns:
+        Name of a definition -> its docstring of at least ``MIN_WORDS`` words. Of docstrings with
+        the same words, the first one is taken.
+    """
+    texts: dict[str, str] = {}
+    normalized: set[str] = set()
+    for name, text in (*_from_sources(root), *_from_c_modules()):
+        key = _normal(text)
+        if name not in texts and key not in normalized and len(text.split()) >= MIN_WORDS:
+            texts[name] = text
+            normalized.add(key)
+    return texts
+
+
+def _qrels_by_split(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:
+    """Divide queries into training and test queries, and judge one document relevant for each.
+
+    Args:
+        names: ids of the documents that have a query. The id of the query of a document ``name``
+            is ``q-name``.
+
+    Returns:
+        Split -> query id -> document id -> grade.
+    """
+    # Digests of the names give an order that looks random and is the same on every machine.
+    shuffled = sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    n_test = min(TEST_QUERIES, len(shuffled) // _QUERIES_PER_TEST_QUERY)
+    test_names = set(shuffled[:n_test])
+    qrels: dict[str, dict[str, dict[str, int]]] = {"train": {}, "test": {}}
+    for name in names:
+        split = "test" if name in test_names else "train"
+        qrels[split][f"q-{name}"] = {name: 1}
+    return qrels
+
+
 def _summary_queries(texts: dict[str, str]) -> dict[str, str]:
-    """Return name -> summary line of docstrings, for lines that are queries of one docstring only.
+    """Choose the summary lines of docstrings that can be queries.
+
+    A summary line is a query if no other docstring begins with the same words, and if the rest of
+    its docstring is long enough and in no other docstring. Otherwise several documents would
+    answer it.
 
     Args:
         texts: name -> docstring.
+
+    Returns:
+        Name of a docstring -> its summary line without the full stop.
     """
     parts = {name: _split(text) for name, text in texts.items()}
     openings = Counter(_normal(summary) for summary, _ in parts.values())
     bodies = Counter(_normal(body) for _, body in parts.values())
+    # A body may also be the entire docstring of another definition.
     bodies.update(_normal(text) for text in texts.values())
     return {
         name: summary.rstrip(".").rstrip()
@@ -256,10 +298,15 @@ def _normal(text: str) -> str:
 
 
 def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield name and docstring of all definitions in the sources, public modules first.
+    """Yield name and docstring of all modules, classes and functions written in Python.
+
+    Public modules come first, so that a docstring that is repeated gets a public name.
 
     Args:
         root: folder of the standard library.
+
+    Yields:
+        Dotted name, such as ``json.decoder.JSONDecoder``, and docstring.
     """
     skipped = set(_SKIP.split())
     files = []  # whether the module is private, its name and its path, by which they are sorted
@@ -284,10 +331,18 @@ def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
-    """Yield name and docstring of a definition and of those in it, in the order of the source."""
+    """Yield name and docstring of a definition and of those in it, in the order of the source.
+
+    Definitions within ``if``, ``try`` and ``with`` statements count, those in functions too.
+
+    Args:
+        node: syntax tree of a module, class or function.
+        name: dotted name of the definition.
+    """
     docstring = ast.get_docstring(node)
     if docstring:
         yield name, _tidy(docstring)
+    # A stack: its last node is the next one in the order of the source.
     pending: list[ast.AST] = list(reversed(node.body))
     while pending:
         child = pending.pop()
@@ -298,28 +353,52 @@ def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
 
 
 def _from_c_modules() -> Iterator[tuple[str, str]]:
-    """Yield name and docstring of modules written in C, and of their functions and classes."""
+    """Yield name and docstring of modules written in C, and of their functions and classes.
+
+    The modules of ``_C_MODULES`` are imported, because C sources are not part of an installation.
+
+    Yields:
+        Dotted name, below the public module that re-exports a private one, and docstring.
+    """
     for entry in _C_MODULES.split():
-        name, _, public = entry.partition(":")
-        public = public or name
+        name, _, public_module = entry.partition(":")
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 module = import_module(name)
         except ImportError:  # not built on this platform
             continue
-        if getattr(module, "__file__", None) and str(module.__file__).endswith(".py"):
+        # On some platforms the module is written in Python, and its source was read already.
+        file = getattr(module, "__file__", None)
+        if file and str(file).endswith(".py"):
             continue
-        yield from _documented(module, public)
-        for attribute, value in sorted(vars(module).items()):
-            if isinstance(value, type) and value.__module__ in (name, public):
-                path = f"{public}.{attribute}"
-                yield from _documented(value, path)
-                for member, inner in sorted(vars(value).items()):
-                    if not isinstance(inner, types.WrapperDescriptorType):
-                        yield from _documented(inner, f"{path}.{member}")
-            elif isinstance(value, types.BuiltinFunctionType):
-                yield from _documented(value, f"{public}.{attribute}")
+        yield from _from_c_module(module, name, public_module or name)
+
+
+def _from_c_module(
+    module: types.ModuleType,
+    name: str,
+    public_name: str,
+) -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of a module written in C, and of its functions and classes.
+
+    Args:
+        module: the imported module.
+        name: its name, such as ``_bisect``.
+        public_name: name of the module by which users import its contents, such as ``bisect``.
+    """
+    yield from _documented(module, public_name)
+    for attribute, value in sorted(vars(module).items()):
+        path = f"{public_name}.{attribute}"
+        if isinstance(value, types.BuiltinFunctionType):
+            yield from _documented(value, path)
+        elif isinstance(value, type) and value.__module__ in (name, public_name):
+            # Classes that the module only imports are left out.
+            yield from _documented(value, path)
+            for member_name, member in sorted(vars(value).items()):
+                # Slot wrappers, such as __add__, have the same docstring in every class.
+                if not isinstance(member, types.WrapperDescriptorType):
+                    yield from _documented(member, f"{path}.{member_name}")
 
 
 def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:

@@ -33,6 +33,7 @@ from tilefold.retrieval.errors import DataError
 RANGE_BYTES = 1 << 18  # read at once
 SINGLE_PROCESS_BYTES = 1 << 27  # smaller files are read by this process
 MAX_PROCESSES = 8
+_RANGES_AHEAD = 4  # ranges that fit into the pipe of a process
 
 # The message of a process for one range: the header, the numbers [3, n] and the bytes to digest.
 _MARK = b"\0lines\0\0"
@@ -154,6 +155,7 @@ def _start(
     Returns:
         The process, whose stdout has the lines.
     """
+    # The process imports this module from the same folders as the present one.
     import_path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {import_path!r}; "
@@ -175,8 +177,9 @@ def _start(
         import fcntl
 
         # A larger pipe lets a process work ahead. A user may not be allowed to have one.
+        pipe_bytes = _RANGES_AHEAD * RANGE_BYTES
         with suppress(OSError):
-            fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, 4 * RANGE_BYTES)
+            fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, pipe_bytes)
     return worker
 
 
@@ -232,9 +235,14 @@ def _lines(
         start: first byte of the range.
         stop: the byte after the range.
         fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        Three numbers of each line (its offset, the key of its id and the key of its text), and the
+        ids and texts in the form that a digest reads.
     """
     offset, lines = _lines_beginning_in(stream, start, stop)
     *offsets, _ = accumulate(map(len, lines), initial=offset)
+    # Most lines with tabs can be split without parsing. None means that they are parsed one by one.
     columns = None if path.endswith(".jsonl") else _split_plain_lines(lines)
     if columns is None:
         offsets, columns = _parse_lines(offsets, lines, path, fields)
@@ -311,6 +319,7 @@ def _split_plain_lines(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[by
     """
     if not lines:
         return (), ()
+    # The columns of all lines. A text may contain further tabs.
     ids, tabs, texts = zip(
         *(line.rstrip(b"\r\n").partition(b"\t") for line in lines),
         strict=True,
@@ -335,12 +344,16 @@ def document_of_line(
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, Document]:
-    """Return the id and the document of a line.
+    """Parse a line of a file that has a document per line.
 
     Args:
         text: the line.
-        file: path of the file, whose suffix says what its lines are.
+        file: path of the file. Lines of ``.jsonl`` are JSON, and others have an id, a tab and a
+            text.
         fields: names of the fields of documents that are not the usual ones.
+
+    Returns:
+        Id of the document, and the document.
     """
     if file.endswith(".jsonl"):
         row = json_object(text, file)
@@ -356,9 +369,12 @@ def contents_of_line(
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, str]:
-    """Return the id and the contents of the document of a line.
+    """Parse a line of a file that has a document per line, for the text to encode.
 
-    See :func:`document_of_line`.
+    The arguments are those of :func:`document_of_line`.
+
+    Returns:
+        Id of the document, and its contents: title and text.
     """
     if not file.endswith(".jsonl"):
         return _id_and_text(text)

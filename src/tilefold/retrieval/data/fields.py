@@ -97,10 +97,10 @@ def _quoted(names: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=_CACHED_ROWS)
 def text_columns_of(names: tuple[str, ...], fields: DocumentFields) -> TextColumns:
-    """Find which fields of a row are the id, the title and the text.
+    """Find the fields of a row with the id, the title and the text of a document.
 
-    A name of `fields` is taken as it is. Otherwise ``_id``, ``id``, ``title`` and ``text`` come
-    first, and then the only other usual name that the row has.
+    A field that `fields` names must exist. Otherwise the names ``_id``, ``id``, ``title`` and
+    ``text`` are looked for first, and then other usual names, of which the row may have one.
 
     Args:
         names: names of the fields of the row.
@@ -141,12 +141,16 @@ def text_columns_of(names: tuple[str, ...], fields: DocumentFields) -> TextColum
 
 @functools.lru_cache(maxsize=_CACHED_ROWS)
 def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
-    """Find which fields of a row are the query's id, the document's id and the grade.
+    """Find the fields of a row with the query's id, the document's id and the grade.
 
-    ``query-id``, ``corpus-id`` and ``score`` come first, and then the only other usual name.
+    The names ``query-id``, ``corpus-id`` and ``score`` are looked for first, and then other usual
+    names, of which the row may have one.
 
     Args:
         names: names of the fields of the row.
+
+    Returns:
+        ``query-id``, ``corpus-id`` and ``score`` -> name of the field in the row.
 
     Raises:
         FieldError: fields that the row lacks, all of them in one error, or a field that several

@@ -102,7 +102,10 @@ class LazyDocuments(Mapping[str, V]):
             path: the file.
             state: size and times of the file when it was read.
             sha256: digest of ids and texts.
-            arrays: sorted keys of ids, their positions, offsets of documents, and keys of texts.
+            arrays: four arrays about the N documents. Keys of their ids in ascending order ``[N]``,
+                position of the document of each key ``[N]``, offset of each document in the file
+                and the size of the file ``[N + 1]``, and keys of their texts ``[N]``. A key is a
+                64-bit hash.
             parse: reads the id and the value in a line.
             fields: names of the fields of documents that are not the usual ones.
         """
@@ -168,10 +171,16 @@ class LazyDocuments(Mapping[str, V]):
             )
 
     def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the position of each of n ids, int64 ``[n]``, and -1 for unknown ids.
+        """Look up the positions of documents by their ids.
 
-        If no two ids of the file share a key, only keys are compared. An unknown id then has a
-        position with a probability of N / 2^64.
+        If no two ids of the file share a 64-bit key, only keys are compared. An unknown id is then
+        taken for one of the N documents with a probability of N / 2^64.
+
+        Args:
+            names: n ids.
+
+        Returns:
+            Position of each document in the file, int64 ``[n]``, and -1 for an unknown id.
         """
         if not self._keys_are_unique:
             positions = [self._position(name) for name in names]
@@ -184,7 +193,7 @@ class LazyDocuments(Mapping[str, V]):
         order = np.argsort(keys)
         ranks = np.empty(len(keys), np.int64)
         ranks[order] = np.searchsorted(self._keys, keys[order])
-        ranks[ranks == len(self._keys)] = 0
+        ranks[ranks == len(self._keys)] = 0  # any valid rank, because the keys differ anyway
         return np.where(self._keys[ranks] == keys, self._order[ranks], -1).astype(np.int64)
 
     @cached_property

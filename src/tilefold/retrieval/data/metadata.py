@@ -18,7 +18,13 @@ import numpy.typing as npt
 
 from tilefold._internal.arguments import ArgumentError, check_mapping, list_of_texts
 from tilefold.retrieval.common.files import is_unicode, require
-from tilefold.retrieval.data.numbers import INT64, Number, floats_within, integers_within
+from tilefold.retrieval.data.numbers import (
+    INT64,
+    Bounds,
+    Number,
+    floats_within,
+    integers_within,
+)
 from tilefold.retrieval.errors import DataError
 
 __all__ = [
@@ -56,11 +62,11 @@ Condition = list[object] | dict[str, Number]
 
 
 def check_field(name: object, argument: str) -> None:
-    """Raise ``ValueError`` unless a name is a path to a field.
+    """Raise ``ValueError`` for a name that is not a path to a field of metadata.
 
     Args:
-        name: the path, such as ``by.name``.
-        argument: the argument, for the error.
+        name: the path, such as ``year``, ``by.name`` or ``"a name"``.
+        argument: name of the argument, for the error.
     """
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
         raise ValueError(
@@ -132,18 +138,20 @@ class Filter:
         conditions: Iterable[str],
         kinds: Mapping[str, Sequence[str]] | None = None,
     ) -> Filter:
-        """Read a filter from texts, as on the command line.
+        """Parse a filter from conditions as they are written on the command line.
 
         Forms are ``lang=de``, ``lang=de,en`` (one of them), ``lang!=de``, ``year>=2000`` and
         ``lang=null`` (missing). Two bounds of a field make a range. A value in double quotes is a
-        text. Others are read as JSON where they are numbers, true or false.
+        text. A number, ``true`` and ``false`` are read as in JSON. Any other value is a text.
 
         Args:
-            conditions: the texts.
-            kinds: field -> kinds of its values. Values of a field that has only texts are texts.
+            conditions: the conditions, one text each.
+            kinds: field -> kinds of its values. Values of a field that has only texts are texts,
+                also those that look like numbers. None if the kinds are unknown.
 
         Raises:
-            ValueError: for another form, and two conditions for one field.
+            ValueError: for a text that is no such condition, and for two conditions on one field
+                that are not a lower and an upper bound.
         """
         must: dict[str, Any] = {}
         must_not: dict[str, Any] = {}
@@ -156,6 +164,7 @@ class Filter:
             name, operator, written = match.groups()
             value = _parse_value(operator, written, (kinds or {}).get(name))
             fields = must_not if operator == "!=" else must
+            # A second condition on a field must be the other bound of a range.
             if name in fields:
                 both_ranges = isinstance(value, dict) and isinstance(fields[name], dict)
                 if not both_ranges or not value.keys().isdisjoint(fields[name]):
@@ -189,6 +198,7 @@ def _parse_value(operator: str, written: str, kinds: Sequence[str] | None) -> An
     value = values if len(values) > 1 else values[0]
     if is_bound:
         return {_BOUNDS[operator]: value}
+    # Conditions list no floats. The range that holds one float is equal to it.
     if isinstance(value, float):
         return {"gte": value, "lte": value}
     return value
@@ -340,11 +350,11 @@ def _stored_items(values: Iterable[object]) -> Iterator[object]:
 
 
 def check_fields_by_id(argument: str, metadata: object) -> None:
-    """Raise ``TypeError`` unless an argument is None or a mapping of documents to their fields.
+    """Raise ``TypeError`` for metadata that is not a mapping document id -> fields.
 
     Args:
-        argument: its name, for the error.
-        metadata: what was passed.
+        argument: name of the argument, for the error.
+        metadata: value of the argument. None is valid, too.
     """
     if metadata is None:
         return
@@ -358,16 +368,20 @@ def fields_by_id(
     ids: Iterable[str],
     passages: str | None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the stored fields of documents or passages, of those that have any.
+    """Return the metadata that an index stores for its entries.
 
     Args:
         metadata: document id -> fields.
         ids: ids of documents or passages.
         passages: how documents were cut; None for ids of documents. A passage has the fields of its
             document.
+
+    Returns:
+        Id -> stored fields, for the entries that have any.
     """
     by_id: dict[str, dict[str, Any]] = {}
     for name in ids:
+        # The id of a passage is the id of its document, "#" and the range of the passage.
         document = name if passages is None else name.rpartition("#")[0]
         stored = kept_fields(metadata.get(document, {}))
         if stored:
@@ -376,11 +390,14 @@ def fields_by_id(
 
 
 def field_values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the path and the value of every value in the fields of a document.
+    """Yield every value in the fields of a document, with its path.
 
     Args:
-        fields: an object, a list or a value.
-        path: path of `fields`, such as ``by.name`` or ``authors[].name``.
+        fields: the fields, or in a recursive call a part of them: an object, a list or a value.
+        path: path of `fields`, such as ``by.name`` or ``authors[].name``; empty for all fields.
+
+    Yields:
+        Path and value.
     """
     if isinstance(fields, Mapping):
         for name, value in fields.items():
@@ -502,14 +519,14 @@ def no_metadata_error() -> ValueError:
 
 
 def _matching(column: Any, kind: str, condition: Condition) -> Mask:
-    """Compare the values of a column with the values or bounds of a condition.
+    """Compute which values of a column satisfy a condition.
 
-    Numbers are compared exactly: an integer is not rounded to a float, or the other way round.
+    Numbers are compared exactly. Integers are not rounded to floats, nor floats to integers.
 
     Args:
         column: Arrow array ``[rows]``.
-        kind: kind of its values.
-        condition: on the values; not an empty list.
+        kind: kind of its values, such as ``"text"``, ``"integer"`` or ``"float"``.
+        condition: a list of values of which one must be equal, not empty, or bounds of a range.
 
     Returns:
         bool ``[rows]``.
@@ -519,23 +536,42 @@ def _matching(column: Any, kind: str, condition: Condition) -> Mask:
         mask: Mask = is_equal.to_numpy(zero_copy_only=False)
         return mask
     numbers = column.to_numpy()
-    low: float
-    high: float
     if isinstance(condition, dict):
-        if kind == "float":
-            low, high = floats_within(condition)
-        else:
-            integers = integers_within(condition)
-            if not integers:
-                return np.zeros(len(numbers), bool)
-            low, high = integers[0], integers[-1]
-        within: Mask = (numbers >= low) & (numbers <= high)
-        return within
+        return _within_bounds(numbers, kind, condition)
     if kind == "integer":
         return np.isin(numbers, np.array(condition, np.int64))
-    integral: list[Any] = condition
-    exact_floats = [float(number) for number in integral if float(number) == number]
+    # A condition has integers here. One that no float64 represents equals none of the values.
+    integers: list[Any] = condition
+    exact_floats = [float(number) for number in integers if float(number) == number]
     return np.isin(numbers, np.array(exact_floats, np.float64))
+
+
+def _within_bounds(numbers: npt.NDArray[Any], kind: str, bounds: Bounds) -> Mask:
+    """Compute which numbers are within bounds, exactly.
+
+    The bounds are first replaced by the least and the greatest number of the column's type that
+    satisfy them, so that the comparison rounds nothing.
+
+    Args:
+        numbers: int64 or float64 ``[rows]``.
+        kind: ``"integer"`` or ``"float"``.
+        bounds: ``gt``, ``gte``, ``lt`` or ``lte`` -> number.
+
+    Returns:
+        bool ``[rows]``.
+    """
+    low: float
+    high: float
+    if kind == "float":
+        low, high = floats_within(bounds)
+    else:
+        integers = integers_within(bounds)
+        if not integers:
+            return np.zeros(len(numbers), bool)
+        low = integers[0]
+        high = integers[-1]
+    within: Mask = (numbers >= low) & (numbers <= high)
+    return within
 
 
 class Metadata:
@@ -559,7 +595,7 @@ class Metadata:
         ids: Iterable[str],
         passages: str | None,
     ) -> Metadata | None:
-        """Make the metadata of an index.
+        """Make the metadata of an index from the fields of documents.
 
         Args:
             metadata: document id -> fields.
@@ -576,6 +612,8 @@ class Metadata:
         stored = fields_by_id(metadata, names, passages)
         if not stored:
             return None
+        # The table has a row for each value: its field, its document, and a column for each kind
+        # of value, of which all but one are null.
         columns: dict[str, list[Any]] = {column: [] for column in _schema().names}
         for row, name in enumerate(names):
             for path, value in field_values(stored.get(name, {})):
@@ -634,7 +672,14 @@ class Metadata:
         return np.concatenate([self._rows_of(path)["document"].to_numpy() for path in paths])
 
     def _documents_matching(self, name: str, condition: Condition) -> npt.NDArray[np.int64]:
-        """Return the rows of documents that have one of some values, or a number within bounds.
+        """Find the documents whose field satisfies a condition.
+
+        Args:
+            name: the field.
+            condition: a list of values of which one must be equal, not empty, or bounds of a range.
+
+        Returns:
+            Rows of the documents, int64. A document with several matching values is repeated.
 
         Raises:
             ValueError: for an unknown field, or a field without values of this kind.
@@ -642,6 +687,7 @@ class Metadata:
         compared_kinds = comparable_kinds(name, condition, self.kinds)
         field_rows = self._rows_of(name)
         documents = []
+        # A value is in the column of its kind. The other columns are null in its row.
         for kind in compared_kinds:
             rows = field_rows.filter(field_rows[kind].is_valid())
             matches = _matching(rows[kind], kind, condition)
@@ -707,6 +753,7 @@ class Metadata:
             raise DataError(
                 f"{folder / FILE}: expected metadata of an index, got ({error}).",
             ) from error
+        # -1 is the row of no document, so that a table of another schema is refused below.
         rows = table["document"].to_numpy() if table.schema.equals(_schema()) else np.array([-1])
         if rows.size and not 0 <= rows.min() <= rows.max() < n_documents:
             raise DataError(
@@ -739,11 +786,12 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
 
 
 def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) -> None:
-    """Raise ValueError where new documents come without metadata into an index that keeps some.
+    """Raise ``ValueError`` if new documents lack metadata and the index they are added to has some.
 
     Args:
-        stored: metadata of the documents of the index.
-        new: document id -> fields of the new documents; an empty mapping says that they have none.
+        stored: metadata of the documents of the index; None if it has none.
+        new: document id -> fields of the new documents. None means that the caller passed no
+            metadata. An empty mapping means that the documents have no fields, and is accepted.
     """
     if stored is None or new is not None:
         return

@@ -25,7 +25,14 @@ class FloatInterval(NamedTuple):
 
 
 def integers_within(bounds: Bounds) -> range:
-    """Return the 64-bit integers that satisfy all bounds."""
+    """Return the 64-bit integers that satisfy all bounds.
+
+    Args:
+        bounds: ``gt``, ``gte``, ``lt`` or ``lte`` -> number, which may be a float.
+
+    Returns:
+        All integers from the least to the greatest one; an empty range if there is none.
+    """
     low = INT64[0]
     high = INT64[-1]
     for bound, number in bounds.items():
@@ -108,14 +115,19 @@ def rounded_range(bounds: Bounds) -> RoundedRange:
     low, high = interval
     extra_integers: list[int] = []
     boundaries: list[tuple[float, list[int]]] = []
+    # The float64 values at the ends of the range and next to them outside, where rounding may move
+    # an integer across a bound.
     nearby = {math.nextafter(low, -math.inf), low, high, math.nextafter(high, math.inf)}
     for value in sorted(nearby):
         rounded = integers_rounding_to(value)
         inside = [number for number in rounded if number in integers_inside]
         outside = [number for number in rounded if number not in integers_inside]
         if value not in interval:
+            # The engine would miss these integers.
             extra_integers += inside
         elif outside:
+            # Integers that violate a bound round to this value. It leaves the interval, and
+            # becomes a boundary that excludes them.
             extra_integers += inside
             boundaries.append((value, outside))
     excluded = {value for value, _ in boundaries}

@@ -56,9 +56,13 @@ class Passage(NamedTuple):
 
     @classmethod
     def of(cls, name: str) -> Passage:
-        """Return the passage with an :attr:`id`.
+        """Parse the id of a passage, such as ``d#1:0-90``.
 
-        Raises ``DataError`` for an id that is not of a passage.
+        Args:
+            name: id of the document, ``#``, number of the passage, and the range of its characters.
+
+        Raises:
+            DataError: for an id that is not of a passage.
         """
         check_instance("name", name, str, "the id of a passage, such as 'd#1:0-90'")
         match = _ID.fullmatch(name)
@@ -135,9 +139,15 @@ class Passages:
 
     @classmethod
     def parse(cls, text: str) -> Passages:
-        """Return the cut with a name, the inverse of ``str()``.
+        """Parse the text form of these options, such as ``128/64/sentences``.
 
-        Raises ``DataError`` for another text.
+        It is the inverse of ``str()``.
+
+        Args:
+            text: length, stride and cut, with slashes between them.
+
+        Raises:
+            DataError: for another text.
         """
         check_instance("text", text, str, "a text such as '128/64/sentences'")
         try:
@@ -151,6 +161,13 @@ class Passages:
     def ranges(self, text: str) -> list[tuple[int, int]]:
         """Cut a text into passages.
 
+        A passage ends at the last break (the end of a sentence, or the gap between two words) that
+        leaves it at most `length` words. The next passage begins about `stride` words after the
+        beginning of this one, at a break.
+
+        Args:
+            text: the text.
+
         Returns:
             First character, and the character after the last one, of each passage. A text without
             words is one passage.
@@ -161,11 +178,12 @@ class Passages:
         n_words = len(word_starts)
         stride = self.stride or self.length
         characters = self._break_characters(text, word_starts)
+        # Breaks are numbers of words: a passage may begin with such a word, or end before it.
         breaks = sorted(characters)
         ranges = []
-        begin = 0  # index into `breaks` of the passage's first word
+        begin = 0  # position in `breaks` of the break at which the passage begins
         while True:
-            # The last break within `length` words of the passage's first word.
+            # Position in `breaks` of the last break within `length` words of the first word.
             end = bisect_right(breaks, breaks[begin] + self.length) - 1
             start = characters[breaks[begin]]
             stop = characters[breaks[end]]
@@ -179,27 +197,28 @@ class Passages:
                 begin += 1
 
     def _break_characters(self, text: str, word_starts: list[int]) -> dict[int, int]:
-        """Find where passages may begin and end.
+        """Find the words at which passages may begin and end.
 
         Args:
             text: the text.
             word_starts: first character of each word ``[n_words]``.
 
         Returns:
-            Number of a word -> character at which a passage may begin with it. The number of words
-            maps to the end of the text.
+            Number of a word, from 0 -> character at which a passage that begins with the word
+            starts. The key ``n_words`` maps to the end of the text.
         """
         n_words = len(word_starts)
         text_ends = {0: 0, n_words: len(text)}
         if self.cut == "words":
             return {**dict(enumerate(word_starts)), **text_ends}
         sentence_ends = [match.end() for match in _SENTENCE_END.finditer(text)]
+        # First word of each sentence -> character at which the sentence starts.
         sentences = {bisect_left(word_starts, end): end for end in sentence_ends}
         sentences.update(text_ends)
         characters = {}
-        for first, following in pairwise(sorted(sentences)):
-            if following - first > self.length:  # a long sentence is cut between words
-                for word in range(first, following):
+        for first_word, end_word in pairwise(sorted(sentences)):
+            if end_word - first_word > self.length:  # a long sentence is cut between words
+                for word in range(first_word, end_word):
                     characters[word] = word_starts[word]
         characters.update(sentences)
         return characters

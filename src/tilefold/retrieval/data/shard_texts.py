@@ -60,7 +60,10 @@ class ShardTexts:
     fields: DocumentFields = USUAL_FIELDS
 
     def read(self) -> dict[str, str]:
-        """Return id -> text.
+        """Read the texts of the shard from their files, or return those in memory.
+
+        Returns:
+            Id -> text.
 
         Raises:
             DataError: if the texts have changed since the shards were planned.
@@ -146,7 +149,8 @@ class FileTexts:
             DataError: for a malformed row, or a missing or repeated id; it names file and line.
             ValueError: if there are no texts.
         """
-        id_keys = array("Q")  # instead of the ids, which may need much memory
+        # 64-bit hashes, because the ids themselves may need much memory. _rows() appends them.
+        id_keys = array("Q")
         plan = _plan_shards(self._rows(id_keys), shard_size, sample, self.fields)
         n_different = len(np.unique(np.frombuffer(id_keys, np.uint64)))
         if n_different < len(id_keys):  # an id twice, or two ids that share a key

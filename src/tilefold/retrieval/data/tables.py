@@ -60,12 +60,15 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | None:
-    """Find a table in a folder: a file with one of the suffixes, or a folder.
+    """Find a table in a folder, which is a file with one of some suffixes, or a folder of files.
 
     Args:
         folder: the folder of the collection.
         name: name of the table without a suffix.
         suffixes: suffixes that the file may have.
+
+    Returns:
+        Path of the table, or None if there is none.
 
     Raises:
         DataError: if there are several.
@@ -83,12 +86,12 @@ def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | Non
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a text file with their numbers from 1.
 
-    A file whose name ends in ``.gz`` is decompressed.
+    A file whose name ends in ``.gz`` is decompressed. A byte order mark is left out.
 
     Raises:
         DataError: for text that is not UTF-8, and a damaged gzip file.
     """
-    start = 0
+    start = 0  # position of the line's first byte in the text
     is_gzip = path.name.endswith(".gz")
     try:
         with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
@@ -160,18 +163,23 @@ def text_rows(
     lines: Iterable[tuple[int, str]],
     path: object,
     *,
-    bare: bool = False,
+    allow_missing_ids: bool = False,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Iterator[Row]:
-    """Yield the rows of lines of an id, a tab and a text, or of the columns that the first names.
+    """Yield the rows of a text file whose lines have fields with tabs between them.
 
-    Blanks belong to ids and texts. Only the end of a line is left out.
+    The first line may name the columns. Without such a line, a row has an id and a text. Blanks
+    belong to ids and texts. Only the end of a line is left out.
 
     Args:
         lines: lines with their numbers.
         path: name of the file, for errors.
-        bare: whether a line may be a text without a tab, whose id is the line's number.
+        allow_missing_ids: whether a line may be a text without a tab, whose id is the number of
+            the line. By default such a line is an error.
         fields: names of columns that are not the usual ones.
+
+    Yields:
+        File and line, and the fields of the row by name.
     """
     names: list[str] = []
     is_first = True
@@ -191,7 +199,7 @@ def text_rows(
             yield where, row_of(values, names, where)
         elif len(values) > 1:
             yield where, {"_id": values[0], "text": "\t".join(values[1:])}
-        elif bare:
+        elif allow_missing_ids:
             yield where, {"_id": str(number), "text": values[0]}
         else:
             raise DataError(
@@ -205,7 +213,17 @@ def _filled_lines(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]
 
 
 def _csv_rows(path: Path) -> Iterator[Row]:
-    """Yield the records of a CSV file (RFC 4180) by the names in its first one, all as strings."""
+    """Yield the records of a CSV file (RFC 4180), whose first record names the columns.
+
+    Args:
+        path: the file.
+
+    Yields:
+        File and first line of the record, and its fields by name, all as strings.
+
+    Raises:
+        DataError: for malformed CSV, or two columns of one name.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     records = csv.reader((line for _, line in numbered_lines(path)), strict=True)
     names: list[str] = []
@@ -257,9 +275,19 @@ def json_object(line: str, where: str) -> Json:
 
 
 def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, without reading row groups that are skipped entirely."""
+    """Yield the rows of a Parquet file.
+
+    Row groups that are skipped entirely are not read.
+
+    Args:
+        path: the file.
+        skip: number of rows to leave out at the beginning.
+
+    Yields:
+        File and number of the row, from 1, and the fields of the row by name.
+    """
     pa, parquet = arrow("Reading Parquet")
-    number = 0
+    number = 0  # of the last row that was read or skipped
     try:
         with parquet.ParquetFile(path) as file:
             groups = list(range(file.num_row_groups))
@@ -281,7 +309,15 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
 
 
 def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
-    """Yield the rows of a dataset that ``save_to_disk`` wrote, which has one split."""
+    """Yield the rows of a dataset that ``save_to_disk`` of the package ``datasets`` wrote.
+
+    Args:
+        path: folder of the dataset, which must have one split.
+        skip: number of rows to leave out at the beginning.
+
+    Yields:
+        Folder and number of the row, from 1, and the fields of the row by name.
+    """
     saved = require("datasets", "datasets", "Reading a saved dataset").load_from_disk(str(path))
     if hasattr(saved, "keys"):  # a DatasetDict
         if len(saved) != 1:
@@ -322,8 +358,8 @@ def text_columns(
         named: names of columns that are not the usual ones; with any, the line must have them.
 
     Returns:
-        For each field ``"_id"``, ``"title"``, ``"text"`` or None for another column; None in all
-        where the line is a row and names nothing.
+        For each field ``"_id"``, ``"title"``, ``"text"`` or None for another column. None instead
+        of the list if the line names no columns, and so is a row.
 
     Raises:
         DataError: for a line that may be either, or without a column that is `named`.
@@ -374,7 +410,15 @@ def _log_column_names(
     fields: tuple[str, ...],
     columns: tuple[str | None, ...],
 ) -> None:
-    """Log which line is taken as names of columns, once for a file that is read several times."""
+    """Log that a line is taken as names of columns, once for a file that is read several times.
+
+    The cache of the function skips a repeated call.
+
+    Args:
+        where: file and line.
+        fields: the names in the line.
+        columns: for each name, the column that it means, None for a column of metadata.
+    """
     names = [field.strip() for field in fields]
     used = [name for name, column in zip(names, columns, strict=True) if column]
     metadata = [repr(name) for name, column in zip(names, columns, strict=True) if not column]
@@ -422,17 +466,21 @@ def _topic_rows(path: Path) -> Iterator[Row]:
         )
 
 
-def query_rows(path: Path, *, bare: bool = False) -> Iterator[Row]:
+def query_rows(path: Path, *, allow_missing_ids: bool = False) -> Iterator[Row]:
     """Yield the rows of queries: TREC topics of a ``.trec`` file, or a table.
 
     Args:
         path: the file, or a folder of files.
-        bare: as in :func:`text_rows`, for a file of another suffix.
+        allow_missing_ids: whether a line of a text file may be a query without an id, as in
+            :func:`text_rows`. It has no effect on topics, JSON, CSV and Parquet.
+
+    Yields:
+        File and line, and the fields of the query by name.
     """
     if path.name.endswith(TOPICS) and not path.is_dir():
         return _topic_rows(path)
-    if bare and not path.is_dir() and not path.name.endswith(ROWS):
-        return text_rows(numbered_lines(path), path, bare=True)
+    if allow_missing_ids and not path.is_dir() and not path.name.endswith(ROWS):
+        return text_rows(numbered_lines(path), path, allow_missing_ids=True)
     return table_rows(path)
 
 
@@ -440,7 +488,7 @@ def check_queries_have_ids(path: Path) -> None:
     """Raise ``DataError`` for a file with a query that is a line without an id."""
     is_text = not path.is_dir() and not path.name.endswith((TOPICS, *ROWS))
     if is_text:
-        for _ in text_rows(numbered_lines(path), path, bare=False):
+        for _ in text_rows(numbered_lines(path), path, allow_missing_ids=False):
             pass
 
 
@@ -496,7 +544,8 @@ def read_splits(
         queries: ids of the queries.
         documents: ids of the documents.
         drop_unknown: leave out judgements of other ids, which are an error otherwise.
-        names: the splits to read; all if one of them is not there, and by default.
+        names: the splits to read. None reads all. All are also read if one of the names is not
+            a split, so that the caller can list the existing ones in an error.
 
     Returns:
         Split -> query id -> document id -> grade.
@@ -538,7 +587,14 @@ def _read_split(
 ) -> Qrels:
     """Read the judgements in the files of a split.
 
-    The arguments are those of :func:`read_splits`.
+    Args:
+        files: the files.
+        queries: ids of the queries.
+        documents: ids of the documents.
+        drop_unknown: whether judgements of other ids are left out. Otherwise they are an error.
+
+    Returns:
+        Query id -> document id -> grade.
 
     Raises:
         DataError: for judgements of unknown ids, unless they are dropped, for pairs with several
@@ -642,7 +698,15 @@ def _judgements(path: Path) -> Iterator[Judgement]:
 
 
 def _judgement_of_row(row: Json, where: str) -> Judgement:
-    """Return the judgement in a row of JSON, CSV, Parquet or a saved dataset."""
+    """Return the judgement in a row of JSON, CSV, Parquet or a saved dataset.
+
+    Args:
+        row: field -> value.
+        where: file and line, for the error.
+
+    Returns:
+        File and line, query id, document id and grade.
+    """
     try:
         columns = judgement_columns(tuple(row))
     except FieldError as error:
@@ -657,7 +721,13 @@ def _judgement_of_row(row: Json, where: str) -> Judgement:
 
 
 def _judged_id(value: object, field: str, where: str) -> str:
-    """Return the id in a field of a judgement: text or a whole number, which may be a float."""
+    """Return the id in a field of a judgement as text.
+
+    Args:
+        value: text or a whole number. It may be a float such as 1.0, which data frames write.
+        field: name of the field, for the error.
+        where: file and line, for the error.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):

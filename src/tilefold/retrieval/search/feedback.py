@@ -91,6 +91,7 @@ class Feedback:
     equal_lengths: bool | None = None
 
     def __post_init__(self) -> None:
+        """Raise ``ValueError`` for an option that is out of range or goes with another one."""
         check_choice("method", self.method, METHODS)
         for name, minimum in (("depth", 1), ("bottom", 0), ("top_terms", 1)):
             count = getattr(self, name)
@@ -104,12 +105,15 @@ class Feedback:
                 raise ArgumentError(
                     name, f"expected a finite number of at least 0, got {weight!r}."
                 )
-        rocchio_options = (self.alpha, self.beta, self.gamma, self.bottom)
-        if self.method == "average" and rocchio_options != (None, None, 0.0, 0):
+        uses_rocchio_option = (
+            self.alpha is not None or self.beta is not None or self.gamma != 0 or self.bottom != 0
+        )
+        if self.method == "average" and uses_rocchio_option:
             raise ArgumentError(
                 ("alpha", "beta", "gamma", "bottom"),
                 "expected none of them with method='average', got one.",
             )
+        # Without a weight, the worst documents have no effect, and the reverse.
         if bool(self.gamma) != bool(self.bottom):
             raise ArgumentError(("gamma", "bottom"), "expected both or neither, got one alone.")
         if self.method == "rocchio" and self.alpha == self.beta == 0:
@@ -195,13 +199,23 @@ def with_feedback(
 ) -> Run:
     """Search again with feedback from a run, and interpolate with a second run.
 
+    The second run is mixed into the run that feedback reads, into the result, or into both, as
+    ``mix.place`` says.
+
     Args:
         first: run without feedback.
-        again: expands the queries by the documents of a run (:func:`expand_sparse`,
-            :func:`expand_dense`), searches with them and returns the new run.
+        again: function that expands the queries by the documents of a run
+            (:func:`expand_sparse`, :func:`expand_dense`), searches with them and returns the new
+            run.
         k: documents per query that an interpolation keeps.
         second: run that is mixed in; None for no interpolation.
-        mix: options of the interpolation; goes with `second`.
+        mix: options of the interpolation. It is required with `second`, and None without.
+
+    Returns:
+        The run of the expanded queries.
+
+    Raises:
+        ValueError: if only one of `second` and `mix` is passed.
     """
     if (second is None) != (mix is None):
         raise ArgumentError(("second", "mix"), "expected both or neither, got one alone.")
@@ -353,6 +367,15 @@ def _document_rows(
 ) -> tuple[list[int], list[int]]:
     """Return the rows of the best and of the worst documents of a query.
 
+    Args:
+        query: id of the query.
+        run: query id -> document id -> score, best first.
+        row_of: document id -> row of its vector.
+        feedback: how many documents count as the best and the worst ones.
+
+    Returns:
+        Rows of the best documents and rows of the worst documents, both in the order of the run.
+
     Raises:
         DataError: for a document without a row.
     """
@@ -385,7 +408,10 @@ def _expanded_row(
     documents: SparseVectors,
     feedback: Feedback,
 ) -> Row:
-    """Return the terms, ascending, and the positive weights of one query after feedback.
+    """Compute one sparse query after feedback.
+
+    The new query is ``query_weight * query + best_weight * sum(best) + worst_weight *
+    sum(worst)``. Each document's vector is first scaled to the query's length if feedback does so.
 
     Args:
         query: terms and weights before feedback.
@@ -393,18 +419,24 @@ def _expanded_row(
         worst: rows of the worst documents.
         documents: vectors of the documents.
         feedback: options.
+
+    Returns:
+        The terms, ascending, and their weights, all above 0.
     """
     if not best:
         return query
     query_weight, best_weight, worst_weight = feedback.weights(len(best), len(worst))
+    # Each summand is a row of terms and weights. The first one is the query.
     summands = [query, *(documents.row(row) for row in (*best, *worst))]
     factors = [query_weight] + [best_weight] * len(best) + [worst_weight] * len(worst)
     if feedback.scales:
         lengths = [_length(weights) for _, weights in summands]
         query_length = lengths[0]
+        # A document without terms has the length 0. It adds nothing, so its factor is 0.
         for position in range(1, len(summands)):
             length = lengths[position]
             factors[position] = factors[position] * query_length / length if length else 0.0
+    # Products of the same term are added up.
     terms, term_positions = np.unique(
         np.concatenate([terms for terms, _ in summands]),
         return_inverse=True,

@@ -101,15 +101,15 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
         k: constant that reduces the influence of the first ranks.
     """
     runs = list_of("runs", runs)
-    _check_runs(runs, None, k)
+    _check_runs(runs, weights=None, k=k)
     fused: Run = {}
     for query_id in _query_ids(runs):
         sums: dict[str, float] = {}
         for run in runs:
-            ranked = _top(run.get(query_id, {}), None)
+            ranked = _top(run.get(query_id, {}), k=None)
             for rank, document in enumerate(ranked, start=1):
                 sums[document] = sums.get(document, 0.0) + 1.0 / (k + rank)
-        fused[query_id] = _top(sums, None)
+        fused[query_id] = _top(sums, k=None)
     return fused
 
 
@@ -181,7 +181,17 @@ def check_scores(
 
 
 def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
-    """Check arguments of a fusion, and return the weights of the runs, equal ones for None."""
+    """Check the arguments of a fusion, and return the weight of each run.
+
+    Args:
+        runs: the runs to fuse.
+        weights: one finite number per run; None for equal weights that sum to 1.
+        k: an integer of at least 1.
+
+    Raises:
+        TypeError: for a run that is no mapping of mappings, or a weight that is no number.
+        ValueError: for no runs, a weight missing or too many, or a number that is not finite.
+    """
     if not runs:
         raise ArgumentError("runs", "expected at least one run, got an empty list.")
     check_integer("k", k)
@@ -217,7 +227,13 @@ def _top(scores: _Scores, k: int | None) -> dict[str, float]:
 
 
 def _min_max(scores: _Scores) -> _Normalized:
-    """Map scores to [0, 1]."""
+    """Map the scores of a query linearly to [0, 1].
+
+    Equal scores all become 1.
+
+    Returns:
+        The normalized scores, and 0 as the score of a document that the run lacks.
+    """
     low = min(scores.values())
     high = max(scores.values())
     if high == low:
@@ -235,8 +251,15 @@ def _min_max(scores: _Scores) -> _Normalized:
 
 
 def _z_score(scores: _Scores) -> _Normalized:
-    """Map scores to mean 0 and standard deviation 1."""
-    # Compared, since the mean of equal scores may differ from them by a rounding.
+    """Map the scores of a query to mean 0 and standard deviation 1.
+
+    Equal scores all become 0.
+
+    Returns:
+        The normalized scores, and the lowest one as the score of a document that the run lacks.
+    """
+    # Equal scores are found by comparison. Their computed deviation may differ from 0, because
+    # their mean is rounded.
     if min(scores.values()) == max(scores.values()):
         return dict.fromkeys(scores, 0.0), 0.0
     # Scores in [0, 1] have the same z-scores, and their squares do not overflow.

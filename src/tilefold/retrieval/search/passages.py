@@ -41,12 +41,20 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPass
 
 
 def _best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPassages]:
-    """Return what :func:`best_passages` returns, of a run that is right."""
+    """Score each document by its best passage, for a run that has been checked.
+
+    Args:
+        run: query id -> passage id -> score.
+
+    Returns:
+        The run of documents, best first, and query id -> document id -> id of its best passage.
+    """
     documents = Run()
     best: BestPassages = {}
     for query, scores in run.items():
         document_scores: dict[str, float] = {}
         passages: dict[str, str] = {}
+        # By descending score, the first passage of a document is its best one.
         for passage in sorted(scores, key=lambda passage: -scores[passage]):
             document = document_of(passage)
             if document not in document_scores:

@@ -180,6 +180,7 @@ class Reranker:
     searched: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
+        """Raise an error for stored token vectors that do not go with the index or the model."""
         if self.tokens is None:
             return
         manifest = self.tokens.manifest
@@ -305,13 +306,16 @@ class Reranker:
         by: str = "document",
         passages: BestPassages | None = None,
     ) -> dict[str, str]:
-        """Return the texts to encode if there are no `tokens`.
+        """Return the texts of the candidates, which must be encoded if there are no `tokens`.
 
         Args:
-            run, reranking, by, passages: as in :meth:`__call__`.
+            run: query id -> id -> score of the ranking to rerank.
+            reranking: options, of which ``depth`` is the number of candidates per query.
+            by: ``"document"`` or ``"passage"``, which the ids of the run name.
+            passages: query id -> document id -> passage that the document was retrieved by.
 
         Returns:
-            id -> text of documents, or of the passages that they were retrieved by.
+            Id -> text, of documents or of the passages that they were retrieved by.
 
         Raises:
             MissingDocumentError: for a candidate that `documents` lack.
@@ -347,14 +351,17 @@ class Reranker:
         by: str,
         passages: BestPassages | None,
     ) -> dict[str, dict[str, list[str]]] | None:
-        """Return query id -> document id -> passages to score for it.
+        """Find the passages by which the candidates of each query are scored.
 
         Args:
-            run, by, passages: as in :meth:`__call__`.
+            run: query id -> id -> score of the ranking to rerank.
             depth: documents per query to score; None scores all.
+            by: ``"document"`` or ``"passage"``, which the ids of the run name.
+            passages: query id -> document id -> passage that the document was retrieved by.
 
         Returns:
-            None if the names of the run are scored themselves.
+            Query id -> document id -> ids of its passages, whose best score it takes. None if the
+            ids of the run are scored themselves.
         """
         if by == "passage":
             return None
@@ -487,12 +494,17 @@ def _maxsim_scores(
 
 
 def _with_tail(names: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
-    """Rank names by their scores, and keep or drop the names without a score.
+    """Rank names by their scores, and keep or drop the names without a score (the tail).
+
+    Names of the tail get scores below the lowest one, so that they keep their order.
 
     Args:
-        names: order of equal scores, and of the tail.
-        scores: of some of the names.
+        names: ids in the order of the run, which is the order of equal scores and of the tail.
+        scores: id -> score, of some of the names.
         tail: ``"keep"`` or ``"drop"``.
+
+    Returns:
+        Id -> score, best first.
     """
     position_of = {name: position for position, name in enumerate(names)}
     ranked_names = sorted(scores, key=lambda name: (-scores[name], position_of[name]))
@@ -504,6 +516,8 @@ def _with_tail(names: list[str], scores: dict[str, float], tail: Tail) -> dict[s
     if ranked_names:
         highest = ranked[ranked_names[0]]
         lowest = ranked[ranked_names[-1]]
+    # The step is relative to the scores, so that rounding does not make neighbours equal. Scores
+    # that are all 0 count as 1.
     step = TAIL_STEP * (max(abs(lowest), abs(highest)) or 1.0)
     tail_names = [name for name in names if name not in scores]
     for position, name in enumerate(tail_names, start=1):

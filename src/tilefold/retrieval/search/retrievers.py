@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["DenseRetriever", "LateRetriever", "SparseRetriever", "WordsRetriever"]
 
+# Shorter vectors are divided by this length, as torch.nn.functional.normalize does.
+_SHORTEST_VECTOR = 1e-12
+
 
 @dataclass(frozen=True)
 class _IndexRetriever:
@@ -110,10 +113,14 @@ class SparseRetriever(_IndexRetriever):
     words: BM25Index | None = None
 
     def __post_init__(self) -> None:
-        """Raise ``DataError`` for vectors of another model or of other documents."""
+        """Compare the vectors with the index, by the provenance that both record.
+
+        Raises:
+            DataError: for vectors of another model or of other documents than those of the index.
+        """
         if self.vectors is None:
             return
-        folder = ""
+        folder = ""  # path of the vectors for the error; empty for vectors in memory
         if isinstance(self.vectors, Path):
             folder = f"{self.vectors} "
             provenance = read_manifest(self.vectors).provenance
@@ -150,18 +157,22 @@ class SparseRetriever(_IndexRetriever):
         feedback: Feedback,
     ) -> SparseVectors:
         """Move queries towards the first documents of the run `basis`."""
-        documents = self.stored(feedback_documents(basis, feedback))
+        documents = self.vectors_of(feedback_documents(basis, feedback))
         return expand_sparse(queries, documents, basis, feedback)
 
-    def stored(self, names: Iterable[str], *, lacking: bool = False) -> SparseVectors:
-        """Return the vectors of documents.
+    def vectors_of(self, names: Iterable[str], *, skip_missing: bool = False) -> SparseVectors:
+        """Read the stored vectors of some documents.
 
         Args:
             names: ids of the documents.
-            lacking: leave documents without a vector out, which is an error otherwise.
+            skip_missing: leave out documents that have no vector. By default they are an error.
+
+        Returns:
+            One row per document, with its id.
 
         Raises:
-            MissingDocumentError: for the first document without a vector.
+            ValueError: if the retriever has no `vectors`.
+            MissingDocumentError: for the first document without a vector, unless `skip_missing`.
         """
         if self.vectors is None:
             raise ArgumentError(
@@ -170,16 +181,16 @@ class SparseRetriever(_IndexRetriever):
             )
         names = list(names)
         if isinstance(self.vectors, Path):
-            stored = read_rows(self.vectors, names)
+            vectors = read_rows(self.vectors, names)  # skips ids that the folder lacks
         else:
             row_of = self.vectors.row_of
-            stored = self.vectors.take([row_of[name] for name in names if name in row_of])
-        if not lacking:
-            stored_ids = set(stored.ids)
+            vectors = self.vectors.take([row_of[name] for name in names if name in row_of])
+        if not skip_missing:
+            ids_with_vectors = set(vectors.ids)
             for name in names:
-                if name not in stored_ids:
+                if name not in ids_with_vectors:
                     raise MissingDocumentError("vectors", name)
-        return stored
+        return vectors
 
 
 @dataclass(frozen=True)
@@ -235,10 +246,22 @@ class DenseRetriever(_IndexRetriever):
         basis: Run,
         feedback: Feedback,
     ) -> Tensor:
-        """Move queries towards the first documents of the run `basis`."""
+        """Move queries towards the first documents of a run.
+
+        Args:
+            queries: ``[Q, D]``.
+            query_ids: ids of the rows of `queries`.
+            basis: the run whose first documents count as relevant.
+            feedback: options.
+
+        Returns:
+            New queries, ``[Q, D]``.
+        """
         document_ids = feedback_documents(basis, feedback)
         if self.index.similarity == "cosine":
-            queries = queries / queries.norm(dim=1, keepdim=True).clamp_min(1e-12)
+            # The index holds normalized vectors. A query of zeros stays one.
+            lengths = queries.norm(dim=1, keepdim=True).clamp_min(_SHORTEST_VECTOR)
+            queries = queries / lengths
         return expand_dense(
             queries,
             query_ids,
@@ -272,7 +295,11 @@ class LateRetriever(_IndexRetriever):
         where: Where = None,
         **options: object,
     ) -> Run:
-        """Search with the reduction over query tokens that the model was trained with."""
+        """Search with the reduction over query tokens that the model was trained with.
+
+        The reduction is the mean for a model with "meanmaxsim", and else the sum. The arguments
+        are those of the other retrievers' ``search``.
+        """
         takes_mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
         return super().search(
             vectors,

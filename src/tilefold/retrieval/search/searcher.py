@@ -422,7 +422,15 @@ class Searcher:
             )
 
     def _records(self, ranking: Ranking, k: int) -> list[Json]:
-        """Describe the `k` best results of the query of :meth:`search`, see there."""
+        """Describe the best results of a ranking of one query as records.
+
+        Args:
+            ranking: the ranking of the query of :meth:`search`.
+            k: number of records.
+
+        Returns:
+            The records that :meth:`search` describes, best first.
+        """
         scores = dict(list(ranking.run.get(_QUERY, {}).items())[:k])
         stage_scores = ranking.stages[self.stage][_QUERY]
         terms = self._terms(
@@ -515,7 +523,15 @@ class Searcher:
         k: int,
         request: SearchRequest,
     ) -> _StageRun:
-        """Search the `k` best documents of the index for vectors of queries."""
+        """Search the index of this searcher for vectors of queries.
+
+        Args:
+            retriever: the retriever of the index.
+            vectors: vectors of the queries.
+            query_ids: ids of the queries.
+            k: documents or passages per query.
+            request: the filter, and whether documents or passages are ranked.
+        """
         return _search_stage(
             self.stage,
             partial(retriever.search, vectors, query_ids, where=request.where),
@@ -582,7 +598,16 @@ class Searcher:
         fusion: Fusion,
         request: SearchRequest,
     ) -> None:
-        """Fuse a ranking with the second one, and add both runs to its stages."""
+        """Fuse a ranking with the second one, in place.
+
+        The run of the second index and the fused run are added to the ranking's stages.
+
+        Args:
+            queries: query id -> text.
+            ranking: the ranking to fuse, whose run is replaced.
+            fusion: how the two runs are fused.
+            request: options of the search.
+        """
         words_run = ranking._record(self._search_second(queries, request.candidates, request))
         ranking.run = fusion.mix(ranking.run, words_run, request.candidates)
         ranking.stages[_WORDS_STAGE] = words_run
@@ -594,9 +619,17 @@ class Searcher:
         request: SearchRequest,
         ranking: Ranking,
     ) -> Run:
-        """Rank the queries of `ranking` without feedback, to compare with it.
+        """Rank queries without feedback, to compare with a ranking that has it.
 
-        An interpolation of the request mixes the second ranking in once.
+        With an interpolation, the second ranking is mixed into the run once.
+
+        Args:
+            queries: query id -> text.
+            request: options of the ranking with feedback.
+            ranking: the ranking with feedback, whose query vectors before feedback are used.
+
+        Returns:
+            The run, with as many documents per query as the request has candidates.
         """
         mix = request.interpolation
         depth = request.candidates
@@ -667,7 +700,13 @@ class Searcher:
         )
 
     def rerank_texts(self, ranking: Ranking, reranking: Reranking) -> dict[str, str]:
-        """Texts to encode as `candidates` of :meth:`rerank`, if there are no token vectors.
+        """Return the texts to encode as `candidates` of :meth:`rerank`.
+
+        They are needed where the searcher has no stored token vectors.
+
+        Args:
+            ranking: the ranking to rerank.
+            reranking: options, among them the number of candidates.
 
         Returns:
             id of a document or passage -> text; empty without a model that reranks.
@@ -779,19 +818,21 @@ class Searcher:
         tokenizer = retriever.model.tokenizer
         term_name = term_names_of(tokenizer)
         query_row = ranking.after.row(0)
+        # `before` and `after` are the query's vector before and after feedback.
         has_feedback = ranking.before is not ranking.after
         terms_before_feedback = set(ranking.before.row(0)[0].tolist())
         passage_of = ranking.passages.get(self.stage, {}).get(_QUERY, {})
+        # In an index of passages, the vector of a document is that of its best passage.
         document_by_vector_id = {passage_of.get(name, name): name for name in scores}
-        stored = retriever.stored(document_by_vector_id, lacking=True)
+        vectors = retriever.vectors_of(document_by_vector_id, skip_missing=True)
         explained: dict[str, list[Json]] = {}
-        for row, vector_id in enumerate(stored.ids):
+        for row, vector_id in enumerate(vectors.ids):
             name = document_by_vector_id[vector_id]
             explained[name] = []
             for term, contribution in matched_terms(
                 query_row,
-                stored.row(row),
-                tokenizer.all_special_ids,
+                vectors.row(row),
+                without=tokenizer.all_special_ids,
             ):
                 record: Json = {
                     "term": term_name[term],
@@ -813,7 +854,10 @@ def _check_parts(
     tokens: object,
     options: object,
 ) -> None:
-    """Raise ``TypeError`` for a part of a searcher that is of another type, such as a path."""
+    """Raise ``TypeError`` for an argument of a searcher that has another type, such as a path.
+
+    The arguments are those of :class:`Searcher`. None is valid for all but `index`.
+    """
     if not hasattr(index, "search"):
         raise TypeError(
             "index: expected what build_index or load_index gives, or a BM25Index, "
@@ -846,7 +890,13 @@ def _check_goes_with_index(
     model: Model | None,
     vectors: SparseVectors | str | Path | None,
 ) -> None:
-    """Raise ``ValueError`` for a model or sparse vectors that the type of index does not use."""
+    """Raise ``ValueError`` for a model or sparse vectors that the type of index does not use.
+
+    Args:
+        index: the index.
+        model: the encoder of queries, which an index of words does not use.
+        vectors: sparse vectors of the documents, which only an index of sparse vectors uses.
+    """
     description = _WITHOUT_SPARSE_VECTORS.get(index.backend)
     if description is None:
         return
