@@ -202,18 +202,28 @@ class _Guard:
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Answer a request: refuse it, or pass it to its route and answer failures of the route.
+
+        Headers are added to every response: :data:`_HEADERS`, and the number of truncated inputs if
+        the request was encoded.
+
+        Args:
+            scope: method, path and headers of the request, as of ASGI.
+            receive: returns the parts of the body.
+            send: sends the head and the body of the response.
+        """
         if scope["method"] == "HEAD":
             # Answered as GET. uvicorn has the original scope, and leaves the body out.
             scope = {**scope, "method": "GET"}
-        started = False
+        response_started = False
+        # The service appends to this list, through the context variable, while it encodes.
         truncation_counts: list[int] = []
         truncated_inputs.set(truncation_counts)
 
         async def send_with_headers(message: Message) -> None:
-            nonlocal started
+            nonlocal response_started
             if message["type"] == "http.response.start":
-                started = True
+                response_started = True
                 headers = list(message.get("headers", []))
                 if truncation_counts:
                     headers.append((b"x-truncated-inputs", b"%d" % sum(truncation_counts)))
@@ -227,22 +237,24 @@ class _Guard:
             return
         try:
             await self._answer(scope, receive, send_with_headers)
-        except asyncio.CancelledError:  # the time of running requests at the server's end is over
-            if not started:
+        except asyncio.CancelledError:
+            # The server is stopping, and the time that it gives to running requests is over.
+            if not response_started:
                 response = _error_response(ServeError("Unhealthy", "the service is closing"))
                 await response(scope, receive, send_with_headers)
-        except Exception as error:  # the client learns that it failed, the log why
+        except Exception as error:
+            # The client only learns that the request failed. The reason is in the log.
             self._service.log_failure(error)
             self._service.metrics.count("te_request_failure", err="internal")
-            if not started:
+            if not response_started:
                 response = await _failed(Request(scope), error)
                 await response(scope, receive, send_with_headers)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer a request by its route.
 
-        POST routes that were requested before are called directly, because routing takes longer
-        than encoding a short text.
+        The handlers of POST routes that were requested before are called directly. FastAPI's
+        routing would take longer than encoding a short text. ``handlers`` maps paths to them.
         """
         handler = None
         if scope["method"] == "POST":
@@ -254,7 +266,14 @@ class _Guard:
         await response(scope, receive, send)
 
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
-        """Return the error and its headers for a request that is refused; ``None`` for others."""
+        """Return why a request is refused, or ``None`` if it is accepted.
+
+        A request is refused for another version of HTTP, a missing or wrong key, or a header Host
+        that names another machine.
+
+        Returns:
+            The error, and headers that its response needs by the standard of HTTP.
+        """
         if scope["http_version"] not in _HTTP_VERSIONS:
             error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
             return error, {"connection": "close"}
@@ -302,8 +321,8 @@ def _header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:
 def _is_local(host: bytes) -> bool:
     """Return whether a header ``Host`` is an address, or a name that only means this machine.
 
-    Another site cannot make a browser send such a header, as it could with a domain name of its
-    own that resolves to this machine.
+    This protects a server on the loopback address from pages of other sites (DNS rebinding). Such a
+    site can let its own domain name resolve to this machine, but the browser then sends that name.
 
     Args:
         host: value of the header, with or without a port.
@@ -323,18 +342,22 @@ def _is_local(host: bytes) -> bool:
 
 
 def _page_router(service: Service) -> APIRouter:
-    """Create the routes of the page, its style and its script.
+    """Create the routes of the search page in a browser: its HTML, its style and its script.
 
     They answer 503 while the service is not healthy, for health checks that request ``/``.
     """
     router = APIRouter()
-    contents = {path: (_FOLDER / name).read_bytes() for path, (name, _) in _FILES.items()}
+    contents: dict[str, bytes] = {}
+    media_types: dict[str, str] = {}
+    for path, (name, media_type) in _FILES.items():
+        contents[path] = (_FOLDER / name).read_bytes()
+        media_types[path] = media_type
 
     async def answer(request: Request) -> Response:
         if not service.healthy:
             raise ServeError("Unhealthy", "unhealthy")
         path = request.scope["route"].path
-        return Response(contents[path], media_type=_FILES[path][1], headers=_PAGE_HEADERS)
+        return Response(contents[path], media_type=media_types[path], headers=_PAGE_HEADERS)
 
     for path in _FILES:
         add_route(
@@ -348,21 +371,30 @@ def _page_router(service: Service) -> APIRouter:
 
 
 def _add_reference(app: FastAPI) -> None:
-    """Add the page that describes the routes, and a second path of the OpenAPI description."""
+    """Add the page ``/docs`` that describes the routes, and a second path of the OpenAPI schema.
+
+    FastAPI serves the schema at its own path. text-embeddings-inference has it at another one.
+    """
 
     async def page(request: Request) -> Response:
+        html = "".join(_reference_html(app.openapi()))
         headers = {"content-security-policy": _REFERENCE_POLICY}
-        return Response("".join(_reference(app.openapi())), media_type="text/html", headers=headers)
+        return Response(html, media_type="text/html", headers=headers)
 
     async def openapi(request: Request) -> Response:
         return Response(plain(app.openapi()), media_type=JSON)
 
+    _, path_of_tei = OPENAPI_PATHS
     app.add_api_route("/docs", page, include_in_schema=False, response_class=Response)
-    app.add_api_route(OPENAPI_PATHS[1], openapi, include_in_schema=False, response_class=Response)
+    app.add_api_route(path_of_tei, openapi, include_in_schema=False, response_class=Response)
 
 
-def _reference(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the HTML page of an OpenAPI description, in parts."""
+def _reference_html(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of an HTML page that lists the routes and the fields of their bodies.
+
+    Args:
+        schema: OpenAPI description of the application.
+    """
     info = schema["info"]
     title = escape(f"{info['title']} {info['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
@@ -371,7 +403,7 @@ def _reference(schema: Mapping[str, Any]) -> Iterator[str]:
     yield f"<p>Routes of models exist under {' and '.join(_MOUNTED)} too. "
     yield '<a href="openapi.json">openapi.json</a></p>'
     for path, methods in schema["paths"].items():
-        if path.startswith(_MOUNTED):
+        if path.startswith(_MOUNTED):  # the same routes again, below /query and /document
             continue
         for method, route in methods.items():
             yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2>"

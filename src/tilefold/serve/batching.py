@@ -165,9 +165,11 @@ class _TokenBudget:
     def note_batch(self, multi_input: bool, tokens: int, seconds: float) -> None:
         """Learn from the duration of a batch.
 
-        A batch of single inputs changes their mean duration. A batch of multi-input requests
-        changes the short limit in proportion to its duration: at most twofold, down if it took
-        longer than it should, and up if it took less.
+        A batch of single inputs updates their mean duration. A batch of multi-input requests
+        updates the short limit, which applies to such batches while single inputs arrive. Its
+        target duration is a multiple of the single inputs' mean. From the batch follows the number
+        of tokens that take that long. The limit falls to it after a batch that took longer than
+        the target, and rises to it after a batch that took less, at most to twice the batch.
 
         Args:
             multi_input: whether the batch is of multi-input requests.
@@ -214,6 +216,14 @@ class BatchWorker:
     """
 
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
+        """Create the worker; :meth:`start` starts its thread.
+
+        Args:
+            name: name of the thread.
+            run: function of a key and payloads that returns one result per payload.
+            max_batch_tokens: largest number of tokens of a batch, padding included.
+            metrics: metrics that count batches.
+        """
         self._run = run
         self._metrics = metrics
         # Whether requests have several inputs -> their entries, in the order of their priorities.
@@ -324,15 +334,24 @@ class BatchWorker:
             self._send(outcomes)
 
     def _run_batch(self, batch: list[_QueueEntry], multi_input: bool) -> list[_Outcome]:
-        """Run a batch, and record its size and duration."""
+        """Run a batch, and record its size and duration.
+
+        Args:
+            batch: entries of one key.
+            multi_input: whether they are inputs of multi-input requests.
+
+        Returns:
+            An answer or an error for each entry, in their order.
+        """
         self._metrics.observe("te_batch_next_size", len(batch))
-        tokens = len(batch) * max(entry.tokens for entry in batch)
-        self._metrics.observe("te_batch_next_tokens", tokens)
+        padded_tokens = len(batch) * max(entry.tokens for entry in batch)
+        self._metrics.observe("te_batch_next_tokens", padded_tokens)
         started = time.perf_counter()
         results = self._run_halving(batch)
         inference = time.perf_counter() - started
-        if tokens:  # functions have no tokens
-            self._budget.note_batch(multi_input, tokens, inference)
+        # A payload may also be a function to run on the device. It has no tokens to learn from.
+        if padded_tokens:
+            self._budget.note_batch(multi_input, padded_tokens, inference)
         outcomes = []
         for entry, value, error in results:
             answer = None
@@ -342,13 +361,17 @@ class BatchWorker:
         return outcomes
 
     def _next_batch(self) -> list[_QueueEntry]:
-        """Wait for the next batch; an empty one means that the worker is closed."""
+        """Wait for the next batch; an empty one means that the worker is closed.
+
+        Single-input and multi-input requests alternate, if entries of both kinds wait.
+        """
         with self._ready:
             while not self._closed:
                 for multi_input in (not self._last_multi_input, self._last_multi_input):
                     batch = self._take_batch(multi_input)
                     if batch:
-                        # Under the condition, so that submit cannot run another input before it.
+                        # The lock is acquired while the condition is held. Otherwise `submit`
+                        # could run another input on the device before this batch.
                         self._running.acquire()
                         self._last_multi_input = multi_input
                         self._n_batches += 1
@@ -357,7 +380,16 @@ class BatchWorker:
         return []
 
     def _take_batch(self, multi_input: bool) -> list[_QueueEntry]:
-        """Remove the entries of the next batch from a queue; the condition is held."""
+        """Remove the entries of the next batch from a queue, and return them.
+
+        The batch begins with the first entry. Later entries of the same key join it in their order,
+        until one of them would exceed the token limit. The other entries stay in the queue.
+
+        The caller holds the condition.
+
+        Args:
+            multi_input: queue of multi-input requests, or that of single inputs.
+        """
         batch: list[_QueueEntry] = []
         remaining: list[_QueueEntry] = []
         longest = 0
@@ -369,6 +401,7 @@ class BatchWorker:
             elif batch and (full or entry.key != batch[0].key):
                 remaining.append(entry)
             elif batch and max(longest, entry.tokens) * (len(batch) + 1) > limit:
+                # All texts of a batch are padded to the longest.
                 full = True
                 remaining.append(entry)
             else:
@@ -378,11 +411,16 @@ class BatchWorker:
         return batch
 
     def _run_halving(self, batch: list[_QueueEntry]) -> list[_Result]:
-        """Run a batch; if it fails, run its halves, down to the single entry that fails."""
+        """Run a batch; if it fails, run its halves, down to the single entry that fails.
+
+        Returns:
+            A value or an error for each entry, in their order.
+        """
         try:
             values = self._run(batch[0].key, [entry.payload for entry in batch])
             return [_Result(entry, value, None) for entry, value in zip(batch, values, strict=True)]
-        except BaseException as error:  # a panic of the tokenizer, too, must not end the thread
+        except BaseException as error:
+            # A panic of the tokenizer is no `Exception`. It must not end the thread either.
             if len(batch) > 1:
                 middle = len(batch) // 2
                 return self._run_halving(batch[:middle]) + self._run_halving(batch[middle:])
@@ -396,7 +434,10 @@ class BatchWorker:
             return [_Result(batch[0], None, public_error)]
 
     def _send(self, outcomes: list[_Outcome]) -> None:
-        """Resolve the futures of outcomes on their event loops."""
+        """Resolve the futures of outcomes on their event loops.
+
+        A future may only be resolved in the thread of its loop, and this is the worker's thread.
+        """
         for loop in {outcome.entry.future.get_loop() for outcome in outcomes}:
             outcomes_of_loop = [
                 outcome for outcome in outcomes if outcome.entry.future.get_loop() is loop
@@ -498,6 +539,7 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        """Create all counters and histograms, and register them for :meth:`render`."""
         self._registry = CollectorRegistry()
         self._lock = threading.Lock()
         # Counter -> values of its labels -> count. A counter without labels starts with 0.
@@ -505,6 +547,7 @@ class Metrics:
         for name, (_, labels) in _COUNTERS.items():
             self._counts[name] = {} if labels else {(): 0.0}
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        # Prefix of histograms, such as te_request -> its histograms in the order of _DURATIONS.
         self._durations = {
             f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _DURATIONS]
             for name in _DURATION_SUBJECTS
@@ -540,7 +583,11 @@ class Metrics:
         Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counters and the histograms, for a registry."""
+        """Yield the counters and the histograms, for a registry of prometheus_client.
+
+        The registry calls this for each request of ``/metrics``. Values are copied first, so that
+        other threads wait for the copy only.
+        """
         with self._lock:
             counts = {name: dict(by_label) for name, by_label in self._counts.items()}
             histograms = {
@@ -554,6 +601,7 @@ class Metrics:
             yield counter
         for name, (bucket_counts, total) in histograms.items():
             bounds = map(floatToGoString, self._histograms[name].bounds)
+            # Prometheus expects how many values are at most each bound.
             buckets = list(zip(bounds, itertools.accumulate(bucket_counts), strict=True))
             text, _ = _HISTOGRAMS[name]
             yield HistogramMetricFamily(name, text, buckets, total)

@@ -88,7 +88,9 @@ def _one_or_list(
     is_item: Callable[[object], bool],
     expected: str,
 ) -> PlainValidator:
-    """Create a validator of one input or a list of inputs, which returns a list.
+    """Create a validator of a field that holds one input or a list of inputs.
+
+    The validated field is always a list. One input becomes a :class:`Single`.
 
     Args:
         is_input: returns whether a value is one input.
@@ -311,6 +313,14 @@ class ServeError(Exception):
         status: int | None = None,
         label: str | None = None,
     ) -> None:
+        """Create the error.
+
+        Args:
+            kind: error type of text-embeddings-inference, a key of :data:`_STATUS_AND_LABEL`.
+            message: message for the client. It may repeat values of the request, so it is cut.
+            status: HTTP status; ``None`` takes that of the kind.
+            label: label in the metrics; ``None`` takes that of the kind.
+        """
         super().__init__(message)
         default_status, default_label = _STATUS_AND_LABEL[kind]
         self.kind = kind
@@ -376,9 +386,11 @@ def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
         top_k: largest number of entries; of equal weights, lower indices stay. ``None`` keeps all.
         threshold: entries have larger weights; ``None`` is 0.
     """
+    # A larger threshold would become infinite in the comparison with float32 weights.
     largest_float32 = float(np.finfo(np.float32).max)
     positions = np.flatnonzero(row.weights > min(threshold or 0.0, largest_float32))
     if top_k is not None and positions.size > top_k:
+        # A stable sort leaves equal weights in the order of their indices.
         by_weight = np.argsort(-row.weights[positions], kind="stable")
         positions = np.sort(positions[by_weight[:top_k]])
     return Row(row.indices[positions], row.weights[positions])
@@ -405,11 +417,20 @@ def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], s
 def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
     """Return the JSON of a sparse vector in the format of a request.
 
-    The arguments are those of :func:`sparse_rows`.
+    The formats are:
+
+    - ``"tokens"``: ``{"token": weight, ...}``
+    - ``"arrays"``: ``{"indices": [...], "values": [...]}``, with ``"tokens"`` on demand
+    - ``"values"``: ``[{"index": index, "value": weight}, ...]``, with ``"token"`` on demand
+
+    Args:
+        row: the vector.
+        body: options of the request: the format, and whether tokens are returned too.
+        token: returns the name of a term.
     """
     has_tokens = body.tokens or body.format == "tokens"
     if row.json and not has_tokens and body.format == "values":
-        return row.json
+        return row.json  # written before, together with the JSON of its batch
     indices = row.indices.tolist()
     weights = numbers(row.weights)
     tokens = [json.dumps(token(index)) for index in indices] if has_tokens else []
@@ -444,7 +465,15 @@ class _ShortNumbers:
         self._lock = threading.Lock()
 
     def format(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.bytes_]:
-        """Return the decimals of numbers, given as their bits, ``[n]``; padded with zero bytes."""
+        """Return the decimals of numbers, and format those that are new.
+
+        Args:
+            bits: the numbers as their 32 bits, ``[n]``. The lower 16 bits are 0, so that the upper
+                16 bits are the position in the table.
+
+        Returns:
+            The decimals as text of 16 bytes, ``[n]``, padded with zero bytes.
+        """
         with self._lock:
             is_formatted = self._is_formatted[bits >> 16]
             if not is_formatted.all():
@@ -469,18 +498,22 @@ def _entry_openings(size: int) -> npt.NDArray[np.bytes_]:
 
 
 def rows_of(offsets: Sequence[int], indices: npt.NDArray[np.int32], weights: Vector) -> list[Row]:
-    """Split a batch of sparse vectors into rows, with their JSON if all weights have 16 bits.
+    """Split a batch of sparse vectors into rows, with their JSON where that is fast to write.
+
+    It is fast for weights that a model computed in bf16. There are only 65,536 such numbers, whose
+    decimals are read from a table.
 
     Rows are copied, so that a cache that keeps some of them does not keep the batch.
 
     Args:
         offsets: where each row begins, and the end of the last one.
         indices: terms of all rows, ``[n]``.
-        weights: weights of all rows, ``[n]``.
+        weights: weights of all rows, ``[n]``, in fp32.
     """
     bits = weights.view(np.uint32)
     json_entries = None
     if 0 < len(bits) <= _MAX_BATCH_ENTRIES:
+        # An fp32 number that is also a bf16 number has zeros as its lower 16 bits.
         has_16_bit_weights = not np.bitwise_or.reduce(bits) & 0xFFFF
         if has_16_bit_weights:
             json_entries = _json_entries(indices, bits)
@@ -497,14 +530,19 @@ def _json_entries(
     indices: npt.NDArray[np.int32],
     bits: npt.NDArray[np.uint32],
 ) -> npt.NDArray[np.void]:
-    """Return the JSON of entries in parts of fixed sizes, ``[n]``, padded with zero bytes.
+    """Return the JSON of entries as a structured array, ``[n]``.
+
+    An entry ``{"index":7,"value":0.5}`` has two parts: the opening up to the weight, and the weight
+    as a decimal. Both are read from tables with numpy, which is faster than formatting in Python.
+    Parts have fixed sizes and are padded with zero bytes, which :func:`_join_entries` removes.
 
     Args:
         indices: term of each entry, ``[n]``.
-        bits: weight of each entry as its bits, ``[n]``.
+        bits: weight of each entry as its 32 bits, ``[n]``; the lower 16 are 0.
     """
     values = _short_numbers.format(bits)
-    n_openings = 1 << int(indices.max()).bit_length()  # a power of 2, so that few are computed
+    # The size of the table is a power of 2, so that few different tables are computed and cached.
+    n_openings = 1 << int(indices.max()).bit_length()
     openings = _entry_openings(n_openings)[indices]
     entries = np.empty(
         len(bits),
@@ -539,21 +577,25 @@ def cosines(rows: Sequence[Any], kind: str) -> list[float]:
     Args:
         rows: :class:`Row` of sparse vectors, or dense vectors ``[D]``.
         kind: ``"sparse"``, or the kind of another model.
+
+    Returns:
+        One similarity per vector after the first.
     """
     first, *others = rows
     if kind == "sparse":
         dots = [_sparse_dot(first, other) for other in others]
-        values = [row.weights for row in rows]
+        weights = [row.weights for row in rows]
     else:
         dots = (np.stack(others).astype(np.float64) @ first).tolist()
-        values = list(rows)
+        weights = list(rows)
     first_length, *other_lengths = (
-        float(np.linalg.norm(vector.astype(np.float64))) for vector in values
+        float(np.linalg.norm(vector.astype(np.float64))) for vector in weights
     )
     similarities = []
-    for dot, length in zip(dots, other_lengths, strict=True):
-        scale = first_length * length
-        similarities.append(dot / scale if scale > 0 else 0.0)
+    for dot, other_length in zip(dots, other_lengths, strict=True):
+        product_of_lengths = first_length * other_length
+        similarity = dot / product_of_lengths if product_of_lengths > 0 else 0.0
+        similarities.append(similarity)
     return similarities
 
 

@@ -41,6 +41,13 @@ class _Cancellation:
         seconds: float,
         on_timeout: Callable[[], None] | None = None,
     ) -> None:
+        """Start the timer of the current task.
+
+        Args:
+            error: creates the error that the context raises after :meth:`cancel`.
+            seconds: time until `on_timeout` is called.
+            on_timeout: function that the timer calls; ``None`` is :meth:`cancel`.
+        """
         self._error = error
         self._is_cancelled = False
         self._task: Any = asyncio.current_task()
@@ -66,6 +73,9 @@ class _Cancellation:
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
     """Await work, and cancel it when the client leaves.
+
+    Watching the client takes a task of its own. It starts after 50 ms, so that short requests do
+    not pay for it.
 
     Args:
         request: request whose body has been read.
@@ -116,6 +126,11 @@ def add_route(
     """
 
     async def endpoint(request: Request) -> Response:
+        """Read the body, call the handler, and answer its errors.
+
+        A POST route with a fixed path registers itself in ``service.handlers``. Later requests of
+        the path are then answered without FastAPI's routing.
+        """
         if body is not None and not request.path_params:
             service.handlers[request.scope["path"]] = endpoint
         try:
@@ -171,7 +186,7 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
         ServeError: for a body that is too large or too slow, of another content type, or invalid.
         ClientGoneError: if the client leaves.
     """
-    # The first of several headers with one name counts.
+    # The first of several headers with one name counts: reversed, it is the last to be set.
     headers = dict(reversed(request.scope["headers"]))
     if not _is_json(headers.get(b"content-type", b"")):
         raise ServeError(
@@ -219,7 +234,13 @@ def _first_error(error: ValidationError) -> Any:
 
 @lru_cache(256)
 def _is_json(content_type: bytes) -> bool:
-    """Return whether a header ``Content-Type`` names JSON, in UTF-8 if it names an encoding."""
+    """Return whether a header ``Content-Type`` names JSON, in UTF-8 if it names an encoding.
+
+    Types such as ``application/problem+json`` are JSON, too.
+
+    Args:
+        content_type: value of the header, such as ``b"application/json; charset=utf-8"``.
+    """
     parts = [part.strip().lower() for part in content_type.decode("latin-1").split(";")]
     media_type, *parameters = parts
     is_json = media_type == JSON or (
@@ -236,10 +257,12 @@ def _is_json(content_type: bytes) -> bool:
 async def _read_bytes(request: Request, headers: Mapping[bytes, bytes], limits: Limits) -> bytes:
     """Read the bytes of a body, and stop at the limit of its size or of the time.
 
+    A body whose header ``Content-Length`` exceeds the limit is refused before it is read.
+
     Args:
         request: request, of which nothing was read.
-        headers: its headers.
-        limits: the limits.
+        headers: headers of the request, in lower case.
+        limits: ``payload_limit`` in bytes, and ``body_seconds`` in which the body must arrive.
 
     Raises:
         ServeError: for a body that is too large or too slow.

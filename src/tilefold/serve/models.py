@@ -52,7 +52,12 @@ class TextTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        from tokenizers import Tokenizer  # a package of transformers
+        """Copy the fast backend of a tokenizer, without truncation and padding.
+
+        Args:
+            tokenizer: tokenizer of a model, as of transformers.
+        """
+        from tokenizers import Tokenizer  # a dependency of transformers
 
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
@@ -87,7 +92,7 @@ class TextTokens:
 
         Args:
             texts: the texts.
-            special: whether special tokens are added.
+            special: whether special tokens such as ``[CLS]`` are added.
             prompt: text before each of the texts.
             in_bytes: whether offsets count bytes of UTF-8, instead of code points.
 
@@ -142,8 +147,12 @@ def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[d
 
     Args:
         text: the text.
-        encoding: its encoding by the package `tokenizers`.
-        offsets: offset of each code point of the text, and of its end.
+        encoding: its encoding by the package `tokenizers`, whose offsets count code points.
+        offsets: offset of each code point of the text, and of its end, in the unit of the answer.
+
+    Returns:
+        For each token its id and text, whether it is special, and its first offset and its end.
+        Special tokens such as ``[CLS]`` have no offsets, because they are no part of the text.
     """
     rows = zip(
         encoding.ids,
@@ -154,7 +163,7 @@ def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[d
     )
     tokens: list[dict[str, Any]] = []
     for token_id, token, is_special, (start, stop) in rows:
-        if is_special:  # not a part of the text
+        if is_special:
             tokens.append(
                 {"id": token_id, "text": token, "special": True, "start": None, "stop": None},
             )
@@ -285,6 +294,7 @@ class Served:
             ServeError: if the model has no such prompt.
         """
         if prompt_name in SIDES:
+            # The other side's encoding, with its own prompt.
             return BatchKey(self.kind, prompt_name, None, direction, normalize)
         if prompt_name is not None and prompt_name not in self.prompts:
             names = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
@@ -297,7 +307,11 @@ class Served:
 
     @property
     def type(self) -> dict[str, Any]:
-        """Type in text-embeddings-inference: a reranker, or the pooling of a vector."""
+        """Type as in the answer of ``/info``: a reranker, or an embedding with its pooling.
+
+        The form is that of text-embeddings-inference. A late-interaction model is a reranker, whose
+        only class has the name that transformers gives by default.
+        """
         if self.kind == "multi-vector":
             return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
         if self.kind == "sparse":
@@ -335,10 +349,18 @@ class Served:
             tokenizer.truncation_side = previous_side
 
     def _sparse(self, key: BatchKey, inputs: Sequence[Any]) -> list[Row]:
-        """Return the sparse vector of each input."""
+        """Return the sparse vector of each input.
+
+        There are three ways. An accelerated model encodes texts to packed rows, without a matrix
+        ``[B, V]``, which would take longer to create than the rows to copy. Any other model encodes
+        texts as sentence-transformers does. Token ids go through the model's modules directly.
+
+        Args:
+            key: encoding of all inputs.
+            inputs: texts, or lists of token ids if ``key.ids``.
+        """
         fused = getattr(self.model, "encode_sparse_batch", None)
         if fused is not None and not key.ids:
-            # rows without a matrix, which takes longer to create than rows to copy
             encoded: Any = fused.batch(
                 cut_texts(self.model, inputs),
                 task=key.side,
@@ -350,7 +372,8 @@ class Served:
             _check_weights(weights)
             return rows_of(offsets, indices, weights)
         if key.ids:
-            matrix = self._features(key, inputs)["sentence_embedding"].to_dense().float().cpu()
+            features = self._forward_token_ids(key, inputs)
+            matrix = features["sentence_embedding"].to_dense().float().cpu()
         else:
             matrix = encode_stock(
                 self.model,
@@ -364,25 +387,28 @@ class Served:
         rows = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
         if not key.ids:
             return rows
-        # Stock encode, which limits the number of terms, was not called.
-        return [strongest(row, self.model.max_active_dims, None) for row in rows]
+        # The number of terms is limited by `encode` of sentence-transformers, which was not called.
+        return [strongest(row, self.model.max_active_dims, threshold=None) for row in rows]
 
     def _tokens(self, key: BatchKey, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the token vectors of each input."""
+        """Return the token vectors of each input, ``[tokens, D]`` in fp32 on the CPU."""
         if key.ids:
-            features = self._features(key, inputs)
+            features = self._forward_token_ids(key, inputs)
             masks = features["attention_mask"].bool()
             encoded = [
                 row[mask] for row, mask in zip(features["token_embeddings"], masks, strict=True)
             ]
         else:
             encoded = encode_stock(self.model, inputs, key.side, prompt_name=key.prompt)
-        return _finite([row.detach().float().cpu() for row in encoded], "token vectors")
+        rows = [row.detach().float().cpu() for row in encoded]
+        _check_finite(rows, "token vectors")
+        return rows
 
     def _dense(self, key: BatchKey, inputs: Sequence[Any]) -> list[Vector]:
-        """Return the dense vector of each input."""
+        """Return the dense vector of each input, ``[D]`` in fp32."""
         if key.ids:
-            embeddings = self._features(key, inputs)["sentence_embedding"]
+            embeddings = self._forward_token_ids(key, inputs)["sentence_embedding"]
+            # `encode` of sentence-transformers, which was not called, truncates the dimensions.
             encoded = embeddings[:, : self.model.truncate_dim]
         else:
             encoded = encode_stock(
@@ -392,10 +418,21 @@ class Served:
                 prompt_name=key.prompt,
                 convert_to_tensor=True,
             )
-        return [row.numpy() for row in _finite(list(encoded.detach().float().cpu()), "vectors")]
+        rows = list(encoded.detach().float().cpu())
+        _check_finite(rows, "vectors")
+        return [row.numpy() for row in rows]
 
-    def _features(self, key: BatchKey, inputs: Sequence[Sequence[int]]) -> Any:
-        """Return the model's output for token ids without prompt, special tokens or expansion."""
+    def _forward_token_ids(self, key: BatchKey, inputs: Sequence[Sequence[int]]) -> Any:
+        """Call the model with token ids, without a prompt, special tokens or query expansion.
+
+        Args:
+            key: encoding of all inputs.
+            inputs: token ids of each input; they are truncated to the model's limit.
+
+        Returns:
+            The model's features: ``sentence_embedding`` ``[B, D]``, or ``token_embeddings``
+            ``[B, S, D]`` with ``attention_mask`` ``[B, S]``.
+        """
         limit = self.limit(key.side)
         truncated = []
         for ids in inputs:
@@ -410,7 +447,8 @@ class Served:
             "task": key.side,
         }
         preprocess = getattr(self.model[0], "preprocess", None)
-        if isinstance(preprocess, PackedInputs):  # the model is accelerated
+        if isinstance(preprocess, PackedInputs):
+            # An accelerated model reads texts one after another, without padding.
             features = pack_features(features, padding_position(self.model[0].model))
         with torch.inference_mode():
             return self.model(on_device(features, self.model.device), task=key.side)
@@ -429,8 +467,8 @@ def _check_weights(weights: Vector) -> None:
         )
 
 
-def _finite(rows: list[torch.Tensor], content: str) -> list[torch.Tensor]:
-    """Return the rows of inputs if all numbers are finite.
+def _check_finite(rows: list[torch.Tensor], content: str) -> None:
+    """Raise an error if a number of the encoded inputs is infinite or NaN.
 
     Args:
         rows: one row per input.
@@ -447,12 +485,15 @@ def _finite(rows: list[torch.Tensor], content: str) -> list[torch.Tensor]:
                 f"expected finite {content}, got {not_finite[0].item()} for input "
                 f"{position}. Check the model.",
             )
-    return rows
 
 
 @contextmanager
 def _unnormalized(model: Model) -> Iterator[None]:
-    """Skip the normalising modules at the end of a model in this context."""
+    """Skip the normalising modules at the end of a model in this context.
+
+    The ``forward`` of each is replaced by a function that returns its input, and restored at the
+    end. Modules called ``Normalize`` in the middle of a model still run.
+    """
     skipped: list[Any] = []
     for module in reversed(list(model.children())):
         if type(module).__name__ != "Normalize":
@@ -464,4 +505,4 @@ def _unnormalized(model: Model) -> Iterator[None]:
         yield
     finally:
         for module in skipped:
-            del module.forward
+            del module.forward  # the attribute of the instance, which hid the method of the class

@@ -180,6 +180,12 @@ class Routes:
             inputs: texts or lists of token ids.
             options: how they are encoded.
             name: field of the request, for error messages.
+
+        Returns:
+            One row per input, with counts and durations.
+
+        Raises:
+            ServeError: for no or too many inputs, bad token ids, or an unknown prompt.
         """
         service = self.service
         model = service.model(kind)
@@ -203,7 +209,14 @@ class Routes:
         kind: Kind,
         method: str = "batch",
     ) -> Response:
-        """Create the response of an outcome, and count the request in the metrics."""
+        """Create the response of an outcome, and count the request in the metrics.
+
+        Args:
+            content: JSON of the answer.
+            outcome: counts and durations, for the response's headers and the metrics.
+            kind: kind of the model that encoded.
+            method: ``"single"`` or ``"batch"``, a label of the metrics.
+        """
         self.service.record(outcome, method)
         response = Response(content, media_type=JSON)
         response.raw_headers += outcome.headers(self.service.model(kind).device)
@@ -264,19 +277,24 @@ class Routes:
         return await self._vectors("dense", body, serialize, normalize=body.normalize)
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
-        """Answer with dense vectors in the form of OpenAI."""
+        """Answer with dense vectors in the form of OpenAI.
+
+        The vectors are the large part of the answer. They are written by helper threads, and joined
+        with the JSON of the small fields, ``model`` and ``usage``.
+        """
         self._check_dense()
         outcome = await self._encode("dense", body.input, EncodeOptions(self.side), "input")
-        rows = [_shorten(row, body.dimensions, True) for row in outcome.rows]
+        rows = [_shorten(row, body.dimensions, normalize=True) for row in outcome.rows]
         serialize = partial(_openai_entries, body.encoding_format == "base64")
         entries = await self._serialize(
             list(enumerate(rows)),
             serialize,
-            lambda entry: len(entry[1]),
+            lambda position_and_row: len(position_and_row[1]),
         )
         model_name = self.service.model("dense").name
-        remainder = bodies.plain({"model": model_name, "usage": _usage(outcome)})
-        content = b'{"object":"list","data":' + entries + b"," + remainder.removeprefix(b"{")
+        small_fields = bodies.plain({"model": model_name, "usage": _usage(outcome)})
+        # The object of the small fields goes on after `data`, without its opening brace.
+        content = b'{"object":"list","data":' + entries + b"," + small_fields.removeprefix(b"{")
         return self._answer(content, outcome, "dense", _method(body.input))
 
     def _check_dense(self) -> None:
@@ -291,8 +309,9 @@ class Routes:
     async def rerank(self, body: bodies.Rerank, request: Request) -> Response:
         """Rank texts by their score with a query.
 
-        A body with ``texts`` gets a list of indices and scores (text-embeddings-inference), one
-        with ``documents`` an object with ``results`` (Cohere). The highest score is first.
+        The answer has the form of the API that the body belongs to, with the highest score first.
+        A body with ``texts`` gets a list of positions and scores, as in text-embeddings-inference.
+        A body with ``documents`` gets an object with ``results``, as in Cohere's API.
         """
         self.service.metrics.count("te_request_count", method="batch")
         if (body.texts is None) == (body.documents is None):
@@ -303,6 +322,7 @@ class Routes:
             texts = body.texts
             name = "texts"
         scores, outcome = await self._score_texts([body.query], texts, body, name)
+        # Positions of the texts, highest score first. Equal scores stay in the request's order.
         order = sorted(range(len(scores)), key=lambda position: (-scores[position], position))
         content: Any
         if body.documents is None:
@@ -322,7 +342,11 @@ class Routes:
         return self._answer(bodies.plain(content), outcome, "multi-vector")
 
     async def score(self, body: bodies.Score, request: Request) -> Response:
-        """Answer with scores in the order of the request, in the form of vLLM."""
+        """Answer with scores in the order of the request, in the form of vLLM.
+
+        One query is scored with all documents. Several queries are scored with one document each,
+        that at the same position.
+        """
         self.service.metrics.count("te_request_count", method="batch")
         queries = body.queries
         texts = body.documents
@@ -428,7 +452,8 @@ class Routes:
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
         """Answer several bodies at once: ``{"predictions": [...]}`` with an answer to each.
 
-        The first error is the answer to the whole request.
+        A body with ``query`` and ``texts`` is reranked. Any other body is answered as by the route
+        ``/``. The first error is the answer to the whole request.
         """
         if not body.instances:
             raise ServeError("Empty", "`instances` cannot be empty")
@@ -451,7 +476,11 @@ class Routes:
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
-        """Answer with the tokens of texts."""
+        """Answer with the tokens of texts.
+
+        A prompt is added only if the request names one. Tokens are computed and written as JSON in
+        helper threads, portion by portion, so that a long request does not delay others.
+        """
         service = self.service
         model = service.first_model
         texts = body.inputs
@@ -476,7 +505,11 @@ class Routes:
         return Response(bodies.json_list(rows), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
-        """Answer with the texts of token ids."""
+        """Answer with the text of each list of token ids.
+
+        Texts are computed in helper threads, portion by portion, so that a long request does not
+        delay others.
+        """
         service = self.service
         model = service.first_model
         with service.acquire_inputs(body.ids, "ids"):
@@ -534,6 +567,8 @@ def _ranked_texts(
 ) -> list[dict[str, Any]]:
     """Return ranked texts in the form of text-embeddings-inference.
 
+    Each entry is ``{"index": position in the request, "score": score}``, with ``"text"`` on demand.
+
     Args:
         texts: texts in the order of the request.
         scores: one score per text.
@@ -557,6 +592,9 @@ def _ranked_documents(
 ) -> list[dict[str, Any]]:
     """Return ranked documents in the form of Cohere.
 
+    Each entry is ``{"index": position in the request, "relevance_score": score}``, with
+    ``"document"`` on demand.
+
     Args:
         texts: texts in the order of the request.
         scores: one score per text.
@@ -579,12 +617,19 @@ def _late_scores(
 ) -> list[float]:
     """Score documents with a query by MaxSim.
 
+    For each token vector of the query, MaxSim takes the largest inner product with a token vector
+    of the document. The score is the sum or the mean of these maxima.
+
     Args:
         query: token vectors, ``[Lq, D]``.
         documents: token vectors of each document, ``[Ld, D]``.
-        sum_scores: add the maxima over query tokens, instead of their mean.
+        sum_scores: add the maxima over query tokens, instead of taking their mean.
+
+    Returns:
+        One score per document, in their order.
     """
-    # Equal texts share a row, and are scored once: its position may change the rounding of a sum.
+    # Equal texts share one tensor, which is scored once. Scored twice, the same document could get
+    # two scores, because the rounding of a sum may depend on the position in the batch.
     distinct = {id(document): document for document in documents}
     lengths = [document.size(0) for document in distinct.values()]
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -604,21 +649,31 @@ def _resolve_token_ids(
     inputs: list[Any],
     has_prompt: bool,
 ) -> list[str | tuple[int, ...]]:
-    """Check token ids, and decode them if a prompt precedes them.
+    """Replace each list of token ids by what the model encodes: its text or a tuple of its ids.
 
-    It runs in a helper thread, where a body of 2 MB does not hold up other requests.
+    A prompt is text, and can only be put before a text. Token ids are therefore decoded if there is
+    a prompt. Otherwise the model reads the ids themselves.
+
+    A large request takes long, so the caller runs this function in a helper thread.
 
     Args:
         text: tokenizer of the model.
         inputs: texts, which are returned unchanged, or lists of token ids.
-        has_prompt: whether inputs get a prompt.
+        has_prompt: whether the model puts a prompt before each input.
+
+    Returns:
+        One text or one tuple of token ids per input, in their order.
+
+    Raises:
+        ServeError: for an id that no token of the model has.
     """
     resolved: list[str | tuple[int, ...]] = []
     for item in inputs:
         if isinstance(item, str):
             resolved.append(item)
         elif has_prompt:
-            resolved.append(text.decode(item, True))
+            # The tokenizer adds special tokens such as [CLS] again, together with the prompt.
+            resolved.append(text.decode(item, skip_special=True))
         else:
             text.check_ids(item)
             resolved.append(tuple(item))
@@ -626,13 +681,15 @@ def _resolve_token_ids(
 
 
 def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:
-    """Return the JSON of numbered dense vectors, in the form of OpenAI.
-
-    It runs in a helper thread if the vectors are large.
+    """Return the JSON objects of dense vectors for the list ``data`` of an OpenAI answer.
 
     Args:
-        in_base64: encode vectors as little-endian fp32 in base64, instead of lists.
-        rows: positions and vectors.
+        in_base64: write a vector as a base64 string of its fp32 numbers in little-endian order,
+            instead of a list of numbers.
+        rows: position of each input in the request, and its vector ``[D]``.
+
+    Returns:
+        One JSON object per vector, as bytes.
     """
     entries = []
     for position, row in rows:

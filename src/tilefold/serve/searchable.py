@@ -77,7 +77,8 @@ class Searchable:
     def searcher(self) -> Searcher:
         """Searcher that ranks and reranks; the service encodes its queries.
 
-        The searcher has the models too, because it compares their precisions with the vectors'.
+        The searcher has the models too, because it compares their precisions with the vectors'. It
+        does not check that they made the index (``other_model``), which is the caller's part.
         """
         return Searcher(
             self.index,
@@ -93,7 +94,10 @@ class Searchable:
 
     @property
     def features(self) -> dict[str, bool]:
-        """Whether a search offers each feature, by its name."""
+        """Whether a search offers each feature, by its name.
+
+        ``prf`` is feedback, which reads the vectors of documents. ``where`` is filters by metadata.
+        """
         has_sparse_vectors = self.vectors is not None and self.encoder is not None
         has_candidates = self.store is not None or bool(self.documents)
         return {
@@ -124,8 +128,9 @@ class Searchable:
         if self.encoder.kind == "dense":
             return torch.from_numpy(row[None])
         if self.encoder.kind == "multi-vector":
-            return TokenVectors([QUERY], torch.tensor([0, len(row)]), row.float())
-        query = strongest(row, self.query_top_k, None)
+            offsets = torch.tensor([0, len(row)])
+            return TokenVectors([QUERY], offsets, row.float())
+        query = strongest(row, self.query_top_k, threshold=None)
         return SparseVectors(
             [QUERY],
             np.array([0, len(query.indices)]),
@@ -141,7 +146,16 @@ class Searchable:
         k: int,
         where: Where = None,
     ) -> dict[str, float]:
-        """Search the dense vectors of a Qdrant collection, and return the scores of ``k`` hits."""
+        """Search the dense vectors of a Qdrant collection with one query.
+
+        Args:
+            vector: dense vector of the query, ``[D]``.
+            k: largest number of hits.
+            where: condition on the metadata of documents; ``None`` searches all.
+
+        Returns:
+            Id of each hit -> its score, highest first.
+        """
         from tilefold.retrieval.index.qdrant import Queries
         from tilefold.retrieval.index.qdrant.index import QdrantIndex  # needs qdrant
 
@@ -167,7 +181,7 @@ class Searchable:
         """
         if self.encoder is None:
             return {}
-        text = self.encoder.text
+        text = self.encoder.text  # the tokenizer
         marked_query = query[:_MAX_MARKED_CHARACTERS]
         query_tokens = text.token_ids(marked_query)
         terms_before_feedback, _ = ranking.before.row(0)
@@ -193,18 +207,24 @@ class Searchable:
             "marks": _marks(text, marked_query, set(listed_terms)),
         }
 
-    def owner(self, ranking: Ranking, name: str) -> tuple[Document | None, Passage | None]:
+    def document_and_passage(
+        self,
+        ranking: Ranking,
+        hit_id: str,
+    ) -> tuple[Document | None, Passage | None]:
         """Return the document of a hit, and the passage that it was ranked by.
-
-        Both are ``None`` if the server shows no documents, or ranks whole documents.
 
         Args:
             ranking: the ranking with the hit.
-            name: id of the hit.
+            hit_id: id of the hit: of a document, or of a passage if passages are ranked.
+
+        Returns:
+            The document, or ``None`` if the server does not show it. The passage, or ``None`` if
+            whole documents are ranked.
         """
-        passage_id = ranking.passage(QUERY, name)
+        passage_id = ranking.passage(QUERY, hit_id)
         passage = None if passage_id is None else Passage.of(passage_id)
-        document_id = name if passage is None else passage.document
+        document_id = hit_id if passage is None else passage.document
         return self.documents.get(document_id), passage
 
     def explain_document(self, ranking: Ranking, name: str) -> Explanation:
@@ -232,7 +252,7 @@ class Searchable:
             return explanation
         tokens = self.encoder.text
         matched = matched_terms(ranking.after.row(0), self.vectors.row(row), tokens.special_ids)
-        document, passage = self.owner(ranking, name)
+        document, passage = self.document_and_passage(ranking, name)
         shown_text = ""
         document_tokens = None
         if document is not None:
@@ -264,6 +284,9 @@ def _explain_term(
 ) -> Explanation:
     """Explain a term that a document shares with the query.
 
+    The explanation has the term's ``contribution`` to the sparse score, its ``share`` of that score
+    if there is one, and whether the model ``expanded`` the text by it: the text does not have it.
+
     Args:
         tokens: tokenizer of the model.
         term: id of the term.
@@ -284,16 +307,19 @@ def _explain_term(
 
 
 def _marks(text: TextTokens, content: str, terms: set[int]) -> list[list[int]]:
-    """Return where tokens of a text are terms, as ``[start, stop, term]`` in code points.
+    """Return the positions of terms in a text, for a page to mark them.
 
     Args:
         text: tokenizer of the model.
         content: the text.
         terms: ids of the terms.
+
+    Returns:
+        ``[start, stop, term]`` for each token that is one of the terms, in code points.
     """
     if not content:
         return []
-    (tokens,) = text.tokenize([content], False)
+    (tokens,) = text.tokenize([content], special=False)
     return [
         [token["start"], token["stop"], token["id"]] for token in tokens if token["id"] in terms
     ]

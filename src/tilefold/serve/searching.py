@@ -128,7 +128,7 @@ class _SearchRoutes:
         self._last_failure = 0.0  # time.monotonic() when the index's server did not answer
 
     def router(self) -> APIRouter:
-        """Create the router with all routes."""
+        """Create the router with the routes of searches, of a document and of ``/v1/indexes``."""
         router = APIRouter(prefix="/v1")
         add = functools.partial(add_route, router, self.service)
         add("/indexes", self.indexes, "The index, and what it can be asked for")
@@ -151,14 +151,20 @@ class _SearchRoutes:
         return Response(plain({"indexes": [description]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
-        """Answer a search in the form of Anserini."""
+        """Answer a search in the form of Anserini.
+
+        Parameters are read from the address: ``query``, ``hits`` (the number of documents), and
+        ``parse`` (documents as objects, instead of their JSON as text).
+        """
         self._check_index(request)
         query = request.query_params.get("query", "")
         hits = request.query_params.get("hits", "10")
         parse = request.query_params.get("parse", "true").lower()
         if not query.strip():
             raise ServeError("Empty", "Parameter 'query' is required")
-        if not (hits.isascii() and hits.isdigit() and len(hits) < 10 and int(hits) > 0):
+        # Numbers of 10 digits and more are over any limit, and may be too long to convert.
+        is_short_number = hits.isascii() and hits.isdigit() and len(hits) < 10
+        if not is_short_number or int(hits) == 0:
             raise ServeError(
                 "Validation",
                 "Parameter 'hits' must be a positive integer",
@@ -179,7 +185,7 @@ class _SearchRoutes:
         return await self._answer(body, request)
 
     async def get_document(self, request: Request) -> Response:
-        """Answer with a document."""
+        """Answer with one document by its id, in the form of Anserini."""
         self._check_index(request)
         document_id = request.path_params["docid"]
         if not self.searchable.documents:
@@ -195,7 +201,7 @@ class _SearchRoutes:
             "api": "v1",
             "index": self.searchable.name,
             "docid": document_id,
-            "doc": _document_json(document, True),
+            "doc": _document_json(document, parse=True),
         }
         return Response(plain(answer), media_type=JSON)
 
@@ -208,8 +214,16 @@ class _SearchRoutes:
                 status=404,
             )
 
-    def _check(self, body: SearchBody, reranking: Reranking | None) -> None:
-        """Refuse too many documents, and options that the server was not started for."""
+    def _check_options(self, body: SearchBody, reranking: Reranking | None) -> None:
+        """Refuse too many documents, and features that this server was not started with.
+
+        Args:
+            body: body of the search.
+            reranking: options of reranking in the body; ``None`` without reranking.
+
+        Raises:
+            ServeError: with the field, and the option of the server that is missing.
+        """
         max_hits = self.service.limits.max_hits
         if body.hits > max_hits:
             raise invalid(f"`hits` expected at most {max_hits}, got {body.hits}")
@@ -221,11 +235,20 @@ class _SearchRoutes:
                 "`by` expected 'document', the index is of whole documents; got 'passage'",
             )
         for name, options in _REQUIRED_OPTIONS.items():
-            if getattr(body, name) is not False and not features[name]:
+            is_requested = getattr(body, name) is not False
+            if is_requested and not features[name]:
                 raise invalid(f"`{name}`: this server was started without what it needs: {options}")
 
     async def _answer(self, body: SearchBody, request: Request) -> Response:
-        """Check a search, and answer it."""
+        """Parse and check the options of a search, and answer it.
+
+        Args:
+            body: body of a POST, or the same from the address of a GET.
+            request: the request.
+
+        Raises:
+            ServeError: for bad options, or for a document that the server has no text or vector of.
+        """
         feedback = _parse_options(Feedback, FeedbackBody, body.prf, "prf")
         fusion = _parse_options(Fusion, FusionBody, body.fusion, "fusion")
         reranking = _parse_options(Reranking, RerankBody, body.rerank, "rerank")
@@ -237,7 +260,7 @@ class _SearchRoutes:
             by=body.by,
             where=_filter(body),
         )
-        self._check(body, reranking)
+        self._check_options(body, reranking)
         try:
             return await self._search(body, search, brief=request.method == "GET")
         except MissingDocumentError as error:  # the document was added to the index later
@@ -257,13 +280,14 @@ class _SearchRoutes:
             brief: leave out durations, as Anserini does.
         """
         service = self.service
-        seconds: dict[str, float] = {}
+        seconds: dict[str, float] = {}  # of each stage, such as "encode"
         service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.input_limit.acquire(1):
             started = time.perf_counter()
             vector = None
 
             def record_time(stage: str) -> None:
+                """Record the time since the end of the previous stage."""
                 seconds[stage] = time.perf_counter() - started - sum(seconds.values())
 
             if self.searchable.encoder is not None:
@@ -310,6 +334,13 @@ class _SearchRoutes:
     async def _query_index(self, function: Callable[..., T], *arguments: Any) -> T:
         """Run a function that reads the index, in a thread.
 
+        If the server of the index does not answer one request, requests that already wait for a
+        thread fail at once. Each of them would otherwise wait for its own time-out.
+
+        Args:
+            function: function that reads the index.
+            arguments: arguments of `function`.
+
         Raises:
             ServeError: if the index is on a server that does not answer.
         """
@@ -317,7 +348,8 @@ class _SearchRoutes:
         unreachable = ServeError("Unhealthy", _UNREACHABLE)
 
         def run() -> T:
-            if self._last_failure > arrived:  # another request failed while this one waited
+            failed_while_waiting = self._last_failure > arrived
+            if failed_while_waiting:
                 raise unreachable
             try:
                 return function(*arguments)
@@ -334,7 +366,16 @@ class _SearchRoutes:
         return self.service.input_limit.total - 1
 
     async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
-        """Rerank the highest candidates of a ranking by MaxSim, or by both scores."""
+        """Rerank the highest candidates of a ranking by MaxSim, or by both scores.
+
+        Token vectors of the candidates are read from the store, or computed from their texts if
+        there is none.
+
+        Args:
+            reranking: options: the number of candidates, and the weight of MaxSim.
+            text: text of the query.
+            ranking: the ranking of the index.
+        """
         service = self.service
         searchable = self.searchable
         query_outcome = await service.encode("multi-vector", [text], EncodeOptions("query"))
@@ -375,6 +416,7 @@ class _SearchRoutes:
             ranking,
             reranking,
         )
+        # The service refuses empty texts, but encodes a space.
         texts = [text or " " for text in text_of_id.values()]
         with service.input_limit.acquire(len(texts)):
             outcome = await service.encode(
@@ -390,12 +432,19 @@ class _SearchRoutes:
         request: SearchRequest,
         vector: _QueryVector,
     ) -> dict[str, Run]:
-        """Rank documents by each method separately.
+        """Rank documents by each method separately, for a page that shows them in columns.
 
-        Late interaction ranks the candidates of the index.
+        The methods are the index itself, the index of words, the dense vectors and late
+        interaction, as far as this server has them. Late interaction reranks the candidates of the
+        index.
+
+        Args:
+            body: body of the search.
+            request: the search that it describes.
+            vector: vector of the query; ``None`` for an index of words.
 
         Returns:
-            A run for each method.
+            Name of each method -> its run.
         """
         searchable = self.searchable
         depth = max(body.hits, RERANK_DEPTH)
@@ -420,6 +469,7 @@ class _SearchRoutes:
             columns["dense"] = {QUERY: scores}
         late_depth = depth
         if searchable.store is None:
+            # Candidates are encoded now, and their number is limited.
             late_depth = min(depth, self._max_encoded)
         if searchable.features["rerank"] and ranking.run[QUERY] and late_depth:
             reranked = await self._rerank(Reranking(late_depth), body.query, ranking)
@@ -434,7 +484,15 @@ class _SearchRoutes:
         seconds: dict[str, float],
         brief: bool,
     ) -> bytes:
-        """Return the JSON of an answer; runs in a helper thread, because it reads documents."""
+        """Return the JSON of an answer; runs in a helper thread, because it reads documents.
+
+        Args:
+            body: body of the search.
+            ranking: the final ranking.
+            columns: run of each method; empty if the body does not ask for them.
+            seconds: duration of each stage.
+            brief: leave out durations.
+        """
         query: Explanation = {"text": body.query}
         if body.explain:
             query.update(self.searchable.explain_query(ranking, body.query))
@@ -476,7 +534,7 @@ class _SearchRoutes:
             score: its score.
             rank: its rank, from 1.
         """
-        document, passage = self.searchable.owner(ranking, result_id)
+        document, passage = self.searchable.document_and_passage(ranking, result_id)
         candidate: dict[str, Any] = {
             "docid": passage.document if passage else result_id,
             "score": score,

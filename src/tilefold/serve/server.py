@@ -55,11 +55,14 @@ class Protocol(HttpToolsProtocol):
     _bytes_since_progress = 0  # bytes since the last complete head or part of a body
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of a connection."""
+        """Parse bytes of a connection, and refuse a head that is too large.
+
+        A header ``Upgrade`` is renamed first. The parser would otherwise end HTTP after this head,
+        and take the body for data of the other protocol.
+        """
         self._bytes_since_progress += len(data)
         if not self.in_body:
-            # The parser would take the body after "upgrade" for data of the other protocol.
-            head, separator, body = data.partition(b"\r\n\r\n")
+            head, separator, body = data.partition(b"\r\n\r\n")  # an empty line ends the head
             data = _UPGRADE.sub(b"-pgrade", head) + separator + body
         super().data_received(data)
         if self._bytes_since_progress > _MAX_HEAD_BYTES and not self.transport.is_closing():
@@ -71,7 +74,9 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head of a request.
+        """Check the head of a request: it has one ``Host``, and names no other protocol.
+
+        Requests of HTTP/1.0 may have no ``Host``.
 
         Raises:
             ValueError: for a bad head; the parser answers it with status 400.
@@ -110,6 +115,11 @@ class _ConnectionLimits:
     """
 
     def __init__(self, service: Service) -> None:
+        """Take the limits of a service, and write the response for connections over the limit.
+
+        Args:
+            service: service whose limits apply.
+        """
         self.service = service
         self.limits = service.limits
         self.lingering: set[asyncio.Protocol] = set()
@@ -146,8 +156,13 @@ class _LimitedProtocol(Protocol):
         self._close_transport: Callable[[], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of the first head, or refuse a connection over the limit."""
-        # With a limit of 0, pause_writing reports any bytes that the client has not read.
+        """Start the timer of the first head, or refuse a connection over the limit.
+
+        Args:
+            transport: transport of the connection. uvicorn gets one that sends head and body of an
+                answer together.
+        """
+        # With a limit of 0, asyncio calls pause_writing for any bytes that the client has not read.
         transport.set_write_buffer_limits(0)
         self._close_transport = transport.close
         buffering_transport: Any = _HeadBufferingTransport(transport, self._close)
@@ -228,7 +243,11 @@ class _LimitedProtocol(Protocol):
             self._close_transport()
 
     def _linger(self) -> None:
-        """Send the end of the answer, ignore what the client sends, and close a little later."""
+        """Send the end of the answer, ignore what the client sends, and close a second later.
+
+        A connection that is closed while its client sends is reset, and the client may lose the
+        answer. The connection is closed at once if too many others linger.
+        """
         shared = self._shared
         if self in shared.lingering:
             return
@@ -265,7 +284,11 @@ class _LimitedProtocol(Protocol):
         self._write_timer = self.loop.call_later(seconds, self._check_client_reads, unread_bytes)
 
     def _check_client_reads(self, previously_unread: int) -> None:
-        """Abort the connection of a client that reads nothing of the answer kept for it."""
+        """Abort the connection if its client has read nothing of its answer since the last check.
+
+        Args:
+            previously_unread: bytes of the answer that were not sent at the last check.
+        """
         unread = self.transport.get_write_buffer_size()
         if unread < previously_unread:
             self._start_write_timer(unread)
@@ -296,7 +319,13 @@ class _HeadBufferingTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Hold back a head, or send a body with the head before it."""
+        """Hold back the head of an answer, or send a body together with the head before it.
+
+        uvicorn writes the two separately, which would send two packets.
+
+        Args:
+            data: a head, which begins with the version of HTTP, or a part of a body.
+        """
         is_informational = data.startswith(b"HTTP/1.1 1")  # such as 100, which has no body
         if data.startswith(b"HTTP/1.1 ") and not is_informational:
             self._head += data
@@ -352,10 +381,19 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
+        """Configure uvicorn for a service.
+
+        Args:
+            app: application that answers requests.
+            service: service of the application. It learns from the server whether a request is the
+                only one.
+            ready: function that is called once the server answers.
+        """
         limits = service.limits
         self._ready = ready
         self._service = service
-        self._grace_ends = -math.inf  # time.monotonic() at the end of the grace period
+        # time.monotonic() at the end of the grace period; in the past while there is none
+        self._grace_ends = -math.inf
         if _client_logger.level == logging.NOTSET:
             _client_logger.setLevel(logging.ERROR)
         protocol: Any = functools.partial(_LimitedProtocol, _ConnectionLimits(service))
@@ -391,9 +429,16 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop; uvicorn calls this ten times a second."""
-        # Not at the end of `startup`: uvicorn ends without a grace period if a signal arrives
-        # before its main loop.
+        """Return whether to stop; uvicorn calls this ten times a second.
+
+        The first call reports that the server is ready. After a signal, the server stops at the end
+        of the grace period, and drains until then.
+
+        Args:
+            counter: number of calls, for uvicorn.
+        """
+        # Readiness is not reported at the end of `startup`: if a signal arrives before uvicorn's
+        # main loop, it stops without a grace period.
         if self._ready is not None:
             self._ready()
             self._ready = None
@@ -447,9 +492,17 @@ def run(
 def _limit_to_open_files(limits: Limits) -> Limits:
     """Lower ``max_connections`` to the number of files that this process may open.
 
-    The process's limit is raised first where the system allows it.
+    Each connection is an open file. The process's limit of open files is raised first where the
+    system allows it.
+
+    Args:
+        limits: limits of the service.
+
+    Returns:
+        The same limits, or ones with fewer connections, which a warning says.
     """
     soft, hard = _file_limits()
+    # Twice as many, because files of indexes and refused connections are open, too.
     sufficient = 2 * limits.max_connections + _SPARE_FILES
     if soft < sufficient:
         import resource  # not on Windows, which has no such limit
@@ -461,7 +514,10 @@ def _limit_to_open_files(limits: Limits) -> Limits:
         return limits
     n_open = len(list(Path("/dev/fd").iterdir()))
     n_spare = min(_SPARE_FILES, soft // 4)
-    available = soft - n_open - n_spare - _max_lingering() - 3 * _ACCEPTED
+    # A refused connection is closed up to two iterations of the event loop later, and each of the
+    # three iterations accepts a group of connections.
+    n_refused = 3 * _ACCEPTED
+    available = soft - n_open - n_spare - _max_lingering() - n_refused
     max_connections = max(1, int(available))
     if max_connections >= limits.max_connections:
         return limits
@@ -477,7 +533,10 @@ def _limit_to_open_files(limits: Limits) -> Limits:
 
 
 def _file_limits() -> tuple[float, float]:
-    """Return the soft and the hard limit of files that this process may open."""
+    """Return the soft and the hard limit of files that this process may open.
+
+    The soft limit applies, and may be raised up to the hard one. Infinity means no limit.
+    """
     try:
         import resource  # not on Windows
     except ImportError:

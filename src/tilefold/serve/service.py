@@ -108,7 +108,11 @@ class Outcome:
     inference: float = 0.0
 
     def headers(self, device: str) -> list[tuple[bytes, bytes]]:
-        """Return the headers of text-embeddings-inference, with times in milliseconds."""
+        """Return the headers of text-embeddings-inference, with times in milliseconds.
+
+        Args:
+            device: device of the model, such as ``"cuda:0"``.
+        """
         total = b"%.0f" % (1000 * (time.perf_counter() - self.started))
         device_type = "gpu" if device.startswith("cuda") else device.partition(":")[0]
         return [
@@ -167,6 +171,9 @@ class _TextCounter:
     ) -> int:
         """Return the number of tokens of a text.
 
+        The first text of a key schedules the count for the next iteration of the event loop. Texts
+        of other requests that arrive until then are counted by the same call.
+
         Args:
             count_tokens: returns the number of tokens of each text.
             key: texts of equal keys are counted together.
@@ -180,8 +187,10 @@ class _TextCounter:
             lengths: Sequence[int | None]
             try:
                 lengths = count_tokens([pending_text for pending_text, _ in pending])
-            except BaseException:  # one text failed, or made the tokenizer panic
-                lengths = [None] * len(pending)  # each is counted separately below
+            except BaseException:
+                # One text failed, or made the tokenizer panic. Every waiting request then counts
+                # its own text, so that only the request of that text fails.
+                lengths = [None] * len(pending)
             for (_, waiting), length in zip(pending, lengths, strict=True):
                 if not waiting.done():
                     waiting.set_result(length)
@@ -220,6 +229,14 @@ class Service:
         default_side: Side = "document",
         searchable: Searchable | None = None,
     ) -> None:
+        """Create a service that is not started; :meth:`start` starts its threads.
+
+        Args:
+            models: models to serve, at most one of each kind.
+            limits: limits of requests; ``None`` takes the defaults.
+            default_side: side of the routes at the root.
+            searchable: index to search; ``None`` serves models only.
+        """
         if not models and searchable is None:
             raise ArgumentError("models", "expected at least one, or an index, got neither.")
         if default_side not in ("query", "document"):
@@ -256,7 +273,7 @@ class Service:
     def warm_up(self) -> None:
         """Encode a word with every model, so that no request waits for lazy initialisation.
 
-        On a GPU this captures CUDA graphs.
+        For accelerated models on a GPU, this also captures CUDA graphs of short texts.
         """
         for model in self.models.values():
             for side in SIDES:
@@ -394,15 +411,25 @@ class Service:
         """Map items in helper threads, or directly if they are small.
 
         Waking a thread takes longer than mapping small items.
+
+        Args:
+            items: items to map.
+            function: returns one result for each of some items.
+            size: size of an item, in characters, tokens or numbers.
         """
         if sum(map(size, items)) <= _SMALL_SIZE:
             return function(list(items))
         return await self.map_in_portions(items, function, size)
 
     async def run_search(self, search: Callable[..., T], *arguments: Any) -> T:
-        """Run a search in a daemon thread.
+        """Run a search in a daemon thread of its own.
 
-        An index on a server may take long, and must not hold up anything else.
+        An index on a server may take long, and must not hold up anything else. A daemon thread does
+        not keep the process alive. A semaphore limits the number of these threads.
+
+        Args:
+            search: function that searches.
+            arguments: arguments of `search`.
 
         Raises:
             ServeError: if the service is closing.
@@ -525,6 +552,9 @@ class Service:
             model: model that encodes.
             key: batch key of texts.
             lengths: number of tokens of each input.
+
+        Returns:
+            Input -> its answer.
         """
         answers: dict[Input, Answer] = {}
         new_lengths: dict[Input, int] = {}
@@ -536,6 +566,7 @@ class Service:
                 self.metrics.count("tilefold_cached_count")
                 answers[item] = cached
         multi_input = len(new_lengths) > 1
+        # A short text of the only request runs on the event loop: waking the worker takes longer.
         at_once = (
             not multi_input
             and self.is_only_request()
@@ -617,6 +648,12 @@ class Service:
     ) -> list[int]:
         """Return the number of tokens of each input, before truncation.
 
+        Args:
+            model: model whose tokenizer counts.
+            key: encoding of the texts, which includes their prompt.
+            inputs: texts, or token ids, which are their own tokens.
+            truncate: whether inputs over the model's limit are allowed.
+
         Raises:
             ServeError: for an empty input, or for one over the limit if it may not be truncated.
         """
@@ -626,11 +663,13 @@ class Service:
             self.check_size([item], model, key.side)
         texts = [item for item in inputs if isinstance(item, str)]
         count_tokens = functools.partial(model.lengths, key)
+        # Small texts of concurrent requests are counted together, in one call of the tokenizer.
         is_small_text = len(texts) == 1 and len(texts[0]) <= _SMALL_SIZE
         if is_small_text and not self.is_only_request():
             text_lengths = [await self._text_counter.count(count_tokens, key, texts[0])]
         else:
             text_lengths = await self.map_items(texts, count_tokens)
+        # Text lengths and lengths of token ids in the order of the inputs.
         remaining_text_lengths = iter(text_lengths)
         lengths = [
             next(remaining_text_lengths) if isinstance(item, str) else len(item) for item in inputs
@@ -651,7 +690,12 @@ class Service:
         return self.models[key.kind].encode(key, payloads)
 
     def record(self, outcome: Outcome, method: str) -> None:
-        """Count an answered request and its durations in the metrics."""
+        """Count an answered request and its durations in the metrics.
+
+        Args:
+            outcome: durations of the request.
+            method: ``"single"`` for one input, or ``"batch"`` for a list; a label of the metrics.
+        """
         total = time.perf_counter() - outcome.started
         self.metrics.count("te_request_success", method=method)
         self.metrics.durations(
@@ -673,6 +717,9 @@ def _readable_part(
     direction: Literal["left", "right"],
 ) -> list[Input]:
     """Shorten inputs to the characters or token ids that may matter before truncation.
+
+    The tokenizer reads at most 250 characters per token of the model's limit, as in
+    text-embeddings-inference.
 
     Args:
         inputs: texts or token ids.
@@ -704,7 +751,8 @@ def _report_truncated(
         return
     n_truncated = 0
     for full, read, length in zip(inputs, readable, lengths, strict=True):
-        n_truncated += length > limit or len(read) < len(full)
+        if length > limit or len(read) < len(full):
+            n_truncated += 1
     counts.append(n_truncated)
 
 
@@ -714,7 +762,7 @@ async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
     If one fails, or if the caller is cancelled, the others are cancelled and have ended before the
     error is raised.
     """
-    if len(futures) == 1:  # which is cancelled together with its caller
+    if len(futures) == 1:  # a future that is awaited directly is cancelled with its caller
         return [await futures[0]]
     try:
         return await asyncio.gather(*futures)
