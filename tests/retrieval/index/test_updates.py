@@ -375,6 +375,16 @@ def test_an_index_may_lose_all_its_terms_and_grow_again(backend: str, tmp_path: 
     assert found_ids() == ["c"]
 
 
+def test_an_updated_seismic_index_says_that_it_searches_on_the_cpu_only(tmp_path: Path) -> None:
+    pytest.importorskip("seismic")
+    path = tmp_path / "index"
+    r.build_index(r.SparseVectors.from_rows({"a": {0: 1.0}}, 2), "seismic").save(path)
+    r.update_index(path, r.SparseVectors.from_rows({"b": {1: 1.0}}, 2))
+    index: Any = r.load_index(path)
+    with pytest.raises(ValueError, match=r"index\.on: expected an exact, dense or late index, got"):
+        index.on("cpu")
+
+
 METADATA = {"d0": {"lang": "de"}}
 METADATA_MISSING = (
     r"metadata: expected the fields of the new documents.*keeps metadata \(lang\), got none"

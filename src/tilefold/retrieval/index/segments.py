@@ -151,11 +151,19 @@ class Segments:
     def on(self, device: str = "cuda") -> Any:
         """Return an index that searches on a device.
 
-        Dense and token vectors stay in parts. The postings of sparse parts are joined to one
+        Dense and token vectors stay in parts. The postings of exact sparse parts are joined to one
         :class:`DeviceIndex`.
+
+        Raises:
+            ValueError: for a backend that searches on the CPU only.
         """
         if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)
+        if self.backend != "exact":
+            raise ValueError(
+                f"index.on: expected an exact, dense or late index, got {self.backend}, which "
+                "searches on the CPU only. Build one with backend='exact'.",
+            )
         from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
 
         index: Any = self
