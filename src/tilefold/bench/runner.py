@@ -36,9 +36,33 @@ _MEMORY_SHARE = 0.8
 
 @dataclass
 class BenchRow:
-    """One row of the table and of the CSV file.
+    """One implementation on one case: a row of the table, and of the CSV file with these columns.
 
-    Values that were not measured are None. There is no time unless the gate passed.
+    Values that were not measured are None. There is no time unless the gate passed. Columns of a
+    phase begin with ``forward_`` or ``forward_backward_``.
+
+    Attributes:
+        op: Name of the operator.
+        case: Name of the case.
+        dtype: Data type of the tensors.
+        impl: Name of the implementation.
+        label: What the implementation ran, such as the function that was called.
+        dims: Sizes by name, such as ``B=32 S=512``.
+        variant: Variant of the inputs.
+        valid_tokens: Tokens that are not padding.
+        active: Share of positive scores, if the operator has such.
+        status: ``"ok"``, ``"FAILED"`` (the gate), ``"ERROR"``, ``"OOM"`` or ``"skipped"``.
+        note: Reason of a status that is not ``"ok"``.
+        forward_error: Relative error of the output against fp64, on the checked slices.
+        gradient_error: Largest relative error of a gradient.
+        forward_p20_ms: 20th percentile of the times of a call; 50th and 80th are alike.
+        forward_reps: Number of timed calls.
+        forward_floor_ms: Time of the least work at the peak rates of the device.
+        forward_tflops: Least operations of a call over its median time, in 10^12 per second.
+        forward_peak_mib: Peak of the memory that a call adds, its results included, in MiB.
+        ceiling_tflops: Measured rate of a large matrix product, in 10^12 operations per second.
+        ceiling_tbps: Measured rate of a large copy, in 10^12 bytes per second.
+        kind: Kind of the implementation; it is not in the CSV file.
     """
 
     op: str
@@ -69,7 +93,7 @@ class BenchRow:
     forward_backward_peak_mib: float | None = None
     ceiling_tflops: float | None = None
     ceiling_tbps: float | None = None
-    kind: str = field(default="ours", repr=False)  # of the implementation; not in the CSV
+    kind: str = field(default="ours", repr=False)
 
     @property
     def failed_gate(self) -> bool:

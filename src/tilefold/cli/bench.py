@@ -35,7 +35,7 @@ DEFAULT_LENGTHS = [32, 256]
 _CLAIMS = "claims"
 # Results of other devices, which claims are judged by.
 _COMMITTED_RESULTS = Path("benchmarks/results")
-# Columns of a table that is not printed on a terminal.
+# Characters of a line where the output is not a terminal. The widest table fits (token_scatter).
 _FILE_WIDTH = 190
 
 

@@ -292,7 +292,8 @@ def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
         raise ArgumentError(
             "runs",
             f"expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for "
-            f"{n_runs} runs at a step of {step:g}. Fuse fewer, or take a larger step.",
+            f"{n_runs} runs at a step of {step:g}. Fuse fewer runs, or take a larger step in "
+            "Python (choose_weights).",
         )
     return [tuple(count / n_steps for count in counts) for counts in grid]
 

@@ -292,6 +292,11 @@ def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> No
     )
 
 
+def _key_of(manifest: Manifest) -> str:
+    """Return the SHA-256 of the settings in a manifest."""
+    return hashlib.sha256(json.dumps(manifest.identity, sort_keys=True).encode()).hexdigest()
+
+
 class ShardWriter(ABC, Generic[M, V]):
     """Base class of writers of a folder of vectors, which one process at a time may use.
 
@@ -350,7 +355,8 @@ class ShardWriter(ABC, Generic[M, V]):
                 "manifest",
                 f"expected that of a new folder, got {got}. Make a new one with its settings.",
             )
-        self._earlier()  # refuses a foreign folder before anything is written there
+        replace = overwrite and not resume
+        self._earlier(replace=replace)  # refuses a foreign folder before anything is written there
         self._lock = lock_folder(self.path)
         try:
             self._open(manifest, resume=resume, overwrite=overwrite)
@@ -370,9 +376,9 @@ class ShardWriter(ABC, Generic[M, V]):
             overwrite: without `resume`, remove any earlier vectors. By default only those of an
                 interrupted run with the same settings are removed.
         """
-        earlier = self._earlier()
-        receipts = list(self.path.glob(RECEIPTS))
-        if earlier is not None and not (earlier.shards or earlier.partial or receipts):
+        earlier = self._earlier(replace=overwrite and not resume)
+        receipt_files = list(self.path.glob(RECEIPTS))
+        if earlier is not None and not (earlier.shards or earlier.partial or receipt_files):
             earlier = None  # nothing to resume or to lose, whatever the settings
         resume = resume and earlier is not None
         if earlier is not None and resume:
@@ -385,7 +391,7 @@ class ShardWriter(ABC, Generic[M, V]):
         if not resume:
             self.path.mkdir(parents=True, exist_ok=True)
             self._save()
-            for stale in (*self.path.glob(f"part-*.{self.suffix}"), *receipts):
+            for stale in (*self.path.glob(f"part-*.{self.suffix}"), *receipt_files):
                 stale.unlink(missing_ok=True)
         remove_leftovers(self.path)
         if resume:
@@ -410,14 +416,25 @@ class ShardWriter(ABC, Generic[M, V]):
         raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
 
     def _check_precision(self, earlier: M) -> None:
-        """Raise ``DataError`` where an unfinished folder was computed in another precision."""
-        are_known = None not in (earlier.precision, self.precision)
-        if are_known and earlier.precision != self.precision and not earlier.complete:
+        """Raise ``DataError`` if an unfinished folder was computed in another precision.
+
+        Shards that have a receipt and are not listed yet count, too.
+
+        Args:
+            earlier: manifest of the earlier run, with the settings of this one.
+        """
+        precisions = [earlier.precision]
+        for number in self._numbers_of_receipts():
+            receipt = Receipt.read(self.path, number, _key_of(earlier))
+            if receipt is not None:
+                precisions.append(receipt.shard.get("precision"))
+        stored_precision = joined_precisions(precisions)
+        are_known = None not in (stored_precision, self.precision)
+        if are_known and stored_precision != self.precision and not earlier.complete:
             raise DataError(
-                f"{self.path}: holds vectors that were computed in {earlier.precision}, and here "
-                "the "
-                f"model computes in {self.precision}, which gives other scores. Go on on a machine "
-                f"like the former one, choose another folder, or take {_START_AGAIN}.",
+                f"{self.path}: holds vectors that were computed in {stored_precision}, and here "
+                f"the model computes in {self.precision}, which gives other scores. Go on on a "
+                f"machine like the former one, choose another folder, or take {_START_AGAIN}.",
             )
 
     def listed(self) -> M:
@@ -440,19 +457,29 @@ class ShardWriter(ABC, Generic[M, V]):
     def _read(self, path: Path) -> V:
         """Read the file of a shard."""
 
-    def _earlier(self) -> M | None:
+    def _earlier(self, *, replace: bool) -> M | None:
         """Read the manifest of an earlier run in the folder.
+
+        Args:
+            replace: whether vectors in the folder may be replaced. Then a damaged manifest counts
+                as none, because it could not be resumed.
 
         Returns:
             The manifest, or None if the folder is new or has at most temporary files and locks.
 
         Raises:
+            DataError: for vectors of another kind and, without `replace`, a damaged manifest.
             FileExistsError: for a file, or a folder with other files.
         """
         if self.path.is_file():
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
-            return self.listed()
+            try:
+                return self.listed()
+            except DataError:
+                if replace and self._may_hold_this_kind():
+                    return None
+                raise
         if self.path.exists() and any(
             not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()
         ):
@@ -461,6 +488,17 @@ class ShardWriter(ABC, Generic[M, V]):
                 f"{self.path}: {expected}. Choose another path; nothing was overwritten.",
             )
         return None
+
+    def _may_hold_this_kind(self) -> bool:
+        """Whether a folder with a damaged manifest holds vectors of this writer's kind.
+
+        If the manifest cannot be read at all, the files of its shards decide.
+        """
+        try:
+            return layout_of(self.path) == self._manifest_type.LAYOUT
+        except DataError:
+            shards = [path for path in self.path.glob("part-*") if path.suffix != ".json"]
+            return all(path.suffix == f".{self.suffix}" for path in shards)
 
     def has_shard(self, number: int) -> bool:
         """Whether shard `number` is listed or received, and its file is unchanged.
@@ -482,9 +520,11 @@ class ShardWriter(ABC, Generic[M, V]):
     @property
     def key(self) -> str:
         """SHA-256 of the settings of the folder, by which receipts are recognised."""
-        return hashlib.sha256(
-            json.dumps(self.manifest.identity, sort_keys=True).encode(),
-        ).hexdigest()
+        return _key_of(self.manifest)
+
+    def _numbers_of_receipts(self) -> list[int]:
+        """Return the numbers of the shards that have a receipt in the folder."""
+        return [int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)]
 
     def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
         """Read receipts of shards, and list these shards as far as no earlier one is missing.
@@ -499,9 +539,7 @@ class ShardWriter(ABC, Generic[M, V]):
             Numbers of the shards that have a receipt, and whose texts did not all fail.
         """
         if numbers is None:
-            numbers = [
-                int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)
-            ]
+            numbers = self._numbers_of_receipts()
         receipts: dict[int, Receipt] = {}
         for number in numbers:
             receipt = Receipt.read(self.path, number, self.key)
@@ -549,14 +587,19 @@ class ShardWriter(ABC, Generic[M, V]):
     def write_partial(self, number: int, part: PartialShard[V]) -> None:
         """Store the finished part of a shard, so that a killed run loses less work.
 
-        The part replaces an earlier one, and is removed when a shard is listed.
+        The part replaces an earlier one, and is removed when a shard is listed. The earlier part
+        has another file name, which the manifest lists until the new part is complete: a kill at
+        any time leaves one of the two.
 
         Args:
             number: number of the shard.
             part: vectors and failed texts so far.
         """
         self._check(part.vectors)
+        earlier_file = self.manifest.partial.get("file")
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
+        if file.name == earlier_file:
+            file = self.path / f"part-{number:05d}.partial-2.{self.suffix}"
         self.manifest.partial = {
             "shard": number,
             "file": file.name,
@@ -567,6 +610,8 @@ class ShardWriter(ABC, Generic[M, V]):
         if self.precision is not None:
             self.manifest.partial["precision"] = self.precision
         self._save()
+        if earlier_file is not None:
+            (self.path / str(earlier_file)).unlink(missing_ok=True)
 
     def _save_shard(self, vectors: V, file: Path) -> str:
         """Write the file of a shard atomically, and return its SHA-256."""
@@ -679,7 +724,7 @@ class ShardWriter(ABC, Generic[M, V]):
         self.manifest.complete = False
         self.manifest.partial = {}
         self._save()
-        for partial_file in self.path.glob(f"part-*.partial.{self.suffix}"):
+        for partial_file in self.path.glob(f"part-*.partial*.{self.suffix}"):
             partial_file.unlink()
         self._received.pop(number, None)
         Receipt.file_of(self.path, number).unlink(missing_ok=True)
