@@ -112,27 +112,48 @@ def kernel_kind(dtype: torch.dtype, alpha: Tensor | None, alpha_value: float) ->
 
 
 def log_weights(d: Tensor, log_peak: Tensor, e: Tensor) -> Tensor:
-    """Return ``log p`` for distances ``d``, ``-inf`` off the support, with all gradients."""
-    c = torch.exp(e * log_peak)
+    """Compute log-probabilities of alpha-entmax from ``log p_max``.
+
+    The formula is ``log p = log p_max - t g(e t)`` with ``t = d / p_max^e`` and
+    ``g(u) = -log(1 - u) / u``. It also holds for alpha = 1, where ``g(0) = 1``.
+    Autograd can differentiate it with respect to all arguments.
+
+    Args:
+        d: ``[R, n]`` distances of the scores from the row's maximum, inf for weight 0.
+        log_peak: ``[R, 1]`` ``log p_max``, logarithm of the row's largest probability.
+        e: ``alpha - 1``, broadcastable to ``[R, 1]``.
+
+    Returns:
+        ``[R, n]`` ``log p``, ``-inf`` where p is 0.
+    """
+    c = torch.exp(e * log_peak)  # p_max^e
     absent = d == math.inf  # e = 0 would make it 0 * inf
     t = d.masked_fill(absent, 0) / c
     u = e * t
-    inside = (u < 1) & ~absent
+    inside = (u < 1) & ~absent  # p is positive
+    # -log(1 - u) / u loses its digits near 0, where a power series is exact. `where` differentiates
+    # both branches, so the direct formula gets a harmless 0.5 where it is not used.
     tiny = u < 1e-5
     series = 1 + u * (1 / 2 + u * (1 / 3 + u / 4))
-    safe = torch.where(tiny | ~inside, 0.5, u)
-    g = torch.where(tiny, series, -torch.log1p(-safe) / safe)
+    safe_u = torch.where(tiny | ~inside, 0.5, u)
+    g = torch.where(tiny, series, -torch.log1p(-safe_u) / safe_u)
     return torch.where(inside, log_peak - t * torch.where(inside, g, 1.0), -math.inf)
 
 
 def _evaluate(d: Tensor, y: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return F, U and Q of every row at ``y``, ``[R, 1]`` each.
+    """Compute three sums over every row at a trial value ``y`` of the root.
+
+    With the unnormalised weights ``p`` at ``y``, they are ``F = sum p`` (1 at the root),
+    ``U = sum p^(1-e)`` and ``Q = sum p^(1-2e)``. Newton's and Halley's steps are made of them.
 
     Args:
-        d: ``[R, n]`` distances, of closed forms times ``e``.
-        y: ``[R, 1]`` the unknown: ``c`` of closed forms, else ``log p_max``.
+        d: ``[R, n]`` distances from the row's maximum, multiplied by ``e`` for closed forms.
+        y: ``[R, 1]`` the unknown: ``c = p_max^e`` for closed forms, else ``log p_max``.
         e: ``[R, 1]`` ``alpha - 1``.
         kind: :func:`kind_of` alpha.
+
+    Returns:
+        ``[R, 1]`` F, ``[R, 1]`` U and ``[R, 1]`` Q.
     """
     if kind == GENERIC:
         log_p = log_weights(d, y, e)
@@ -142,29 +163,43 @@ def _evaluate(d: Tensor, y: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tenso
         def sum_of_powers(power: Tensor | int) -> Tensor:
             return (torch.exp(power * log_p) * is_support).sum(dim=-1, keepdim=True)
 
+        # Above alpha = 1.5, where 1 - 2e is negative, Q is not used.
         return sum_of_powers(1), sum_of_powers(1 - e), sum_of_powers((1 - 2 * e).clamp(0))
-    x = (y - d).clamp_min(0)
+    x = (y - d).clamp_min(0)  # p^e
     support_size = (x > 0).to(x.dtype).sum(dim=-1, keepdim=True)
-    if kind == ENTMAX15:
-        return (x * x).sum(dim=-1, keepdim=True), x.sum(dim=-1, keepdim=True), support_size
-    return x.sum(dim=-1, keepdim=True), support_size, support_size
+    sum_of_x = x.sum(dim=-1, keepdim=True)
+    if kind == ENTMAX15:  # e = 1/2: p = x^2, p^(1-e) = x and p^(1-2e) = 1
+        return (x * x).sum(dim=-1, keepdim=True), sum_of_x, support_size
+    # Sparsemax, e = 1: p = x and p^(1-e) = 1. Q is not used, and is only a placeholder.
+    return sum_of_x, support_size, support_size
 
 
 def _halley_step(y: Tensor, f: Tensor, u: Tensor, q: Tensor, e: Tensor, kind: str) -> Tensor:
-    """Return the next ``y`` after Halley's step on ``G(c) = 1``.
+    """Return the next trial value of the root after Halley's step on ``G(c) = F^e = 1``.
 
-    Above alpha = 1.5 it is Newton's step. Args are as in :func:`_evaluate`, with its results ``f``,
-    ``u`` and ``q``.
+    For the unknown ``c = p_max^e``, Newton's step decreases it by ``(1 - F^-e) F / U``. Halley's
+    step divides this by ``1 - damping``. Above alpha = 1.5 the damping is 0.
+
+    Args:
+        y: ``[R, 1]`` the unknown: ``c`` for closed forms, else ``log p_max``.
+        f: ``[R, 1]`` F of :func:`_evaluate`, the sum of the weights.
+        u: ``[R, 1]`` U of :func:`_evaluate`.
+        q: ``[R, 1]`` Q of :func:`_evaluate`.
+        e: ``[R, 1]`` ``alpha - 1``.
+        kind: :func:`kind_of` alpha.
     """
     log_f = torch.log(f)
-    s = -torch.expm1(-e * log_f)  # 1 - F^-e
-    damping = s * (1 - e) / (2 * e.clamp_min(1e-30)) * (f * q / (u * u) - 1)
-    # Above alpha = 1.5, Q is a sum of negative powers.
+    residual = -torch.expm1(-e * log_f)  # 1 - F^-e
+    positive_e = e.clamp_min(1e-30)  # no division by 0 at alpha = 1
+    damping = residual * (1 - e) / (2 * positive_e) * (f * q / (u * u) - 1)
+    # Above alpha = 1.5, Q would be a sum of negative powers. A damping near 1 would make the step
+    # arbitrarily long.
     damping = torch.where((e <= 0.5) & (damping < 0.75), damping, 0.0)
-    decrease = s * f / u / (1 - damping)  # of c
+    decrease = residual * f / u / (1 - damping)  # of c
     if kind != GENERIC:
         return y - decrease
-    change = torch.log1p(-decrease * torch.exp(-e * y)) / e.clamp_min(1e-30)
+    # The step in y = log(c) / e. Its limit at alpha = 1 is the exact root of softmax.
+    change = torch.log1p(-decrease * torch.exp(-e * y)) / positive_e
     return y + torch.where(e > 0, change, -log_f)
 
 
@@ -175,7 +210,7 @@ def solve(
     *,
     method: str = "halley",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the root of every row.
+    """Find the root of every row: the largest probability with which the row sums to 1.
 
     Args:
         d: ``[R, n]`` distances from the row's maximum, at least 0, and with a 0 in every row. An
@@ -212,13 +247,15 @@ def solve(
         f, u, q = _evaluate(d, y, e, kind)
         evaluations += ~is_solved
         mass = torch.where(is_solved, mass, f)
+        # The weights grow with y, so that a sum below 1 makes y a lower bound of the root.
         low = torch.where(f <= 1, y, low)
         high = torch.where(f >= 1, y, high)
         residual = (f - 1).abs()
-        next_y = (low + high) / 2
+        next_y = (low + high) / 2  # bisection, where no better step is known
         if method == "halley":
             step = _halley_step(y, f, u, q, e, kind)
-            # The root of a row with one winner is on the border of the bracket.
+            # The root of a row with one winner is on the border of the bracket, which rounding may
+            # cross.
             is_inside = (step >= low - 99 * eps) & (step <= high + 99 * eps)
             is_good = is_inside & (residual <= previous_residual / 2)
             next_y = torch.where(is_good, step.clamp(low, high), next_y)
@@ -233,18 +270,25 @@ def solve(
 
 
 def probabilities(d: Tensor, y: Tensor, e: Tensor, kind: str) -> Tensor:
-    """``p`` at the root ``y`` of :func:`solve`, not yet divided by its mass."""
+    """Compute the weights at the root ``y`` of :func:`solve`, not yet divided by their sum.
+
+    Args:
+        d: ``[.., n]`` distances from the row's maximum.
+        y: ``[.., 1]`` root: ``c = p_max^e`` for closed forms, else ``log p_max``.
+        e: ``alpha - 1``, broadcastable to ``[.., 1]``.
+        kind: :func:`kind_of` alpha.
+    """
     if kind == GENERIC:
         return torch.exp(log_weights(d, y, e))
-    x = (y - e * d).clamp_min(0)
+    x = (y - e * d).clamp_min(0)  # p^e
     return x * x if kind == ENTMAX15 else x
 
 
 def row_weights(s: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the probabilities of scores, and root, mass and peak of every row.
+    """Compute the alpha-entmax of every row of scores, and what backward needs of the row.
 
-    The probabilities of a row whose scores are all ``-inf`` are 0. In a row with NaN, ``+inf`` or
-    an alpha outside [1, 2], they and the root are NaN.
+    A row whose scores are all ``-inf`` has probabilities of 0. A row with NaN, ``+inf`` or an alpha
+    outside [1, 2] has NaN for its probabilities and its root.
 
     Args:
         s: ``[R, n]`` scores.
@@ -252,7 +296,8 @@ def row_weights(s: Tensor, e: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor
         kind: :func:`kind_of` alpha.
 
     Returns:
-        ``[R, n]`` probabilities, ``[R, 1]`` root, ``[R, 1]`` mass and ``[R, 1]`` largest score.
+        ``[R, n]`` probabilities, ``[R, 1]`` root (see :func:`solve`), ``[R, 1]`` mass (sum of the
+        weights at the root, by which they were divided), and ``[R, 1]`` peak (largest score).
     """
     peak = s.amax(dim=-1, keepdim=True)
     is_valid = peak.isfinite() & (e >= 0) & (e <= 1)
@@ -282,7 +327,10 @@ def row_gradients(
     kind: str,
     need_alpha: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of scores and alphas.
+    """Compute the gradients of scores and alphas from the gradient of the probabilities.
+
+    The Jacobian of a row is ``diag(u) - u u^T / sum u`` with ``u = p^(1-e)`` on the support.
+    :func:`alpha_terms` has the derivative by alpha.
 
     Args:
         p: ``[.., n]`` probabilities.
@@ -295,42 +343,59 @@ def row_gradients(
         ``[.., n]`` gradient of the scores, and ``[..]`` gradient of each row's alpha, or ``None``.
     """
     u = slopes(p, e, kind)
-    total = u.sum(dim=-1, keepdim=True)
-    total = torch.where(total == 0, 1.0, total)
-    ds = u * (dp - (u * dp).sum(dim=-1, keepdim=True) / total)
+    sum_u = u.sum(dim=-1, keepdim=True)
+    sum_u = torch.where(sum_u == 0, 1.0, sum_u)  # a row without a support has gradient 0
+    mean_dp = (u * dp).sum(dim=-1, keepdim=True) / sum_u
+    ds = u * (dp - mean_dp)
     if not need_alpha:
         return ds, None
     a, b = alpha_terms(p, u, e)
+    # The product of dp with dp/dalpha = (B sum A - A sum B) / sum u.
     products = a.sum(dim=-1) * (dp * b).sum(dim=-1) - b.sum(dim=-1) * (dp * a).sum(dim=-1)
-    return ds, products / total.squeeze(-1)
+    return ds, products / sum_u.squeeze(-1)
 
 
 def slopes(p: Tensor, e: Tensor, kind: str) -> Tensor:
-    """Return ``u = p^(1-e)`` on the support, and 0 elsewhere.
+    """Compute ``u = p^(1-e)`` on the support, and 0 elsewhere, for the gradient of entmax.
 
-    The Jacobian of a row is ``diag(u) - u u^T / sum u``.
+    Args:
+        p: ``[.., n]`` probabilities.
+        e: ``[.., 1]`` ``alpha - 1``.
+        kind: :func:`kind_of` alpha.
     """
-    if kind == SOFTMAX:
+    if kind == SOFTMAX:  # e = 0
         return p
-    if kind == ENTMAX15:
+    if kind == ENTMAX15:  # e = 1/2
         return p.sqrt()
-    if kind == SPARSEMAX:
+    if kind == SPARSEMAX:  # e = 1, but NaN stays NaN
         return torch.where(p.isnan(), p, (p > 0).to(p.dtype))
-    return torch.where(p == 0, 0.0, torch.exp((1 - e) * torch.log(torch.where(p == 0, 1.0, p))))
+    log_p = torch.log(torch.where(p == 0, 1.0, p))
+    return torch.where(p == 0, 0.0, torch.exp((1 - e) * log_p))
 
 
 def alpha_terms(p: Tensor, u: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``.
+    """Compute the elementwise A and B of ``dp/dalpha = (B sum A - A sum B) / sum u``.
 
     With ``y = log p`` and ``w = -e y``, ``A = p (exp(w) - 1 - w) / e^2`` and ``B = p (1 + w)``. A
     is finite down to alpha = 1, where it is ``p y^2 / 2``.
+
+    Args:
+        p: ``[.., n]`` probabilities.
+        u: ``[.., n]`` :func:`slopes`, which are ``p exp(w)``.
+        e: ``[.., 1]`` ``alpha - 1``.
+
+    Returns:
+        ``[.., n]`` A and ``[.., n]`` B.
     """
     y = torch.log(torch.where(p > 0, p, 1.0))
     w = -e * y
+    # (exp(w) - 1 - w) / w^2 as a Taylor series, the reciprocals of 2!, 3! up to 8!. For a small w
+    # the direct formula subtracts nearly equal numbers.
     series = 1 / 2 + w * (
         1 / 6 + w * (1 / 24 + w * (1 / 120 + w * (1 / 720 + w * (1 / 5040 + w / 40320))))
     )
     direct = (u - p - p * w) / (e * e).clamp_min(1e-30)
+    # Seven terms reach the precision of fp32 below 0.3, and that of fp64 below 0.03.
     series_below = 0.3 if p.dtype == torch.float32 else 0.03
     a = torch.where(w < series_below, p * y * y * series, direct)
     return a, p * (1 + w)

@@ -20,7 +20,14 @@ NEWTON_STEPS = 2
 
 
 def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
-    """Compute the probabilities ``[R, n]`` of the rows of ``x``, in its dtype."""
+    """Compute the alpha-entmax of every row of ``x`` in fp64, differentiably.
+
+    The unknown of a row is ``log p_max``, the logarithm of its largest probability. Bisection finds
+    it without gradients. Newton's steps on ``log(mass) = 0`` then add its derivatives.
+
+    Returns:
+        ``[R, n]`` probabilities in the dtype of ``x``.
+    """
     x, alpha = tensors
     if x.numel() == 0:
         return x.clone()
@@ -42,24 +49,27 @@ def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
         in_support = log_p > -math.inf
         log_p = torch.where(in_support, log_p, 0.0)
         p = torch.where(in_support, torch.exp(log_p), 0.0)
-        slopes = torch.where(in_support, torch.exp((1 - e) * log_p), 0.0)
-        slope = slopes.sum(dim=-1, keepdim=True)
         mass = p.sum(dim=-1, keepdim=True)
-        root = root - torch.log(mass) * mass / (torch.exp(e * root) * slope)
+        # The derivative of the mass by the root is p_max^e times the sum of p^(1-e).
+        slopes = torch.where(in_support, torch.exp((1 - e) * log_p), 0.0)
+        dmass = torch.exp(e * root) * slopes.sum(dim=-1, keepdim=True)
+        root = root - torch.log(mass) * mass / dmass
     p = torch.exp(log_weights(d, root, e))
     improper_p = torch.where(is_empty, 0.0, math.nan)
     return torch.where(is_proper, p, improper_p).to(x.dtype)
 
 
 def _root(d: Tensor, e: Tensor) -> Tensor:
-    """Find ``log p_max`` by bisection in fp64.
+    """Find the logarithm of every row's largest probability by bisection in fp64.
+
+    It is between ``-log n``, for equal scores, and 0, for one positive probability.
 
     Args:
         d: ``[R, n]`` distances from the row's maximum.
         e: ``[R, 1]`` or ``[1, 1]``, alpha minus 1.
 
     Returns:
-        ``[R, 1]``.
+        ``[R, 1]`` ``log p_max``.
     """
     low = torch.full_like(d[:, :1], -math.log(d.size(-1)))
     high = torch.zeros_like(low)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import check_alphas, kind_of, row_gradients, row_weights
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 
-# Entries of a block of rows, whose few temporaries then stay in the cache.
+# Entries of a block of rows: 1 MiB in fp32, so that its few temporaries stay in the cache.
 TILE_ELEMENTS = 1 << 18
 
 
@@ -19,7 +19,12 @@ def forward(
     options: EntmaxOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the probabilities.
+    """Compute the alpha-entmax of the rows of ``x``, one block of rows at a time.
+
+    Args:
+        tensors: ``[R, n]`` scores, and ``[R]`` alphas or ``None``.
+        options: checked options.
+        training: unused, since the results that backward reads are always computed.
 
     Returns:
         ``[R, n]`` probabilities in the dtype of ``x``, and ``[R]`` int32 support sizes.
@@ -35,9 +40,10 @@ def forward(
     dtype = torch.promote_types(x.dtype, torch.float32)
     for rows in _row_blocks(x):
         block = x[rows].to(dtype)
-        p, *_ = row_weights(block, _exponents(alpha, options.alpha_value, block, rows), kind)
-        probabilities[rows] = p
-        support[rows] = (p > 0).sum(dim=-1)
+        alpha_minus_1 = _alpha_minus_1(alpha, options.alpha_value, block, rows)
+        block_probabilities, _, _, _ = row_weights(block, alpha_minus_1, kind)
+        probabilities[rows] = block_probabilities
+        support[rows] = (block_probabilities > 0).sum(dim=-1)
     return probabilities, support
 
 
@@ -51,9 +57,9 @@ def backward(
 
     Args:
         dp: ``[R, n]`` gradient of the probabilities.
-        saved: what the forward pass saved.
+        saved: ``[R, n]`` probabilities, and ``[R]`` alphas or ``None``.
         options: checked options.
-        needs: whether the gradients of ``x`` and of ``alpha`` are needed.
+        needs: whether the gradients of ``x`` and of ``alpha`` are needed. The others are ``None``.
     """
     p, alpha = saved
     need_x, need_alpha = needs
@@ -62,11 +68,11 @@ def backward(
     dx = torch.empty_like(p, memory_format=torch.contiguous_format) if need_x else None
     dalpha = torch.empty(p.size(0), dtype=dtype, device=p.device) if need_alpha else None
     for rows in _row_blocks(p):
-        block = p[rows].to(dtype)
+        block_p = p[rows].to(dtype)
         block_dx, block_dalpha = row_gradients(
-            block,
+            block_p,
             dp[rows].to(dtype),
-            _exponents(alpha, options.alpha_value, block, rows),
+            _alpha_minus_1(alpha, options.alpha_value, block_p, rows),
             kind,
             need_alpha,
         )
@@ -87,8 +93,18 @@ def _row_blocks(matrix: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def _exponents(alpha: Tensor | None, alpha_value: float, block: Tensor, rows: slice) -> Tensor:
-    """Return ``alpha - 1`` of these rows in the dtype of ``block``: ``[n, 1]``, or ``[1, 1]``."""
+def _alpha_minus_1(alpha: Tensor | None, alpha_value: float, block: Tensor, rows: slice) -> Tensor:
+    """Return ``alpha - 1`` of a block of rows, in the dtype of ``block``.
+
+    Args:
+        alpha: ``[R]`` alpha of each row, or ``None``.
+        alpha_value: alpha of all rows, if ``alpha`` is ``None``.
+        block: the entries of the rows, of which only dtype and device are used.
+        rows: the rows.
+
+    Returns:
+        ``[n, 1]`` for ``n`` rows with an alpha each, else ``[1, 1]``.
+    """
     if alpha is None:
         return torch.full((1, 1), alpha_value - 1, dtype=block.dtype, device=block.device)
     return alpha[rows, None].to(block.dtype) - 1

@@ -113,6 +113,11 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
 def _check_arguments(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Checked:
     """Check everything that can be checked without reading a value of a tensor.
 
+    Args:
+        tensors: scores of any shape, and a tensor of alphas or ``None``.
+        alpha_value: the caller's alpha if it is not a tensor.
+        dim: the dimension that sums to 1.
+
     Returns:
         The operator's options, and a function that brings the tensors into rows.
     """
@@ -151,7 +156,13 @@ def _padded_shape(tensor: Tensor, dims: int) -> tuple[int, ...]:
 
 
 def _check_alpha(alpha: Tensor, x: Tensor, dim: int) -> None:
-    """Check dtype, device and shape of an alpha tensor."""
+    """Check dtype, device and shape of an alpha tensor.
+
+    Args:
+        alpha: alphas, which must broadcast to ``x`` with size 1 in ``dim``.
+        x: scores.
+        dim: the dimension of ``x`` that sums to 1.
+    """
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     check_same_device("x", x, {"alpha": alpha})
     shape = _padded_shape(alpha, x.dim())

@@ -49,9 +49,16 @@ WARP_ENTRIES = 256
 def rows_config(n: int, gradient: bool = False) -> Constants:
     """Return the configuration of a kernel for rows of ``n`` entries.
 
+    A row that fits in registers is one block, whose width is the next power of two. Programs for
+    short rows compute several of them.
+
     Args:
         n: entries of a row.
         gradient: whether the kernel is that of the gradient.
+
+    Returns:
+        Rows of a program ``BLOCK_R``, entries of a block ``BLOCK_N``, whether a row is one block
+        (``RESIDENT``), and ``num_warps``.
     """
     config = lookup(CONFIGS, n=n, gradient=gradient)
     if not config["RESIDENT"]:
@@ -71,7 +78,14 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the probabilities and support sizes."""
+    """Plan the forward pass: one kernel that writes probabilities ``p`` and support sizes.
+
+    Args:
+        tensors: ``[R, n]`` scores, and ``[R]`` alphas or ``None``.
+        options: checked options.
+        training: unused, since the results that backward reads are always computed.
+        setting: the device.
+    """
     x, alpha = tensors
     check_interpreted(setting, x.dtype)
     if x.numel() == 0:
@@ -89,7 +103,17 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of rows and of alpha. The gradient of alpha is computed in fp32."""
+    """Plan the backward pass: one kernel that writes the gradients of rows and of alpha.
+
+    The kernel computes the gradient of alpha in fp32. Another dtype takes a cast after it.
+
+    Args:
+        dp: ``[R, n]`` gradient of the probabilities.
+        saved: ``[R, n]`` probabilities, and ``[R]`` alphas or ``None``.
+        options: checked options.
+        needs: whether the gradients of the rows and of alpha are needed.
+        setting: unused, since the configuration depends only on the length of a row.
+    """
     p, alpha = saved
     need_x, need_alpha = needs
     if p.numel() == 0:
@@ -98,10 +122,10 @@ def backward(
     constants["NEED_X"] = need_x
     constants["NEED_ALPHA"] = need_alpha
     copies = contiguous(dp=dp, p=p, alpha=alpha)
-    if alpha is None or alpha.dtype == torch.float32 or not need_alpha:
+    if alpha is None or alpha.dtype == torch.float32 or not need_alpha:  # no cast
         tensors = "dp p alpha dx dalpha"
         return Plan((*copies, _launch(_backward_kernel, tensors, p, alpha, options, constants)))
-    tensors = "dp p alpha dx wide_dalpha"
+    tensors = "dp p alpha dx wide_dalpha"  # fp32
     launch = _launch(_backward_kernel, tensors, p, alpha, options, constants)
     cast = TorchStep("dalpha", methodcaller("to", alpha.dtype), "wide_dalpha")
     return Plan(

@@ -109,8 +109,24 @@ def _dropout_mask(
     n_keys: int,
     options: AttentionOptions,
 ) -> Tensor:
-    """Return which weights of a sequence dropout keeps, ``[H, Nq, Nk]``."""
+    """Return which weights of a sequence dropout keeps.
+
+    A weight's fate is a function of the seed and of the numbers of sequence, head, query and key,
+    so that all implementations drop the same weights.
+
+    Args:
+        seed: ``[1]`` int64 seed.
+        sequence: the sequence.
+        n_heads: query heads ``H``.
+        n_queries: queries ``Nq`` of the sequence.
+        n_keys: keys ``Nk`` of the sequence.
+        options: checked options, with the probability of dropout.
+
+    Returns:
+        ``[H, Nq, Nk]`` bools, true for a weight that is kept.
+    """
     device = seed.device
+    # A plane is one head of one sequence. Planes are numbered through the batch.
     planes = sequence.first * n_heads + torch.arange(n_heads, device=device)[:, None, None]
     queries = torch.arange(n_queries, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)
@@ -118,14 +134,19 @@ def _dropout_mask(
 
 
 def _thresholds(scores: Tensor, p: Tensor, alpha: float | Tensor) -> Tensor:
-    """Return the threshold ``tau`` of every row, NaN for a row with nothing to attend to.
+    """Compute the threshold ``tau`` of every row from its largest score and probability.
 
-    For alpha = 1 it is the log of the softmax's denominator.
+    With ``e = alpha - 1``, entmax is ``p = [e s - tau]_+^(1/e)``. The largest score therefore gives
+    ``tau = e s_max - p_max^e``. For alpha = 1, ``tau`` is the logarithm of softmax's denominator,
+    ``s_max - log p_max``.
 
     Args:
-        scores: ``[H, Nq, Nk]``.
+        scores: ``[H, Nq, Nk]``, minus infinity for pairs that may not attend.
         p: ``[H, Nq, Nk]`` probabilities.
-        alpha: alpha, or that of each head.
+        alpha: alpha of all heads, or ``[H, 1, 1]`` alpha of each head.
+
+    Returns:
+        ``[H, Nq]`` thresholds, NaN for a row with nothing to attend to.
     """
     e = torch.as_tensor(alpha, dtype=torch.float64, device=scores.device) - 1
     e = e.reshape(-1, 1)

@@ -92,10 +92,20 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) -> RowStats:
-    """Compute row statistics from ``[4, B, H, Nq]`` peaks, roots, masses and support sizes."""
+    """Compute the statistics of rows that callers see from those that forward wrote.
+
+    With ``e = alpha - 1``, entmax is ``p = [e s - tau]_+^(1/e)``. The largest score of a row, its
+    peak, therefore gives ``tau = e peak - p_max^e``. For alpha = 1 it is ``peak - log p_max``.
+
+    Args:
+        stats: ``[4, B, H, Nq]`` peaks, roots, masses and support sizes of the rows.
+        alpha: ``[H]`` alpha of each head, or ``None``.
+        options: checked options.
+    """
     peak, root, mass, support = stats.detach().unbind(0)
+    # [1, H, 1] or [1, 1, 1]
     e = exponents(None if alpha is None else alpha.detach(), options, stats).transpose(0, 1)
-    if alpha is None and options.alpha_value in (1.5, 2.0):  # closed forms, whose root is c
+    if alpha is None and options.alpha_value in (1.5, 2.0):  # closed forms, whose root is p_max^e
         tau = e * peak - root
     else:  # the root is log p_max
         tau = torch.where(e == 0, peak - root, e * peak - torch.exp(e * root))
@@ -113,7 +123,14 @@ def entmax_stats(
     options: AttentionOptions,
     return_stats: bool | str,
 ) -> EntmaxStats:
-    """Complete row statistics to what the caller asked for with ``return_stats``."""
+    """Add visible keys, and block counts if the caller wants them, to the statistics of rows.
+
+    Args:
+        rows: thresholds, support sizes and residuals.
+        tensors: tensors of the call.
+        options: checked options.
+        return_stats: the caller's argument. With ``"blocks"`` blocks are counted.
+    """
     live_blocks = None
     visible_blocks = None
     if return_stats == "blocks":
@@ -121,8 +138,8 @@ def entmax_stats(
             tensors,
             options,
             rows.tau,
-            None,
-            SPARSITY_BLOCK,
+            query_padding_mask=None,
+            block=SPARSITY_BLOCK,
         )
     return EntmaxStats(
         tau=rows.tau,
@@ -135,7 +152,14 @@ def entmax_stats(
 
 
 def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor:
-    """Count the keys that each row may attend to: int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``)."""
+    """Count the keys that each row may attend to.
+
+    Causality and a window leave each query a range of keys. The count is the length of this range,
+    or with a mask the number of unmasked keys in it.
+
+    Returns:
+        int32 ``[B, 1, Nq]`` (packed ``[1, 1, Tq]``).
+    """
     q = tensors.q
     mask = tensors.key_padding_mask
     cu_q = tensors.cu_seqlens_q
@@ -150,7 +174,8 @@ def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor
         n_queries = q.size(2)
         n_keys = tensors.k.size(2)
         queries = torch.arange(q.size(-2), device=q.device)
-    positions = queries + (n_keys - n_queries)
+    positions = queries + (n_keys - n_queries)  # of the queries among the keys
+    # Each query may attend to the keys `first` to `last` (excluded) of its sequence.
     first = torch.zeros_like(positions)
     last = torch.zeros_like(positions) + n_keys
     if options.causal:
@@ -235,6 +260,9 @@ def _count(
 ) -> Tensor:
     """Count the live and the visible blocks of a matrix of scores.
 
+    A block is visible if one of its pairs may attend, and live if the weight of such a pair is
+    positive: ``e * score > tau``, or for alpha = 1 ``exp(score - tau) > 0``.
+
     Args:
         queries: queries, ``n`` tokens.
         keys: keys, ``m`` tokens.
@@ -247,10 +275,10 @@ def _count(
     """
     n_heads, n_queries, _ = queries.vectors.shape
     n_keys = keys.vectors.size(1)
-    # Pairs of each block: live ones by head, and in the last plane visible ones. They are counted
-    # by products with zeros and ones, which are exact and always the same, and whose shapes do not
-    # depend on values.
-    pair_counts = torch.zeros(n_heads + 1, queries.n_blocks, keys.n_blocks, device=tau.device)
+    # Rows of each block that have a live pair, by head, and in the last plane those that have a
+    # visible pair. They are counted by products with zeros and ones, which are exact and always the
+    # same, and whose shapes do not depend on values.
+    row_counts = torch.zeros(n_heads + 1, queries.n_blocks, keys.n_blocks, device=tau.device)
     key_blocks = _one_hot(keys.blocks, keys.n_blocks)
     key_vectors = keys.vectors.float()
     if keys.counted is not None:
@@ -264,12 +292,13 @@ def _count(
         products = row_vectors @ key_vectors.mT
         scores = products.view(n_heads, rows.stop - rows.start, n_keys) * options.scale
         threshold = tau[:, rows, None]
-        positive = torch.where(e == 0, torch.exp(scores - threshold) > 0, e * scores > threshold)
-        pairs = torch.cat([positive & visible, visible[None]])
-        row_blocks = _one_hot(queries.blocks[rows], queries.n_blocks).T
+        is_positive = torch.where(e == 0, torch.exp(scores - threshold) > 0, e * scores > threshold)
+        pairs = torch.cat([is_positive & visible, visible[None]])  # [H + 1, rows, m]
+        # For each row whether it has a pair in each block of keys, then summed by block of rows.
         in_key_block = (pairs.float() @ key_blocks) > 0
-        pair_counts += row_blocks @ in_key_block.float()
-    n_blocks = (pair_counts > 0).sum(dim=(1, 2))
+        row_blocks = _one_hot(queries.blocks[rows], queries.n_blocks).T
+        row_counts += row_blocks @ in_key_block.float()
+    n_blocks = (row_counts > 0).sum(dim=(1, 2))
     return torch.stack([n_blocks[:-1], n_blocks[-1:].expand(n_heads)])
 
 
@@ -279,7 +308,17 @@ def _visible_pairs(
     rows: slice,
     options: AttentionOptions,
 ) -> Tensor:
-    """Return which pairs of these queries and all keys count, ``[rows, m]`` bools."""
+    """Return which pairs of some queries and all keys may attend and are counted.
+
+    Args:
+        queries: all queries.
+        keys: all keys, ``m`` tokens.
+        rows: the selected queries.
+        options: checked options.
+
+    Returns:
+        ``[rows, m]`` bools.
+    """
     query_positions = queries.positions[rows, None]
     visible = queries.sequences[rows, None] == keys.sequences
     if options.causal:
