@@ -11,7 +11,9 @@ Array = npt.NDArray[np.number]
 
 
 def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
-    """Raise ``DataError`` unless `offsets` rise from 0 to `size`.
+    """Raise ``DataError`` for offsets that do not rise from 0 to the number of packed entries.
+
+    Equal neighbours are valid: they are the bounds of an empty row.
 
     Args:
         offsets: where each row begins in packed storage, ``[N + 1]``.

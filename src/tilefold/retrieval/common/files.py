@@ -66,7 +66,9 @@ _KINDS_OF_FOLDERS = {
 
 
 def check_folder(folder: Path, manifest: str, expected: str) -> None:
-    """Raise ``FileNotFoundError``, which describes the path, unless a folder has its manifest.
+    """Raise ``FileNotFoundError`` for a folder without its manifest.
+
+    The error says what is at the path instead.
 
     Args:
         folder: the folder to be read.
@@ -86,11 +88,14 @@ def check_folder(folder: Path, manifest: str, expected: str) -> None:
 
 
 def read_json_object(path: Path, remedy: str) -> Json:
-    """Read a JSON object, compare its checksum and leave it out.
+    """Read a JSON object, and compare it with the checksum that it may contain.
 
     Args:
         path: the file.
         remedy: last sentence of errors.
+
+    Returns:
+        The object without its checksum.
 
     Raises:
         FileNotFoundError: if there is no such file.
@@ -131,6 +136,7 @@ def listed_file(folder: Path, name: str, digest: str | None, manifest: str, reme
         DataError: if its SHA-256 differs.
     """
     file = folder / name
+    # A name with a slash would lead out of the folder.
     if Path(name).name != name or not file.is_file():
         raise FileNotFoundError(
             f"{file}: listed in {manifest}, but there is no such file. {remedy}",
@@ -159,7 +165,7 @@ def is_unicode(text: str) -> bool:
 
 
 def check_text_ids(argument: str, ids: Collection[object]) -> None:
-    """Raise an error unless ids are strings that UTF-8 can encode, without zero bytes.
+    """Check that ids are strings that UTF-8 can encode, without zero bytes.
 
     Libraries in C would read an id with a zero byte as a shorter one.
 

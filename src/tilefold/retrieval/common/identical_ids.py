@@ -12,11 +12,11 @@ Search = Callable[[int], Run]
 
 
 def ignores_identical_ids(qrels: _QrelsLike, ignore: bool | None = None) -> bool:
-    """Whether hits with the query's own id are left out before a run is measured.
+    """Return whether hits with the query's own id are left out before a run is measured.
 
     BEIR always leaves them out: in ArguAna or Quora a query is one of the documents, and would
-    retrieve itself. If such a document is judged relevant, then queries and documents are numbered
-    independently, or the document is an answer.
+    retrieve itself. They must be kept if such a document is judged relevant. Then queries and
+    documents were numbered independently, or the document is an answer.
 
     Args:
         qrels: query id -> document id -> grade.
@@ -45,16 +45,21 @@ def search_without_identical_ids(
     document_of: Callable[[str], str],
     ignored: set[str],
 ) -> Search:
-    """Return a search that leaves out the query's own document, and returns as many others.
+    """Wrap a search so that it leaves out the query's own document.
+
+    As many results are returned as without this, by searching deeper.
 
     Args:
         search: returns the `n` best results of each query, best first.
         document_of: id of the document of a result, which may be a passage.
-        ignored: gets the queries whose own document was left out.
+        ignored: set to which each search adds the queries whose own document was left out.
+
+    Returns:
+        A function that takes `n`, as `search` does.
     """
 
     def search_others(n: int) -> Run:
-        depth = n + 1
+        depth = n + 1  # enough if the query's own document is one result
         while True:
             run = search(depth)
             others = {

@@ -91,9 +91,16 @@ class Provenance:
         return cls(**shared)
 
     def differs(self, other: Provenance) -> list[str]:
-        """Return the names of fields that both know and that differ, except the precision.
+        """Compare two provenances, except their precision.
 
-        A provenance from a tag has only the first digits of a fingerprint, which are compared.
+        A field that one of them does not know is not compared. A provenance from a tag has only the
+        first digits of a fingerprint, which are then compared.
+
+        Args:
+            other: provenance of other vectors.
+
+        Returns:
+            Names of the fields that differ.
         """
         differing = []
         for name in ("model_fingerprint", "texts_sha256", "passages"):
@@ -120,12 +127,17 @@ class Provenance:
 
     @classmethod
     def from_tag(cls, tag: str) -> Provenance:
-        """Read a :attr:`tag`.
+        """Parse a :attr:`tag`, such as ``tilefold:texts=0123456789abcdef``.
 
-        Nothing is known from the tags of other programs.
+        Args:
+            tag: last column of a TREC run. The tag of another program gives an empty provenance.
         """
         name, *parts = tag.split(":")
-        values = dict(part.partition("=")[::2] for part in parts) if name == TAG else {}
+        values: dict[str, str] = {}
+        if name == TAG:
+            for part in parts:
+                field_name, _, value = part.partition("=")
+                values[field_name] = value
         return cls(
             model_fingerprint=values.get("model"),
             texts_sha256=values.get("texts"),
@@ -137,13 +149,14 @@ class Provenance:
 
 
 def joined_precisions(precisions: Iterable[str | None]) -> str | None:
-    """Join the precisions of several parts, each once: "bf16, fp32".
-
-    The result is None where none is known.
+    """Join the precisions of several parts, each once, in alphabetical order.
 
     Args:
         precisions: names of :func:`tilefold._internal.precision.inference_precision`, several of
             which may be joined already.
+
+    Returns:
+        The names, such as ``"bf16, fp32"``; None if no precision is known.
     """
     names = {
         name
@@ -223,9 +236,14 @@ class TextsDigest:
         self._digest = hashlib.sha256()
 
     def add(self, name: object, text: object) -> None:
-        """Add a text and its id.
+        """Add a text and its id to the digest.
 
-        Of another input, such as an image, its ``repr`` is added.
+        Args:
+            name: the id, a string.
+            text: the text. Of another input, such as an image, its ``repr`` is added.
+
+        Raises:
+            TypeError: for an id that is not a string.
         """
         if not isinstance(name, str):
             raise not_a_string_error("texts", name)
@@ -248,7 +266,9 @@ class TextsDigest:
 def texts_digest(texts: Mapping[str, str]) -> str:
     """Return the SHA-256 over ids and texts, in order.
 
-    Texts in a file have their digest, and are not read again.
+    Args:
+        texts: id -> text. A mapping of documents in a file already knows its digest, and is not
+            read again.
     """
     digest_of_file = getattr(texts, "sha256", None)
     if isinstance(digest_of_file, str):

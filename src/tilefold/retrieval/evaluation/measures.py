@@ -107,7 +107,13 @@ def evaluate_per_query(
     *,
     ignore_identical_ids: bool | None = None,
 ) -> dict[str, dict[str, float]]:
-    """Return ``{query id: {measure: value}}`` for every judged query; see :func:`evaluate`."""
+    """Compute each measure for every judged query.
+
+    The arguments and errors are those of :func:`evaluate`.
+
+    Returns:
+        Query id -> name of the measure -> value.
+    """
     _check_scores_by_query(run)
     check_mapping("qrels", qrels, "query id -> grades by document")
     measures = list_of("measures", measures)
@@ -146,7 +152,13 @@ def _check_scores_by_query(run: _RunLike) -> None:
 
 
 def _judged_queries(qrels: _QrelsLike) -> dict[str, dict[str, int]]:
-    """Return the checked grades of the queries that have some.
+    """Check the grades of all queries, and leave out queries without grades.
+
+    Args:
+        qrels: query id -> document id -> grade.
+
+    Returns:
+        Query id -> document id -> grade, at least one of each query.
 
     Raises:
         ValueError: if no query has a grade.
@@ -170,12 +182,17 @@ def _with_nonnegative_grade(
     grades: dict[str, int],
     scores: Mapping[str, float],
 ) -> dict[str, int]:
-    """Add a document of grade 0 that no run has, if all grades are negative.
+    """Add a document of grade 0 that no run has, if all grades of a query are negative.
 
     Without a grade of 0 or more, trec_eval writes outside of its table of grades.
+
+    Args:
+        grades: document id -> grade of the query.
+        scores: document id -> score of the query's results.
     """
     if max(grades.values()) >= 0:
         return grades
+    # An id that is longer than all others equals none of them.
     longest_id = max((*grades, *scores), key=len)
     return {**grades, f"{longest_id}+": 0}
 
@@ -277,12 +294,24 @@ def choose_weights(
 
 
 def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
-    """Return all weights of `n_runs` runs that are multiples of `step` and sum to 1."""
+    """List the weights of several runs that are multiples of a step and sum to 1.
+
+    Args:
+        n_runs: number of runs.
+        step: difference of neighbouring weights, 1 divided by an integer.
+
+    Returns:
+        Tuples of `n_runs` weights.
+
+    Raises:
+        ValueError: for another step, and for no or more than ``MAX_TRIALS`` combinations.
+    """
     n_steps = round(1 / step) if 0 < step <= 1 else 0
     if not math.isclose(n_steps * step, 1):
         raise ArgumentError(
             "step", f"expected 1 divided by a whole number, such as 0.1, got {step!r}."
         )
+    # A weight is a count of steps, so that sums are exact.
     grid = [
         counts
         for counts in itertools.product(range(n_steps + 1), repeat=n_runs)
@@ -299,7 +328,19 @@ def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
 
 
 def _compute(metrics: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]:
-    """Return the results of ir-measures, each with a query, a measure and a value."""
+    """Compute measures with the package ir-measures.
+
+    Args:
+        metrics: measures of ir-measures. A repeated one is computed once.
+        grades: query id -> document id -> grade.
+        run: query id -> document id -> score.
+
+    Returns:
+        Results with the attributes ``query_id``, ``measure`` and ``value``.
+
+    Raises:
+        ValueError: if a program of TREC fails.
+    """
     distinct_metrics = list(dict.fromkeys(metrics))
     try:
         return list(_import_ir_measures().iter_calc(distinct_metrics, grades, run))
@@ -325,7 +366,16 @@ def check_has_judged_query(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
 
 
 def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
-    """Return the grades of a query as Python integers."""
+    """Check the grades of a query, and return them as Python integers.
+
+    Args:
+        query_id: id of the query, for errors.
+        grades: document id -> grade, at least one.
+
+    Raises:
+        TypeError: for a grade that is not an integer, or an id that is not a string.
+        ValueError: for a grade above ``MAX_GRADE`` in size.
+    """
     check_mapping(f"qrels[{query_id!r}]", grades, "document id -> grade")
     check_text_ids("qrels", grades)
     try:
@@ -370,9 +420,19 @@ def _parse_measures(measures: Sequence[str]) -> list[Any]:
 
 
 def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
-    """Return one measure.
+    """Parse the name of a measure, such as ``nDCG@10``, and check its parameters.
 
-    Its parameters are checked: a cut-off of 0, or a huge gain, would end the interpreter later.
+    A cut-off of 0, or a huge gain, would crash the interpreter when the measure is computed.
+
+    Args:
+        ir_measures: the module ``ir_measures``.
+        name: name of the measure.
+
+    Returns:
+        The measure, an object of ir-measures.
+
+    Raises:
+        ValueError: for an unknown measure, or a parameter out of range.
     """
     problem: object = "no installed package computes it"
     try:
@@ -468,7 +528,18 @@ def read_trec_run(path: str | Path) -> Run:
 
 
 def _parse_run_line(fields: list[str], location: str) -> tuple[str, str, float]:
-    """Return the query, the document and the score of a line of a TREC run."""
+    """Parse the fields of a line of a TREC run.
+
+    Args:
+        fields: ``query Q0 document rank score tag``. Q0, the rank and the tag are not used.
+        location: file and line, for errors.
+
+    Returns:
+        Query id, document id and score.
+
+    Raises:
+        DataError: for another number of fields, or a score that is not finite.
+    """
     remedy = "Fix that line, or remove it if it names columns."
     if len(fields) != _N_RUN_FIELDS:
         raise DataError(
@@ -476,7 +547,7 @@ def _parse_run_line(fields: list[str], location: str) -> tuple[str, str, float]:
             f"{len(fields)}. {remedy}",
         )
     query_id, _, document_id, _, score_text, _ = fields
-    score = math.nan
+    score = math.nan  # of a text that is no number
     with suppress(ValueError):
         score = float(score_text)
     if not math.isfinite(score):

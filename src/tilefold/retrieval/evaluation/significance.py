@@ -118,7 +118,7 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
         )
         .confidence_interval
     )
-    # The rounded mean of equal values may differ from them: their error is exactly 0.
+    # The error of equal values is exactly 0. Computed from their rounded mean, it may differ.
     are_equal = bool((array == array[0]).all())
     error = 0.0 if are_equal else float(array.std(ddof=1) / math.sqrt(array.size))
     return Mean(fmean(array.tolist()), error, float(interval.low), float(interval.high))
@@ -214,7 +214,10 @@ def compare(
 
 
 def _common_queries(tables: Mapping[str, Table]) -> list[str]:
-    """Return the queries of all tables.
+    """Return the queries of several tables, and check that all tables have the same ones.
+
+    Args:
+        tables: name of a run -> query id -> measure -> value.
 
     Raises:
         ValueError: if there are fewer than two tables or queries, or tables have different queries.
@@ -256,7 +259,20 @@ def _values_of_measure(
     run: str,
     measure: str,
 ) -> _Floats:
-    """Return the values of a measure, one per query, ``[Q]``."""
+    """Return the values of a measure for some queries.
+
+    Args:
+        table: query id -> measure -> value.
+        queries: ids of Q queries of the table.
+        run: name of the run, for the error.
+        measure: name of the measure.
+
+    Returns:
+        float64 ``[Q]``.
+
+    Raises:
+        ValueError: for a measure that the table lacks.
+    """
     available = table[queries[0]]
     if measure not in available:
         raise ArgumentError(
@@ -267,7 +283,17 @@ def _values_of_measure(
 
 
 def _p_values(differences: _Floats, resamples: int, seed: int) -> tuple[float, float]:
-    """Return the two-sided p-values of the randomisation test and of the t-test."""
+    """Test whether the mean difference of two runs is 0.
+
+    Args:
+        differences: value of one run minus that of the other, for each query, ``[Q]``.
+        resamples: number of random changes of signs in the randomisation test.
+        seed: seed of the randomisation test.
+
+    Returns:
+        Two-sided p-values of the paired randomisation test and of the paired t-test. Both are 1 if
+        all differences are 0.
+    """
     if not differences.any():
         return 1.0, 1.0
     stats = _import_scipy_stats()

@@ -49,7 +49,12 @@ class Segments:
     """
 
     def __init__(self, parts: Sequence[Any], removed: Sequence[Collection[str]]) -> None:
-        """Join indexes, see the class for the arguments."""
+        """Join indexes into one that is searched.
+
+        Args:
+            parts: indexes of the same backend, at least one.
+            removed: ids of removed documents, for each part.
+        """
         self.parts = list(parts)
         self.removed = [set(names) for names in removed]
         first_part = self.parts[0]

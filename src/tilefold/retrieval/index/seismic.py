@@ -212,7 +212,23 @@ class SeismicIndex(FolderIndex):
         half_weights: HalfWeights | None = None,
         ranks: Terms | None = None,
     ) -> None:
-        """Create an index of a built or loaded engine, see the class for the arguments."""
+        """Create an index of an engine that was built or loaded.
+
+        Args:
+            engine: index of the package, or None if no document has a term.
+            ids: ids of all documents.
+            terms: int32 ``[M]``, ascending, the terms that documents have. The engine numbers them
+                from 0 to M - 1.
+            filled: ascending rows of the documents that have terms. Only they are in the engine.
+            options: options of the index, without None.
+            vocab_size: number of terms of the vocabulary.
+            fingerprint: digest of the vocabulary; None if it is unknown.
+            provenance: model and texts that the vectors were computed from.
+            half_weights: how weights are scaled to the 16-bit floats of the engine. None for
+                weights that are not scaled.
+            ranks: int32 ``[M]``, position in `terms` of each term as the engine numbers it. None if
+                the engine numbers the terms in ascending order.
+        """
         self._engine = engine
         self.ids = ids
         self._terms = terms

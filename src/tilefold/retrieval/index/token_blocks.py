@@ -185,7 +185,17 @@ class TokenFiles:
     """
 
     def __init__(self, folder: Path, n_documents: int, dimension: int, storage: str) -> None:
-        """Map the files of an index, see the class for the arguments."""
+        """Map the files of an index into memory, and check their sizes.
+
+        Args:
+            folder: folder of the index.
+            n_documents: number of documents of the index, N.
+            dimension: length of a token vector, D.
+            storage: ``"int8"``, ``"fp16"`` or ``"int4"``.
+
+        Raises:
+            DataError: for files of another size than the documents need.
+        """
         self.folder = folder
         self.dimension = dimension
         self.storage = storage
@@ -449,7 +459,16 @@ class DeviceDocuments:
         high: int,
         fits: bool,
     ) -> None:
-        """Copy the documents to the device if they fit, see the class for the arguments."""
+        """Copy the vectors of the documents to the device if they fit.
+
+        Args:
+            files: token vectors of all documents of the index.
+            device: device that searches.
+            low: first document.
+            high: document after the last one.
+            fits: whether the device keeps the vectors in its memory. Otherwise each search reads
+                them from the files.
+        """
         self.files = files
         self.device = device
         self.low = low

@@ -282,7 +282,14 @@ def _add_query(
 
 
 def _pairs(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield pairs of a query and its scores, and raise ``TypeError`` for anything else."""
+    """Yield the pairs of a query and its scores in the argument `rankings`.
+
+    Args:
+        rankings: query id -> scores, or an iterable of pairs of a query id and its scores.
+
+    Raises:
+        TypeError: for anything else.
+    """
     pairs = rankings.items() if isinstance(rankings, Mapping) else rankings
     if isinstance(pairs, str) or not isinstance(pairs, Iterable):
         raise TypeError(
@@ -305,7 +312,10 @@ def _candidate_ranks(
     collection: Collection,
     false_negatives: FalseNegatives,
 ) -> list[int]:
-    """Return the ranks, from 1, of documents that can be negatives.
+    """Find the retrieved documents that can be negatives of a query.
+
+    Left out are relevant documents, the document with the id of the query, documents that score too
+    high, and documents whose text is that of the query or of a relevant document.
 
     Args:
         mined: counts the candidates that are left out.
@@ -313,6 +323,12 @@ def _candidate_ranks(
         ranking: documents and scores, by descending score.
         collection: documents, queries and judgements.
         false_negatives: filter of candidates.
+
+    Returns:
+        Ranks of the candidates, from 1, ascending.
+
+    Raises:
+        DataError: for a document that the collection lacks.
     """
     relevant: set[str] = set()
     for qrels in collection.qrels.values():
@@ -369,10 +385,14 @@ def _draw(ranks: list[int], windows: Sequence[Window], seed: int, query: str) ->
 
 
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
-    """Return the rows without negatives that score too high.
+    """Return training rows without the negatives that score too high.
 
     The teachers' score counts if there is one, and else the retriever's. Queries that lose all
     their negatives are left out.
+
+    Args:
+        rows: mined or scored training rows.
+        false_negatives: limit of a negative's score, relative to the relevant documents.
 
     Raises:
         ValueError: if no row is left.

@@ -170,7 +170,10 @@ class TrainingRows:
         return self.teachers if self.target is None else {**self.teachers, "target": self.target}
 
     def _check_offsets(self) -> None:
-        """Raise ``DataError`` unless there is an offset per query and one more, from 0 on."""
+        """Raise ``DataError`` for offsets that do not divide the rows among the queries.
+
+        There must be one offset per query and one more. They begin at 0 and never fall.
+        """
         n_offsets = len(self.queries) + 1
         is_valid = (
             len(self.offsets) == n_offsets
@@ -191,13 +194,18 @@ class TrainingRows:
                 )
 
     def _check_documents_differ(self) -> None:
-        """Raise ``DataError`` if a query has a document twice, comparing rows in blocks."""
+        """Raise ``DataError`` if a query has a document twice.
+
+        Queries are compared block by block, which limits the memory. A block has the queries of
+        about ``_ROWS_PER_GROUP`` rows.
+        """
         block_starts = np.arange(0, len(self) + _ROWS_PER_GROUP, _ROWS_PER_GROUP)
         boundaries = np.minimum(np.searchsorted(self.offsets, block_starts), len(self.queries))
         for first_query, end_query in itertools.pairwise(boundaries.tolist()):
             start = int(self.offsets[first_query])
             n_rows = np.diff(self.offsets[first_query : end_query + 1])
-            # Keys that are equal for equal pairs of a query of the block and a document.
+            # A key is (number of the query in the block) * (number of documents) + document, so
+            # that rows have equal keys only if they have the same query and document.
             keys = np.repeat(np.arange(len(n_rows)) * max(1, len(self.documents)), n_rows)
             keys += self.document[start : start + len(keys)]
             order = np.argsort(keys, kind="stable")
@@ -228,18 +236,19 @@ class TrainingRows:
         return Provenance.from_dict(self.made_by)
 
     def narrow_teachers(self) -> dict[str, float]:
-        """Return the teachers that hardly distinguish documents, before normalisation.
+        """Find teachers whose scores hardly distinguish the documents of a query.
 
-        A sigmoid at the end of a cross-encoder does this. Normalisation per query then stretches
-        rounding errors to the range of real differences.
+        A sigmoid at the end of a cross-encoder has this effect. Normalisation per query would then
+        stretch rounding errors to the range of real differences.
 
         Returns:
             Name of a teacher -> share of the queries, at least :data:`NARROW_SHARE`, whose scores
             are all within :data:`NARROW_RANGE`. Queries of a single document do not count.
         """
         counts = np.diff(self.offsets)
+        # reduceat() needs a row per query, so that queries without rows are left out.
         starts = self.offsets[:-1][counts > 0]
-        compared = counts[counts > 0] > 1
+        compared = counts[counts > 0] > 1  # queries with two documents or more
         shares: dict[str, float] = {}
         if not compared.any():  # every query has one document at most
             return shares
@@ -405,7 +414,12 @@ def write_training_rows(
 
 
 def _schema_of(pa: ModuleType, rows: TrainingRows) -> Any:
-    """Return the schema of mined rows, or of scored ones, with ``made_by`` as metadata."""
+    """Return the Arrow schema of a file of training rows.
+
+    Args:
+        pa: the module ``pyarrow``.
+        rows: the rows. Scored rows have further columns. How the rows were made becomes metadata.
+    """
     fields = [
         ("query_id", pa.string()),
         ("document_id", pa.string()),
@@ -547,14 +561,17 @@ def _read_numbers(
     null_values: Mapping[str, float | None],
     order: Any,
 ) -> dict[str, Floats]:
-    """Return columns of numbers as float32, a few read at a time.
+    """Read columns of numbers as float32, a few at a time.
 
     Args:
         pa: the module ``pyarrow``.
         table: the open file.
         null_values: name of a column -> value of its nulls, None where nulls are an error. A
             missing column has this value in every row.
-        order: index that sorts the rows.
+        order: row numbers ``[N]`` or a slice, which sort the rows by query.
+
+    Returns:
+        Name of a column -> its sorted values, float32 ``[N]``.
     """
     available = table.schema_arrow.names
     columns: dict[str, Floats] = {}
@@ -576,14 +593,27 @@ def _read_numeric_ids(
     table: Any,
     name: str,
 ) -> NumberedIds | None:
-    """Read ids that are integers from 0 with few gaps, which is faster than :func:`_read_ids`.
+    """Read a column of ids that are integers from 0 with few gaps.
+
+    Such ids are common, and are read faster here than by :func:`_read_ids`.
+
+    Args:
+        file: path of the Parquet file.
+        pa: the module ``pyarrow``.
+        pq: the module ``pyarrow.parquet``.
+        table: the open file, whose metadata is used.
+        name: name of the column.
 
     Returns:
-        The ids, or None if they are not such integers.
+        The distinct ids, in the order of their first rows, and for each row the position of its id
+        among them. None if the column has other ids.
     """
 
     def read_group(group: int) -> list[npt.NDArray[np.int64]]:
-        """Read a row group of the file in a thread, with a file handle of its own."""
+        """Read the ids in a row group of the file.
+
+        Each thread opens the file again, because threads cannot share a reader.
+        """
         with pq.ParquetFile(file, metadata=table.metadata) as group_file:
             batches = group_file.iter_batches(_ROWS_PER_GROUP, [group], [name])
             return [_to_integers(pa, batch.column(0), name) for batch in batches]
@@ -594,18 +624,38 @@ def _read_numeric_ids(
             parts = list(itertools.chain.from_iterable(groups))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
         return None
-    numbers = np.concatenate([np.empty(0, np.int64), *parts])
+    no_numbers = np.empty(0, np.int64)  # for a file without rows
+    numbers = np.concatenate([no_numbers, *parts])
     n_rows = len(numbers)
+    # The tables below have an entry for each integer up to the largest id.
     if not n_rows or numbers.min() < 0 or numbers.max() > _MAX_GAP_FACTOR * n_rows:
         return None
-    # Rows are assigned backwards: of a repeated number, the last assignment remains.
+    distinct, position_of_row = _number_in_first_order(numbers)
+    ids = pa.array(distinct).cast(pa.string()).to_pylist()
+    return ids, position_of_row
+
+
+def _number_in_first_order(
+    numbers: npt.NDArray[np.int64],
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Number the distinct values of an array in the order of their first rows.
+
+    Args:
+        numbers: integers of at least 0, ``[N]``, at least one.
+
+    Returns:
+        The D distinct values in the order of their first rows, int64 ``[D]``, and for each row the
+        position of its value among them, int32 ``[N]``.
+    """
+    n_rows = len(numbers)
+    # Value -> first row with it; `n_rows` for a value that does not occur. Rows are assigned from
+    # the last one to the first, so that the first row of a repeated value remains.
     first_row = np.full(numbers.max() + 1, n_rows)
     first_row[numbers[::-1]] = np.arange(n_rows)[::-1]
     distinct = numbers[np.sort(first_row[first_row < n_rows])]
-    position_of_number = first_row  # its memory is used again
-    position_of_number[distinct] = np.arange(len(distinct))
-    ids = pa.array(distinct).cast(pa.string()).to_pylist()
-    return ids, position_of_number[numbers].astype(np.int32)
+    position_of_value = first_row  # its memory is used again
+    position_of_value[distinct] = np.arange(len(distinct))
+    return distinct, position_of_value[numbers].astype(np.int32)
 
 
 def _to_integers(pa: ModuleType, column: Any, name: str) -> npt.NDArray[np.int64]:

@@ -490,7 +490,7 @@ def _score_late_interaction(model: Model, task: _Task) -> Floats:
     query_ids = [str(number) for number in task.query.tolist()]
     document_ids = [str(number) for number in task.document.tolist()]
     pairs = list(zip(query_ids, document_ids, strict=True))
-    # A run of the pairs, whose scores rerank() replaces.
+    # A run of the pairs. Its scores of 0 are placeholders, which rerank() replaces.
     candidates: dict[str, dict[str, float]] = {}
     for query, document in pairs:
         candidates.setdefault(query, {})[document] = 0.0
@@ -607,7 +607,17 @@ def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray
 
 
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:
-    """Add the relevant documents of a split that queries lack, before their other rows.
+    """Add rows for relevant documents that are missing, before the other rows of their query.
+
+    A mined file may be trained on with other judgements than it was mined with.
+
+    Args:
+        rows: mined training rows.
+        collection: the collection that was searched.
+        split: the split whose judgements say which documents are relevant.
+
+    Returns:
+        The rows with the added ones, or `rows` itself if no document is missing.
 
     Raises:
         TypeError: if `rows` or `collection` is of another kind.

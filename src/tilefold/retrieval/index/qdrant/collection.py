@@ -53,6 +53,10 @@ BATCH_DOCUMENTS = 2000
 BATCH_BYTES = 8_000_000
 # Documents of a request that reads documents.
 _FETCHED_DOCUMENTS = 1000
+# Documents with the score of the last result that a search looks through: a number per result, and
+# at least this many.
+_TIED_PER_RESULT = 10
+_MIN_TIED = 1000
 FUSIONS = ("rrf", "dbsf")
 
 # Called with the number of documents that are stored, and the number of all.
@@ -411,7 +415,7 @@ class QdrantCollection:
         return parsed
 
     def _may_hold(self, name: str, condition: Condition) -> bool:
-        """Return whether a document may meet a condition that the known kinds of fields exclude.
+        """Return whether a document may meet a condition that no recorded field meets.
 
         The record of the fields may be incomplete. Other processes may have written documents since
         it was read, and other programs than tilefold do not record their fields.
@@ -421,6 +425,7 @@ class QdrantCollection:
             condition: condition on its values.
         """
         kinds = self._read_field_kinds()
+        # Nothing can be excluded if the kinds are unknown. An empty collection accepts any filter.
         if kinds is None or not len(self):
             return True
         if not paths_of(name, kinds):
@@ -510,7 +515,10 @@ class QdrantCollection:
         """
         keys = [key_of(name) for name in checked_ids(ids)]
         for start in range(0, len(keys), _FETCHED_DOCUMENTS):
-            yield from self._engine.fetch(keys[start : start + _FETCHED_DOCUMENTS], vectors)
+            yield from self._engine.fetch(
+                keys[start : start + _FETCHED_DOCUMENTS],
+                vectors=vectors,
+            )
 
     def search(
         self,
@@ -586,7 +594,7 @@ class QdrantCollection:
 
         For sparse vectors, the engine was asked for ``k + 1`` documents. If the last two have equal
         scores, more documents may share that score, and the engine chose any of them. It is then
-        asked for many more documents, so that the order of ids decides.
+        asked again for up to ``10 k + 1000`` more documents, so that the order of ids decides.
 
         Args:
             stage: stage of the search that gave the ranking.
@@ -596,7 +604,8 @@ class QdrantCollection:
         """
         is_sparse = stage.using == SPARSE
         if is_sparse and len(ranking) > k and ranking[k - 1][1] == ranking[k][1]:
-            (ranking,) = self._engine.query([stage._replace(limit=11 * k + 1000)], where)
+            limit = k + _TIED_PER_RESULT * k + _MIN_TIED
+            (ranking,) = self._engine.query([stage._replace(limit=limit)], where)
         for name, score in ranking:
             if not math.isfinite(score):
                 raise DataError(

@@ -170,7 +170,7 @@ class Queries:
                 )
 
     def vectors(self, row: int) -> Json:
-        """Return the vectors of a row for Qdrant, by kind.
+        """Convert the vectors of one query or document to Python lists for Qdrant.
 
         Args:
             row: position of the query or document.
@@ -222,7 +222,10 @@ class Documents(Queries):
     precisions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the payloads, and add what the sparse vectors say of their model and precision."""
+        """Check the payloads, and record the model and the precision of the sparse vectors.
+
+        Sparse vectors carry their provenance. For dense and token vectors, the caller passes it.
+        """
         super().__post_init__()
         check_text_ids("ids", self.ids)
         document_ids = set(self.ids)

@@ -83,7 +83,16 @@ class EdgeEngine(Engine):
     _process: int | None = None
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        """Lock the folder, and open the collection if there is one. See the class."""
+        """Lock the folder, and open the collection if there is one.
+
+        Args:
+            folder: folder of the collection. It is created if it is missing.
+            verify: whether to compare the files with their checksums.
+
+        Raises:
+            InUseError: if the collection is open elsewhere.
+            DataError: if the collection is damaged.
+        """
         self.api = require(
             "qdrant_edge",
             "qdrant-edge-py",
@@ -163,9 +172,9 @@ class EdgeEngine(Engine):
             edge.Distance.Dot,
             edge.Distance.Cosine,
             multivector_config=edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
-            # The first number, of links per node of the HNSW graph (m), is 0. Without a graph,
-            # MaxSim compares all documents and is exact.
-            hnsw_config=edge.HnswIndexConfig(0, 4, 10_000),
+            # With m = 0 links per node, no HNSW graph is built. MaxSim then compares all documents
+            # and is exact. The other arguments are required, and have no effect without a graph.
+            hnsw_config=edge.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=10_000),
         )
         sparse = {}
         if layout.vocab_size is not None:
@@ -327,7 +336,7 @@ class EdgeEngine(Engine):
 
 
 def need_space(folder: Path, more_bytes: int = 0, named: Path | None = None) -> None:
-    """Raise ``DiskFullError`` unless a disk has the space that a change may need.
+    """Raise ``DiskFullError`` if a disk has less space than a change may need.
 
     The engine needs space for its write-ahead log with every change.
 

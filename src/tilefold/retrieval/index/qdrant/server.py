@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import SplitResult, urlsplit
 
 from tilefold._internal.arguments import ArgumentError, check_instance
@@ -141,7 +141,9 @@ class ServerEngine(Engine):
         return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
 
     def create(self, record: Record) -> None:
-        """Create an empty collection, unless another process has just created it.
+        """Create an empty collection.
+
+        A collection that another process creates at the same moment is used as it is.
 
         Args:
             record: description of the collection, which the server stores as its metadata.
@@ -254,7 +256,8 @@ class ServerEngine(Engine):
             try:
                 return getattr(self._client, method)(self.name, *arguments, **options)
             except Exception as error:  # the client has many types of errors
-                self._check_retry(error)
+                if not _is_temporary(error):
+                    self._raise_lasting_error(error)
                 waited = time.monotonic() - started
                 if waited + pause > self._patience:
                     raise UnreachableError(
@@ -265,34 +268,31 @@ class ServerEngine(Engine):
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _check_retry(self, error: Exception) -> None:
-        """Return if a request should be sent again after an error, or raise a clear error.
-
-        A request is sent again if the server was not reached or says that it is busy.
+    def _raise_lasting_error(self, error: Exception) -> NoReturn:
+        """Raise what the caller sees for an error that another attempt would not change.
 
         Args:
-            error: error of the client.
+            error: error of the client, for which :func:`_is_temporary` is False.
+
+        Raises:
+            PermissionError: if the server refused the key.
+            FileNotFoundError: if there is no such collection.
+            RuntimeError: for another HTTP status, or an answer that is not of a Qdrant server.
+            Exception: the error itself if it does not concern the network.
         """
-        # The client's classes of errors are compared by name, so that no module of it is imported.
-        error_type = type(error).__name__
-        if error_type == "ResourceExhaustedResponse":  # the server limits the rate of requests
-            return
-        status = getattr(error, "status_code", None)  # of HTTP
+        status = _http_status(error)
         if status is not None:
-            if status not in _BUSY_STATUSES:
-                raise self._refusal(status, error) from None
-        elif not _is_transport_error(error):
-            # The client raises ResponseHandlingException for answers that it cannot read. Other
-            # errors are not of the network.
-            if error_type != "ResponseHandlingException":
-                raise error
+            raise self._error_of_status(status, error) from None
+        # The client raises ResponseHandlingException for answers that it cannot read.
+        if type(error).__name__ == "ResponseHandlingException":
             raise RuntimeError(
                 f"{self.place}: expected the answers of a Qdrant server, got "
                 f"({self._text(error)}). Is it the right address?",
             ) from None
+        raise error
 
-    def _refusal(self, status: int, error: Exception) -> Exception:
-        """Return the error that the caller sees for an HTTP status.
+    def _error_of_status(self, status: int, error: Exception) -> Exception:
+        """Create the error that the caller sees for an HTTP status.
 
         Args:
             status: HTTP status that another attempt would not change.
@@ -316,7 +316,14 @@ class ServerEngine(Engine):
         )
 
     def _text(self, error: BaseException) -> str:
-        """Return the message of an error, in one line and without the API key."""
+        """Return the message of an error of the client, for a message to the user.
+
+        It is one line of limited length, in which the API key is replaced by asterisks.
+
+        Args:
+            error: the error. The body of the server's answer, or else the error that the client
+                wrapped, says more than the error itself.
+        """
         source = getattr(error, "source", None)  # the error that the client wrapped
         content = getattr(error, "content", None)  # body of the answer
         if isinstance(content, bytes) and content:
@@ -339,8 +346,8 @@ def _split_url(url: str) -> tuple[SplitResult, str]:
         The parts of the address, and its host.
 
     Raises:
-        ArgumentError: for an address of another form, or one that contains a user name, a password
-            or a query, which may be keys.
+        ArgumentError: for an address of another form. An address with a user name, a password or a
+            query is refused too, because these may be secrets and addresses are shown in messages.
     """
     parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
     if parts.username or parts.password or parts.query:
@@ -366,6 +373,30 @@ def _check_seconds(option: str, value: object, above: float) -> None:
             option,
             f"expected seconds above {max(above, 0):.0f}, got {value!r}.",
         )
+
+
+def _http_status(error: Exception) -> int | None:
+    """Return the HTTP status of an answer that the client raised as an error; None without one."""
+    status: int | None = getattr(error, "status_code", None)
+    return status
+
+
+def _is_temporary(error: Exception) -> bool:
+    """Return whether the same request may succeed later.
+
+    This is so if the server was not reached or says that it is busy.
+
+    Args:
+        error: error of the client.
+    """
+    # The server limits the rate of requests. The class is compared by its name, so that no module
+    # of the client is imported.
+    if type(error).__name__ == "ResourceExhaustedResponse":
+        return True
+    status = _http_status(error)
+    if status is not None:
+        return status in _BUSY_STATUSES
+    return _is_transport_error(error)
 
 
 def _is_transport_error(error: BaseException) -> bool:
