@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import head_problem
 from tests.ops.contracts.contract import (
     GrowingCall,
     KernelCase,
@@ -26,7 +27,7 @@ from tilefold.ops.lsr_head.api import HEAD
 
 INTERPRETED = triton_interpreted()
 BF16 = torch.bfloat16
-POOLINGS = ("max", "sum", "mean", "cls", "last")
+POOLINGS = tuple(head_problem.POOLINGS)
 HIDDEN: Shape = (
     2,
     16,

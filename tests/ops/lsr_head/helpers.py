@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.kernels import triton_interpreted
+from tests.ops.base import head_problem
 from tilefold.testing import assert_within_budget
 from tilefold.testing.lsr_head import LSRHeadInputs
 
 INTERPRETED = triton_interpreted()
-POOLINGS = ("max", "sum", "mean", "cls", "last")
+POOLINGS = tuple(head_problem.POOLINGS)
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -358,6 +358,8 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
 def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, dim: int) -> bool:
     """Whether an 8-bit product first determines which scores can be positive.
 
+    A bound of a logit from above bounds the maximum of a sequence, and no other pooling.
+
     Args:
         options: options of the call.
         setting: the kernels that are given up.
@@ -367,7 +369,8 @@ def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, di
     """
     limits = lookup(WHEN_SCREENED)
     is_supported = (
-        dim % 16 == 0
+        options.pooling == "max"
+        and dim % 16 == 0
         and dim <= limits["WIDEST"]
         and options.logit_scale > 0
         and "relu" in options.activation
