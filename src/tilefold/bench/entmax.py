@@ -42,7 +42,16 @@ def _checked_rows(rows: Tensor) -> Tensor:
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """Compute the first and last rows and their gradients in fp64."""
+    """Compute the ground truth of the first and last rows, and of their gradients, in fp64.
+
+    Args:
+        case: the case, whose dtype determines the tolerance.
+        inputs: scores, and the gradient of the probabilities.
+
+    Returns:
+        The check that every implementation has to pass. ``out`` are probabilities, and ``dx``
+        gradients of the scores.
+    """
     (scores,) = inputs.leaves
     checked_scores = _checked_rows(scores.detach()).double().requires_grad_()
     probabilities = _probabilities(checked_scores, "reference")
@@ -104,14 +113,23 @@ IMPLEMENTATIONS = (
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Return the least work of entmax.
 
-    Forward subtracts the threshold of each score, squares the difference and compares it with
-    zero. It reads the scores and writes the probabilities. Backward reads the probabilities and
-    their gradients, and writes the gradients of the scores.
+    All tensors have the shape and dtype of the scores. Only operations of forward are counted:
+    memory limits the speed of both passes.
+
+    Args:
+        case: unused, since the tensors have all sizes.
+        inputs: tensors of the case.
+        phase: forward, or forward and backward.
     """
     (scores,) = inputs.leaves
+    # for each score: subtract the threshold, compare with 0, square
     flops = 3.0 * scores.numel()
     tensor_bytes = float(scores.numel() * scores.element_size())
-    n_tensors = 2 if phase == "forward" else 2 + 3
+    # forward reads the scores and writes the probabilities
+    n_tensors = 2
+    if phase == "forward_backward":
+        # backward reads the probabilities and their gradients, and writes those of the scores
+        n_tensors += 3
     return spec.Work(flops, n_tensors * tensor_bytes)
 
 
@@ -126,9 +144,14 @@ def needs_bytes(case: spec.BenchCase, impl: str) -> int:
         Bytes of the scores and probabilities, and of intermediate results.
     """
     n_scores = case.dims["R"] * case.dims["N"]
-    intermediate_bytes_per_score = {"sort": 24, "reference": 64}
-    bytes_per_score = 2 * spec.DTYPES[case.dtype].itemsize
-    return n_scores * (bytes_per_score + intermediate_bytes_per_score.get(impl, 0))
+    item_bytes = spec.DTYPES[case.dtype].itemsize
+    # as much as six tensors of fp32 for the sort, and eight of fp64 for the reference
+    intermediate_bytes_per_score = {"sort": 6 * 4, "reference": 8 * 8}
+    bytes_per_score = (
+        2 * item_bytes  # a score and its probability
+        + intermediate_bytes_per_score.get(impl, 0)
+    )
+    return n_scores * bytes_per_score
 
 
 SPEC = spec.BenchSpec(

@@ -298,16 +298,24 @@ IMPLEMENTATIONS = (
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
     """Return the least work of entmax attention.
 
-    Every score is computed once, because its sign relative to the threshold must be known. The
-    products with weights and with gradients are not counted: nearly all weights may be zero.
+    Every score is computed once, because only its comparison with the threshold says whether its
+    weight is 0. The products with weights and with gradients are not counted: nearly all weights
+    may be zero. The operations are therefore the same in both phases.
+
+    Args:
+        case: the shape.
+        inputs: tensors of the case, and whether attention is causal.
+        phase: forward, or forward and backward.
     """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     (causal,) = inputs.constants
-    n_scores = batch * heads * n * n / (2 if causal else 1)
+    n_scores = float(batch * heads * n * n)
+    if causal:
+        n_scores /= 2  # a query sees half of the keys on average
     # a multiplication and an addition for each number of a query and a key
     flops = 2.0 * dim * n_scores
     tensor_bytes = float(inputs.grad_output.numel() * inputs.grad_output.element_size())
-    # forward reads q, k and v, and writes the output
+    # all tensors have the size of the output; forward reads q, k and v, and writes the output
     n_tensors = 4
     if phase == "forward_backward":
         # backward reads q, k, v, the output and its gradient, and writes dq, dk and dv
@@ -327,8 +335,11 @@ def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     """
     batch, heads, n, dim = (case.dims[name] for name in "BHND")
     tensor_bytes = batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
-    score_bytes = 8 * batch * heads * n * n if impl == "reference" else 0
-    return score_bytes + 5 * tensor_bytes
+    score_bytes = 0
+    if impl == "reference":
+        score_bytes = batch * heads * n * n * torch.float64.itemsize
+    n_tensors = 5  # q, k, v, the output and its gradient
+    return score_bytes + n_tensors * tensor_bytes
 
 
 SPEC = spec.BenchSpec(

@@ -285,13 +285,18 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of the head.
+    """Return the least work of the head: operations, and bytes that are read and written.
 
     Forward multiplies every valid token with every vocabulary entry. It reads hidden states,
     weight and bias once and writes the scores. Training also writes the position of the token with
     the largest logit for each score. The backward pass has no products: a score adds one row of
     the weight to one token's gradient, and one token's hidden state to one row of the weight's
     gradient. It reads only rows of the weight with a positive score in some sequence.
+
+    Args:
+        case: the shape: ``B`` sequences, ``D`` numbers of a hidden state, ``V`` vocabulary entries.
+        inputs: tensors of the case, the number of valid tokens, and the share of positive scores.
+        phase: forward, or forward and backward.
     """
     B, D, V = (case.dims[name] for name in "BDV")
     n_scores = B * V
@@ -307,7 +312,8 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
         return spec.Work(flops, forward_bytes)
 
     winner_bytes = _INT16_BYTES * n_scores  # positions within a sequence
-    # a row of the weight is read if its score is positive in at least one of B sequences
+    # A row of the weight is read if its score is positive in at least one of B sequences. The
+    # sequences are assumed to be independent.
     active_share = inputs.active or 0.0
     n_active_rows = V * (1 - (1 - active_share) ** B)
     backward_reads = (
@@ -333,6 +339,7 @@ def needs_bytes(case: spec.BenchCase, impl: str) -> int:
         implementation stores them.
     """
     B, S, D, V = (case.dims[name] for name in "BSDV")
+    # in units of one tensor of that shape in the dtype of the case
     copies_of_logits = {
         "eager": 3,
         "compile": 2,

@@ -399,16 +399,21 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of MaxSim.
+    """Return the least work of MaxSim: operations, and bytes that are read and written.
 
     Forward multiplies every query token with every document token, reads all token vectors once
     and writes the scores. Training also writes which document token each query token matches, and
     reads this in the backward pass. The backward pass has no products: it adds rows of token
     vectors, so it reads all token vectors again and writes a gradient for each.
+
+    Args:
+        case: the shape: ``Nq`` queries of ``Lq`` tokens, ``Nd`` documents.
+        inputs: tensors of the case. Documents may be packed.
+        phase: forward, or forward and backward.
     """
     queries, documents = inputs.leaves
     n_query_tokens = case.dims["Nq"] * case.dims["Lq"]
-    # 2 operations for each query token and each number in the documents
+    # a multiplication and an addition for each query token and each number in the documents
     flops = 2.0 * n_query_tokens * documents.numel()
     token_bytes = float(queries.element_size() * (queries.numel() + documents.numel()))
     score_bytes = float(_FP32_BYTES * inputs.grad_output.numel())
@@ -439,6 +444,7 @@ def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     item_bytes = spec.DTYPES[case.dtype].itemsize
     similarity_bytes = dims["Nq"] * dims["Lq"] * dims["Nd"] * dims["Ld"] * item_bytes
     document_bytes = dims["Nd"] * dims["Ld"] * dims["D"] * item_bytes
+    # in units of one tensor of that shape in the dtype of the case
     copies_of_similarities = {
         "eager": 1 if dims["Nq"] == 1 else 2,
         "compile": 1,

@@ -298,12 +298,18 @@ IMPLEMENTATIONS = (
 
 
 def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of a scatter.
+    """Return the least work of a scatter: operations, and bytes that are read and written.
 
     Forward reads every id and every weight that counts, compares each weight once, and writes the
     scores: all of them, or in CSR form the positive ones with their columns. Training also writes
     a byte per token that says whether its weight is the score of its id. Backward reads these and
     the gradients of positive scores, and writes a gradient for each token.
+
+    Args:
+        case: unused, since the tensors have all sizes.
+        inputs: tensors of the case, the number of tokens that count, and the share of positive
+            scores.
+        phase: forward, or forward and backward.
     """
     (weights,) = inputs.leaves
     input_ids = inputs.constants[0]
@@ -314,12 +320,12 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
 
     read_bytes = input_ids.numel() * input_ids.element_size() + item_bytes * inputs.valid_tokens
     if isinstance(inputs, CsrInputs):
-        score_bytes = (item_bytes + _INT64_BYTES) * n_positive_scores
+        score_bytes = (item_bytes + _INT64_BYTES) * n_positive_scores  # value and column
     else:
         score_bytes = item_bytes * n_scores
     total_bytes = float(read_bytes + score_bytes)
     if phase == "forward_backward":
-        winner_bytes = n_tokens
+        winner_bytes = n_tokens  # one byte each
         gradient_bytes = item_bytes * (n_positive_scores + n_tokens)
         # winners are written by forward and read by backward
         total_bytes += 2 * winner_bytes + gradient_bytes
@@ -344,6 +350,7 @@ def needs_bytes(case: spec.BenchCase, impl: str) -> int:
     token_score_bytes = batch * length * vocab * item_bytes
     if impl == "reference":
         token_score_bytes = batch * length * vocab * torch.float64.itemsize
+    # tensors of that shape that are alive at once
     copies_of_token_scores = {"membership": 3, "membership-compile": 2, "reference": 1}
     return score_bytes + copies_of_token_scores.get(impl, 0) * token_score_bytes
 

@@ -118,6 +118,17 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, request: list[Any], *leaves: Tensor) -> Tensor:
+        """Compute the results of a call, and save what backward reads.
+
+        Args:
+            ctx: autograd's context.
+            request: operator, pass, all tensors (some ``None``) and buffers of gradients. On return
+                it holds the results after the first.
+            leaves: tensors that have a gradient, which only autograd reads.
+
+        Returns:
+            The first result, which alone is differentiable.
+        """
         operator, call, tensors, main_grads = request
         results = operator.compute(tensors[0], call, tensors)
         request[:] = results[1:]
@@ -131,6 +142,12 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dfirst: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Return ``None`` for ``request``, and the gradients of the leaves.
+
+        Args:
+            ctx: autograd's context.
+            dfirst: gradient of the first result, ``None`` if nothing depends on it.
+        """
         needs = ctx.needs_input_grad[1:]
         if dfirst is None:
             return None, *[None] * len(needs)
@@ -148,7 +165,9 @@ APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
 
 
 def schema_of(arguments: Mapping[str, Any], n_results: int) -> str:
-    """Return the torch schema of an operator.
+    """Return the schema of an operator in torch's notation, such as ``(Tensor x) -> (Tensor)``.
+
+    Torch infers it from the signature of a function, here a prototype without a body.
 
     Args:
         arguments: annotations of the arguments, by name.

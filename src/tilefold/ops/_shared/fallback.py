@@ -38,6 +38,14 @@ class KernelUnavailableError(RuntimeError):
         reason: str,
         fallback: tuple[str, str] | None = None,
     ) -> None:
+        """Describe what cannot be built.
+
+        Args:
+            kernel: name of the kernel's function.
+            reason: what failed.
+            fallback: name of the kernel for warnings, and a sentence that says what runs in its
+                place; ``None`` if only the tiled path can.
+        """
         super().__init__(reason)
         self.kernel = kernel
         self.fallback = fallback
@@ -88,17 +96,21 @@ def give_up(kernel: str, device: torch.device, reason: str, consequence: str) ->
 
 
 def refuse_capture(operator: str, device: torch.device) -> None:
-    """Raise ``RuntimeError`` if the tiled path of a given-up operator would be captured.
+    """Raise ``RuntimeError`` if an operator without kernels is called while a graph is captured.
 
-    The tiled path waits for the GPU, which a CUDA graph cannot contain.
+    The tiled path would run in place of the kernels. It waits for the GPU, which a CUDA graph
+    cannot contain.
+
+    Args:
+        operator: name of the operator, which may have been given up.
+        device: where it runs.
     """
     if (operator, device) in GIVEN_UP and is_capturing(device):
         raise RuntimeError(
             f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, "
-            f"and the tiled torch "
-            "path that takes its place waits for the GPU. Leave this call out of the graph; a call "
-            "before the capture "
-            "(a warm up) says whether the kernels can be built.",
+            "and the tiled torch path that takes its place waits for the GPU. Leave this call out "
+            "of the graph; a call before the capture (a warm up) says whether the kernels can be "
+            "built.",
         )
 
 

@@ -29,7 +29,7 @@ def onednn_is_faster(
     weight: Tensor,
     bias: Tensor | None = None,
 ) -> bool:
-    """Whether a linear layer without gradients should run in oneDNN and not in torch.
+    """Return whether a linear layer without gradients should run in oneDNN and not in torch.
 
     oneDNN is faster for many rows, if it has a kernel for these tensors and is enabled.
 
@@ -50,7 +50,7 @@ def onednn_is_faster(
 
 
 def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that computes products of rows and one weight faster than torch.
+    """Return a function that multiplies rows by one weight faster than torch does, if there is one.
 
     Args:
         like: tensor with the dtype, device and last dimension of the rows.

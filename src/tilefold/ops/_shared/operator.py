@@ -219,9 +219,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         return (*results, *[None] * (len(self.results) - len(results)))
 
     def _saved_selector(self, options: OptionsT) -> Selector:
-        """Return a function that selects what backward reads.
+        """Return a function that selects what autograd saves for backward.
 
-        It selects from the tensors, the results and ``None``.
+        The function takes the tensors of a call, its results and a final ``None``, all in one
+        tuple. It returns one value for each field of the record of saved tensors. A field that
+        backward does not read with these options gets the ``None``.
         """
         reads = self.saved._fields if self.reads is None else self.reads(options)
         names = [*self._tensor_names, *self.results]
@@ -312,7 +314,14 @@ class Operator(Generic[TensorsT, OptionsT]):
         return results
 
     def _make_program(self, call: Pass, inputs: Values) -> Program | None:
-        """Plan the kernels of a pass, from layouts only, or return ``None`` if there is no plan."""
+        """Plan the kernels of a pass, and bind the plan to the device.
+
+        The plan depends only on shapes, strides and dtypes of the inputs, which are passed on as
+        tensors on the meta device.
+
+        Returns:
+            The program, or ``None`` if there is no plan for this call.
+        """
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
         plans = self.plans()
@@ -353,9 +362,18 @@ class Operator(Generic[TensorsT, OptionsT]):
         needs: Any,
         main_grads: Collection[str] = (),
     ) -> dict[str, Buffer | None]:
-        """Shapes and dtypes of the results of a pass, by name.
+        """Return shapes and dtypes of the results of a pass, by name.
 
-        A gradient that is not needed, or is added to a buffer, is ``None``.
+        Args:
+            backward: whether the pass computes gradients.
+            inputs: inputs of the pass, as in :meth:`compute`.
+            options: the operator's checked options.
+            needs: as in :class:`Pass`.
+            main_grads: names of tensors whose gradients are added to buffers.
+
+        Returns:
+            Results of a forward pass, or gradients. A gradient that is not needed, or is added to a
+            buffer, is ``None``.
         """
         if not backward:
             buffers = self.outputs(self.tensors(*inputs), options, needs)
@@ -455,7 +473,14 @@ class Operator(Generic[TensorsT, OptionsT]):
         n_results: int,
         backward: bool,
     ) -> None:
-        """Register an operator with its schema, its implementation and its fake kernel."""
+        """Register an operator with its schema, its implementation and its fake kernel.
+
+        Args:
+            name: name in the namespace ``tilefold``.
+            arguments: annotations of the arguments, by name.
+            n_results: number of tensors that it returns.
+            backward: whether it computes gradients.
+        """
         qualified_name = f"tilefold::{name}"
         torch.library.define(qualified_name, calls.schema_of(arguments, n_results))
         torch.library.impl(qualified_name, "default", partial(self._run_registered, backward))
@@ -483,7 +508,11 @@ class Operator(Generic[TensorsT, OptionsT]):
         return tensors, self.options(*values[n_tensors:]), needs, impl
 
     def _run_registered(self, backward: bool, *arguments: Any) -> Any:
-        """Run ``tilefold::name`` or ``tilefold::name_backward``."""
+        """Run ``tilefold::name`` or ``tilefold::name_backward``.
+
+        A registered operator cannot return ``None``. A gradient that is not computed becomes an
+        empty tensor, and a result that is not computed becomes zeros of its declared shape.
+        """
         tensors, options, needs, impl = self._parse_registered(backward, arguments)
         if backward:
             name = self.name
@@ -498,7 +527,6 @@ class Operator(Generic[TensorsT, OptionsT]):
             call = Pass(name, options, impl, needs, backward, aligned)
             self._remember(key, call)
         results = list(self.compute(tensors[0], call, tensors))
-        # A registered operator returns tensors only.
         if backward:
             results = [tensors[0].new_empty(0) if x is None else x for x in results]
         elif any(x is None for x in results):
@@ -534,7 +562,18 @@ class Operator(Generic[TensorsT, OptionsT]):
         needs: Needs,
         impl: str,
     ) -> Results:
-        """Compute gradients by ``tilefold::name_backward``, ``None`` for those not needed."""
+        """Compute gradients by the registered operator ``tilefold::name_backward``.
+
+        Args:
+            dfirst: gradient of the first result.
+            saved: saved tensors, in the order of the record's fields.
+            options: the operator's checked options.
+            needs: which gradients are computed.
+            impl: implementation.
+
+        Returns:
+            The gradients, ``None`` for those that are not needed.
+        """
         gradients = calls.as_tuple(
             self._registered_backward(dfirst, *saved, *options, needs, impl),
         )
@@ -557,7 +596,16 @@ class Operator(Generic[TensorsT, OptionsT]):
         dfirst: Tensor | None,
         *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Backward of the registered operator, whose first result alone is differentiable."""
+        """Compute the gradients of the registered operator's arguments, for autograd.
+
+        Args:
+            ctx: autograd's context, as :meth:`_setup_context` filled it.
+            dfirst: gradient of the first result, ``None`` if nothing depends on it.
+            _: gradients of the other results, which are not differentiable.
+
+        Returns:
+            One entry for each argument, ``None`` for those that are not differentiable tensors.
+        """
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         if dfirst is None:
             return tuple(gradients)

@@ -20,7 +20,10 @@ def no_winner(dtype: torch.dtype) -> int:
 
 
 def max_over_tokens(values: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]:
-    """Maximum over the tokens, and a token that has it.
+    """Compute the maximum over the tokens of each sequence, and a token that has it.
+
+    Long sequences are divided into blocks of tokens. The winner is then searched only in the block
+    with the largest maximum.
 
     Args:
         values: ``[n, L, C]``: sequences, tokens, columns.
@@ -39,19 +42,21 @@ def max_over_tokens(values: Tensor, with_winners: bool) -> tuple[Tensor, Tensor]
     # Blocks of tokens come first: a maximum over all tokens at once takes several times as long,
     # with indices or without.
     n_full_blocks = length // BLOCK_WINNER
-    n_blocked = n_full_blocks * BLOCK_WINNER
+    n_blocked = n_full_blocks * BLOCK_WINNER  # tokens of full blocks
     block_maxima = (
         values[:, :n_blocked]
         .reshape(values.size(0), n_full_blocks, BLOCK_WINNER, values.size(2))
         .amax(dim=2)
     )
     if n_blocked < length:
-        last_maximum = values[:, n_blocked:].amax(dim=1, keepdim=True)
-        block_maxima = torch.cat([block_maxima, last_maximum], dim=1)
+        incomplete_block_maximum = values[:, n_blocked:].amax(dim=1, keepdim=True)
+        block_maxima = torch.cat([block_maxima, incomplete_block_maximum], dim=1)
     if not with_winners:
         return block_maxima.amax(dim=1), values.new_empty(0)
     winning_block = block_maxima.max(dim=1).indices  # [n, C]
     offsets = torch.arange(BLOCK_WINNER, device=values.device)[None, :, None]
     tokens = (winning_block[:, None] * BLOCK_WINNER + offsets).clamp_(max=length - 1)  # [n, 16, C]
-    maxima, offset = values.gather(1, tokens).max(dim=1)
-    return maxima, (winning_block * BLOCK_WINNER + offset).clamp_(max=length - 1)
+    maxima, winning_offset = values.gather(1, tokens).max(dim=1)
+    # Past the end of an incomplete block its last token was repeated.
+    winners = (winning_block * BLOCK_WINNER + winning_offset).clamp_(max=length - 1)
+    return maxima, winners

@@ -109,6 +109,7 @@ def operator_takes_mean(tensors: MaxSimTensors) -> bool:
 
 
 def _cast_to(dtype: torch.dtype, tensors: MaxSimTensors) -> MaxSimTensors:
+    """Cast queries and documents, as autocast does."""
     return tensors._replace(
         queries=tensors.queries.to(dtype),
         documents=tensors.documents.to(dtype),
@@ -116,6 +117,7 @@ def _cast_to(dtype: torch.dtype, tensors: MaxSimTensors) -> MaxSimTensors:
 
 
 def _check_options(reduction: object, mask_mode: object, temperature: object) -> None:
+    """Check the options that are names, and that the temperature is positive or ``None``."""
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("mask_mode", mask_mode, MASK_MODES)
     if temperature is not None and (
@@ -129,7 +131,15 @@ def _check_options(reduction: object, mask_mode: object, temperature: object) ->
 
 
 def _check_pairing(pairs: Tensor | None, pairing: object) -> str:
-    """Check which pairs are scored, and return the pairing's name, ``"index"`` for listed pairs."""
+    """Check which pairs are scored, and return the name of the pairing.
+
+    Args:
+        pairs: ``[P, 2]`` listed pairs of a query and a document, or ``None``.
+        pairing: the caller's argument, which is a name if ``pairs`` is ``None``.
+
+    Returns:
+        ``"index"`` for listed pairs, else the caller's name.
+    """
     if pairs is not None:
         if pairs.dim() != 2 or pairs.size(1) != 2:
             raise ValueError(f"pairing must have shape [P, 2], got {list(pairs.shape)}.")
@@ -343,11 +353,12 @@ def labelled_loss(
     first_document: int = 0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Cross entropy of scores and labels; NaN if a label that was not checked is out of range.
+    """Compute the cross entropy of scores and labels, NaN for labels out of range.
 
-    On a GPU, and in a compiled function, the values of labels are not checked. There a label out of
-    range would end in an assertion of a kernel, after which the device runs nothing more, or it
-    would name a document of another rank.
+    On a GPU, and in a compiled function, :func:`check_labels` does not read the values of labels. A
+    label out of range would then fail an assertion in a kernel, after which the process can no
+    longer use the device, or it would name a document of another rank. Such labels are therefore
+    clamped to the valid range, and the loss is made NaN.
 
     Args:
         scores: ``[Nq, N]``.
@@ -360,7 +371,9 @@ def labelled_loss(
     were_checked = labels is None or (
         labels.device.type == "cpu" and not torch.compiler.is_compiling()
     )
-    targets = checked_labels if were_checked else checked_labels.clamp(0, max(n_documents - 1, 0))
+    targets = checked_labels
+    if not were_checked:
+        targets = checked_labels.clamp(0, max(n_documents - 1, 0))
     columns = targets + first_document if first_document else targets
     loss = cross_entropy(scores, columns, reduction=reduction)
     if were_checked:

@@ -14,7 +14,7 @@ from tilefold.ops.maxsim.tiles import SequenceTokens
 
 Selection = Tensor | slice
 
-# Queries that are summed together differ in length by at most this factor, in eighths.
+# Queries that are summed together differ in length by at most sixteen eighths, a factor of 2.
 QUERY_EIGHTHS = 16
 
 
@@ -69,6 +69,12 @@ class QueryBlock:
     """
 
     def __init__(self, queries: SequenceTokens, pieces: list[QueryPiece]) -> None:
+        """Find the rows of a block's tokens, and the columns to be summed for each query.
+
+        Args:
+            queries: the tokens of all queries.
+            pieces: consecutive pieces of queries, at least one.
+        """
         self.queries = queries
         self.start = pieces[0].first_token
         self.stop = pieces[-1].first_token + pieces[-1].n_tokens
@@ -130,10 +136,11 @@ class QueryBlock:
 def query_blocks(queries: SequenceTokens, limit: int) -> list[QueryBlock]:
     """Divide the unmasked tokens of all queries into blocks of at most ``limit`` tokens.
 
-    A query of at most ``limit`` tokens is not split.
+    A query of at most ``limit`` tokens is not split. The vectors of a single block are computed
+    once. Those of several blocks are computed whenever they are needed, to bound memory.
     """
     pieces_of_blocks: list[list[QueryPiece]] = []
-    free = 0
+    free = 0  # tokens that the last block can still take
     first_token = 0
     for query, count in enumerate(queries.counts.tolist()):
         remaining = count
@@ -153,7 +160,15 @@ def query_blocks(queries: SequenceTokens, limit: int) -> list[QueryBlock]:
 
 
 def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumGroup]:
-    """Group the pieces of a block by similar length, so that few sums compute all queries."""
+    """Group the pieces of a block by similar length, so that few sums compute all queries.
+
+    A group is a matrix of columns, one row for each query. Shorter queries are padded by their last
+    column, which is left out of the sum. Queries of one length are a single group without padding.
+
+    Args:
+        pieces: the pieces of the block, in the order of their tokens.
+        device: device of the groups' tensors.
+    """
     by_length = sorted(pieces, key=lambda piece: piece.n_tokens)
     lengths = [piece.n_tokens for piece in by_length]
     if lengths[0] == lengths[-1]:
@@ -166,7 +181,7 @@ def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumG
         return
     table = torch.tensor(by_length, device=device)  # [pieces, fields of QueryPiece]
     for first, last in similar_lengths(lengths, 0, QUERY_EIGHTHS, sum(lengths)):
-        queries, first_tokens, sizes = table[first:last].unbind(1)
+        queries, first_tokens, sizes = table[first:last].unbind(dim=1)
         positions = torch.arange(lengths[last - 1], device=device)
         first_columns = first_tokens - pieces[0].first_token
         columns = first_columns[:, None] + torch.minimum(positions, sizes[:, None] - 1)

@@ -155,7 +155,10 @@ def _smooth_maxima(similarities: Tensor, temperature: float) -> Tensor:
 
 
 def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
-    """Compute XTR scores ``[Nq, Nd]``.
+    """Compute XTR scores ``[Nq, Nd]``: the mean of the maxima that the query tokens retrieve.
+
+    A query token retrieves the ``top_k`` document tokens of all documents that are most similar to
+    it. The ``top_k``-th similarity is its threshold.
 
     Args:
         problem: the problem, for all pairs.
@@ -169,6 +172,7 @@ def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
         documents.vectors,
     )  # [Nq, Lq, Nd, Ld]
     allowed = documents.unmasked.expand(similarities.shape)
+    # [Nq, Lq, Nd * Ld] similarities of each query token to all document tokens, largest first
     ordered = (
         similarities.detach()
         .masked_fill(~allowed, float("-inf"))

@@ -37,7 +37,7 @@ from tilefold.ops.maxsim._problem import (
     check_values,
     wide_dtype,
 )
-from tilefold.ops.maxsim.api import MAXSIM, by_reference, kept_tokens
+from tilefold.ops.maxsim.api import MAXSIM, by_reference, query_token_counts
 from tilefold.ops.maxsim.quantized import QuantizedTokens
 
 # A block is sent as three tensors with the tags 0, 1 and 2.
@@ -119,7 +119,7 @@ class Ring(NamedTuple):
     rank: int
     layouts: tuple[RankLayout, ...]
 
-    def shift(
+    def start_exchange(
         self,
         outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
@@ -148,7 +148,14 @@ class Ring(NamedTuple):
         peer: int,
         tag: int,
     ) -> Iterator[dist.P2POp]:
-        """Describe transfers with the rank ``peer``, counted around the ring."""
+        """Describe the transfers of tensors to or from another rank.
+
+        Args:
+            operation: ``dist.isend`` or ``dist.irecv``.
+            tensors: tensors to send or to receive into. Empty ones are left out.
+            peer: the other rank, modulo the number of ranks.
+            tag: tag of the first tensor; the others have the tags after it.
+        """
         global_peer = dist.get_global_rank(self.group, peer % len(self.layouts))
         for i, tensor in enumerate(tensors):
             if tensor.numel():
@@ -173,7 +180,7 @@ class Ring(NamedTuple):
             transfers: list[dist.Work] = []
             if step + 1 < n_ranks:
                 upcoming = _empty_block(self.layouts[owner - 1], like=local)
-                transfers = self.shift(current, upcoming, BLOCK_TAG)
+                transfers = self.start_exchange(current, upcoming, BLOCK_TAG)
             yield owner, current
             for transfer in transfers:
                 transfer.wait()
@@ -189,12 +196,18 @@ def _empty_block(layout: RankLayout, like: Block) -> Block:
     )
 
 
-def _layout(
+def _local_layout(
     tensors: MaxSimTensors,
     options: MaxSimOptions,
     loss_options: tuple[object, ...],
 ) -> RankLayout:
-    """Describe the inputs of this rank for the other ranks."""
+    """Describe the inputs of this rank for the other ranks.
+
+    Args:
+        tensors: tensors of this rank.
+        options: checked options.
+        loss_options: options of the loss, which must be equal on all ranks.
+    """
     problem = Problem.of(tensors, options)
     grad_enabled = torch.is_grad_enabled()
     return RankLayout(
@@ -298,7 +311,7 @@ def loss_over_ranks(
     except (TypeError, ValueError, RuntimeError) as error:
         exchange_layouts(ranks, error)
         raise
-    ring = exchange_layouts(ranks, _layout(tensors, options, (scale, *maxsim_options)))
+    ring = exchange_layouts(ranks, _local_layout(tensors, options, (scale, *maxsim_options)))
     scores: Tensor = _RingScores.apply(  # type: ignore[no-untyped-call]
         tensors.queries,
         tensors.documents,
@@ -308,7 +321,7 @@ def loss_over_ranks(
         impl,
     )
     if reduction == "mean" and tensors.queries.numel():
-        scores = scores / kept_tokens(tensors, scores.dim())
+        scores = scores / query_token_counts(tensors, scores.dim())
     first_document = sum(layout.n_documents for layout in ring.layouts[: ring.rank])
     loss_sum = labelled_loss(
         scale * scores,
@@ -363,7 +376,7 @@ class _RingScores(torch.autograd.Function):
         tensors = tensors._replace(queries=queries.detach(), documents=documents.detach())
         scores: list[Tensor] = [queries] * len(ring.layouts)
         winners: list[Tensor | None] = [None] * len(ring.layouts)
-        local = _block(tensors)
+        local = _local_block(tensors)
         for owner, block in ring.blocks(local):
             block_tensors = _with_documents(tensors, ring.layouts[owner], block)
             if impl == "reference":
@@ -440,7 +453,7 @@ class _RingScores(torch.autograd.Function):
                 dtype=sum_dtype,
                 device=queries.device,
             )
-            transfers = ring.shift([ddocuments], [received], GRADIENT_TAG)
+            transfers = ring.start_exchange([ddocuments], [received], GRADIENT_TAG)
         for transfer in transfers:
             transfer.wait()
         local_ddocuments = None
@@ -456,8 +469,11 @@ def _rows(documents: Tensor) -> Tensor:
     return documents.reshape(-1, documents.size(-1)).contiguous()
 
 
-def _block(tensors: MaxSimTensors) -> Block:
-    """Return the documents of this rank in the form in which they are sent."""
+def _local_block(tensors: MaxSimTensors) -> Block:
+    """Return the documents of this rank in the form in which they are sent.
+
+    An absent mask, and absent offsets of padded documents, become empty tensors.
+    """
     rows = _rows(tensors.documents)
     if tensors.document_mask is None:
         mask = rows.new_empty(0, dtype=torch.uint8)

@@ -139,9 +139,9 @@ def backward(
             )
         if problem.normalize:
             if dqueries is not None:
-                _project(queries, dqueries)
+                _backward_of_normalization(queries, dqueries)
             if ddocuments is not None:
-                _project(documents, ddocuments)
+                _backward_of_normalization(documents, ddocuments)
     if dqueries is not None:
         dqueries = dqueries.reshape(saved.queries.shape).to(saved.queries.dtype)
     if ddocuments is not None:
@@ -149,10 +149,15 @@ def backward(
     return dqueries, ddocuments
 
 
-def _project(tokens: SequenceTokens, grad: Tensor) -> None:
-    """Turn gradients of unit vectors into gradients of the rows, in place.
+def _backward_of_normalization(tokens: SequenceTokens, grad: Tensor) -> None:
+    """Turn gradients of unit vectors into gradients of the rows that were normalized, in place.
 
-    Masked rows have no gradient, and are left out.
+    For a row ``x`` with ``u = x / |x|``, the gradient ``g`` of ``u`` becomes
+    ``(g - u (u . g)) / |x|``. Masked rows have no gradient, and are left out.
+
+    Args:
+        tokens: the rows, and which of them are unmasked.
+        grad: ``[T, D]`` gradients, which are overwritten.
     """
     step = row_limit(grad.size(1))
     unmasked_rows = tokens.unmasked_rows
@@ -175,9 +180,16 @@ def _add_fully_masked_documents(
     documents: SequenceTokens,
     scores: Tensor,
 ) -> None:
-    """Add the smooth maxima of documents that have masked tokens only, in mode "zero".
+    """Add the scores of documents whose tokens are all masked, for smooth maxima in mode "zero".
 
-    Each of their tokens takes part with a similarity of 0.
+    Each of their ``n`` tokens takes part with a similarity of 0. The smooth maximum of a query
+    token is therefore ``temperature * log(n)``. Blocks do not contain these documents.
+
+    Args:
+        problem: the problem.
+        queries: all queries.
+        documents: all documents.
+        scores: scores in the shape of the pairing, to which this is added.
     """
     maxima = problem.temperature * documents.sizes.clamp(min=1).to(scores.dtype).log()
     maxima = torch.where(documents.counts == 0, maxima, 0)
@@ -213,6 +225,7 @@ def _block_maxima(
 
     Returns:
         ``[n, C]`` maxima, and ``[n, C]`` winners in the dtype in which they are saved, or ``None``.
+        Winners are positions in the documents, or -1 for a masked token.
     """
     if not saving:
         (maxima,) = block.accumulate(Maximum())
@@ -224,6 +237,7 @@ def _block_maxima(
     winners = winner_bits(positions, problem.saved_dtype)
     if n_masked is None or first_masked is None:
         return maxima, winners
+    # A masked token has a similarity of 0. It wins against negative ones, and a tie if it is first.
     masked_is_earlier = first_masked[block.documents] < positions
     masked_wins = (n_masked > 0) & ((maxima < 0) | ((maxima == 0) & masked_is_earlier))
     return maxima.masked_fill(masked_wins, 0), winners.masked_fill_(masked_wins, -1)
@@ -299,7 +313,7 @@ def merge_maxima(
 
 
 class SmoothSums:
-    """Accumulates sums of exponentials over the tokens of each document, ``(largest, total)``.
+    """Accumulates ``(largest, total)``: sums of exponentials over the tokens of each document.
 
     For similarities ``s_j`` of the tokens, ``total = sum_j exp((s_j - peak) / temperature)``. The
     peak is the largest similarity, or 0 if that is not finite. It is subtracted before anything is
@@ -324,6 +338,14 @@ class SmoothSums:
         *,
         keep_exponentials: bool = False,
     ) -> None:
+        """Set up the sums of one block.
+
+        Args:
+            temperature: temperature of the smooth maximum.
+            n_masked: ``[n, 1]`` masked tokens of each document, or ``None``.
+            dtype: dtype of the similarities.
+            keep_exponentials: whether to keep the exponentials of every tile.
+        """
         self.temperature = max(temperature, torch.finfo(dtype).tiny)  # a normal number
         self.n_masked = n_masked
         self.keep_exponentials = keep_exponentials
@@ -356,7 +378,10 @@ class SmoothSums:
         earlier: tuple[Tensor, ...],
         later: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Return the largest similarities and the sums of two parts of the same documents."""
+        """Return the largest similarities and the sums of two parts of the same documents.
+
+        Both sums are first converted to the common peak, and then added.
+        """
         earlier_largest, earlier_total = earlier
         later_largest, later_total = later
         largest = torch.maximum(earlier_largest, later_largest)
@@ -366,7 +391,7 @@ class SmoothSums:
         return largest, earlier_at_peak + later_at_peak
 
     def _at_new_peak(self, total: Tensor, peak: Tensor, new_peak: Tensor) -> Tensor:
-        """Convert a sum of exponentials to another peak."""
+        """Convert a sum of exponentials to another peak: ``total exp((peak - new_peak) / T)``."""
         factor = ((peak - new_peak) / self.temperature).exp()
         return torch.where(total == 0, 0, total * factor)
 

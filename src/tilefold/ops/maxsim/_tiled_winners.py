@@ -50,7 +50,7 @@ def all_pairs_gradients(
     for slab in slabs(offsets, limit, max_documents):
         document_table = None
         if dqueries is not None:
-            document_table = _table(documents, slab.start, slab.stop)
+            document_table = _unscaled_rows(documents, slab.start, slab.stop)
         for first_row in range(0, n_query_rows, width):
             query_rows = slice(first_row, min(first_row + width, n_query_rows))
             winners = _winner_positions(saved, (slice(slab.first, slab.last), query_rows))
@@ -72,8 +72,8 @@ def all_pairs_gradients(
                 )
             if ddocuments is not None:
                 if query_table is None or width < n_query_rows:
-                    query_table = _table(queries, query_rows.start, query_rows.stop)
-                _add_to_winners(
+                    query_table = _unscaled_rows(queries, query_rows.start, query_rows.stop)
+                _add_to_winning_rows(
                     ddocuments[slab.start : slab.stop],
                     query_table,
                     queries,
@@ -84,7 +84,7 @@ def all_pairs_gradients(
                 )
 
 
-def _add_to_winners(
+def _add_to_winning_rows(
     ddocuments: Tensor,
     query_table: Tensor,
     queries: SequenceTokens,
@@ -93,31 +93,49 @@ def _add_to_winners(
     weights: Tensor,
     has_winner: Tensor,
 ) -> None:
-    """Add the rows of a table of queries, weighted, to the document rows that they chose.
+    """Add the gradient of the document tokens that won the maxima of a block of query tokens.
+
+    For document ``i`` and query token ``j``, the winning row ``document_rows[i, j]`` gets
+    ``weights[i, j] * query_table[j]``, times the query token's own scale if it has one.
 
     Args:
-        ddocuments: ``[n_rows, D]`` gradient of the documents' rows.
-        query_table: ``[width, D]`` rows of ``queries`` from ``first_query_row`` on.
+        ddocuments: ``[n_rows, D]`` gradient of the documents' rows, to which this is added.
+        query_table: ``[width, D]`` rows of ``queries`` from ``first_query_row`` on, not scaled.
         queries: all queries.
         first_query_row: first row of the table.
         document_rows: ``[n, width]`` winners, as rows of ``ddocuments``.
-        weights: ``[n, width]``.
-        has_winner: ``[n, width]`` bools; other entries are left out.
+        weights: ``[n, width]`` gradients of the maxima.
+        has_winner: ``[n, width]`` bools, false for entries without a winner in ``ddocuments``.
     """
+    # An entry is a pair of a document and a query token that has a winner.
     row_numbers = torch.arange(query_table.size(0), device=weights.device)
     entry_rows = row_numbers.expand(has_winner.shape)[has_winner]
-    entry_weights = _scaled(weights[has_winner], queries.scale, entry_rows, first_query_row)
+    entry_weights = _scaled_weights(weights[has_winner], queries.scale, entry_rows, first_query_row)
     add_rows(ddocuments, query_table, document_rows[has_winner], entry_rows, entry_weights)
 
 
-def _table(tokens: SequenceTokens, start: int, stop: int) -> Tensor:
-    """Return rows in fp32 (fp64), not scaled. Masked rows are included, which no entry names."""
+def _unscaled_rows(tokens: SequenceTokens, start: int, stop: int) -> Tensor:
+    """Return the token vectors of a range of rows in fp32 (fp64), not scaled.
+
+    Masked rows are in the table too, but nothing reads them.
+    """
     return tokens.rows[start:stop].to(wide_dtype(tokens.rows.dtype)).contiguous()
 
 
-def _scaled(weights: Tensor, scale: Tensor | None, rows: Tensor, start: int) -> Tensor:
-    """Multiply weights by the factors of the rows that they weigh, counted from ``start``."""
-    return weights if scale is None else weights * scale[start:].view(-1)[rows]
+def _scaled_weights(weights: Tensor, scale: Tensor | None, rows: Tensor, start: int) -> Tensor:
+    """Multiply the weight of every token vector by the scale of that vector.
+
+    The product of weight and scale replaces scaling the vectors, of which there are more numbers.
+
+    Args:
+        weights: weights of any shape.
+        scale: ``[T, 1]`` scales of all rows, or ``None``.
+        rows: rows that are weighed, counted from ``start``, in the shape of ``weights``.
+        start: row of ``scale`` that is row 0.
+    """
+    if scale is None:
+        return weights
+    return weights * scale[start:].view(-1)[rows]
 
 
 def _weighted_sums(
@@ -128,14 +146,17 @@ def _weighted_sums(
     weights: Tensor,
     has_winner: Tensor,
 ) -> Tensor:
-    """Sum the rows of a table, weighted, for each query token.
+    """Sum the winning document tokens of each query token, weighted: the gradient of the query.
+
+    Query token ``j`` gets the sum of ``weights[j, i] * table[rows[j, i]]`` over the documents ``i``
+    in which it has a winner, where the table's rows are scaled.
 
     Args:
-        table: ``[T, D]`` rows of ``tokens`` from ``start`` on.
+        table: ``[T, D]`` rows of ``tokens`` from ``start`` on, not scaled.
         tokens: the tokens that the table was made from.
         start: first row of the table.
-        rows: ``[width, n]`` rows of the table.
-        weights: ``[width, n]``.
+        rows: ``[width, n]`` winners, as rows of the table.
+        weights: ``[width, n]`` gradients of the maxima.
         has_winner: ``[width, n]`` bools; other entries are left out.
 
     Returns:
@@ -146,18 +167,18 @@ def _weighted_sums(
             rows.contiguous(),
             table,
             mode="sum",
-            per_sample_weights=_scaled(weights, tokens.scale, rows, start).contiguous(),
+            per_sample_weights=_scaled_weights(weights, tokens.scale, rows, start).contiguous(),
         )
-    counts = has_winner.sum(dim=1)
+    counts = has_winner.sum(dim=1)  # winners of each query token
     rows = rows[has_winner]
     if rows.numel() == 0:
         return table.new_zeros(has_winner.size(0), table.size(1))
     return embedding_bag(
         rows,
         table,
-        counts.cumsum(0) - counts,
+        counts.cumsum(0) - counts,  # where the winners of each query token begin
         mode="sum",
-        per_sample_weights=_scaled(weights[has_winner], tokens.scale, rows, start),
+        per_sample_weights=_scaled_weights(weights[has_winner], tokens.scale, rows, start),
     )
 
 
@@ -172,12 +193,15 @@ def listed_pairs_gradients(
 ) -> None:
     """Add the gradients for aligned, grouped or listed pairs to ``dqueries`` and ``ddocuments``.
 
+    An entry is an unmasked query token of a pair. Entries are numbered pair by pair, and computed
+    some at a time.
+
     Args:
         problem: the problem.
         queries: all queries.
         documents: all documents.
         grad: gradient of the scores, in their shape, in fp32 (fp64).
-        saved: winners.
+        saved: winners, as forward saved them.
         dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
@@ -190,6 +214,7 @@ def listed_pairs_gradients(
         entries = torch.arange(first, min(first + step, n_entries), device=grad.device)
         pairs = torch.searchsorted(entry_ends, entries, right=True)
         pair_queries = query_of_pair[pairs]
+        # Counted back from the last token of the query, and from the last entry of the pair.
         token_ends = queries.offsets[pair_queries] + queries.counts[pair_queries]
         query_rows = queries.rows_of(token_ends - (entry_ends[pairs] - entries))
         winners = _winner_positions(
@@ -205,11 +230,11 @@ def listed_pairs_gradients(
             weights = weights[has_winner]
         if dqueries is not None:
             table, table_rows = _table_of_rows(documents, document_rows)
-            document_weights = _scaled(weights, documents.scale, document_rows, 0)
+            document_weights = _scaled_weights(weights, documents.scale, document_rows, 0)
             add_rows(dqueries, table, query_rows, table_rows, document_weights)
         if ddocuments is not None:
             table, table_rows = _table_of_rows(queries, query_rows)
-            query_weights = _scaled(weights, queries.scale, query_rows, 0)
+            query_weights = _scaled_weights(weights, queries.scale, query_rows, 0)
             add_rows(ddocuments, table, document_rows, table_rows, query_weights)
 
 

@@ -41,7 +41,7 @@ from tilefold.ops.maxsim._query_blocks import (
 )
 from tilefold.ops.maxsim.tiles import SequenceTokens
 
-# Documents of a group differ in length by at most this factor, in eighths.
+# Documents of a group differ in length by at most nine eighths, so that little of it is padding.
 DOCUMENT_EIGHTHS = 9
 
 
@@ -124,13 +124,16 @@ def document_groups(
     last: int,
     rows: int,
 ) -> Iterator[DocumentGroup]:
-    """Group documents of a chunk by rising length, or all of them if they have one length.
+    """Group documents of a chunk by length, so that those of a group need little padding.
+
+    Documents of one length are a single group, in their own order. Otherwise groups are in the
+    order of rising lengths.
 
     Args:
         documents: all documents.
         first: first document of the chunk.
         last: end of the chunk.
-        rows: number of tokens that a group has at most, about, if it has more than one document.
+        rows: approximate largest number of tokens of a group that has more than one document.
 
     Yields:
         Groups of documents that have tokens.
@@ -146,7 +149,7 @@ def document_groups(
         return
     n_without_tokens = bisect_right(lengths, 0)
     for begin, end in similar_lengths(lengths, n_without_tokens, DOCUMENT_EIGHTHS, rows):
-        group = order[begin:end] + first
+        group = order[begin:end] + first  # positions in the chunk become documents
         shortest = lengths[begin]
         longest = lengths[end - 1]
         numbers, exists = documents.token_numbers(group, 0, longest, shortest == longest)
@@ -162,7 +165,13 @@ def blocks_of(
     queries: SequenceTokens,
     documents: SequenceTokens,
 ) -> Iterator[Block]:
-    """Divide a problem into blocks."""
+    """Divide a problem into blocks: documents with the query tokens that they are scored with.
+
+    Args:
+        problem: the problem.
+        queries: the unmasked tokens of all queries.
+        documents: the unmasked tokens of all documents.
+    """
     if problem.pairing == "all":
         limit = tiles.column_limit(queries.rows.size(1))
         return _blocks_of_all_pairs(query_blocks(queries, limit), documents)
@@ -180,9 +189,18 @@ def _blocks_of_all_pairs(
     blocks: list[QueryBlock],
     documents: SequenceTokens,
 ) -> Iterator[Block]:
-    """Divide all pairs of documents and query tokens into blocks."""
+    """Divide all pairs of documents and query tokens into blocks.
+
+    Args:
+        blocks: blocks of query tokens.
+        documents: the unmasked tokens of all documents.
+
+    Yields:
+        For each chunk of documents, one block for every block of query tokens.
+    """
     if not blocks:
         return
+    # [Nd + 1] numbers of the first unmasked tokens
     offsets = [*documents.offsets.tolist(), int(documents.counts.sum())]
     n_columns = max(block.stop - block.start for block in blocks)
     max_rows = max(1, min(documents.vectors_limit(), tiles.TILE_ELEMENTS // n_columns))
@@ -202,7 +220,15 @@ def _blocks_of_long_document(
     length: int,
     max_rows: int,
 ) -> Iterator[Block]:
-    """Yield blocks of one document, whose tiles have at most ``max_rows`` tokens."""
+    """Yield the blocks of a document that is too long for one tile.
+
+    Args:
+        blocks: blocks of query tokens.
+        documents: the unmasked tokens of all documents.
+        document: number of the document.
+        length: unmasked tokens of the document.
+        max_rows: largest number of document tokens of a tile.
+    """
     only_document = torch.tensor([document], device=documents.counts.device)
     for block in blocks:
         vectors = block.vectors()
@@ -232,7 +258,9 @@ def _blocks_of_chunk(
     stop: int,
     n_columns: int,
 ) -> Iterator[Block]:
-    """Yield blocks of consecutive documents, which share a product.
+    """Yield the blocks of a chunk of consecutive documents.
+
+    All similarities of a block come from a single matrix product, of which its tiles are parts.
 
     Args:
         blocks: blocks of query tokens.
@@ -284,7 +312,14 @@ def _tiles_of_product(
     product: Tensor,
     start: int,
 ) -> Iterator[Tile]:
-    """Yield the tiles of a chunk whose unmasked tokens, from ``start`` on, were multiplied."""
+    """Yield the tiles of a chunk from its product with a block of query tokens.
+
+    Args:
+        documents: the unmasked tokens of all documents.
+        groups: groups of the chunk's documents, one for each tile.
+        product: ``[tokens of the chunk, C]`` similarities.
+        start: number of the chunk's first unmasked token.
+    """
     first_document = 0
     for group in groups:
         numbers = group.token_numbers
@@ -374,6 +409,12 @@ def _gather_tokens(
     """Gather the unmasked tokens ``start`` to ``stop`` of the selected documents.
 
     Tokens in consecutive rows are not copied if they need no conversion.
+
+    Args:
+        documents: the unmasked tokens of all documents.
+        selected: ``[n]`` documents, each with at least one unmasked token.
+        start: first unmasked token, counted from 0 in each document.
+        stop: end of the unmasked tokens.
     """
     numbers, exists = documents.token_numbers(
         selected,
@@ -385,8 +426,9 @@ def _gather_tokens(
     if exists is None and documents.unmasked_rows is None:
         first_row = int(rows[0, 0])
         end_row = first_row + rows.numel()
-        if_consecutive = torch.arange(first_row, end_row, rows.size(1), device=rows.device)
-        if end_row <= documents.rows.size(0) and bool((rows[:, 0] == if_consecutive).all()):
+        # First row of each document, if the documents follow each other without gaps.
+        expected_first_rows = torch.arange(first_row, end_row, rows.size(1), device=rows.device)
+        if end_row <= documents.rows.size(0) and bool((rows[:, 0] == expected_first_rows).all()):
             vectors = documents.vectors(first_row, end_row).view(*rows.shape, -1)
             return TileTokens(rows, None, slice(first_row, end_row), vectors)
     return TileTokens(rows, exists, None, documents.gather(rows))
@@ -441,13 +483,14 @@ def _pair_batches(
     document_of_pair: Tensor,
     query_lengths: Tensor,
 ) -> Iterator[PairBatch]:
-    """Batch pairs by the length of their documents and queries.
+    """Batch pairs whose documents and queries have similar lengths, so that padding is small.
 
-    The queries of a batch are in one class of lengths, by powers of two. Pairs whose document or
-    query has no unmasked token are left out.
+    The lengths of a batch's queries lie between the same two powers of two. Within such a class,
+    pairs are in the order of rising document lengths. Pairs whose document or query has no unmasked
+    token are left out.
 
     Args:
-        documents: all documents.
+        documents: the unmasked tokens of all documents.
         document_of_pair: ``[P]`` documents.
         query_lengths: ``[P]`` unmasked tokens of the queries.
     """
@@ -456,8 +499,9 @@ def _pair_batches(
     limit = tiles.row_limit(dim)
     pairs = ((document_lengths > 0) & (query_lengths > 0)).nonzero().squeeze(1)
     query_classes = torch.frexp(query_lengths[pairs].double()).exponent.long()
-    class_first_key = document_lengths[pairs] + query_classes * (1 << 48)
-    order = class_first_key.argsort(stable=True)
+    # A single sort by class, then by document length: no document has 2^48 tokens.
+    sort_keys = document_lengths[pairs] + query_classes * (1 << 48)
+    order = sort_keys.argsort(stable=True)
     pairs = pairs[order]
     lengths = document_lengths[pairs].tolist()
     class_sizes = torch.unique_consecutive(query_classes[order], return_counts=True)[1].tolist()
@@ -467,6 +511,7 @@ def _pair_batches(
         width = int(query_lengths[pairs[first:end]].max())
         max_tile_rows = min(limit, tiles.TILE_ELEMENTS // width)
         while first < end:
+            # Add pairs as long as the padded documents, queries and similarities fit.
             count = 1
             while first + count < end:
                 longest = lengths[first + count]
@@ -476,7 +521,7 @@ def _pair_batches(
                 count = grown
             longest = lengths[first + count - 1]
             step = longest
-            if count == 1:
+            if count == 1:  # a document may be longer than a tile
                 split_width = min(width, tiles.column_limit(dim))
                 step = max(1, min(limit, tiles.TILE_ELEMENTS // split_width))
             yield PairBatch(pairs[first : first + count], longest, step)

@@ -193,7 +193,7 @@ def maxsim(
     scores: Tensor = MAXSIM(tensors, raw_options, impl, check_arguments)[0]
     if reduction == "sum" or operator_takes_mean(tensors) or queries.numel() == 0:
         return scores
-    n_tokens = kept_tokens(tensors, scores.dim())
+    n_tokens = query_token_counts(tensors, scores.dim())
     if scores.requires_grad:
         return scores / n_tokens
     return scores.div_(n_tokens)  # nothing else refers to these scores
@@ -279,7 +279,16 @@ def _first_size(tensor: Tensor) -> int:
 def _highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` highest of scores ``[Nq, Nd]``, and their documents.
 
-    They are in the ``k`` groups of documents whose highest scores are the highest.
+    Only the ``k`` groups of documents with the highest group maxima need to be searched: a document
+    of another group is no better than these ``k`` maxima. Documents of the last, incomplete group
+    are always searched.
+
+    Args:
+        scores: ``[Nq, Nd]``.
+        k: number of documents for each query.
+
+    Returns:
+        ``[Nq, k]`` scores, and ``[Nq, k]`` int64 documents; fewer if there are fewer documents.
     """
     n_documents = scores.size(1)
     group_size = tiles.TOPK_GROUP
@@ -326,8 +335,8 @@ def _dequantized(problem: Problem, scale: Tensor) -> Problem:
     return replace(problem, queries=queries, documents=documents, document_scale=None)
 
 
-def kept_tokens(tensors: MaxSimTensors, dims: int) -> Tensor | float:
-    """Return the number of unmasked tokens of the query of each score, at least 1.
+def query_token_counts(tensors: MaxSimTensors, dims: int) -> Tensor | float:
+    """Count the unmasked tokens of the query of each score, at least 1, to divide the score by it.
 
     Args:
         tensors: tensors of the call.
@@ -354,10 +363,11 @@ def kept_tokens(tensors: MaxSimTensors, dims: int) -> Tensor | float:
 
 
 def _longest_query(tensors: MaxSimTensors) -> int:
-    """Return the tokens of the longest packed query if pairs are listed and trained, else 0.
+    """Return the number of tokens of the longest packed query, if winners may be saved for it.
 
-    The positions of saved winners depend on it. This waits for a GPU. The arguments are not checked
-    yet: 0 is returned for wrong ones, which the checks refuse later.
+    The winners of listed pairs are saved in a matrix with one column for each token of the longest
+    query. For other calls the result is 0. Reading the offsets waits for a GPU. The arguments are
+    not checked yet: 0 is returned for wrong ones, which the checks refuse later.
     """
     offsets = tensors.cu_queries
     if tensors.pairs is None or not isinstance(offsets, Tensor) or not torch.is_grad_enabled():

@@ -166,9 +166,10 @@ class SequenceTokens:
         # An unmasked token before the first masked one has the row that it would have if nothing
         # of its sequence were masked.
         n_unmasked = self.unmasked_rows.numel()
-        shift = (self.starts - self.offsets).repeat_interleave(self.counts)
-        unshifted_rows = shift + torch.arange(n_unmasked, device=shift.device)
-        is_before_masked = self.unmasked_rows == unshifted_rows
+        n_masked_before = (self.starts - self.offsets).repeat_interleave(self.counts)
+        token_numbers = torch.arange(n_unmasked, device=n_masked_before.device)
+        rows_without_mask = n_masked_before + token_numbers
+        is_before_masked = self.unmasked_rows == rows_without_mask
         totals = pad(is_before_masked.cumsum(0), (1, 0))
         n_before_masked = totals[self.offsets + self.counts] - totals[self.offsets]
         return torch.where(self.counts < self.sizes, n_before_masked, NEVER)
@@ -235,6 +236,7 @@ def inverse_norms(rows: Tensor) -> Tensor:
     """
     wide = rows.to(wide_dtype(rows.dtype))
     norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
+    # Squares of these norms are far from the largest and the smallest number of the dtype.
     smallest_safe = torch.finfo(wide.dtype).tiny ** 0.25
     is_safe = (norm > smallest_safe) & (norm < 1 / smallest_safe)
     unsafe = ~is_safe.view(-1)  # squares of these rows may overflow or vanish
@@ -292,12 +294,14 @@ def add_rows(
     """
     if out_rows.numel() == 0:
         return
+    # Each row of `out` is written once, with the sum of all that is added to it. The order of the
+    # sum is that of the arguments.
     sorted_rows, order = out_rows.sort(stable=True)
     unique_rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
     out[unique_rows] += embedding_bag(
         order if table_rows is None else table_rows[order],
         table,
-        counts.cumsum(0) - counts,
+        counts.cumsum(0) - counts,  # where the addends of each row begin
         mode="sum",
         per_sample_weights=None if weights is None else weights[order],
     )

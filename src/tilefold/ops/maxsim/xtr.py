@@ -162,7 +162,12 @@ def _forward(
     options: XtrOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Compute the scores, and what backward reads.
+    """Compute the XTR scores, and what backward reads.
+
+    A query token retrieves the document tokens whose similarity is at least its ``top_k``-th
+    largest one. The score of a document is the sum of the maxima that were retrieved, divided by
+    their number. With ``impute`` the threshold takes the place of a maximum that was not retrieved,
+    and the divisor is the number of query tokens.
 
     Returns:
         ``[Nq, Nd]`` scores; ``[Nd, Tq]`` winners that were retrieved, or ``None`` unless
@@ -189,12 +194,14 @@ def _forward(
         maxima, winners, threshold = _maxima(block, documents, options.top_k, tile_elements)
         retrieved = ((maxima >= threshold) | maxima.isnan()) & has_tokens
         if options.impute:
-            otherwise = torch.where(has_tokens, threshold, 0)
+            missing_value = torch.where(has_tokens, threshold, 0)
         else:
-            otherwise = threshold.new_zeros(())
-        block.add_sums(torch.where(retrieved, maxima, otherwise).T, scores, slice(None))
+            missing_value = threshold.new_zeros(())
+        all_documents = slice(None)
+        counted_maxima = torch.where(retrieved, maxima, missing_value)  # [C, Nd]
+        block.add_sums(counted_maxima.T, scores, all_documents)
         if not options.impute:
-            block.add_sums(retrieved.T.to(dtype), counts, slice(None))
+            block.add_sums(retrieved.T.to(dtype), counts, all_documents)
         if training:
             bits = winner_bits(winners, problem.saved_dtype)
             saved[:, block.rows] = bits.masked_fill_(~retrieved, -1).T
@@ -330,10 +337,11 @@ def _merge_largest(largest: Tensor, similarities: Tensor, top_k: int) -> Tensor:
     Returns:
         ``[C, m]``. They are sorted, largest first, if there are ``top_k``.
     """
-    n_tile = min(top_k, similarities.size(1))
+    n_tile = min(top_k, similarities.size(1))  # more of the tile cannot be among the largest
     tile_largest = similarities.topk(n_tile, dim=1).values
     merged = torch.cat([largest, tile_largest], dim=1)
-    if n_tile < merged.size(1) and merged.size(1) >= top_k:
+    has_earlier_tiles = n_tile < merged.size(1)
+    if has_earlier_tiles and merged.size(1) >= top_k:
         return merged.topk(top_k, dim=1).values
     return merged
 
