@@ -119,7 +119,7 @@ class Verdict:
 
 
 def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
-    """Return the cases that a run on a device has to measure.
+    """Return the cases and implementations whose measurements the claims of a device need.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``.
@@ -137,7 +137,9 @@ def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
 
 
 def judge(claim: Claim, rows: Sequence[Row], note: str = "") -> Verdict:
-    """Compare both sides of a claim.
+    """Look up the measurements of both sides of a claim, and return them as a verdict.
+
+    Rows with other conditions than the claim's are left out. A side without a measurement is NaN.
 
     Args:
         claim: the claim.

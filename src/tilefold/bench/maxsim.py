@@ -358,7 +358,7 @@ def _build_quantized(inputs: spec.Inputs, dtype: str) -> spec.Runnable:
 
     Args:
         inputs: the inputs of the case.
-        dtype: ``"int8"`` or ``"fp8"``. It becomes the label, by which the gate knows it.
+        dtype: ``"int8"`` or ``"fp8"``. It becomes the label, from which the gate takes the dtype.
     """
     queries, documents = (leaf.detach() for leaf in inputs.leaves)
     (cu_seqlens,) = inputs.constants

@@ -272,7 +272,11 @@ def _peaks(
     impl: str,
     options: RunOptions,
 ) -> Mapping[str, float]:
-    """Measure the peak memory of each phase in MiB, in a fresh process on a CPU."""
+    """Measure the peak memory of each phase that an implementation has, in MiB.
+
+    On a GPU the allocator knows the peak. On a CPU a fresh process is needed, since resident memory
+    of earlier calls would count.
+    """
     if options.device.type != "cuda":
         return measure_peaks(spec.op, case, impl)
     peaks: dict[str, float] = {}
@@ -293,7 +297,10 @@ def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
 
 
 def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
-    """Measure the peak resident memory of each phase in this process, in MiB."""
+    """Measure the peak resident memory of each phase in this process, in MiB.
+
+    Each phase runs first on a tiny case, the probe, so that memory for libraries is not counted.
+    """
     spec = specs.get_spec(op)
     device = torch.device(case.device)
     build = spec.implementation(impl).build
@@ -320,6 +327,12 @@ def _time_phase(
 
     They are timed together. If one raises an error, they are timed one by one, so that only the
     failing implementation has no time.
+
+    Args:
+        rows: rows of the case. Only those with the status "ok" are timed.
+        runnables: implementations that are bound to the inputs, by name.
+        phase: the phase.
+        options: device and time.
     """
     runs = {}
     for row in rows:

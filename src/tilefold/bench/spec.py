@@ -307,6 +307,8 @@ def _slice_error(result: Tensor, shape: torch.Size, checked_slice: CheckedSlice)
 def poison_allocator(tensors: Sequence[Tensor]) -> None:
     """Fill memory with NaN and free it, so that CUDA's allocator hands it out again.
 
+    An implementation that reads memory which it did not write then returns NaN, and fails its gate.
+
     Args:
         tensors: a block of the size of each one is filled. Integers are left out.
     """
@@ -407,6 +409,11 @@ class _CapturedCall:
     """A call that is captured as a CUDA graph, and replayed into the tensors of the capture."""
 
     def __init__(self, run: Callable[[], Any]) -> None:
+        """Call a function a few times on another stream, as capturing requires, and capture it.
+
+        Args:
+            run: the call.
+        """
         # the graph reads the memory of the tensors that `run` holds
         self._run = run
         self._graph = torch.cuda.CUDAGraph()

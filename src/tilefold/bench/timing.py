@@ -70,6 +70,11 @@ class TimeBudget:
 def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> list[float]:
     """Time calls with CUDA events, and flush the L2 cache before each one.
 
+    Args:
+        run: the call.
+        reps: number of calls.
+        flush: tensor as large as the cache, which is overwritten before each call.
+
     Returns:
         Milliseconds of each call.
     """
@@ -88,6 +93,10 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
     """Time calls with CUDA events and a cold L2 cache.
 
     The implementations take turns in rounds, so that a drift of the clock affects all of them.
+
+    Args:
+        runs: calls to time, by the name of the implementation.
+        budget: seconds and numbers of calls for each implementation, over all rounds.
     """
     min_reps = math.ceil(budget.min_reps / budget.rounds)
     max_reps = math.ceil(budget.max_reps / budget.rounds)
@@ -98,8 +107,9 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
         for name, run in runs.items():
             for _ in range(budget.warmup):
                 run()
-            estimate = _cuda_samples(run, 1, flush)[0]
-            reps = int(round_ms / max(estimate, 1e-3))
+            # as many calls as fit into the round, by the time of one call
+            (estimated_ms,) = _cuda_samples(run, 1, flush)
+            reps = int(round_ms / max(estimated_ms, 1e-3))
             reps = min(max(reps, min_reps), max_reps)
             samples[name] += _cuda_samples(run, reps, flush)
     return {name: Timing.of(values) for name, values in samples.items()}
@@ -109,6 +119,10 @@ def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> di
     """Time calls by wall clock.
 
     The implementations take turns after every call, so that they have the same number of calls.
+
+    Args:
+        runs: calls to time, by the name of the implementation.
+        budget: seconds and numbers of calls for each implementation.
     """
     if budget.warmup:
         for run in runs.values():
@@ -203,6 +217,9 @@ def resident_mib() -> float:
 def resident_peak_mib(run: Callable[[], object]) -> float:
     """Measure the peak of resident memory that one call of ``run`` adds, in MiB.
 
+    Memory that the allocator holds unused is first given back to the system, so that the call has
+    to ask for it again.
+
     Without /proc this is right only in a process that did not hold more memory before.
     """
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -229,9 +246,16 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
-    """Measure the rates of a large matrix product in ``dtype`` and of a large copy.
+    """Measure the highest rates of a device: of a large matrix product, and of a large copy.
 
-    The 20th percentile of the times counts.
+    The rates follow from the 20th percentile of the times.
+
+    Args:
+        device: the device.
+        dtype: name of the dtype of the product.
+
+    Returns:
+        Operations per second and bytes per second.
     """
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 2048
@@ -246,6 +270,7 @@ def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
     target = torch.empty_like(source)
     copy_ms = time_all({"copy": lambda: target.copy_(source)}, device, budget)["copy"].p20
     return Ceilings(
+        # a multiplication and an addition for each of size^3 terms
         flops=2 * size**3 / product_ms * 1e3,
         # a copy reads and writes
         bandwidth=2 * copy_bytes / copy_ms * 1e3,

@@ -48,12 +48,14 @@ def zipf_ids(shape: tuple[int, ...], vocab: int, generator: torch.Generator) -> 
 
     Args:
         shape: of the result.
-        vocab: number of ids. The id r is drawn with a probability of about 1 / r.
+        vocab: number of ids. The r-th id is drawn with a probability that is proportional to about
+            1 / r (Zipf's law).
         generator: of the random numbers.
 
     Returns:
         int64 ids from 0 to ``vocab - 1``.
     """
+    # the inverse of the distribution function log(r) / log(vocab + 1)
     uniform = torch.rand(shape, generator=generator, device=generator.device, dtype=torch.float64)
     return ((vocab + 1) ** uniform - 1).long().clamp_(0, vocab - 1)
 
@@ -101,7 +103,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
 
 
 def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """Compute the first and the last sequence in fp64.
+    """Compute the ground truth of the first and the last sequence in fp64.
 
     Where two tokens of one id have the same weight, either may receive the gradient. Such scores
     get the gradient 0 in ``inputs.grad_output``, which this function changes.

@@ -86,7 +86,12 @@ def check_arguments(
 
 
 def prepare_tensors(autocast: torch.dtype | None, tensors: AttentionTensors) -> AttentionTensors:
-    """Cast q, k and v to the dtype of autocast, if any, and expand alpha to one per head."""
+    """Cast q, k and v to the dtype of autocast, if any, and expand alpha to one per head.
+
+    Args:
+        autocast: dtype of autocast, or ``None`` if nothing is cast.
+        tensors: tensors of the call.
+    """
     alpha = tensors.alpha
     n_heads = tensors.q.size(1)
     if autocast is not None:
@@ -101,7 +106,7 @@ def prepare_tensors(autocast: torch.dtype | None, tensors: AttentionTensors) -> 
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
-    """Check dtypes and shapes of q, k and v."""
+    """Check dtypes and shapes of q, k and v, padded ``[B, H, N, D]`` or packed ``[T, H, D]``."""
     for name, value in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, value)
         check_dtype(

@@ -39,9 +39,13 @@ def live_shape(
     options: AttentionOptions,
     capability: tuple[int, int],
 ) -> tuple[int, int, int]:
-    """Return the shape ``[H, row tiles, words]`` of the map of live blocks, one bit per block.
+    """Return the shape of the map of live blocks, which has one bit for each block of keys.
 
-    It is empty if nothing reads the map.
+    A block is live if it has a positive weight for a row of a tile of queries. Only the strategy
+    ``LISTS`` reads the map.
+
+    Returns:
+        ``(H, tiles of queries, words of 32 bits)``, or zeros if nothing reads the map.
     """
     if row_strategy(tensors, options, capability) != LISTS:
         return 0, 0, 0
@@ -58,9 +62,12 @@ def outputs(
 ) -> tuple[Buffer, Buffer, Buffer, Buffer]:
     """Describe the results: output, second output, statistics and the map of live blocks.
 
-    The second output is what delta is computed from. Statistics are ``[4, B, H, Nq]``. Where
-    kernels may run, the shapes are those of the kernels, since a graph is compiled for these. The
-    tiled path may take over before or after that, and returns neither the second output nor the
+    The second output is the mean of the values with the weights ``u = p^(2 - alpha)``. Its product
+    with the output's gradient is the number ``delta`` of each row that backward subtracts.
+    Statistics are ``[4, B, H, Nq]``.
+
+    Where kernels may run, the shapes are those of the kernels, since a graph is compiled for these.
+    The tiled path may take over before or after that, and returns neither the second output nor the
     map.
     """
     q = tensors.q

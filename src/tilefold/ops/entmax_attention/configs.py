@@ -256,13 +256,17 @@ def config_for(
     capability: tuple[int, int],
     **facts: object,
 ) -> Facts:
-    """Return the configuration for tensors of these dtypes and sizes.
+    """Return the configuration of the kernels for tensors of a dtype and a head size.
 
     Args:
         dtype: dtype of q, k and v.
         head_dim: size D of a head.
         capability: compute capability, ``(0, 0)`` where kernels are interpreted.
-        **facts: facts that differ from :data:`USUAL`.
+        **facts: facts of the call that differ from :data:`USUAL`, such as ``strategy``.
+
+    Returns:
+        Tile sizes, warps, stages and limits by name. ``ptx_options`` is ``None`` unless the
+        table has it.
     """
     all_facts = {
         "dtype": dtype,
@@ -283,13 +287,13 @@ def config_of(
     tf32: bool = False,
     training: bool = True,
 ) -> Facts:
-    """Return the configuration for a call.
+    """Return the configuration of the kernels for a call, from its tensors and options.
 
     Args:
         tensors: tensors of the call.
         options: checked options.
         capability: compute capability, ``(0, 0)`` where kernels are interpreted.
-        strategy: strategy for the rows.
+        strategy: strategy for the rows, as :func:`row_strategy` chooses it.
         tf32: whether products of fp32 may run in TF32.
         training: whether backward may follow.
     """
@@ -321,15 +325,22 @@ def row_strategy(
     options: AttentionOptions,
     capability: tuple[int, int],
 ) -> str:
-    """Choose the strategy for the rows.
+    """Choose how the forward pass finds the roots of rows and computes the output.
 
-    Scores stay on chip if they fit. Live blocks are listed if the skipped blocks save more time
-    than the lists cost.
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+
+    Returns:
+        ``RESIDENT``, if the scores of a tile's rows stay on chip. Otherwise ``SHORT``, which visits
+        all blocks of keys, or for longer rows ``LISTS``. It lists the blocks with a positive
+        weight, the live ones, and skips the others, which saves more time than the lists cost.
     """
     config = config_of(tensors, options, capability)
     if key_span(config["resident_rows"], options) <= config["resident"]:
         return RESIDENT
-    # The widest tile of all forms, so that the choice does not depend on the form.
+    # The widest tile of all kinds of calls, so that training and inference choose alike.
     widest = config_for(
         tensors.q.dtype,
         int(tensors.q.size(-1)),
@@ -342,6 +353,8 @@ def row_strategy(
 
 def row_tiles(tensor: Tensor, rows: int, tensors: AttentionTensors) -> int:
     """Return the number of tiles of all sequences, for a packed batch an upper bound.
+
+    A tile has rows of one sequence only. The lengths of packed sequences are not known on the CPU.
 
     Args:
         tensor: q-like or k-like tensor.

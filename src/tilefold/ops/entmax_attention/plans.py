@@ -44,7 +44,7 @@ SIMPLE = {**SMALL, "maxnreg": None, "ptx_options": None}
 TABLE_BLOCK = 64  # tiles of a program, and sequences that it reads at a time
 CHECK_BLOCK = 512  # offsets that are read at a time, and elements that are written
 WRITERS = 128  # programs that write NaN if offsets are broken
-WORD_BITS = 32  # blocks in a word of the map of live blocks
+WORD_BITS = 32  # blocks in an int32 word of the map of live blocks
 
 # The persistent kernel of the roots. With few blocks per row it gets up to four times as many
 # programs, which balance the cost of tiles better and take more scratch.
@@ -147,10 +147,21 @@ def _add_roots_and_output(
     training: bool,
     setting: Setting,
 ) -> None:
-    """Add two kernels: the first finds the roots of rows, the second computes the output."""
+    """Add two kernels: the first finds the roots of rows, the second computes the output.
+
+    Args:
+        steps: the plan.
+        tensors: tensors of the call.
+        options: checked options.
+        config: the configuration of the kernels.
+        strategy: ``SHORT`` or ``LISTS``. The latter adds buffers for lists of live blocks.
+        training: whether backward may follow.
+        setting: facts about the device.
+    """
     n_heads = tensors.q.size(1)
     tile_rows = config["rows"]
     n_tiles = row_tiles(tensors.q, tile_rows, tensors)
+    # Blocks of keys that a tile can see. Its first and its last block may be incomplete.
     n_blocks = key_span(tile_rows, options) // config["keys"] + 2
     n_programs = n_tiles * n_heads
     n_words = 0

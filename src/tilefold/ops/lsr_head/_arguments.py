@@ -23,7 +23,7 @@ from tilefold.ops._shared.operator import Checked
 from tilefold.ops.lsr_head._problem import POOLINGS, HeadOptions, HeadTensors
 
 
-def checked(
+def check_arguments(
     tensors: HeadTensors,
     pooling: str,
     activation: str,
@@ -34,9 +34,15 @@ def checked(
     require_grad: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check the arguments of a call. Most are arguments of :func:`lsr_head`.
+    """Check the arguments of a call of :func:`lsr_head`, and return the operator's options.
 
     Args:
+        tensors: tensors of the call.
+        pooling: as in :func:`lsr_head`.
+        activation: as in :func:`lsr_head`.
+        logit_scale: as in :func:`lsr_head`.
+        out_dtype: as in :func:`lsr_head`.
+        screen: as in :func:`lsr_head`.
         impl: implementation, for the check of ``main_grad``.
         require_grad: whether the weight and ``main_grad`` need a gradient. It is part of the key of
             calls, and not read here.
@@ -70,7 +76,7 @@ def check_head(
     logit_scale: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Check the arguments that all heads have.
+    """Check the arguments that all heads have: tensors, pooling, activation, scale and dtype.
 
     Returns:
         Dtype of the products, and dtype of the scores.

@@ -364,9 +364,10 @@ def _gather_entries(
     values: Tensor,
     sharding: VocabularySharding,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the entries of all shards, in the order of the ranks.
+    """Gather the entries of all shards of the vocabulary, in the order of the ranks.
 
-    The columns of a row then rise, as the ranks' columns do.
+    The columns of a row then rise, as the ranks' columns do. Ranks have different numbers of
+    entries, so that all are padded to the largest number for the exchange.
 
     Args:
         rows: ``[n]`` rows of this rank's entries.

@@ -15,7 +15,11 @@ from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors, check_value
 
 
 def lsr_head(tensors: HeadTensors, options: HeadOptions) -> Tensor:
-    """Compute ``[B, V]`` scores."""
+    """Compute the scores ``[B, V]`` from all logits ``[B, S, V]``, differentiably.
+
+    Max and one-token poolings select one token for each score, and activate its logit. Sum and mean
+    poolings activate all logits. A sequence without valid tokens scores 0.
+    """
     hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
     pooling = options.pooling
     activation = options.activation

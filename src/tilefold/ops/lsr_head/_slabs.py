@@ -25,7 +25,9 @@ def unit_of_dlogits(
 ) -> Tensor:
     """Return the power of two that fp16 gradients of logits are divided by.
 
-    It follows from a bound of these gradients, since no activation has a slope above 1.
+    No activation has a slope above 1. A gradient of a logit is therefore at most the largest
+    gradient of a score, for means divided by the sequence's length, times ``scale``. The unit is
+    the power of two below this bound, divided by ``HEADROOM``.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores. Values that are not finite are ignored.
@@ -38,7 +40,8 @@ def unit_of_dlogits(
     Returns:
         The unit as a fp32 scalar on the device.
     """
-    largest = dscores.nan_to_num(0.0, 0.0, 0.0).abs_().amax(1, keepdim=True)  # [B, 1]
+    finite_dscores = dscores.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    largest = finite_dscores.abs_().amax(dim=1, keepdim=True)  # [B, 1]
     if mean and cu_seqlens is not None:
         largest /= cu_seqlens.diff().clamp(min=1)[:, None]
     elif mean and attention_mask is not None:
@@ -46,6 +49,7 @@ def unit_of_dlogits(
     elif mean:
         largest /= max(length, 1)
     bits = largest.amax().mul_(abs(scale)).view(torch.int32)
+    # A fp32 number with only its exponent bits is the largest power of two that is not above it.
     power = (bits & EXPONENT_BITS).view(torch.float32)
     return power.clamp_(MIN_POWER, MAX_POWER).div_(HEADROOM)
 

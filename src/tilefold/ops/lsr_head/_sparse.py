@@ -129,13 +129,21 @@ def rows_of_scores(
     top_k: int | None,
     min_weight: float,
 ) -> CapacityRows:
-    """Return the scores ``[B, V]`` above ``min_weight`` as rows of a fixed capacity.
+    """Return the scores above a threshold as rows of a fixed capacity.
 
-    This does not wait for the device. NaN is always selected, so that it is noticed.
+    The shapes do not depend on the scores, so that this does not wait for the device. NaN is always
+    selected, so that it is noticed.
+
+    Args:
+        scores: ``[B, V]``.
+        capacity: entries that a row can hold. Further ones are counted, but not stored.
+        top_k: largest number of entries per row; ``None`` selects all that fit.
+        min_weight: scores have to be greater.
     """
     selected = ~(scores <= min_weight)
     counts = selected.sum(1, dtype=torch.int32)
-    # An additional last position takes the entries that are not selected, or do not fit.
+    # The position of an entry is the number of selected ones before it in its row. An additional
+    # last position takes the entries that are not selected, or do not fit, and is cut off.
     positions = torch.where(selected, selected.cumsum(1) - 1, capacity).clamp(max=capacity)
     shape = scores.size(0), capacity + 1
     all_columns = torch.arange(scores.size(1), dtype=torch.int32, device=scores.device).expand(
@@ -148,7 +156,12 @@ def rows_of_scores(
 
 
 def largest_entries(rows: CapacityRows, top_k: int | None) -> CapacityRows:
-    """Return rows with at most the ``top_k`` largest entries of each row."""
+    """Return rows with at most the ``top_k`` largest entries of each row, in the order of columns.
+
+    Args:
+        rows: rows of a fixed capacity.
+        top_k: largest number of entries of a row; ``None`` selects all.
+    """
     capacity = rows.columns.size(1)
     if top_k is None or top_k >= capacity:
         return rows

@@ -49,10 +49,17 @@ def forward(
     options: HeadOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute scores ``[B, V]`` in ``out_dtype``, and winners.
+    """Compute the scores of the head, and the winners that backward reads.
 
-    Winners are uint16 or int32, ``[B, V]`` or ``[B, 1]``. They are empty or ``None`` if backward
-    does not read them.
+    Args:
+        tensors: tensors of the call.
+        options: the checked options.
+        training: whether backward may follow.
+
+    Returns:
+        ``[B, V]`` scores in ``out_dtype``, and winners: positions of the tokens that determine the
+        scores, uint16 or int32. They are ``[B, V]`` for max pooling, ``[B, 1]`` for one-token
+        poolings with a mask, and empty or ``None`` if backward does not read them.
     """
     if host_may_read(tensors.hidden.device, "tiled"):
         check_values(tensors, options)
@@ -94,7 +101,15 @@ def backward(
 
 
 def _quantized_forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions) -> Tensor:
-    """Compute the scores of rounded operands in fp32, one vocabulary slab at a time."""
+    """Compute the scores of a weight in fp8, with hidden states that are rounded to fp8 too.
+
+    The products of the rounded numbers are computed in fp32, one slab of the vocabulary at a time.
+
+    Args:
+        tensors: tensors of the call. The weight holds fp8 values.
+        scale: ``[V]`` factors of the rows of the weight.
+        options: the checked options.
+    """
     rounded = tensors._replace(hidden=fake_quantized(tensors.hidden), weight_scale=None)
     values = tensors.weight
     bias = tensors.bias
@@ -118,11 +133,21 @@ def _max_forward(
     options: HeadOptions,
     with_winners: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the scores of max pooling, and the winners' positions if backward needs them."""
+    """Compute the scores of max pooling, and the winners' positions if backward needs them.
+
+    Args:
+        tensors: tensors of the call.
+        options: the checked options.
+        with_winners: whether winners are needed.
+
+    Returns:
+        ``[B, V]`` scores in ``out_dtype``, and ``[B, V]`` winners, or ``[0, V]`` without them.
+    """
     tokens = tensors.tokens
     packed = pack_rows(tokens)
     vocab = tensors.weight.size(0)
     logits = packed.rows.new_zeros(tokens.batch, vocab)
+    # counted among the valid tokens of a sequence
     winners = torch.zeros(
         tokens.batch if with_winners else 0,
         vocab,
@@ -300,7 +325,7 @@ def _sum_of_rows(
 
 
 def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
-    """Compute the scores of sum and mean pooling."""
+    """Compute the scores ``[B, V]`` of sum and mean pooling, one tile of logits at a time."""
     packed = pack_rows(tensors.tokens)
     bias = tensors.bias
     scores = packed.rows.new_zeros(tensors.tokens.batch, tensors.weight.size(0))
@@ -321,7 +346,17 @@ def _sum_backward(
     options: HeadOptions,
     needs: Needs,
 ) -> Gradients:
-    """Compute the gradients of sum and mean pooling, from logits that are computed again."""
+    """Compute the gradients of sum and mean pooling, from logits that are computed again.
+
+    The gradient of the logit of token ``t`` of sequence ``b`` is ``dscores[b, v]``, for a mean
+    divided by the sequence's length, times the slope of the activation.
+
+    Args:
+        dscores: ``[B, V]`` gradient of the scores.
+        saved: tensors that forward saved.
+        options: the checked options.
+        needs: which gradients are computed.
+    """
     hidden = saved.hidden
     weight = saved.weight
     bias = saved.bias
@@ -391,7 +426,14 @@ def _one_token_backward(
     options: HeadOptions,
     needs: Needs,
 ) -> Gradients:
-    """Compute the gradients of the poolings of one token per sequence."""
+    """Compute the gradients of the poolings of one token per sequence, by two plain products.
+
+    Args:
+        dscores: ``[B, V]`` gradient of the scores.
+        saved: tensors that forward saved.
+        options: the checked options.
+        needs: which gradients are computed.
+    """
     tokens = saved.tokens
     hidden = saved.hidden
     winners = saved.winners
@@ -418,7 +460,16 @@ def _one_token_backward(
 
 
 def _token_positions(tokens: Tokens, pooling: str) -> Tensor:
-    """Return positions of the first or last valid tokens ``[B, 1]``, empty without a mask."""
+    """Return the position of the first or the last valid token of each sequence.
+
+    Args:
+        tokens: the token states with their mask.
+        pooling: ``"cls"`` for the first tokens, ``"last"`` for the last ones.
+
+    Returns:
+        ``[B, 1]`` positions, with the mark "no winner" for a sequence without valid tokens. They
+        are ``[0, 1]`` without a mask, since the lengths then determine them.
+    """
     hidden = tokens.hidden
     mask = tokens.attention_mask
     dtype = winner_dtype(tokens.length_bound)

@@ -43,9 +43,10 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def pack_rows(tokens: Tokens) -> PackedRows:
-    """Gather the valid tokens, whose number the CPU reads.
+    """Gather the valid tokens of padded or packed input, one sequence after another.
 
-    Rows are copied only if there is padding, or another dtype than the accumulators'.
+    Rows are copied only if there is padding, or if their dtype is not that of the accumulators. The
+    offsets are read on the CPU, which waits for a GPU.
     """
     hidden = tokens.hidden
     rows = hidden.reshape(-1, hidden.size(-1))
@@ -176,7 +177,10 @@ def _runs(
     logit_scale: float,
     product: Callable[[Tensor], Tensor],
 ) -> Iterator[Run]:
-    """Yield the logits of one block of the vocabulary.
+    """Yield the logits of one block of the vocabulary, for all sequences.
+
+    A piece of rows is multiplied at once. Neighbours of one length in it are a single run, whose
+    logits can be viewed as ``[sequences, tokens, columns]``.
 
     Args:
         packed: the valid tokens.
@@ -210,7 +214,7 @@ def _runs(
 
 
 def update_maximum(scores: Tensor, winners: Tensor | None, logits: Tensor, before: int) -> None:
-    """Update maxima over tokens, and their winners, in place.
+    """Update the maxima over tokens, and their winners, in place with further logits.
 
     Args:
         scores: ``[n, C]`` maxima, not yet written if ``before`` is 0.

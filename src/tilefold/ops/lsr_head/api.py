@@ -13,7 +13,7 @@ from tilefold.ops._shared import impl as shared
 from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up, try_kernels
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
-from tilefold.ops.lsr_head._arguments import check_head, checked
+from tilefold.ops.lsr_head._arguments import check_arguments, check_head
 from tilefold.ops.lsr_head._parallel import PLAIN_TYPES
 from tilefold.ops.lsr_head._problem import (
     HeadOptions,
@@ -183,7 +183,7 @@ def lsr_head(
                 out_dtype,
             )
     if weight_main_grad is None:
-        return HEAD(tensors, options, impl, checked)[0]  # type: ignore[no-any-return]
+        return HEAD(tensors, options, impl, check_arguments)[0]  # type: ignore[no-any-return]
     # The checks of the buffer depend on which of the two tensors needs a gradient. The key of a
     # call only holds whether any tensor does.
     require_grad = (
@@ -194,7 +194,7 @@ def lsr_head(
         tensors,
         (*options, impl, require_grad),
         impl,
-        checked,
+        check_arguments,
         {"weight": weight_main_grad},
     )[0]
 

@@ -356,7 +356,10 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
 
 
 def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, dim: int) -> bool:
-    """Whether an 8-bit product first determines which scores can be positive.
+    """Return whether an int8 product should first determine which scores can be positive.
+
+    The other scores are 0 after a ReLU and need not be computed exactly. This saves time for large
+    problems.
 
     A bound of a logit from above bounds the maximum of a sequence, and no other pooling.
 

@@ -80,7 +80,13 @@ class HeadSteps(Steps):
         options: HeadOptions,
         setting: Setting,
     ) -> None:
-        """Collect the values that the kernels of the head share."""
+        """Collect the values that the kernels of the head share.
+
+        Args:
+            tensors: layouts of the tensors, of a forward or a backward pass.
+            options: the checked options.
+            setting: facts about the device.
+        """
         self.tensors = tensors
         self.options = options
         self.setting = setting
@@ -117,7 +123,14 @@ class HeadSteps(Steps):
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
-    """Plan the scores, and winners if a gradient may be asked for."""
+    """Plan the forward pass: scores, and winners if backward may follow.
+
+    Args:
+        tensors: layouts of the tensors.
+        options: the checked options.
+        training: whether backward may follow.
+        setting: facts about the device.
+    """
     tokens = tensors.tokens
     steps = HeadSteps(tensors, options, setting)
     check_interpreted(setting, steps.dtype, options.out_dtype)
@@ -142,7 +155,15 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of hidden, weight and bias that are needed."""
+    """Plan the backward pass: the gradients of hidden, weight and bias that are needed.
+
+    Args:
+        dscores: layout of the gradient of the scores, with any strides.
+        saved: layouts of the saved tensors.
+        options: the checked options.
+        needs: which gradients are computed.
+        setting: facts about the device.
+    """
     needed = Needs(*needs)
     steps = HeadSteps(saved, options, setting)
     if saved.tokens.batch == 0 or saved.tokens.n_rows == 0:
@@ -251,7 +272,15 @@ def _quantize_rows(
     block_t: int,
     dtype: torch.dtype,
 ) -> None:
-    """Plan the quantisation of token states, for products with a quantised weight."""
+    """Plan the quantisation of token states, for products with a quantised weight.
+
+    Args:
+        steps: the plan.
+        n_rows: rows of ``hidden``, packed if they have to be.
+        dim: numbers of a row.
+        block_t: rows of a tile of the kernel that reads them.
+        dtype: dtype of the quantised weight.
+    """
     n_scales = cdiv(n_rows, block_t) * block_t  # whole tiles, as the kernel reads them
     steps.buffer("row_scale", (n_scales,))
     steps.launch(
@@ -505,7 +534,13 @@ def _max_backward(steps: HeadSteps, needs: Needs) -> None:
 
 
 def _max_dhidden(steps: HeadSteps) -> None:
-    """Plan ``dhidden`` of max pooling: count, list and multiply what each tile of rows won."""
+    """Plan the gradient of hidden states for max pooling.
+
+    Three kernels work on tiles of rows: the first counts the scores that the rows won, the second
+    lists them, and the third multiplies their gradients with rows of the weight. The first two
+    split the vocabulary over program instances. Their counts are added up by the second kernel, or
+    by torch if there are many.
+    """
     dtype = steps.dtype
     tokens = steps.tokens
     vocab, dim = steps.tensors.weight.shape
@@ -530,7 +565,11 @@ def _max_dhidden(steps: HeadSteps) -> None:
 
 
 def _max_dweight(steps: HeadSteps, needs: Needs) -> None:
-    """Plan ``dweight`` and ``dbias`` of max pooling."""
+    """Plan the gradients of weight and bias for max pooling, in one kernel.
+
+    Each program instance computes tiles of the weight's gradient, one after another. It lists the
+    winners of a tile in scratch memory of its own.
+    """
     vocab, dim = steps.tensors.weight.shape
     setting = steps.setting
     config = configs.constants_of(
@@ -587,7 +626,11 @@ def _sum_backward(steps: HeadSteps, needs: Needs) -> None:
 
 
 def _sum_backward_at_once(steps: HeadSteps, needs: Needs, config: Constants) -> None:
-    """Plan the gradients for few rows: all gradients of logits, then their products by kernels."""
+    """Plan the gradients of sum and mean pooling for few rows.
+
+    One kernel computes the gradients of all logits. The kernels of one-token pooling then multiply
+    them, as if each row were a sequence.
+    """
     vocab = steps.tensors.weight.size(0)
     rows = _dlogits_buffers(steps, needs, vocab, n_sums=0)
     steps.values["stride_out"] = vocab
@@ -610,11 +653,15 @@ def _sum_backward_at_once(steps: HeadSteps, needs: Needs, config: Constants) -> 
 
 
 def _sum_backward_by_slabs(steps: HeadSteps, needs: Needs, config: Constants) -> None:
-    """Plan the gradients of the logits of one vocabulary slab at a time, and torch's products."""
+    """Plan the gradients of sum and mean pooling for many rows, one vocabulary slab at a time.
+
+    A kernel computes the gradients of a slab's logits, and torch multiplies them.
+    """
     tokens = steps.tokens
     vocab, dim = steps.tensors.weight.shape
     block_v = config["BLOCK_V"]
     slab_width = config["SLAB_ELEMENTS"] // max(tokens.n_rows, 1) // block_v * block_v
+    # Rows of the buffer begin at multiples of 16 bytes for products of 16 bits, hence the 8.
     width = min(max(block_v, slab_width), cdiv(vocab, 8) * 8)
     rows = _dlogits_buffers(steps, needs, width, n_sums=tokens.batch if needs.bias else 0)
     if steps.dtype == torch.float16:
@@ -764,7 +811,12 @@ def _one_token_forward(steps: HeadSteps, training: bool) -> None:
 
 
 def _row_gradients(steps: HeadSteps, needs: Needs) -> None:
-    """Plan the gradients of one row of hidden per sequence. ``dhidden`` is 0 for other rows."""
+    """Plan the gradients of poolings of one token per sequence.
+
+    The gradient of hidden sums over the vocabulary, which is split. A first kernel computes partial
+    sums, and a second one adds them and writes 0 for the other tokens. A third one computes the
+    gradients of weight and bias.
+    """
     batch = steps.values["B"]
     vocab = steps.values["V"]
     dim = steps.values["D"]

@@ -437,6 +437,8 @@ def forward_config(
             if no winners are saved.
     """
     length = winners_in or 0
+    # Whether tiles of 128 tokens leave at most a tenth of a document's length unused.
+    fills_tiles = length > 0 and -length % 128 <= length // 10
     config = lookup(
         FORWARD,
         capability=capability,
@@ -445,7 +447,7 @@ def forward_config(
         rows=rows,
         tf32=tf32,
         winners=winners_in is not None,
-        even=length > 0 and -length % 128 <= length // 10,
+        even=fills_tiles,
     )
     if not config["BLOCK_Q"]:
         config["BLOCK_Q"] = min(power_of_two(rows), 64)
@@ -505,7 +507,8 @@ def pass_config(
     """
     config = lookup(table, slot=slot, **facts)
     max_slot = config["BLOCK_Q"] * config["PARTS"] // 4
-    if dim > MAX_BLOCK_K or not 0 < slot <= max_slot:
+    has_fitting_slot = 0 < slot <= max_slot
+    if dim > MAX_BLOCK_K or not has_fitting_slot:
         return None
     config["SLOT"] = slot
     config["BLOCK_K"] = power_of_two(dim, 32)

@@ -91,6 +91,14 @@ class MaxSimSteps(Steps):
         tensors: Mapping[str, Tensor | None],
         *leading: TorchStep,
     ) -> None:
+        """Collect the numbers that kernels share, and copy tensors that they cannot read.
+
+        Args:
+            problem: the problem.
+            setting: facts about the device.
+            tensors: tensors by name.
+            leading: steps after the first copies.
+        """
         self.problem = problem
         self.setting = setting
         temperature = problem.temperature
@@ -143,13 +151,13 @@ class MaxSimSteps(Steps):
         parameter_tensors: Mapping[str, str] = {},
         n_other_rows: int = 0,
     ) -> None:
-        """Add the launch of a kernel that reads rows once.
+        """Add the launch of a kernel in which each program instance reads a block of rows once.
 
         Args:
             kernel: the ``triton.jit`` function.
             n_rows: number of rows.
             parameter_tensors: names of tensors by the names of the kernel's parameters.
-            n_other_rows: number of rows of a second tensor.
+            n_other_rows: number of rows of a second tensor, which further instances read.
         """
         n_programs = cdiv(n_rows, BLOCK_ROWS) + cdiv(n_other_rows, BLOCK_ROWS)
         values = {
@@ -165,7 +173,8 @@ class MaxSimSteps(Steps):
         """Add the launch that computes inverse norms ``[Tq]`` and ``[Td]`` in fp32.
 
         Args:
-            results: whether the norms are results; otherwise they are scratch.
+            results: whether the norms are results, which backward reads. Otherwise they are
+                scratch.
         """
         n_query_rows = self.problem.queries.size(0)
         n_document_rows = self.problem.documents.size(0)
@@ -202,7 +211,14 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the scores, and if ``training`` what backward reads in addition to the tensors."""
+    """Plan the forward pass: the scores, and what backward reads in addition to the tensors.
+
+    Args:
+        tensors: layouts of the tensors.
+        options: checked options.
+        training: whether backward may follow. Otherwise only scores are computed.
+        setting: facts about the device.
+    """
     problem = Problem.of(tensors, options)
     check_interpreted(setting, problem.queries.dtype)
     if problem.empty or 0 in problem.score_shape:
@@ -223,10 +239,14 @@ def forward(
 
 
 def _add_scores(steps: MaxSimSteps, training: bool) -> None:
-    """Add the launches that compute the scores, with the kernel that fits the shapes."""
+    """Add the launches that compute the scores, with the kernel that fits the shapes.
+
+    Before the kernel of the scores, inverse norms are computed, queries are rounded to int8, or the
+    ends of documents are found, if the call needs it.
+    """
     problem = steps.problem
     is_int8 = problem.documents.dtype == torch.int8
-    # Rows of a query in the tiles of a pass that queries share.
+    # Rows of a query in the tiles of a pass that queries share, 0 for packed queries.
     slot = power_of_two(problem.query_length, STRIP.value) if problem.query_length else 0
     if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(steps, slot):
         return
@@ -326,7 +346,15 @@ def _launch_scores(
     slot: int,
     tma: Mapping[str, Tma],
 ) -> None:
-    """Add the launch of the kernel that :func:`_score_config` chose."""
+    """Add the launch of the kernel that :func:`_score_config` chose.
+
+    Args:
+        steps: the plan.
+        kind: name of the kernel.
+        config: its constants.
+        slot: rows of a query in the tiles of a pass that queries share.
+        tma: how documents are described to TMA, empty if kernels read them by pointers.
+    """
     problem = steps.problem
     max_programs = steps.setting.multiprocessors * config["PROGRAMS"]
     if kind == "shared":
@@ -360,7 +388,12 @@ def _launch_scores(
 
 
 def _document_descriptor(steps: MaxSimSteps, config: Constants) -> dict[str, Tma]:
-    """Describe the documents to TMA, if the configuration uses it and they can be described."""
+    """Describe the documents to TMA, which loads tiles of a matrix on Hopper GPUs and newer ones.
+
+    Returns:
+        The description by the name of the tensor. It is empty if the configuration does not use
+        TMA, if the strides do not fit it, or if TMA was given up on the device.
+    """
     documents = steps.problem.documents
     if (
         not config["USE_TMA"]
@@ -378,7 +411,7 @@ def _document_descriptor(steps: MaxSimSteps, config: Constants) -> dict[str, Tma
 def _add_document_ends(steps: MaxSimSteps) -> None:
     """Add the launch that finds the last unmasked token of each document.
 
-    Later kernels then read padded documents like packed ones, which end there.
+    Later kernels then do not read the padding: they take the ends for offsets of packed documents.
     """
     n_documents = steps.problem.n_documents
     steps.buffer("ends", (n_documents,), torch.int32)
@@ -468,7 +501,8 @@ def _add_all_pairs(
 ) -> None:
     """Add the launches that compute scores of all pairs in tiles.
 
-    Where queries are split over tiles, partial sums are written and then added up.
+    A tile that holds whole queries writes their scores directly. If queries are split over tiles,
+    partial sums are written, and a second kernel adds them up.
 
     Args:
         steps: the plan.
@@ -480,9 +514,12 @@ def _add_all_pairs(
     n_rows = problem.queries.size(0)
     length = problem.query_length
     tiles_hold_queries = 0 < length <= block_q
-    tile_rows = block_q // length * length if tiles_hold_queries else block_q
+    tile_rows = block_q
+    if tiles_hold_queries:
+        tile_rows = block_q // length * length  # rows of the queries that fit
     n_tiles = cdiv(n_rows, tile_rows)
-    direct = tiles_hold_queries or (not length and n_tiles == 1)
+    is_single_tile_of_packed = not length and n_tiles == 1
+    direct = tiles_hold_queries or is_single_tile_of_packed
     splits = plan_splits(n_tiles, problem.n_documents, max_programs)
     if not direct:
         steps.buffer("parts", (n_tiles + problem.n_queries, problem.n_documents))
@@ -510,8 +547,9 @@ def _add_all_pairs(
 def plan_splits(n_tiles: int, n_documents: int, max_programs: int) -> int:
     """Choose the number of parts that the documents are divided into.
 
-    Each part of each tile is a program. The number is chosen that leaves the fewest documents to
-    the busiest multiprocessor, at a price of 0.1 document per program.
+    Each pair of a tile and a part is computed by one program instance. Instances run in rounds of
+    ``max_programs``. The choice minimizes the documents that are read one after another: the rounds
+    times the documents of a part. The start of an instance costs as much as 0.1 document.
 
     Args:
         n_tiles: number of tiles of query tokens.
@@ -680,7 +718,7 @@ def _gradient_grid(
         steps: the plan, which gets the scratch of the kernel "listed".
         kind: the kernel's name from :func:`_gradient_kernel`.
         of_documents: whether the gradient is that of documents.
-        config: constants of the kernel.
+        config: constants of the kernel, to which some are added.
     """
     problem = steps.problem
     n_query_rows, dim = problem.queries.shape
@@ -690,7 +728,7 @@ def _gradient_grid(
             return problem.n_queries, n_column_blocks, 1
         block_rows = config.get("BLOCK_R") or config.get("BLOCK_Q") or 1
         return cdiv(n_query_rows, block_rows), n_column_blocks, 1
-    # Programs share the tiles of a document.
+    # Programs share the tiles of a document. Packed documents have the length 0 here.
     n_tiles = cdiv(problem.document_length, config["BLOCK_T"])
     slices = min(n_tiles, MAX_SLICES) or TILES_OF_PACKED
     config["tiles"] = slices

@@ -88,7 +88,16 @@ def valid_tokens(
     attention_mask: Tensor | None,
     ignore_ids: Sequence[int],
 ) -> Tensor:
-    """Return which tokens are neither masked nor ignored, bool in the shape of ``input_ids``."""
+    """Return which tokens are neither masked nor ignored.
+
+    Args:
+        input_ids: ids of the tokens, padded ``[B, S]`` or packed ``[T]``.
+        attention_mask: mask in that shape, nonzero = keep, or ``None``.
+        ignore_ids: ids that do not score, such as those of special tokens.
+
+    Returns:
+        Bools in the shape of ``input_ids``.
+    """
     if attention_mask is None:
         valid = torch.ones_like(input_ids, dtype=torch.bool)
     else:
@@ -108,7 +117,12 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 
 def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Check the values of offsets and ids, and return :func:`valid_tokens`.
+    """Check the values of offsets and ids, and return which tokens are valid.
+
+    Reading the values waits for a GPU. Ids of masked and ignored tokens may be anything.
+
+    Returns:
+        Bools in the shape of the ids, as of :func:`valid_tokens`.
 
     Raises:
         ValueError: for offsets or ids that are invalid.
@@ -150,7 +164,7 @@ class ValidTokens(NamedTuple):
 
 
 def gather_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> ValidTokens:
-    """Gather the valid tokens, whose values are checked, which waits for a GPU.
+    """Check the values of a batch, and gather its valid tokens, which waits for a GPU.
 
     Raises:
         ValueError: for offsets or ids that are invalid.

@@ -29,7 +29,11 @@ def first_winner(weights: Tensor, has_entry: Tensor) -> Tensor:
 
 
 def token_scatter(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
-    """Compute ``[B, V]`` scores from checked values, which waits for a GPU."""
+    """Compute the scores ``[B, V]`` from a comparison of every token with every vocabulary entry.
+
+    Packed sequences are padded first. The values of ids and offsets are checked, which waits for a
+    GPU.
+    """
     weights = tensors.weights
     ids = tensors.input_ids
     valid = check_values(tensors, options)

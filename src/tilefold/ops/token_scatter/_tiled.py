@@ -56,7 +56,11 @@ class EntryGroups(NamedTuple):
 
 
 def group_by_entry(entries: Tensor) -> EntryGroups:
-    """Group tokens by their entries ``[N]``."""
+    """Group tokens by their entries, which are positions in the flattened scores.
+
+    Args:
+        entries: ``[N]`` int64 entry of each token.
+    """
     sorted_entries, order = entries.sort(stable=True)
     is_first = torch.ones_like(sorted_entries, dtype=torch.bool)
     is_first[1:] = sorted_entries[1:] != sorted_entries[:-1]
@@ -69,9 +73,17 @@ def forward(
     options: ScatterOptions,
     training: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute scores ``[B, V]``, and which tokens have a gradient.
+    """Compute the scores, and which tokens have a gradient.
 
-    The latter is uint8 in the shape of ``weights``, or empty without ``training``.
+    Args:
+        tensors: weights and ids of the tokens, with their mask or offsets.
+        options: the checked options.
+        training: whether backward may follow.
+
+    Returns:
+        ``[B, V]`` scores, and uint8 in the shape of ``weights``: 1 for a token that has a gradient,
+        which is each valid token for sums, and the winner of each positive score for maxima. The
+        latter is empty without ``training``.
     """
     device = tensors.weights.device
     out_dtype = options.out_dtype
@@ -101,14 +113,16 @@ def forward(
 def _winners(tokens: ValidTokens) -> Tensor:
     """Return the token with the largest weight for each entry that occurs, ``[K]`` int64.
 
-    Among equal weights it is the lowest token.
+    Among equal weights it is the first token. The maxima, and then the first tokens that have them,
+    are reduced into tables with one slot for each token. All tokens of an entry use the slot of
+    their representative.
     """
     n_tokens = tokens.entries.numel()
     numbers = torch.arange(n_tokens, device=tokens.entries.device)
     representatives = _representatives(tokens.entries, numbers)
     maxima = tokens.weights.new_full((n_tokens,), float("-inf"))
     maxima.scatter_reduce_(0, representatives, tokens.weights, "amax")
-    maxima = maxima[representatives]
+    maxima = maxima[representatives]  # of each token's entry
     is_maximum = (tokens.weights == maxima) | (tokens.weights.isnan() & maxima.isnan())
     candidates = numbers[is_maximum]
     candidate_representatives = representatives[candidates]
@@ -118,11 +132,16 @@ def _winners(tokens: ValidTokens) -> Tensor:
 
 
 def _representatives(entries: Tensor, numbers: Tensor) -> Tensor:
-    """Return a number for each token that only tokens with the same entry share, ``[N]`` int64.
+    """Return a number for each token that tokens with the same entry share, and no others.
+
+    The number is that of one of these tokens, or of their group.
 
     Args:
         entries: ``[N]`` entries of the tokens.
         numbers: ``[N]`` numbers of the tokens, from 0.
+
+    Returns:
+        ``[N]`` int64, below N.
     """
     if entries.is_cuda:  # deterministic mode forbids writing equal entries at once
         groups = group_by_entry(entries)
@@ -142,7 +161,17 @@ def backward(
 ) -> tuple[Tensor]:
     """Compute the gradient of the weights.
 
-    A token that counted gets the gradient of its entry, times the slope of its activation.
+    A token that counted gets the gradient of its entry, times the slope of its activation. Other
+    tokens get 0.
+
+    Args:
+        dscores: ``[B, V]`` gradient of the scores.
+        saved: tensors of the call, and which tokens counted.
+        options: the checked options.
+        needs: unused, since only the weights have a gradient.
+
+    Returns:
+        The gradient, in the shape and dtype of the weights.
     """
     weights = saved.weights
     dtype = torch.promote_types(weights.dtype, torch.float32)

@@ -232,9 +232,10 @@ def _squeeze_weights(tensors: ScatterTensors) -> ScatterTensors:
 
 
 def _as_tuple(ignore_ids: Iterable[int]) -> tuple[int, ...]:
-    """Return ids as a part of a cache key.
+    """Check the ids that do not score, and return them as a tuple, which a cache key can contain.
 
-    In a key ``True`` equals 1, so every call checks the types of the ids.
+    Every call checks the types: as keys ``True`` and 1 are equal, so that the cache could not tell
+    them apart.
 
     Raises:
         TypeError: for anything but integers.

@@ -39,10 +39,17 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the scores.
+    """Plan the forward pass: one kernel, with one program instance for each sequence.
 
-    The kernel needs a table of positions. The scores' own memory is used for it, unless they have
-    16 bits and sequences may be longer than 16 bits can count.
+    The kernel finds tokens with the same id by a table ``[B, V]`` of token positions. The table is
+    in the memory of the scores. It gets memory of its own if scores have 16 bits and a position may
+    need more.
+
+    Args:
+        tensors: layouts of weights, ids, mask and offsets.
+        options: the checked options.
+        training: whether the kernel writes which tokens counted, for backward.
+        setting: the device.
     """
     batch = tensors.batch
     n_tokens = tensors.weights.numel()
@@ -86,9 +93,16 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradient of the weights.
+    """Plan the gradient of the weights: one kernel over the tokens.
 
     A token that counted gets the gradient of its entry, times the slope of its activation.
+
+    Args:
+        dscores: layout of the gradient of the scores, ``[B, V]`` with any strides.
+        saved: layouts of the saved tensors.
+        options: the checked options.
+        needs: unused, since only the weights have a gradient.
+        setting: the device.
     """
     batch = batch_size(saved.weights, saved.cu_seqlens)
     n_tokens = saved.weights.numel()
@@ -96,7 +110,8 @@ def backward(
     if batch == 0 or n_tokens == 0:
         return Plan(fills={"dweights": 0})
     sequences = _sequences(saved.weights, is_packed, setting)
-    # Packed lengths are unknown here: a sequence gets as many instances as the average one needs.
+    # Program instances of a sequence, each for one block of tokens at a time. The lengths of packed
+    # sequences are unknown here: a sequence gets as many as the average one needs, up to 16.
     n_instances = max(1, min(16, n_tokens // (batch * sequences.config["BLOCK"])))
     gather = Launch(
         kernel=gather_kernel,
