@@ -32,12 +32,17 @@ def wait(seconds: float = 5.0) -> None:
 
 @contextmanager
 def default_action() -> Iterator[None]:
-    """The default action of SIGTERM, whatever runs the tests."""
-    previous = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    """Handle SIGTERM and SIGINT as Python does by default, whatever runs the tests.
+
+    A shell starts programs in the background with SIGINT ignored.
+    """
+    previous_sigterm = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    previous_sigint = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(signal.SIGTERM, previous_sigterm)
+        signal.signal(signal.SIGINT, previous_sigint)
 
 
 def test_sigterm_is_an_interrupt_within_the_context_only() -> None:
