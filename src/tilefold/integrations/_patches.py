@@ -28,6 +28,11 @@ class Replacement:
 def replacements(model: nn.Module) -> Iterator[tuple[nn.Module, str, Replacement]]:
     """Yield the replaced methods of a model and its submodules.
 
+    A replaced method is an attribute of the instance that hides the method of its class.
+
+    Args:
+        model: the model.
+
     Yields:
         The module with the replaced method, the method's name, and the replacement.
     """
@@ -67,6 +72,14 @@ class Acceleration:
         requirement: str,
         modules_by_name: Mapping[str, Sequence[str]],
     ) -> None:
+        """Record which functions of a library can be replaced; nothing is imported yet.
+
+        Args:
+            library: name of the library, for error messages.
+            requirement: oldest supported release as a requirement of pip, for error messages.
+            modules_by_name: modules of the library in which a function is replaced, by its name,
+                which may be ``"Class.method"``.
+        """
         self.library = library
         self.requirement = requirement
         self._targets = [
@@ -98,7 +111,7 @@ class Acceleration:
                 f"accelerate() changes {self.library}, which cannot be imported; "
                 f'pip install "{self.requirement}".',
             ) from error
-        if not self._stock:
+        if not self._stock:  # a second call must not record replacements as the library's own
             self._stock = [getattr(owner, attribute) for owner, attribute in owners]
         for (owner, attribute), target in zip(owners, self._targets, strict=True):
             setattr(owner, attribute, functions[target.name])
@@ -127,7 +140,12 @@ class Acceleration:
         self._stock = []
 
     def _owner(self, target: _Target) -> tuple[object, str]:
-        """Return the module or class that has the function of a target, and its name there.
+        """Return the object that holds a target's function, and the name of the function in it.
+
+        For ``"Class.method"`` the object is the class, else the module.
+
+        Args:
+            target: the function.
 
         Raises:
             ImportError: if the module cannot be imported.
@@ -137,7 +155,7 @@ class Acceleration:
         module: object = import_module(target.module)
         try:
             owner = functools.reduce(getattr, class_names, module)
-            getattr(owner, attribute)
+            getattr(owner, attribute)  # raises an error if the function is missing
         except AttributeError as error:
             raise RuntimeError(
                 f"{self.library} must have {target.module}.{target.name}, got a version without "

@@ -15,7 +15,8 @@ def as_tokens(name: str, embeddings: object, dims: int) -> Tensor:
     Args:
         name: name of the argument, for error messages.
         embeddings: a tensor or an array, or a list of sequences of one length, which are stacked.
-        dims: number of dimensions of the result.
+        dims: number of dimensions that the result must have: 2 for one sequence, 3 for a batch, 4
+            for groups of documents.
 
     Raises:
         ValueError: for an empty list, or another number of dimensions.
@@ -53,9 +54,10 @@ def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     Returns:
         Vectors ``[T, D]``, and the offsets of the sequences, int32 ``[N + 1]``.
     """
-    lengths = torch.tensor([0, *(vectors.size(0) for vectors in sequences)])
+    lengths = [vectors.size(0) for vectors in sequences]
+    offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     packed = torch.cat(list(sequences)) if len(sequences) > 1 else sequences[0]
-    return packed, lengths.cumsum(0).to(torch.int32).to(packed.device)
+    return packed, offsets.to(packed.device)
 
 
 def as_tensor(item: object) -> Tensor:

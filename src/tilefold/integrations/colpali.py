@@ -31,7 +31,7 @@ def maxsim_inbatch(
     tau: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of every query with every document, ``[Bq, Bd]`` (ColPali, arXiv 2407.01449).
+    """Compute MaxSim of every query with every document (ColPali, arXiv 2407.01449).
 
     It replaces ``colpali_engine.utils.maxsim.maxsim_inbatch``.
     ``scores[i, j] = sum_s max_t query[i, s] . doc[j, t]`` over all rows, rows of zeros included.
@@ -62,7 +62,7 @@ def maxsim_kd(
     tau: float | None = None,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of each query with its N documents, ``[B, N]``.
+    """Compute MaxSim ``[B, N]`` of each query with its N documents.
 
     It replaces ``colpali_engine.utils.maxsim.maxsim_kd``.
 
@@ -117,9 +117,11 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
     """
 
     def inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
+        """Compute in-batch scores of a loss, in place of ``ColbertModule._inbatch_scores``."""
         tau = self.tau if self.use_smooth_max else None
         scores = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
         if self.normalize_scores:
+            # colpali-engine counts rows as tokens by their first number: padding is zeros.
             n_query_tokens = (query_embeddings[:, :, 0] != 0).sum(dim=1)
             scores = self._apply_normalization(scores, n_query_tokens)
         return scores

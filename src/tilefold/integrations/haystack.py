@@ -42,6 +42,14 @@ class _Embedder:
         api_key: Secret | None = None,
         **options: Any,
     ) -> None:
+        """Prepare to encode by a model or a server.
+
+        Args:
+            model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
+            url: address of ``tilefold serve``, instead of a model.
+            api_key: key of the server.
+            **options: other arguments of ``SparseSource``, such as ``top_k``.
+        """
         self._arguments = {"model": model, "url": url, **options}
         self._api_key = api_key
         key = None if api_key is None else api_key.resolve_value()
@@ -95,7 +103,11 @@ class TilefoldSparseDocumentEmbedder(_Embedder):
 
     @component.output_types(documents=list[Document])
     def run(self, documents: list[Document]) -> dict[str, list[Document]]:
-        """Return copies of the documents with ``sparse_embedding``, as ``"documents"``."""
+        """Return copies of the documents with ``sparse_embedding``, as ``"documents"``.
+
+        Args:
+            documents: the documents. Those without content are returned unchanged.
+        """
         embedded = list(documents)
         positions = [position for position, document in enumerate(documents) if document.content]
         texts = [documents[position].content for position in positions]

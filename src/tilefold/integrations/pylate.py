@@ -43,7 +43,7 @@ def colbert_scores(
     documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim of every query with every document, as ``pylate.scores.colbert_scores``.
+    """Compute MaxSim of every query with every document, as ``pylate.scores.colbert_scores``.
 
     ``scores[i, j] = sum_s max_t mask_q[i, s] * mask_d[j, t] * queries[i, s] . documents[j, t]``
     (ColBERT, arXiv 2004.12832).
@@ -83,7 +83,7 @@ def colbert_scores_pairwise(
     documents_embeddings: object,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim ``[B]`` of query ``i`` with document ``i``, without masks.
+    """Compute MaxSim ``[B]`` of query ``i`` with document ``i``, without masks.
 
     It replaces ``pylate.scores.colbert_scores_pairwise``. Rows of zeros, such as padding, take part
     with a similarity of 0, and a document without a row scores 0.
@@ -115,7 +115,7 @@ def colbert_kd_scores(
     documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
-    """MaxSim ``[B, N]`` of each query with its N documents.
+    """Compute MaxSim ``[B, N]`` of each query with its N documents.
 
     It replaces ``pylate.scores.colbert_kd_scores``, for ``score_metric=`` of
     ``losses.Distillation``.
@@ -167,8 +167,12 @@ class ColBERTScores:
             documents_mask: ``[B, N, Ld]``, as in :func:`colbert_scores`.
             backend: as in :func:`colbert_scores`.
         """
-        documents = as_tokens("documents_embeddings", documents_embeddings, 4).flatten(0, 1)
-        mask = None if documents_mask is None else torch.as_tensor(documents_mask).flatten(0, 1)
+        # One list of documents instead of groups: [B * N, Ld, D].
+        grouped_documents = as_tokens("documents_embeddings", documents_embeddings, 4)
+        documents = grouped_documents.flatten(0, 1)
+        mask = None
+        if documents_mask is not None:
+            mask = torch.as_tensor(documents_mask).flatten(0, 1)
         return colbert_scores(queries_embeddings, documents, queries_mask, mask, backend)
 
 
@@ -217,28 +221,40 @@ def accelerate(*, impl: str = "auto") -> Acceleration:
 
 
 def _with_default_backend(function: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """Return `function` with ``backend=impl`` for calls whose backend is ``None``.
+    """Wrap a scoring function so that calls without a backend use a default one.
 
     Args:
-        function: a function whose last parameter is ``backend``.
-        impl: the default.
+        function: a function whose last parameter is ``backend``. Callers pass it by position or by
+            name, or leave it out.
+        impl: the default backend, an implementation of :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        A function with the same parameters.
     """
-    position = list(inspect.signature(function).parameters).index("backend")
+    parameter_names = list(inspect.signature(function).parameters)
+    backend_position = parameter_names.index("backend")
 
     @functools.wraps(function)
-    def call(*args: object, **kwargs: object) -> Tensor:
+    def call_with_backend(*args: object, **kwargs: object) -> Tensor:
         backend = kwargs.pop("backend", None)
-        if len(args) > position:
-            backend = args[position]
+        if len(args) > backend_position:
+            backend = args[backend_position]
         if backend is None:
             backend = impl
-        return function(*args[:position], **kwargs, backend=backend)
+        return function(*args[:backend_position], **kwargs, backend=backend)
 
-    return call
+    return call_with_backend
 
 
 def _impl_of_backend(backend: str | None) -> str:
-    """Return the implementation of :func:`maxsim` for one of PyLate's backends."""
+    """Return the implementation of :func:`maxsim` for the argument ``backend`` of a score.
+
+    Args:
+        backend: ``None``, PyLate's ``"torch"``, or the name of an implementation.
+
+    Raises:
+        ValueError: for another backend.
+    """
     if backend is None:
         return "auto"
     name = "reference" if backend == "torch" else backend
@@ -256,15 +272,23 @@ def _apply_mask(
     mask: object,
     dims: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return embeddings ``[..., L, D]``, and the mask ``[..., L]`` that :func:`maxsim` takes.
+    """Convert embeddings and their mask to the tensors that :func:`maxsim` takes.
 
-    A floating mask is multiplied into the embeddings, and is ``None`` in the result.
+    ``maxsim`` takes no floating mask. PyLate multiplies the similarities of a token by its entry of
+    the mask, which equals multiplying the embedding of the token by it.
 
     Args:
         name: ``"queries"`` or ``"documents"``, for error messages.
-        embeddings: a tensor, an array or a list.
-        mask: ``[..., L]``, or ``None``.
-        dims: number of dimensions of the embeddings.
+        embeddings: a tensor, an array or a list, of shape ``[..., L, D]``.
+        mask: ``[..., L]`` of bools, integers or floats; ``None`` keeps all tokens.
+        dims: number of dimensions that the embeddings must have.
+
+    Returns:
+        Embeddings ``[..., L, D]``, multiplied by a floating mask, and the mask ``[..., L]``. The
+        mask is ``None`` if there is none, or it is floating.
+
+    Raises:
+        ValueError: for another shape of the embeddings or of the mask.
     """
     vectors = as_tokens(f"{name}_embeddings", embeddings, dims)
     if mask is None:
@@ -282,10 +306,15 @@ def _apply_mask(
 
 
 def _pack_lists(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
-    """Return padded embeddings ``[B, L, D]`` as they are, and lists packed.
+    """Convert padded embeddings to one tensor, or pack a list of embeddings of any lengths.
+
+    Args:
+        name: ``"queries"`` or ``"documents"``, for error messages.
+        embeddings: a padded tensor or array ``[B, L, D]``, or a list of B items ``[L_i, D]``.
 
     Returns:
-        ``[B, L, D]`` and ``None``, or packed vectors ``[T, D]`` and their offsets ``[B + 1]``.
+        For a padded tensor, ``[B, L, D]`` and ``None``. For a list, packed vectors ``[T, D]`` and
+        their offsets ``[B + 1]``.
     """
     if isinstance(embeddings, (list, tuple)) and embeddings:
         return pack(token_vectors(f"{name}_embeddings", embeddings))

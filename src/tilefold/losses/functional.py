@@ -30,7 +30,7 @@ def flops(
     weights: Tensor | None = None,
     group: Group = None,
 ) -> Tensor:
-    """FLOPS: the expected number of multiplications of one inner product.
+    """Compute FLOPS, a measure of the multiplications in an inner product of two vectors.
 
     The regulariser of Paria et al. (arXiv 2004.05665):
     ``sum_v (w_v * mean_b scores[b, v])^2``, the mean over all rows of all ranks of ``group``.
@@ -61,7 +61,8 @@ def flops(
             not fit.
     """
     columns = columns_of(scores, group)
-    mean = _mean_over_rows(_long_rows(columns, threshold).sum(dim=0), columns)
+    column_sums = _long_rows(columns, threshold).sum(dim=0)
+    mean = _mean_over_rows(column_sums, columns)
     if weights is not None:
         if check_tensor("weights", weights).shape != mean.shape:
             raise ValueError(
@@ -75,15 +76,26 @@ def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
     """Compute ``mean_b sum_v |scores[b, v]|``.
 
     This is the query penalty of Efficient SPLADE (Lassance and Clinchant, arXiv 2207.03834).
-    Arguments, result and errors are those of :func:`flops`.
+    Result and errors are the same as for :func:`flops`.
+
+    Args:
+        scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
+        threshold: rows with at most this many nonzero scores count as zero.
+        group: ranks that hold other rows of the batch.
     """
     return _mean_row_sum(scores, Tensor.abs, threshold, group)
 
 
 def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
-    """``mean_b sum_v scores[b, v]^2``: shrinks large weights, and leaves small ones nearly alone.
+    """Compute ``mean_b sum_v scores[b, v]^2``.
 
-    Arguments, result and errors are those of :func:`flops`.
+    This penalty shrinks large weights, and has little effect on small ones. Result and errors are
+    the same as for :func:`flops`.
+
+    Args:
+        scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
+        threshold: rows with at most this many nonzero scores count as zero.
+        group: ranks that hold other rows of the batch.
     """
     return _mean_row_sum(scores, Tensor.square, threshold, group)
 
@@ -192,14 +204,20 @@ def check_epsilon(epsilon: float) -> None:
 
 
 def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
-    """Return the scores, with zeros in rows of at most `threshold` nonzero scores."""
+    """Return the scores of this rank, with zeros in rows of at most `threshold` nonzero scores.
+
+    Args:
+        columns: the scores of this rank, and the ranks that hold other columns of the same rows.
+        threshold: the number; ``None`` returns the scores unchanged.
+    """
     check_threshold(threshold)
     if threshold is None:
         return columns.local
-    counts = (columns.local != 0).sum(dim=1)
+    n_nonzero = (columns.local != 0).sum(dim=1)
     if columns.shards is not None:
-        dist.all_reduce(counts, group=columns.shards)
-    return columns.local * (counts > threshold).to(columns.local.dtype)[:, None]
+        dist.all_reduce(n_nonzero, group=columns.shards)
+    is_long = (n_nonzero > threshold).to(columns.local.dtype)
+    return columns.local * is_long[:, None]
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:

@@ -113,10 +113,20 @@ class PairwiseSoftmaxLoss(nn.Module):
         embeddings: list[Tensor],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """The mean probability of the negatives, a scalar in [0, 1]; labels are not read."""
+        """Compute the mean probability of the negatives, a scalar in [0, 1].
+
+        In the softmax of the two scores of a pair, a negative with score n has the probability
+        ``sigmoid(n - s)``, where s is the score of the relevant document.
+
+        Args:
+            embeddings: vectors ``[B, V]`` of the queries, the relevant documents, and each column
+                of negatives.
+            labels: not read.
+        """
         queries, *documents = _columns(embeddings, 3, "a query, a relevant document and negatives")
-        relevant, *negatives = ((queries * document).sum(dim=1) for document in documents)
-        return sigmoid(torch.stack(negatives) - relevant).mean()
+        scores = [(queries * document).sum(dim=1) for document in documents]  # [B] each
+        relevant_scores, *negative_scores = scores
+        return sigmoid(torch.stack(negative_scores) - relevant_scores).mean()
 
 
 class TermRecallLoss(nn.Module):

@@ -155,14 +155,23 @@ class DFFlopsLoss(Regularizer):
         group: Group = "world",
         threshold: float | None = None,
     ) -> None:
-        """Check the options. All weights are 1 until document frequencies are known."""
+        """Check the options. All weights are 1 until document frequencies are known.
+
+        Args:
+            alpha: share of documents at which the weight of a term is half, in (0, 1).
+            beta: steepness of the weights as a function of the share.
+            refresh_every: training steps between estimates of document frequencies; ``None`` for no
+                estimates.
+            group: ranks that hold other rows of the batch.
+            threshold: rows with at most this many nonzero scores count as zero.
+        """
         super().__init__(group)
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise ValueError(
                 f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.",
             )
         check_threshold(threshold)
-        # refuses numbers out of range
+        # The result is not used: the call raises an error for numbers out of range.
         df_weights(torch.zeros(1), alpha=alpha, beta=beta)
         self.alpha = alpha
         self.beta = beta
@@ -252,6 +261,12 @@ class PositionSum(Regularizer):
     """
 
     def __init__(self, term: nn.Module, positions: int) -> None:
+        """Check and store the regulariser that is summed.
+
+        Args:
+            term: a module with ``compute_loss_from_embeddings``.
+            positions: documents in a group: 1, and the negatives of each query.
+        """
         super().__init__(None)
         check_term("term", term, "a regulariser of tilefold.losses or of sentence-transformers")
         if isinstance(term, DFFlopsLoss):

@@ -57,6 +57,14 @@ class EchoTransformer(Transformer):
         document_template: str = DOCUMENT_TEMPLATE,
         **options: Any,
     ) -> None:
+        """Load the model, and check the templates.
+
+        Args:
+            model_name_or_path: a folder or a Hugging Face name.
+            query_template: template of queries, with ``{text}`` twice.
+            document_template: template of all other texts, with ``{text}`` twice.
+            options: other arguments of ``Transformer``.
+        """
         super().__init__(model_name_or_path, **options)
         self.query_template = _checked_template(query_template, "query_template")
         self.document_template = _checked_template(document_template, "document_template")
@@ -201,6 +209,8 @@ class EchoTransformer(Transformer):
 
     def _max_tokens(self, task: str | None, max_length: int | None) -> int | None:
         """Return the maximum number of tokens of a row: both copies and the template together.
+
+        Limits of 2^30 and more do not count: tokenizers without a limit have such a number.
 
         Args:
             task: ``"query"`` or ``"document"``, which may have a limit of its own; or None.

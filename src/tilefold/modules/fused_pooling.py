@@ -61,12 +61,21 @@ _SOFTPLUS_THRESHOLD = 40.0
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """Apply an activation elementwise. All activations are monotone."""
+    """Apply an activation elementwise. All activations are monotone.
+
+    The name lists the steps from the outermost to the innermost: ``"log1p_log1p_relu"`` is
+    ``log1p(log1p(relu(x)))``.
+
+    Args:
+        x: logits of any shape.
+        name: one of :data:`ACTIVATIONS`.
+    """
     if "softplus" in name:
         x = softplus(x, threshold=_SOFTPLUS_THRESHOLD)
     elif name != "none":
         x = x.relu()
-    for _ in range(name.count("log1p")):
+    n_log1p = name.count("log1p")
+    for _ in range(n_log1p):
         x = x.log1p()
     return x
 
@@ -154,6 +163,7 @@ class FusedPooling(ABC):
         """
         module_class: Any = cls
         config_path = Path(subfolder, module_class.config_file_name)
+        # Beginning of all error messages.
         expected = f"{model_name_or_path}: {config_path} must have options of {cls.__name__}"
         try:
             config = super().load_config(  # type: ignore[misc]
@@ -218,7 +228,14 @@ class PoolingModule(FusedPooling, Module):
         safe_serialization: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Write the options and, if there are any, the weights."""
+        """Write the options and, if there are any, the weights.
+
+        Args:
+            output_path: folder of the module.
+            args: other arguments of sentence-transformers; not used.
+            safe_serialization: whether weights are written as safetensors.
+            kwargs: other arguments of sentence-transformers; not used.
+        """
         self.save_config(output_path)
         if self.state_dict():
             self.save_torch_weights(output_path, safe_serialization=safe_serialization)

@@ -79,7 +79,17 @@ class HeadPooling(PoolingModule):
         normalize: str | None = None,
         embedding_dimension: int | None = None,
     ) -> None:
-        """Store and check the options; the module has no weights."""
+        """Store and check the options; the module has no weights.
+
+        Args:
+            pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``.
+            activation: name of the activation, such as ``"log1p_relu"``.
+            logit_scale: factor on the logits, bias included.
+            ignore_ids: token ids whose positions do not count.
+            top_k: number of weights that are kept of each text; ``None`` keeps all.
+            normalize: ``"l2"`` scales vectors to length 1; ``None`` does not scale.
+            embedding_dimension: V, if it is known before the first forward.
+        """
         super().__init__()
         self.pooling = pooling
         self.activation = activation
@@ -153,7 +163,7 @@ class HeadPooling(PoolingModule):
             raise ValueError("HeadPooling must follow an LM head, got no head.")
         # The operator lacks log1p_softplus: it applies softplus, and log1p follows here.
         activation, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]
-        # The operator can only prune rows if nothing changes the weights afterwards.
+        # The operator can only prune rows if no step changes the weights after it.
         sparse = None
         if n_log1p == 0 and self.normalize is None:
             sparse = score_options.sparse
@@ -220,7 +230,7 @@ def pool_selected_tokens(
             keep = _all_tokens(logits)
         return pool_logits(logits, keep, pooling, activation)
     token_logits, offsets = selection.packed(logits.squeeze(0))
-    # the empty start is the result of a batch without texts
+    # An empty tensor comes first, so that a batch without texts has a result, too.
     rows = [token_logits.new_zeros(0, token_logits.size(1))]
     # One text at a time. Padding the logits would need more memory than anything else.
     for start, end in itertools.pairwise(offsets.tolist()):
@@ -264,9 +274,10 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     else:
         texts = torch.arange(logits.size(0), device=keep.device)
         pooled = logits[texts, _end_positions(keep, pooling)]
+    # Without a token, the pooled value is -inf or arbitrary. It is set to 0 before the activation,
+    # and again after it, because the activation of 0 may be positive.
     has_no_token = ~keep.any(dim=1, keepdim=True)
     activated = fused.activate(pooled.masked_fill(has_no_token, 0), activation)
-    # again, since the activation of 0 may be positive
     return activated.masked_fill(has_no_token, 0)
 
 

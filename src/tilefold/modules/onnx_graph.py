@@ -188,7 +188,13 @@ class OnnxGraph(FusedPooling, InputModule):
         return int(self.vocab_size)
 
     def save(self, output_path: str, *args: Any, **kwargs: Any) -> None:
-        """Write the tokenizer and the settings, and copy the graph."""
+        """Write the tokenizer and the settings, and copy the graph.
+
+        Args:
+            output_path: folder of the module. A graph that is there already is not copied.
+            args: other arguments of sentence-transformers; not used.
+            kwargs: likewise.
+        """
         self.save_tokenizer(output_path)
         self.save_config(output_path)
         for name in (GRAPH, WEIGHTS):

@@ -120,7 +120,8 @@ class ProsperTransformer(Transformer):
             ``sentence_embedding``, and those before the residual in ``base_embedding``.
         """
         head = linear_head(self.model)
-        # The network then returns hidden states. The operator applies the head to the pooled token.
+        # An attribute of the instance replaces the head's forward. The network then returns hidden
+        # states, and the operator applies the head to the pooled token.
         vars(head)["forward"] = pass_hidden_states
         out: Features = super().forward(dict(features), **kwargs)
         hidden = out.pop("token_embeddings")  # [B, S, D]
@@ -164,6 +165,14 @@ class ProsperTransformer(Transformer):
         safe_serialization: bool = True,
         **kwargs: Any,
     ) -> None:
+        """Write the model and, in a file of its own, the literal residual network.
+
+        Args:
+            output_path: folder of the module.
+            args: other arguments of ``Transformer.save``.
+            safe_serialization: whether the model's weights are written as safetensors.
+            kwargs: other arguments of ``Transformer.save``.
+        """
         super().save(output_path, *args, safe_serialization=safe_serialization, **kwargs)
         if self.literal is not None:
             weight = self.literal.weight.detach().cpu().contiguous()

@@ -92,6 +92,20 @@ class SplateHead(PoolingModule):
         logit_scale: float = 1.0,
         train_bias: bool = False,
     ) -> None:
+        """Create the adapter, and the layers of the MLM head, whose weights are loaded later.
+
+        Args:
+            hidden_size: D, the width of the token states.
+            vocab_size: V, the number of terms.
+            adapter_size: width of the adapter's inner layer; D by default.
+            activation: activation of the MLM head's transform; ``None`` for a head that is only a
+                decoder.
+            layer_norm_eps: epsilon of the MLM head's LayerNorm.
+            norm_bias: whether that LayerNorm has a bias.
+            transform_bias: whether the MLM head's transform has a bias.
+            logit_scale: factor on the logits, bias included.
+            train_bias: whether the bias of the decoder is trained.
+        """
         super().__init__()
         check_count("hidden_size", hidden_size)
         check_count("vocab_size", vocab_size)
@@ -109,6 +123,7 @@ class SplateHead(PoolingModule):
         self.transform_bias = transform_bias
         self.logit_scale = logit_scale
         self.train_bias = train_bias
+        # An up-projection of zeros: the untrained adapter adds nothing to the states.
         up_projection = nn.Linear(self.adapter_size, hidden_size)
         nn.init.zeros_(up_projection.weight)
         nn.init.zeros_(up_projection.bias)
@@ -123,6 +138,7 @@ class SplateHead(PoolingModule):
             self.transform = nn.Linear(hidden_size, hidden_size, bias=transform_bias)
             self.norm = nn.LayerNorm(hidden_size, eps=layer_norm_eps, bias=norm_bias)
         self.decoder = nn.Linear(hidden_size, vocab_size)
+        # Only the adapter is trained, and the decoder's bias if that is asked for.
         self.requires_grad_(False)
         self.adapter.requires_grad_(True)
         self.decoder.bias.requires_grad_(bool(train_bias))

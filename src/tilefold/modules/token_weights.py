@@ -79,7 +79,15 @@ class TokenWeights(PoolingModule):
     ) -> None:
         """Create the linear layer and, if it is asked for, the factor on the weights.
 
-        ``has_scale`` is how a saved module says that it has a factor. Its value is then loaded.
+        Args:
+            hidden_size: D, the width of the hidden states.
+            vocab_size: V, the number of terms.
+            activation: activation of the weights, as in :class:`HeadPooling`.
+            scale: start of a learned factor on the weights; ``None`` for no factor.
+            ignore_ids: token ids that get no weight, for instance the special ones.
+            has_scale: whether there is a factor, although ``scale`` is ``None``. The options of a
+                saved module have this, and the factor's value is then loaded.
+            saturation: the weight that counts half; ``None`` to count weights as they are.
         """
         super().__init__()
         if activation not in fused.ACTIVATIONS:
@@ -143,9 +151,20 @@ class TokenWeights(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Scatter the learned weights of the tokens to scores ``[B, V]``."""
+        """Compute a weight for each token, and scatter the weights to scores of the vocabulary.
+
+        Args:
+            features: hidden states in ``token_embeddings``, and ``input_ids``, padded or packed.
+                ``token_weights`` is added.
+            head: not used.
+            score_options: data type, implementation and layout of the result.
+
+        Returns:
+            Scores ``[B, V]``, dense or CSR. They may be negative in training without an activation.
+        """
         weights = self.weights(features)
         features["token_weights"] = weights
+        # The operator ignores few ids itself. Many are left out of the selected tokens instead.
         ignore_in_operator = len(self.ignore_ids) <= _MAX_OPERATOR_IGNORE_IDS
         selection = fused.select_tokens(
             features,
@@ -231,7 +250,7 @@ def _scatter_signed(
     kept_weights = exact_weights.detach()
     if attention_mask is not None:
         kept_weights = kept_weights.masked_fill(~attention_mask, 0)
-    # The smallest weight becomes 1.
+    # The smallest weight becomes 1, so that the operator clamps none, and 0 marks missing terms.
     shift = kept_weights.amin() - 1 if kept_weights.numel() else kept_weights.new_zeros(())
     shifted = token_scatter(
         exact_weights - shift,

@@ -15,9 +15,10 @@ __all__ = ["LexicalWindow", "keep_heaviest"]
 class LexicalWindow(PoolingModule):
     """Keeps the ``top_k`` heaviest terms of each row, and optionally normalises the row.
 
-    ``out = TopK_k(w) / ||TopK_k(w)||_2``, differentiable through the terms that stay; a row with at
-    most ``k`` nonzero terms keeps them, and a row of zeros stays zero. Put it after the module that
-    writes ``sentence_embedding`` ``[B, V]``; sparse (CSR) rows come out dense.
+    It computes ``out = TopK_k(w) / ||TopK_k(w)||_2``, differentiable through the terms that are
+    kept. A row with at most ``k`` nonzero terms keeps them, and a row of zeros stays zero. Put it
+    after the module that writes ``sentence_embedding`` ``[B, V]``. Sparse (CSR) rows come out
+    dense.
 
     Args:
         top_k: terms that are kept, at least 1; ``None`` keeps all.
@@ -41,6 +42,13 @@ class LexicalWindow(PoolingModule):
         normalize: str | None = None,
         embedding_dimension: int | None = None,
     ) -> None:
+        """Check and store the options; the module has no weights.
+
+        Args:
+            top_k: terms that are kept of each row; ``None`` keeps all.
+            normalize: ``"l2"`` scales each row to length 1; ``None`` does not scale.
+            embedding_dimension: V, if it is known before the first forward.
+        """
         super().__init__()
         check_window(top_k, normalize)
         self.top_k = top_k
@@ -82,24 +90,33 @@ def check_window(top_k: int | None, normalize: str | None) -> None:
 
 
 def apply_window(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
-    """Keep the heaviest entries of each row, and normalise the row.
+    """Keep the heaviest entries of each row, then scale the row to length 1.
+
+    Both steps are optional.
 
     Args:
-        rows: sparse vectors ``[B, V]`` as a dense tensor.
-        top_k: number of entries that are kept; None keeps all.
-        normalize: ``"l2"`` divides by the Euclidean length; None divides by nothing. A row of
-            zeros stays zero.
+        rows: term weights of B texts, ``[B, V]``, not negative.
+        top_k: number of entries that are kept of each row; the others become zero. ``None`` keeps
+            all.
+        normalize: ``"l2"`` divides each row by its Euclidean length after the first step. ``None``
+            leaves lengths unchanged.
+
+    Returns:
+        Rows ``[B, V]``. A row of zeros stays zero.
     """
     if top_k is not None:
         rows = keep_heaviest(rows, top_k)
     if normalize is None:
         return rows
-    norm: Tensor = rows.norm(dim=1, keepdim=True)
-    return rows / norm.where(norm > 0, 1)
+    length: Tensor = rows.norm(dim=1, keepdim=True)
+    nonzero_length = length.where(length > 0, 1)  # divides a row of zeros by 1
+    return rows / nonzero_length
 
 
 def keep_heaviest(rows: Tensor, count: int) -> Tensor:
     """Set all but the `count` largest entries of each row to zero.
+
+    The gradient reaches only the entries that are kept.
 
     Args:
         rows: ``[B, V]``, not negative.

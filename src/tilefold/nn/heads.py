@@ -110,7 +110,19 @@ class LSRHead(LinearParameters):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create random parameters ``[V, D]`` and ``[V]``, and store the operator's options."""
+        """Create random parameters ``[V, D]`` and ``[V]``, and store the operator's options.
+
+        Args:
+            hidden_size: D, the width of the hidden states.
+            vocab_size: V, the number of output terms.
+            bias: whether each term has a bias.
+            pooling: reduction over the tokens of a sequence.
+            activation: name of the activation.
+            logit_scale: factor on the logits, before the bias.
+            impl: implementation of the operator.
+            device: device of the parameters.
+            dtype: dtype of the parameters.
+        """
         super().__init__(hidden_size, vocab_size, bias, device, dtype)
         self.pooling = pooling
         self.activation = activation
@@ -223,7 +235,19 @@ class TokenWeightHead(LinearParameters):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create random parameters ``[1, D]`` and ``[1]``, and store the operator's options."""
+        """Create random parameters ``[1, D]`` and ``[1]``, and store the operator's options.
+
+        Args:
+            hidden_size: D, the width of the hidden states.
+            vocab_size: V, the number of terms of the scores.
+            bias: whether the weight of a token has a bias.
+            reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
+            activation: name of the activation.
+            ignore_ids: ids whose tokens do not count.
+            impl: implementation of the operator.
+            device: device of the parameters.
+            dtype: dtype of the parameters.
+        """
         super().__init__(hidden_size, 1, bias, device, dtype)
         self.vocab_size = vocab_size
         self.reduce = reduce
@@ -346,6 +370,12 @@ class EntmaxAlpha(nn.Module):
     """
 
     def __init__(self, heads: int, initial: float = 1.5) -> None:
+        """Create one parameter ``theta`` per head, all for the same alpha.
+
+        Args:
+            heads: number of heads.
+            initial: alpha at the start, strictly between 1 and 2.
+        """
         super().__init__()
         if heads < 1:
             raise ValueError(f"heads must be at least 1, got {heads}.")
@@ -354,6 +384,7 @@ class EntmaxAlpha(nn.Module):
                 f"initial must lie strictly between 1 and 2, got {initial}; "
                 "the ends cannot be learned.",
             )
+        # Solves initial = 1 + sigmoid(theta).
         initial_theta = math.log((initial - 1) / (2 - initial))
         self.theta = nn.Parameter(torch.full((heads,), initial_theta))
 

@@ -41,6 +41,12 @@ class VocabularyParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = False,
     ) -> None:
+        """Store the form of the scores.
+
+        Args:
+            output_layouts: placement of the scores ``[B, V]``; by default columns are sharded.
+            use_local_output: whether the head returns a plain tensor with this rank's part.
+        """
         super().__init__()
         self.output_layouts: Placement = Shard(1) if output_layouts is None else output_layouts
         self.use_local_output = use_local_output

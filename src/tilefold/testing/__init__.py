@@ -69,9 +69,12 @@ def budget(
 ) -> float:
     """Return the relative error that results of ``dtype`` may have.
 
-    It is the error of one rounding (``u``, half the distance from 1 to the next number), times the
-    number of roundings in a row, plus the error of sums in fp32. The docstring of this module
-    derives the factors.
+    It is a factor times the unit roundoff u (half the distance from 1 to the next number), plus the
+    error of sums in fp32 (fp64 for fp64). The factor counts roundings in a row: 1 for a forward
+    pass, 1.3 for three independent ones of a gradient, 4 for their worst case. The docstring of
+    this module derives it. A gradient's factor grows with the sensitivity c of the slope to the
+    rounding of its score: with ``sqrt(c^2 + 2)`` for independent roundings, with ``c + 2`` in the
+    worst case.
 
     Args:
         dtype: dtype of the scores, or of the gradient.
@@ -87,18 +90,19 @@ def budget(
     """
     if kind not in _FACTORS:
         raise ValueError(f"kind must be one of {', '.join(map(repr, _FACTORS))}, got {kind!r}.")
-    roundoff = torch.finfo(dtype).eps / 2
+    unit_roundoff = torch.finfo(dtype).eps / 2
     accumulation = _FP64_ACCUMULATION if dtype == torch.float64 else _ACCUMULATION
     if kind != "forward":
-        # two sums: the product, and the sum over the entries that it selects
+        # A gradient has two sums: the logits, and the sum over the entries that they select.
         accumulation *= 2
+    # The factors of gradients hold for USUAL_SENSITIVITY. They are scaled to a larger one.
     factor = _FACTORS[kind]
     sensitivity = max(sensitivity, USUAL_SENSITIVITY)
     if kind == "gradient":
         factor *= math.sqrt((sensitivity**2 + 2) / (USUAL_SENSITIVITY**2 + 2))
     elif kind == "gradient_bound":
         factor += sensitivity - USUAL_SENSITIVITY
-    return factor * roundoff + accumulation
+    return factor * unit_roundoff + accumulation
 
 
 def rounding_scale(

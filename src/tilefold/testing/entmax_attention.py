@@ -47,10 +47,13 @@ def entmax_attention_inputs(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> EntmaxAttentionInputs:
-    """Create random inputs, equal on every device.
+    """Create random inputs of entmax attention, equal on every device.
 
     Args:
-        batch, heads, nq, dim: B, H, the (longest) number of queries, D.
+        batch: number of sequences B.
+        heads: number of query heads H.
+        nq: number of queries of a sequence; of the longest one if they are packed.
+        dim: width D of a head.
         nk: number of keys. By default that of the queries.
         kv_heads: number of heads of keys and values. By default ``heads``.
         layout: padding of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`. From B = 2 on,
@@ -72,11 +75,14 @@ def entmax_attention_inputs(
     k = torch.randn(batch, kv_heads, nk, dim, generator=generator)
     v = torch.randn(batch, kv_heads, nk, dim, generator=generator)
     if correlated:
-        # tokens move along waves with a random phase per head and dimension
+        # Each dimension of a head is a cosine of the position. The phase is random in [0, 2 pi).
+        # The angle between neighbours is small, about 0.12 radians. The amplitude is the square
+        # root of 2, for values of variance 1.
         phase = 6.28 * torch.rand(kv_heads, 1, dim, generator=generator)
         speed = 0.12 * torch.randn(1, 1, dim, generator=generator)
         wave = 1.4 * torch.cos(phase + speed * torch.arange(max(nq, nk))[:, None])
         k = wave[:, :nk].expand(batch, -1, -1, -1).clone()
+        # Queries follow the waves of their key heads, so that near keys have the largest scores.
         query_waves = wave[:, :nq].repeat_interleave(heads // kv_heads, dim=0)
         q = sharpness * query_waves.expand(batch, -1, -1, -1).clone()
     dout = torch.randn(batch, heads, nq, dim, generator=generator)
@@ -87,7 +93,7 @@ def entmax_attention_inputs(
         if layout != "full":
             mask = padding.drawn_mask(layout, batch, nk, generator)
             if layout != "right" and batch >= 2:
-                mask[batch // 2] = False
+                mask[batch // 2] = False  # a sequence without keys
             masks["key_padding_mask"] = mask
         inputs = EntmaxAttentionInputs(q, k, v, dout, masks)
     layout_on_device = {name: value.to(device) for name, value in inputs.layout.items()}
@@ -128,7 +134,17 @@ def _packed(
 
 
 def _packing_mask(padded: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw the tokens ``[B, N]`` that are packed: one full and one empty sequence among them."""
+    """Draw a random length for each sequence, and mark the tokens up to it.
+
+    The first sequence is full. From B = 2 on, the one in the middle is empty.
+
+    Args:
+        padded: ``[B, H, N, D]``. Only its shape matters.
+        generator: of the random lengths.
+
+    Returns:
+        Bool mask ``[B, N]`` of the tokens that are packed.
+    """
     mask = padding.drawn_mask("packed", padded.size(0), padded.size(2), generator)
     mask[0] = True
     if len(mask) >= 2:

@@ -64,7 +64,7 @@ class LSRHeadInputs(padding.Problem):
             dtype=torch.int64,
             device=self.hidden.device,
         )
-        # the empty start is the result of a batch without sequences
+        # An empty tensor comes first, so that a batch without sequences has a result, too.
         empty = self.hidden.new_empty(0, self.hidden.size(-1))
         return dataclasses.replace(
             self,
@@ -90,7 +90,10 @@ def lsr_head_inputs(
     """Create random inputs with logits of standard deviation about 1, equal on every device.
 
     Args:
-        batch, length, dim, vocab: B, S (the longest sequence of a packed input), D, V.
+        batch: number of sequences B.
+        length: number of tokens S; of the longest sequence if they are packed.
+        dim: width D of the hidden states.
+        vocab: number of terms V.
         layout: padding, as in :func:`tilefold.testing.padding.padding_mask`.
         dtype: of the floating-point tensors.
         device: of all tensors.
@@ -110,6 +113,8 @@ def lsr_head_inputs(
     weight = torch.randn(vocab, dim, generator=generator) / math.sqrt(dim)
     # about the largest of `length` standard normal numbers
     expected_maximum = math.sqrt(2 * math.log(max(length, 2)))
+    # A bias of 8 makes nearly all logits positive. For sparse scores, the largest logit of a term
+    # lies about 2 standard deviations below 0.
     mean_bias = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - expected_maximum}[density]
     bias_values = 0.5 * torch.randn(vocab, generator=generator) + mean_bias
     dscores = torch.randn(batch, vocab, generator=generator)
@@ -197,15 +202,17 @@ def with_one_answer(
             logits = logits + exact.bias
         if logits.numel() == 0:
             continue
-        largest_logit = float(logits.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        finite_logits = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        largest_logit = float(finite_logits.abs().max())
         margin = _EVALUATION_MARGIN * max(1.0, largest_logit)
         is_ambiguous = torch.zeros_like(row, dtype=torch.bool)  # [V]
         if pooling == "max":
             two_largest = logits.topk(min(2, logits.size(0)), dim=0).values
             if two_largest.size(0) == 2:
-                is_ambiguous |= two_largest[0] - two_largest[1] < margin
+                gap = two_largest[0] - two_largest[1]
+                is_ambiguous |= gap < margin
             logits = two_largest[:1]  # the only one that the activation reads
         if has_kink:
             is_ambiguous |= (logits.abs() < margin).any(dim=0)
-        row[is_ambiguous] = 0
+        row[is_ambiguous] = 0  # changes `dscores`, of which it is a view
     return dataclasses.replace(inputs, dscores=dscores)

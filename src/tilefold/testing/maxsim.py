@@ -146,7 +146,7 @@ def maxsim_inputs(
     else:
         documents_shape = (n_documents,)
         scores_shape = (n_pairs,)
-    # similarities are sums of `dim` products
+    # A similarity is a sum of D products. With factors of variance D^-0.5, it has variance 1.
     scale = dim**-0.25
     queries = torch.randn(n_queries, query_length, dim, generator=generator) * scale
     documents = torch.randn(*documents_shape, document_length, dim, generator=generator) * scale

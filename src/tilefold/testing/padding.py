@@ -74,7 +74,18 @@ def padding_mask(layout: str, batch: int, length: int, generator: torch.Generato
 
 
 def drawn_mask(layout: str, batch: int, length: int, generator: torch.Generator) -> Tensor:
-    """Draw a bool mask ``[batch, length]`` with random lengths, or with random holes."""
+    """Draw a random mask of the tokens that are kept.
+
+    Args:
+        layout: ``"holes"`` keeps about 60% of the tokens. ``"left"`` has random lengths and padding
+            on the left, all others on the right.
+        batch: number of sequences.
+        length: number of tokens of the longest sequence.
+        generator: of the random numbers.
+
+    Returns:
+        Bool ``[batch, length]``, True for tokens that are kept.
+    """
     positions = torch.arange(length)
     lengths = torch.randint(min(1, length), length + 1, (batch, 1), generator=generator)
     if layout == "holes":

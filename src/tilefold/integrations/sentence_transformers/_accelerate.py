@@ -70,7 +70,13 @@ class FusedSimilarity(Replacement):
         self.impl = impl
 
     def __call__(self, embeddings1: object, embeddings2: object, **options: Any) -> Tensor:
-        """Compute scores, with the keywords of the stock function."""
+        """Compute MaxSim scores of queries and documents, ``[Nq, Nd]`` or pairwise ``[N]``.
+
+        Args:
+            embeddings1: token vectors of the queries, in any form that ``maxsim`` takes.
+            embeddings2: token vectors of the documents, likewise.
+            **options: keywords of the stock function. By default they follow the model.
+        """
         function = maxsim if self.name == "similarity" else maxsim_pairwise
         options.setdefault("length_normalize", self.owner.similarity_fn_name == "meanmaxsim")
         options.setdefault("impl", self.impl)
@@ -81,7 +87,11 @@ class NoReplicas(Replacement):
     """Refuses ``torch.nn.DataParallel``, whose replicas would use the original module's weights."""
 
     def __call__(self) -> nn.Module:
-        n_gpus = max(2, torch.cuda.device_count())
+        """Raise ``RuntimeError`` with the ways to train on one or several GPUs.
+
+        ``torch.nn.parallel.replicate`` calls this in place of the module's own method.
+        """
+        n_gpus = max(2, torch.cuda.device_count())  # for the command in the message
         raise RuntimeError(
             f"an accelerated {type(self.owner).__name__} must run in one process for each GPU, got "
             "torch.nn.DataParallel, which copies it within one (transformers' Trainer does this "
@@ -237,8 +247,15 @@ def _fuse_heads(
 ) -> int:
     """Replace the forwards of the LM heads and poolings of a SparseEncoder.
 
-    Everything is checked before the first change. With `check`, each head runs its self-check
-    :func:`check_pair`. The arguments are those of :func:`accelerate`.
+    An LM head then returns its input, and the pooling after it computes the scores from that, with
+    the head's weight. Everything is checked before the first change.
+
+    Args:
+        model: the SparseEncoder.
+        impl: implementation of the operator.
+        check: whether the scores of each head are compared with stock ones (:func:`check_pair`).
+        quantize: ``"fp8"`` to round head and token states; ``None`` for no rounding.
+        screen: whether a product in 8 bits first finds the scores that can be positive.
 
     Returns:
         Number of fused LM heads.
@@ -267,15 +284,22 @@ def _fuse_heads(
         )
     for pair in pairs_with_head:
         pair.head.forward = pass_hidden_states
+        # Several routes may share a Transformer, which needs the hook once.
         if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
             pair.transformer.register_forward_pre_hook(_check_head_is_fused)
-    return len({id(pair.head) for pair in pairs_with_head})
+    distinct_heads = {id(pair.head) for pair in pairs_with_head}
+    return len(distinct_heads)
 
 
 def _add_encoder(model: Model, name: str, encoder: object) -> None:
-    """Put an encoder, CUDA graphs and ``encode`` on the instance.
+    """Put an encoder of batches, CUDA graphs and a faster ``encode`` on the instance of a model.
 
-    An ``encode`` that another package has put there stays.
+    An ``encode`` that another package has put on the instance stays.
+
+    Args:
+        model: the model.
+        name: name of the attribute that gets the encoder.
+        encoder: the encoder.
     """
     setattr(model, name, encoder)
     setattr(model, GRAPHS, EncodingGraphs(model))
@@ -284,9 +308,15 @@ def _add_encoder(model: Model, name: str, encoder: object) -> None:
 
 
 def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
-    """Let networks run on packed tokens, and return why others stay padded.
+    """Let the Transformers of a model run on packed tokens, where all modules support them.
 
-    With `check`, :func:`pack_inputs` compares packed with padded outputs.
+    Args:
+        model: the model.
+        check: whether packed outputs are compared with padded ones.
+        packed: the argument of :func:`accelerate`. False changes nothing.
+
+    Returns:
+        Reasons why networks stay padded, by the names of their classes.
     """
     if not packed:
         return {"all": "packed=False was chosen"}
@@ -297,9 +327,13 @@ def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
 
 
 def restore(model: Model) -> None:
-    """Undo :func:`accelerate`.
+    """Undo :func:`accelerate`: remove all that it has put on the modules of a model.
 
-    A model that is not accelerated does not change.
+    These are replaced methods, the attention for packed tokens, the forwards of LM heads and the
+    hooks that check them. A model that is not accelerated does not change.
+
+    Args:
+        model: the model, which is changed in place.
 
     Raises:
         TypeError: if ``model`` is not a ``torch.nn.Module``.
@@ -310,35 +344,48 @@ def restore(model: Model) -> None:
             f"got {type(model).__name__}; pass the model, not its path.",
         )
     for module, name, replacement in list(replacements(model)):
-        delattr(module, name)
+        delattr(module, name)  # the method of the class applies again
         if isinstance(replacement, PackedInputs):
-            stop_packed(replacement.owner.model)
+            transformer = replacement.owner
+            stop_packed(transformer.model)
     for module in model.modules():
-        if vars(module).get("forward") is pass_hidden_states:
+        is_fused_head = vars(module).get("forward") is pass_hidden_states
+        if is_fused_head:
             del module.forward
         hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if hook is _check_head_is_fused]:
+        keys_of_checks = [key for key, hook in hooks.items() if hook is _check_head_is_fused]
+        for key in keys_of_checks:
             del hooks[key]
 
 
 def is_accelerated(model: Model) -> bool:
-    """Whether ``model`` has a fused head or fused similarities."""
-    kinds = (
+    """Whether :func:`accelerate` has replaced methods of a model.
+
+    Args:
+        model: the model. Anything that is no module is not accelerated.
+    """
+    if not isinstance(model, nn.Module):
+        return False
+    replacement_classes = (
         FusedSimilarity,
         _encoders.SparseBatchEncoder,
         _pooling.FusedForward,
         _pooling.StaticTokens,
     )
-    return isinstance(model, nn.Module) and any(
-        isinstance(replacement, kinds) for _, _, replacement in replacements(model)
+    return any(
+        isinstance(replacement, replacement_classes) for _, _, replacement in replacements(model)
     )
 
 
 def _check_head_is_fused(transformer: Transformer, _: object) -> None:
-    """Forward pre-hook that raises an error if another LM head replaced the fused one.
+    """Raise an error if another LM head has replaced the fused one (a forward pre-hook).
 
     Adding or merging an adapter replaces the head's layer. The new one would compute logits, which
     the fused pooling would read as hidden states.
+
+    Args:
+        transformer: the module with the LM head.
+        _: inputs of its forward; not used.
     """
     if torch.compiler.is_compiling():
         return
@@ -352,7 +399,7 @@ def _check_head_is_fused(transformer: Transformer, _: object) -> None:
 
 
 def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
-    """Replace the similarity methods of a MultiVectorEncoder on the instance.
+    """Replace ``similarity`` and ``similarity_pairwise`` of a MultiVectorEncoder on the instance.
 
     Args:
         model: the model.
@@ -360,11 +407,14 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
         check: whether scores are first compared with the model's.
 
     Raises:
-        ValueError: if the model has similarity methods of another class, or scores differ.
+        ValueError: if the model overrides a similarity method, or scores differ.
     """
-    stock = next(kind for kind in type(model).__mro__ if kind.__name__ == "MultiVectorEncoder")
+    stock_class = next(
+        base for base in type(model).__mro__ if base.__name__ == "MultiVectorEncoder"
+    )
     for name in _METHODS:
-        if name in vars(model) or getattr(type(model), name) is not getattr(stock, name):
+        is_overridden = getattr(type(model), name) is not getattr(stock_class, name)
+        if name in vars(model) or is_overridden:
             raise ValueError(
                 f"model must score with MultiVectorEncoder.{name}, "
                 f"got a {type(model).__name__}; use maxsim in it.",
@@ -463,7 +513,16 @@ def _encode_many(
     batch_size: int | None,
     batch_tokens: int | None,
 ) -> list[Batch]:
-    """Encode texts that background threads tokenise ahead.
+    """Encode many texts to sparse rows, while background threads tokenise the next ones.
+
+    Args:
+        model: an accelerated SparseEncoder, which runs in eval mode.
+        texts: the texts.
+        options: which entries of a row are kept.
+        task: ``"query"``, ``"document"`` or ``None``.
+        prompt: text that is put before every text.
+        batch_size: largest number of texts of a batch; ``None`` for no limit.
+        batch_tokens: largest number of tokens of a batch; ``None`` for what suits the device.
 
     Returns:
         Batches whose positions are those in `texts`.
@@ -492,11 +551,20 @@ def _encode_few(
     prompt: str | None,
     batch_size: int,
 ) -> list[Batch]:
-    """Encode texts in this thread, the longest first.
+    """Encode few texts to sparse rows in this thread, the longest first.
+
+    Args:
+        model: an accelerated SparseEncoder.
+        texts: the texts.
+        task: ``"query"``, ``"document"`` or ``None``.
+        prompt: text that is put before every text.
+        options: which entries of a row are kept.
+        batch_size: number of texts of a batch.
 
     Returns:
         Batches whose positions are those in `texts`.
     """
+    # Texts of similar length share a batch.
     order = sorted(range(len(texts)), key=lambda position: -len(texts[position]))
     batches = []
     for start in range(0, len(order), batch_size):
@@ -515,7 +583,19 @@ def _encode_stock(
     prompt: str | None,
     batch_size: int,
 ) -> Tensor:
-    """Encode texts by the model's own ``encode``, with the result of :func:`encode_sparse`."""
+    """Encode texts by the model's own ``encode``, with the result of :func:`encode_sparse`.
+
+    Args:
+        model: a stock SparseEncoder in eval mode.
+        texts: the texts.
+        options: which entries of a row are kept.
+        task: ``"query"``, ``"document"`` or ``None``.
+        prompt: text that is put before every text.
+        batch_size: number of texts of a batch.
+
+    Returns:
+        Rows ``[len(texts), V]`` in CSR on the CPU, with the vocabulary's fingerprint.
+    """
     scores = model.encode(
         texts,
         task=task,

@@ -37,7 +37,12 @@ class SpladePair(NamedTuple):
 
 
 def find_pairs(model: nn.Module) -> list[SpladePair]:
-    """Return the distinct pairs of a SparseEncoder, over all routes of its Router modules.
+    """Return the poolings of a SparseEncoder with the LM heads that they read.
+
+    All routes of its Router modules are searched. A pair on several routes is listed once.
+
+    Args:
+        model: the SparseEncoder.
 
     Raises:
         ValueError: if there is none, or a pair cannot be fused.
@@ -52,6 +57,7 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
         else:
             unpooled += [module for module in pipeline if isinstance(module, Transformer)]
         for pair in route_pairs:
+            # A pooling counts as the last module only if it is the last one on all of its routes.
             key = id(pair.transformer), id(pair.pooling)
             is_last_so_far = key not in pairs or pairs[key].last
             pairs[key] = pair._replace(last=pair.last and is_last_so_far)
@@ -92,8 +98,13 @@ def is_multi_vector(model: object) -> bool:
 
 
 def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield every sequence of modules that an input may pass, over all routes of Routers."""
-    # For each module of the model, the sequences that can take its place.
+    """Yield every sequence of modules that an input may pass, over all routes of Routers.
+
+    Args:
+        model: a model, whose modules run one after another. A Router runs one of its routes.
+    """
+    # For each module of the model, the sequences of modules that may run in its place: one per
+    # route of a Router.
     alternatives: list[list[list[nn.Module]]] = []
     for module in model._modules.values():
         if isinstance(module, Router):
@@ -139,9 +150,14 @@ def _pair_at(pipeline: list[nn.Module], positions: list[int]) -> SpladePair:
 def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> None:
     """Check that fused heads feed poolings only, and that a pooling belongs to one head.
 
+    A fused head returns hidden states, with which only its pooling can work.
+
     Args:
         pairs: the pairs with a head.
         unpooled: Transformers on routes without a pooling of logits.
+
+    Raises:
+        ValueError: if a head is also used without a pooling, or a pooling has several heads.
     """
     heads = {id(pair.head) for pair in pairs}
     for transformer in unpooled:
@@ -161,7 +177,14 @@ def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> No
 
 
 def _find_head(network: object) -> nn.Module:
-    """Return the output embeddings of a transformers model."""
+    """Return the LM head (output embeddings) of a transformers model.
+
+    Args:
+        network: the model.
+
+    Raises:
+        ValueError: if it has none.
+    """
     getter = getattr(network, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
@@ -174,7 +197,12 @@ def _find_head(network: object) -> nn.Module:
 
 
 def check_head(head: Any) -> None:
-    """Raise an error unless the head computes ``hidden @ weight.T + bias``.
+    """Check that an LM head computes ``hidden @ weight.T + bias``, and return nothing.
+
+    peft may have wrapped the head, as a module to save or with LoRA adapters.
+
+    Args:
+        head: the LM head.
 
     Raises:
         ValueError: for another forward on an instance, hooks, or a layer that is not supported.
@@ -195,14 +223,16 @@ def check_head(head: Any) -> None:
             raise ValueError(
                 f"the LM head must have no hooks, got a {name} with some; remove them first.",
             )
-    base_linear(head)
+    base_linear(head)  # raises an error for a layer that is not supported
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> Head:
-    """Write ``head(hidden)`` as one product ``hidden' @ weight'.T + bias'``.
+    """Return operands with which one product computes the logits of an LM head.
 
-    The product is differentiable in every part. A LoRA update stays exact, dropout included:
-    ``W h + s B A drop(h)`` is ``[W | B]`` times ``[h ; s A drop(h)]``.
+    The logits are ``operands.hidden @ operands.weight.T + operands.bias``. A LoRA update becomes
+    additional columns of both factors: ``W h + s B A drop(h)`` is ``[W | B]`` times
+    ``[h ; s A drop(h)]``, with adapter weights A and B, scaling s and dropout. So the product is
+    exact, and differentiable in all parameters.
 
     Args:
         head: an LM head that :func:`check_head` accepts.
@@ -214,7 +244,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> Head:
             layer.unmerge()  # as its own forward does
     _check_weight_is_local(linear.weight, linear, hidden)
     operands = Head(hidden, linear.weight, linear.bias)
-    for layer in reversed(wrappers):
+    for layer in reversed(wrappers):  # from the innermost adapter outwards
         if _is_peft(layer, "Linear") and not (layer.disable_adapters or layer.merged):
             operands = _with_lora(layer, hidden, operands)
     return operands
@@ -263,17 +293,20 @@ def _layers_of(head: nn.Module) -> Iterator[Any]:
 def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
     """Append the active LoRA updates of a layer to the operands of its base layer.
 
+    An adapter of rank r adds r columns to the hidden states and to the weight: with down-projection
+    A, up-projection B and scaling s, ``W h + s B A drop(h)`` is ``[W | B]`` times
+    ``[h ; s A drop(h)]``. Columns of zeros keep rows of the weight aligned.
+
     Args:
         layer: peft's LoRA layer.
         hidden: its input ``[..., D]``.
         base: operands of the base layer.
 
     Returns:
-        Operands with one more column per rank of an adapter, as :func:`head_operands` says. Columns
-        of zeros keep rows of the weight aligned.
+        Operands of the layer with its adapters.
     """
-    features = [hidden]
-    columns = [base.weight]
+    features = [hidden]  # columns of the new hidden states
+    columns = [base.weight]  # columns of the new weight
     bias = base.bias
     for name in layer.active_adapters:
         if name not in layer.lora_A:
@@ -282,12 +315,12 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
         up = layer.lora_B[name]
         scaling = layer.scaling[name]
         dropped = layer.lora_dropout[name](hidden.to(down.weight.dtype))
-        low_rank = down(dropped) * scaling  # [..., rank]
+        low_rank = down(dropped) * scaling  # [..., r]
         features.append(low_rank.to(hidden.dtype))
         columns.append(up.weight.to(base.weight.dtype))
         if up.bias is not None:
-            shift = (up.bias * scaling).to(base.weight.dtype)
-            bias = shift if bias is None else bias + shift
+            update_bias = (up.bias * scaling).to(base.weight.dtype)
+            bias = update_bias if bias is None else bias + update_bias
     total_rank = sum(column.size(1) for column in columns[1:])
     padding = -total_rank % _LOW_RANK_ALIGNMENT
     if padding > 0:

@@ -41,12 +41,13 @@ _sparse_output: ContextVar[_SparseOutput] = ContextVar("tilefold_sparse", defaul
 
 @contextmanager
 def sparse_scores(options: SparseOptions, capacity: int | None = None) -> Iterator[None]:
-    """Let fused poolings return sparse scores in this thread.
+    """Let fused poolings return sparse scores in this thread, within a context.
 
     Args:
         options: which entries of a row are kept.
-        capacity: number of entries per row. Poolings that can then return rows of this capacity
-            instead of CSR.
+        capacity: number of entries that is reserved for each row. A pooling that supports it then
+            returns rows of this capacity, which need no synchronisation with the GPU. ``None``
+            lets all of them return CSR.
     """
     token = _sparse_output.set(_SparseOutput(options, capacity))
     try:
@@ -227,6 +228,16 @@ class FusedForward(Replacement):
         last: bool = True,
         screen: bool = False,
     ) -> None:
+        """Create the forward.
+
+        Args:
+            pooling: the pooling.
+            head: the LM head before it, if the pooling reads logits.
+            impl: implementation of the operator.
+            quantize: ``"fp8"`` or ``None``.
+            last: whether the pooling is the model's last module. Only that one may return CSR rows.
+            screen: whether a product in 8 bits first finds the scores that can be positive.
+        """
         super().__init__(pooling)
         self.pooling = fused_pooling(pooling, screen)
         self.head = head
@@ -279,6 +290,7 @@ class StaticTokens(Replacement):
     """Forward of a stock ``SparseStaticEmbedding`` that gives ``[PAD]`` in a text no weight."""
 
     def __call__(self, features: Features) -> Features:
+        """Run the stock forward with a mask that leaves out padding tokens."""
         features["attention_mask"] = counted_tokens(features, self.owner.tokenizer)
         outputs: Features = type(self.owner).forward(self.owner, features)
         return outputs
@@ -300,10 +312,10 @@ def stock_output_dtype(
     training: bool,
     flattened: bool,
 ) -> torch.dtype:
-    """Return the dtype of stock ``SpladePooling`` scores under autocast, by running it once.
+    """Return the dtype of the scores that a stock ``SpladePooling`` computes under autocast.
 
-    It depends on autocast's lists of operations, on the mode and on the version, so that no table
-    can hold it.
+    It depends on autocast's lists of operations, on the mode and on torch's version, so that no
+    table can hold it. A pooling of one token with one logit runs once to show it.
 
     Args:
         device: type of the device, such as ``"cuda"``.
@@ -317,6 +329,7 @@ def stock_output_dtype(
     with torch.no_grad(), torch.autocast(device, dtype=autocast_dtype):
         token = torch.zeros(1, 1, 1, device=device)
         features = {
+            # Autocast chooses the dtype of logits, as it does for those of an LM head.
             "token_embeddings": linear(token, token[0]),
             "attention_mask": torch.ones(1, 1, device=device),
         }

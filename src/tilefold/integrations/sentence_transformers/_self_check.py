@@ -59,16 +59,26 @@ class HeadProbe:
     """
 
     def __init__(self, vocab_size: int) -> None:
+        """Create the probe of a head with ``vocab_size`` logits per token."""
         self.vocab_size = vocab_size
         self.hidden: list[Tensor] = []
         self.logits: list[Tensor] = []
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[..., V]`` between -250 and 250, in the dtype of ``hidden``."""
+        """Return logits ``[..., V]`` between -251 and 251, in the dtype of ``hidden``.
+
+        The values are large enough that a soft cap on logits would change them.
+
+        Args:
+            hidden: hidden states ``[..., D]``. Only their shape, dtype and device matter.
+        """
         n_tokens = hidden[..., 0].numel()
         numbers = torch.arange(n_tokens * self.vocab_size, device=hidden.device)
-        ramp = numbers * 37 % 2003 - 1001
-        logits = (ramp * 0.25 + 0.125).to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
+        # Whole numbers from -1001 to 1001. Neighbours differ much: 37 and the prime 2003 share no
+        # factor.
+        spread = numbers * 37 % 2003 - 1001
+        # Quarters with an offset, so that no logit is 0, which a factor would not change.
+        logits = (spread * 0.25 + 0.125).to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
         self.hidden.append(hidden)
         self.logits.append(logits)
         return logits
@@ -139,11 +149,17 @@ def _check_logits_untouched(
 ) -> None:
     """Raise an error if the model changes logits after its LM head.
 
+    The head's forward was replaced by a probe in a run of the model. The Transformer must have
+    returned the probe's logits, or the logits times a factor if the head has no bias.
+
     Args:
         pair: the modules.
-        probe: the head's forward in a run of the model.
-        output: what the Transformer returned in this run.
+        probe: the probe after the run.
+        output: logits that the Transformer returned in this run.
         features: the input of the run.
+
+    Raises:
+        ValueError: if the logits were changed, or the head did not see every token once.
     """
     name = type(pair.transformer.model).__name__
     if len(probe.logits) != 1:
@@ -178,8 +194,11 @@ def _check_logits_untouched(
 def tiny_batch(transformer: Transformer) -> Features:
     """Return features of two short texts of different lengths on the module's device.
 
-    A module that truncates texts to a few tokens would give both the same length, so that its limit
-    is raised for this call.
+    Different lengths are needed, so that the shorter text has padding. A module that truncates
+    texts to a few tokens would give both the same length. Its limit is raised for this call.
+
+    Args:
+        transformer: the Transformer module, whose ``preprocess`` tokenises the texts.
     """
     device = next(transformer.parameters()).device
     if type(transformer).preprocess is not Transformer.preprocess:
@@ -197,9 +216,12 @@ def tiny_batch(transformer: Transformer) -> Features:
 
 @contextmanager
 def as_evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode without gradients, and restore them at the end.
+    """Put modules into eval mode without gradients within a context, and restore them at the end.
 
-    Besides the mode this is ``embedding_dimension``, which the first forward of a pooling sets.
+    The modes are restored, and ``embedding_dimension``, which the first forward of a pooling sets.
+
+    Args:
+        modules: the modules.
     """
     dimensions = [
         (module, module.embedding_dimension)
@@ -220,13 +242,17 @@ def check_similarity(model: Model, name: str, function: Callable[..., Tensor]) -
     Args:
         model: a MultiVectorEncoder.
         name: name of its method.
-        function: the function that is to replace the method.
+        function: the function that will replace the method.
 
     Raises:
         ValueError: if scores differ.
         RuntimeError: if the model cannot score.
     """
-    parameter = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(1))
+    floating_parameters = (
+        parameter for parameter in model.parameters() if parameter.is_floating_point()
+    )
+    parameter = next(floating_parameters, torch.zeros(1))
+    # Two queries of 3 and 1 vectors, and two documents of 4 and 2 vectors.
     n_vectors = 10
     dim = 16
     vectors = torch.arange(n_vectors * dim, dtype=torch.float32).sin().view(n_vectors, dim)

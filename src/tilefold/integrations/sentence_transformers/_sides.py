@@ -49,6 +49,15 @@ class Side:
     """
 
     def __init__(self, name: str, embeddings: object, mask: object, weighted: bool = False) -> None:
+        """Convert token vectors and their mask to tensors.
+
+        Args:
+            name: name of the argument, for error messages.
+            embeddings: ``[N, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``.
+            mask: which vectors count, ``[N, L]`` or a list; ``None`` if all of them do, except rows
+                of zeros in a padded tensor.
+            weighted: whether a floating mask multiplies the vectors.
+        """
         self.rows: Tensor | list[Tensor]
         if isinstance(embeddings, (list, tuple)):
             self.rows = token_vectors(name, embeddings)
@@ -59,7 +68,7 @@ class Side:
             self.rows = as_tokens(name, rows[None] if rows.dim() == 2 else rows, 3)
             longest = self.rows.size(1)
             first_item = embeddings
-        # Arrays have no device: they go to that of the other side.
+        # Arrays have no device. They are moved to the device of the other side.
         self.device = first_item.device if isinstance(first_item, Tensor) else None
         self.count = len(self.rows)
         mask_name = f"{name.removesuffix('_embeddings')}_mask"
@@ -163,6 +172,7 @@ def scores_of_sides(
         return torch.zeros(shape, device=output_device)
 
     def score_part(query_part: SidePart, sequences: slice) -> Tensor:
+        """Score queries with some of the documents, and move the scores to the output device."""
         document_part = documents.part(sequences, compute_device)
         scores = score(query_part, document_part, pairing, length_normalize, impl)
         return scores.to(output_device)
@@ -208,17 +218,28 @@ def score(
         pairing=pairing,
         impl=impl,
     )
-    scores = scores.float().masked_fill(documents.counts() == 0, EMPTY_DOCUMENT_SCORE)
+    is_empty_document = documents.counts() == 0
+    scores = scores.float().masked_fill(is_empty_document, EMPTY_DOCUMENT_SCORE)
     if not length_normalize:
         return scores
-    n_tokens = queries.counts().clamp(min=1)
-    return scores / (n_tokens if pairing == "aligned" else n_tokens[:, None])
+    n_query_tokens = queries.counts().clamp(min=1)
+    if pairing == "aligned":
+        return scores / n_query_tokens
+    return scores / n_query_tokens[:, None]  # one row of scores per query
 
 
 def groups(embeddings: object, mask: object) -> tuple[Tensor, Tensor]:
-    """Return documents grouped by query ``[B, N, Ld, D]``, and their mask ``[B, N, Ld]``.
+    """Convert documents that are grouped by query, and their mask, to tensors.
 
-    Without a mask, rows of zeros are padding.
+    Args:
+        embeddings: token vectors of N documents for each of B queries, ``[B, N, Ld, D]``.
+        mask: which vectors count, ``[B, N, Ld]``. Without one, rows of zeros are padding.
+
+    Returns:
+        Vectors ``[B, N, Ld, D]``, and a bool mask ``[B, N, Ld]``.
+
+    Raises:
+        ValueError: for another shape of the vectors or the mask.
     """
     rows = as_tokens("documents_embeddings", embeddings, 4)
     if mask is None:
@@ -263,6 +284,16 @@ def _mask(name: str, mask: object, count: int, longest: int) -> Tensor:
 
 
 def _as_mask(name: str, mask: object, shape: Sequence[object]) -> Tensor:
+    """Convert a mask to a tensor, of any shape.
+
+    Args:
+        name: name of the argument, for the error message.
+        mask: a tensor or an array.
+        shape: expected shape, for the error message.
+
+    Raises:
+        TypeError: for anything that is no array of numbers.
+    """
     try:
         return torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as error:

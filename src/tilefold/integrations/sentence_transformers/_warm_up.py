@@ -97,6 +97,7 @@ def warm_up(
             stack.callback(restore, model)
         stack.enter_context(in_eval_mode(model))
         calls = steps(model, lengths, batch_size, inference, training, dtype)
+        # Dropout in the calls must not change the caller's random numbers.
         stack.enter_context(torch.random.fork_rng(devices=[device]))
         built = build_kernels(calls, workers)
         if inference:
@@ -132,22 +133,32 @@ def steps(
     training: bool,
     dtype: torch.dtype | None,
 ) -> list[Callable[[], object]]:
-    """Return functions that run the model on synthetic batches.
+    """Return functions that run the model on synthetic batches, so that its kernels are built.
 
     Args:
-        model, lengths, batch_size, inference, training, dtype: see :func:`warm_up`.
+        model: an accelerated model.
+        lengths: tokens of the longest text of each batch of documents. Queries have the first
+            length.
+        batch_size: texts in a batch.
+        inference: whether to run each batch without gradients.
+        training: whether to run each batch with gradients.
+        dtype: dtype of autocast; ``None`` for none.
 
     Returns:
-        For each length, a function without gradients and one with gradients, if they are asked for.
+        One function per length and kind of run, without arguments.
     """
     queries = synthetic_batch(model, lengths[0], batch_size)
     calls: list[Callable[[], object]] = []
     for length in lengths:
         documents = synthetic_batch(model, length, batch_size)
         if inference:
-            calls.append(partial(_run_step, model, queries, documents, False, dtype))
+            calls.append(
+                partial(_run_step, model, queries, documents, trains=False, dtype=dtype),
+            )
         if training:
-            calls.append(partial(_run_step, model, queries, documents, True, dtype))
+            calls.append(
+                partial(_run_step, model, queries, documents, trains=True, dtype=dtype),
+            )
     return calls
 
 
@@ -176,7 +187,11 @@ def _run_step(
     trains: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Compute scores of documents, and gradients of their sum.
+    """Run a forward pass on documents, and in training a backward pass, for their kernels.
+
+    A SparseEncoder computes the documents' sparse scores. A MultiVectorEncoder, whose outputs are
+    token vectors, scores the documents with the queries. The gradients are those of the sum of all
+    scores. All results are dropped.
 
     Args:
         model: the model, which is set to training or eval mode.
@@ -193,7 +208,7 @@ def _run_step(
     with torch.set_grad_enabled(trains), autocast:
         document_outputs = model(dict(documents))
         scores = document_outputs.get("sentence_embedding")
-        if scores is None:
+        if scores is None:  # a MultiVectorEncoder
             query_outputs = model(dict(queries))
             scores = colbert_scores(
                 query_outputs["token_embeddings"],

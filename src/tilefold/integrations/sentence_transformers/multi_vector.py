@@ -445,7 +445,8 @@ def xtr_kd_scores(
     _check_groups(queries, rows)
     n_groups, n_documents = rows.shape[:2]
     scores = _score_xtr(queries, rows, mask, top_k, impl)
-    # Group i of the columns belongs to query i.
+    # Query i needs the scores of group i only: the diagonal of [queries, groups, documents], which
+    # ``diagonal`` returns as [documents, queries].
     scores_by_group = scores.view(n_groups, n_groups, n_documents)
     return scores_by_group.diagonal().mT.contiguous()
 
@@ -561,6 +562,13 @@ class XTRScores:
         chunk_elements: int | None = None,
         impl: str = "auto",
     ) -> None:
+        """Store the options.
+
+        Args:
+            top_k: tokens that each query token retrieves from all documents of the batch.
+            chunk_elements: ignored, for compatibility.
+            impl: implementation of :func:`tilefold.ops.xtr_scores`.
+        """
         self.top_k = top_k
         self.chunk_elements = chunk_elements
         self.impl = impl
@@ -576,7 +584,12 @@ class XTRScores:
         queries_mask: object = None,
         documents_mask: object = None,
     ) -> Tensor:
-        """Compute scores ``[Nq, B * N]``."""
+        """Compute XTR scores of every query with every document, ``[Nq, B * N]``.
+
+        Args:
+            queries_embeddings, documents_embeddings, queries_mask, documents_mask: as in
+                :func:`xtr_scores`.
+        """
         return xtr_scores(
             queries_embeddings,
             documents_embeddings,
@@ -605,7 +618,12 @@ class XTRKDScores(XTRScores):
         queries_mask: object = None,
         documents_mask: object = None,
     ) -> Tensor:
-        """Compute scores ``[B, N]``."""
+        """Compute XTR scores of each query with its N documents, ``[B, N]``.
+
+        Args:
+            queries_embeddings, documents_embeddings, queries_mask, documents_mask: as in
+                :func:`xtr_kd_scores`.
+        """
         return xtr_kd_scores(
             queries_embeddings,
             documents_embeddings,

@@ -35,9 +35,13 @@ _HUB_OPTIONS = ("subfolder", "revision", "token", "cache_dir", "local_files_only
 def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     """Set the alpha of every attention layer of ``model``: one number, or one per layer.
 
-    The alphas, in [1, 2] (1 is softmax), are stored in the model's configuration, and with it in
-    checkpoints; learned ones are removed. ``model`` is a transformers model, or any module with one
-    inside, as sentence-transformers has.
+    The alphas are stored in the model's configuration, and with it in checkpoints. Learned alphas
+    are removed.
+
+    Args:
+        model: a transformers model, or any module with one inside, such as a model of
+            sentence-transformers.
+        alpha: one number for all layers, or one for each, in [1, 2]. Alpha 1 is softmax.
 
     Raises:
         ValueError: for a list of another length, a number outside [1, 2], or a model without
@@ -45,32 +49,37 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     """
     modules = attention.checked_attention_modules(model)
     alphas = check_alphas(alpha, len(modules))
-    modules_by_config: dict[int, dict[nn.Module, float]] = {}
+    # A model may have several configurations, such as one per encoder.
+    alphas_by_config: dict[int, dict[nn.Module, float]] = {}
     for module, value in zip(modules, alphas, strict=True):
         _delete_alpha(module)
-        modules_by_config.setdefault(id(module.config), {})[module] = value
-    for alpha_by_module in modules_by_config.values():
+        alpha_by_module = alphas_by_config.setdefault(id(module.config), {})
+        alpha_by_module[module] = value
+    for alpha_by_module in alphas_by_config.values():
         _store_alphas(alpha_by_module)
 
 
 def _store_alphas(alpha_by_module: dict[nn.Module, float]) -> None:
-    """Store alphas of attention modules in the configuration that they share.
+    """Write the alphas of attention modules to the configuration that all of them share.
+
+    ``config.entmax_alpha`` becomes one number if all alphas are equal. Otherwise it becomes a list
+    with one alpha per layer, in which a module finds its alpha by its ``layer_idx``. If modules do
+    not number their layers 0, 1, 2 and so on, each one also gets an attribute with its alpha.
 
     Args:
-        alpha_by_module: alphas of the modules, first layer first.
+        alpha_by_module: the alpha of each module, first layer first.
     """
     modules = list(alpha_by_module)
     alphas = list(alpha_by_module.values())
-    config = modules[0].config
-    if len(set(alphas)) == 1:
-        setattr(config, attention.ALPHA, alphas[0])
+    shared_config = modules[0].config
+    are_equal = len(set(alphas)) == 1
+    setattr(shared_config, attention.ALPHA, alphas[0] if are_equal else alphas)
+    if are_equal:
         return
-    setattr(config, attention.ALPHA, alphas)
-    layers = [getattr(module, "layer_idx", None) for module in modules]
-    if layers != list(range(len(modules))):
-        # A module looks its alpha up by its number of layer. Without it, the module needs its own.
-        for module, value in alpha_by_module.items():
-            setattr(module, attention.ALPHA, value)
+    layer_numbers = [getattr(module, "layer_idx", None) for module in modules]
+    if layer_numbers != list(range(len(modules))):
+        for module, alpha in alpha_by_module.items():
+            setattr(module, attention.ALPHA, alpha)
 
 
 def learn_alpha(
@@ -102,6 +111,7 @@ def learn_alpha(
         for n_heads, start in zip(n_heads_by_module.values(), starts, strict=True)
     ]
     for module, alpha in zip(n_heads_by_module, alphas, strict=True):
+        # The new parameters belong on the device of the layer's weights.
         parameter = next(module.parameters(), None)
         if parameter is not None:
             alpha.to(parameter.device)
@@ -109,9 +119,10 @@ def learn_alpha(
         setattr(module, attention.ALPHA, alpha)
         setattr(module.config, attention.ALPHA, attention.LEARNED)
     for module in model.modules():
-        kind = type(module)
-        if kind.__name__ == "Transformer" and kind.__module__.startswith("sentence_transformers."):
-            module.__class__ = entmax_transformer()
+        module_class = type(module)
+        is_from_library = module_class.__module__.startswith("sentence_transformers.")
+        if module_class.__name__ == "Transformer" and is_from_library:
+            module.__class__ = entmax_transformer()  # a subclass, which loads learned alphas
     return alphas
 
 
@@ -322,18 +333,26 @@ class AlphaSchedule(TrainerCallback):
     def alpha_at(self, step: int, steps: int) -> float | list[float]:
         """Return alpha after ``step`` of ``steps`` optimiser steps.
 
-        The result is a list if the target is one.
+        Progress goes from 0 at the first step to 1 at ``until``. Alpha moves from the start to the
+        target with it, linearly or along half a cosine.
+
+        Args:
+            step: number of steps done.
+            steps: number of all steps of the training.
+
+        Returns:
+            One alpha, or a list with one per layer if the target is a list.
         """
         last_step = self.until
-        if isinstance(self.until, float):
+        if isinstance(self.until, float):  # a share of all steps
             last_step = math.ceil(self.until * steps)
         progress = min(1.0, step / max(1, last_step))
         if self.shape == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
-        alphas = [
-            target if progress == 1 else self.start + progress * (target - self.start)
-            for target in self.targets
-        ]
+        if progress == 1:
+            alphas = list(self.targets)  # exactly, without a rounding error
+        else:
+            alphas = [self.start + progress * (target - self.start) for target in self.targets]
         return alphas if isinstance(self.alpha, Sequence) else alphas[0]
 
     def on_train_begin(
@@ -344,7 +363,18 @@ class AlphaSchedule(TrainerCallback):
         model: nn.Module | None = None,
         **_: object,
     ) -> None:
-        """Check the model, and set the alpha of the step that training starts or resumes at."""
+        """Check the model, and set the alpha of the step that training starts or resumes at.
+
+        Args:
+            args: training arguments; not used.
+            state: the trainer's state, with the numbers of steps done and of all steps.
+            control: not used.
+            model: the model in training.
+
+        Raises:
+            ValueError: if the model does not run entmax attention or has learned alphas, or if
+                ``until`` lies after the last step.
+        """
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
         if not runs_entmax(model):
@@ -370,7 +400,14 @@ class AlphaSchedule(TrainerCallback):
         model: nn.Module | None = None,
         **_: object,
     ) -> None:
-        """Set the alpha of the next step."""
+        """Set the alpha of the next step.
+
+        Args:
+            args: training arguments; not used.
+            state: the trainer's state, with the numbers of steps done and of all steps.
+            control: not used.
+            model: the model in training.
+        """
         if model is not None:
             set_alpha(model, self.alpha_at(state.global_step, state.max_steps))
 
@@ -399,6 +436,12 @@ def entmax_transformer() -> type:
         __qualname__ = "EntmaxTransformer"
 
         def __init__(self, model_name_or_path: str | Path, **kwargs: Any) -> None:
+            """Load a checkpoint, with its learned alphas if it has some.
+
+            Args:
+                model_name_or_path: the folder, or the name on the Hugging Face hub.
+                **kwargs: other arguments of the stock ``Transformer``.
+            """
             attention.register()
             super().__init__(model_name_or_path, **kwargs)
             if has_learned_alpha(self.model):
@@ -414,7 +457,13 @@ def _implementation(module: nn.Module) -> object:
 
 
 def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
-    """Yield the transformers models in a module that are not inside another one."""
+    """Yield the outermost transformers models in a module.
+
+    A transformers model often contains others, such as the encoder below an LM head.
+
+    Args:
+        model: the module, which may be a transformers model itself.
+    """
     inner_ids: set[int] = set()
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and id(module) not in inner_ids:
@@ -423,9 +472,13 @@ def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return the configurations of a module's transformers models and attention layers.
+    """Return the configurations in a module that may hold settings of entmax attention.
 
-    An attention layer's configuration is left out if it has no alphas. Each is listed once.
+    These are the configurations of all transformers models, and of other modules if they hold
+    alphas. A configuration that modules share is listed once.
+
+    Args:
+        model: the module.
     """
     configs: dict[int, Any] = {}
     for module in model.modules():
@@ -437,17 +490,21 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _theta_of(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
-    """Return the theta of an attention module.
+    """Return the parameter ``theta`` of an attention module's learned alpha from a checkpoint.
+
+    The module's name may have more or fewer prefixes than in the checkpoint, such as
+    ``"model.layers.0.attn"`` for ``"layers.0.attn"``.
 
     Args:
-        name: name of the module. It may have more or fewer prefixes than in the checkpoint.
-        thetas: tensors of a checkpoint, by their names in it.
+        name: name of the module in its model.
+        thetas: learned parameters of a checkpoint, by their names in it.
 
     Returns:
-        The tensor; ``None`` if there is none, or several names match.
+        The tensor; ``None`` if no name matches, or several do.
     """
     if name + SUFFIX in thetas:
         return thetas[name + SUFFIX]
+    # The dots make sure that whole parts of the names agree.
     dotted_name = f".{name}{SUFFIX}"
     matches = [
         key for key in thetas if key.endswith(dotted_name) or dotted_name.endswith(f".{key}")
@@ -456,7 +513,7 @@ def _theta_of(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
 
 
 def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]:
-    """Read the learned alphas of a checkpoint.
+    """Read the parameters of learned alphas from a checkpoint, in one file or in several.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
@@ -483,6 +540,7 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
             continue
         if not name.endswith("index.json"):
             return _thetas_in(path)
+        # The index names the file of each weight.
         file_by_weight = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
         files = {file for weight, file in file_by_weight.items() if weight.endswith(SUFFIX)}
         thetas: dict[str, Tensor] = {}
@@ -496,7 +554,14 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
 
 
 def _thetas_in(path: str) -> dict[str, Tensor]:
-    """Read the learned alphas of one file of weights."""
+    """Read the parameters of learned alphas from one file of weights.
+
+    Args:
+        path: a safetensors file, or a file of ``torch.save``, of which only tensors are loaded.
+
+    Returns:
+        Tensors by their names in the file; empty if the file has none.
+    """
     if path.endswith(".safetensors"):
         from safetensors import safe_open  # comes with transformers
 

@@ -83,7 +83,8 @@ def entmax_mask(
 ) -> Tensor | None:
     """Return the padding mask of the keys, for transformers' mask interface.
 
-    Causality and sliding windows are arguments of the attention, so that no mask is made of them.
+    A mask function of transformers may also stand for causality or a sliding window. The attention
+    gets both as arguments, so that they are not part of this mask.
 
     Args:
         batch_size: number of sequences; not used.
@@ -108,8 +109,10 @@ def entmax_mask(
             f"{name}; pass cu_seq_lens_q and cu_seq_lens_k for packed sequences, or use "
             "attn_implementation='sdpa'.",
         )
-    is_directed = mask_function is not None and mask_function is not bidirectional_mask_function
-    if is_directed and q_offset is not None:
+    depends_on_positions = (
+        mask_function is not None and mask_function is not bidirectional_mask_function
+    )
+    if depends_on_positions and q_offset is not None:
         # The attention aligns queries to the end of the keys. A static cache has empty slots there.
         is_static = not isinstance(q_offset, int) or q_offset + q_length != kv_offset + kv_length
         if is_static:
@@ -130,7 +133,9 @@ def entmax_mask(
 
 
 def _is_known_mask(function: Callable[..., object], options: Mapping[str, object]) -> bool:
-    """Whether a mask function only says what the attention's own arguments say.
+    """Whether a mask function describes only causality and sliding windows.
+
+    The attention gets these as arguments. It would ignore any other mask.
 
     Args:
         function: a mask function of transformers.
@@ -147,10 +152,14 @@ def _is_known_mask(function: Callable[..., object], options: Mapping[str, object
 
 
 def _has_plain_mask_options(options: Mapping[str, object]) -> bool:
-    """Whether the arguments of a mask function rule out masks that are not known.
+    """Whether other arguments of a call show that its mask is only causal, or a sliding window.
 
-    ``torch.compile`` cannot look into closures. Masks of packed sequences and of callers do not
-    allow transformers to skip the mask.
+    This replaces :func:`_is_known_mask` under ``torch.compile``, which cannot look into closures.
+    transformers may skip the mask for plain masks only: neither for those of packed sequences nor
+    for those of callers.
+
+    Args:
+        options: other arguments of the call of :func:`entmax_mask`.
     """
     may_skip_mask = options.get("allow_is_causal_skip", False) or options.get(
         "allow_is_bidirectional_skip",
@@ -298,9 +307,12 @@ def _record_of(module: nn.Module) -> SparsityRecord | None:
 
 
 def _store_implementation(module: nn.Module) -> None:
-    """Store the name of the attention in the module's configuration, and so in checkpoints.
+    """Store the name of the attention in the configuration that a checkpoint of the model gets.
 
-    transformers reads it from a checkpoint, but never writes it.
+    transformers reads the name ``attn_implementation`` from a checkpoint, but never writes it.
+
+    Args:
+        module: an attention module that runs.
     """
     config = getattr(module, "config", None)
     if config is not None and not torch.compiler.is_compiling() and MARK not in vars(config):
@@ -310,7 +322,11 @@ def _store_implementation(module: nn.Module) -> None:
 def layer_alpha(module: nn.Module) -> float | Tensor:
     """Return the alpha of an attention module: one number, or ``[H]`` if it is learned.
 
-    It is the module's ``entmax_alpha``, else that of its configuration, else 1.5.
+    It is the module's ``entmax_alpha``, else that of its configuration, else 1.5. A list in the
+    configuration holds one number per layer, at the position ``layer_idx`` of the module.
+
+    Args:
+        module: the attention module.
 
     Raises:
         ValueError: if the configuration says that alphas are learned, and the module has none, or
@@ -345,8 +361,13 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
 def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
     """Return the modules that call transformers' attention interface, and their query heads.
 
+    They are recognised by the attributes ``is_causal`` and ``config``, which the interface reads.
+
+    Args:
+        model: the model.
+
     Returns:
-        Number of heads by module, first layer first.
+        Number of query heads by module, first layer first.
     """
     check_network(model)
     n_heads: dict[nn.Module, int] = {}
@@ -374,7 +395,13 @@ def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def _query_heads(module: nn.Module) -> int | None:
-    """Return the number of query heads of an attention module, or ``None`` if it is not known."""
+    """Return the number of query heads of an attention module, or ``None`` if it is not known.
+
+    Architectures name it differently.
+
+    Args:
+        module: the attention module.
+    """
     candidates = (
         getattr(module, "num_attention_heads", None),
         getattr(module, "num_heads", None),
@@ -427,12 +454,16 @@ class SparsityRecord:
         self._counts: dict[nn.Module, Tensor | None] = dict.fromkeys(modules)
 
     def _add(self, module: nn.Module, call: _AttentionCall, stats: EntmaxStats) -> None:
-        """Add the counts of one call, without padding queries.
+        """Add the counts of one call of the attention to those of its layer.
+
+        Counts are summed over the batch and the queries, separately for each head. Padding queries
+        do not count.
 
         Args:
             module: the attention module that called.
             call: its arguments.
-            stats: statistics of its rows, ``[B, H, Nq]``; of packed rows ``[1, H, Tq]``.
+            stats: statistics of each query, ``[B, H, Nq]``; of packed queries ``[1, H, Tq]``.
+                ``support`` is its number of positive weights, ``visible`` of allowed keys.
         """
         query_mask = _query_padding_mask(module, call)
         support = stats.support
@@ -440,10 +471,11 @@ class SparsityRecord:
         if query_mask is not None:
             support = support * query_mask[:, None]
             visible = visible * query_mask[:, None]
+        batch_and_queries = (0, 2)  # dimensions
         counts = [
-            support.sum(dim=(0, 2)),
-            visible.sum(dim=(0, 2)),
-            (visible > 0).sum(dim=(0, 2)),
+            support.sum(dim=batch_and_queries),
+            visible.sum(dim=batch_and_queries),
+            (visible > 0).sum(dim=batch_and_queries),  # queries that see any key
         ]
         if self._blocks:
             live, visible_blocks = live_blocks(
@@ -478,7 +510,10 @@ class SparsityRecord:
 
     @property
     def total(self) -> LayerSparsity:
-        """All layers and heads together: lists of one number, weighted by how much was counted."""
+        """Sparsity over all layers and heads, in lists of one number.
+
+        A layer weighs as much as it has counted weights, queries or blocks.
+        """
         counts = [counts.sum(dim=1, keepdim=True) for _, counts in self._counts_by_name()]
         return self._sparsity("all layers", torch.stack(counts).sum(dim=0))
 
@@ -497,7 +532,13 @@ class SparsityRecord:
         return counts_by_name
 
     def _sparsity(self, name: str, counts: Tensor) -> LayerSparsity:
-        """Convert counts ``[5, H]`` of a layer to shares."""
+        """Convert the counts of a layer to shares.
+
+        Args:
+            name: name of the layer.
+            counts: ``[5, H]`` for H heads. The rows are positive and allowed weights, queries, live
+                and visible blocks.
+        """
         positive, allowed, queries, live, visible = counts.double()
         return LayerSparsity(
             name=name,
@@ -508,7 +549,7 @@ class SparsityRecord:
         )
 
     def __str__(self) -> str:
-        """A table of means over heads."""
+        """Return a table with one line per layer and one for all layers, of means over heads."""
         rows = [("layer", "nonzero", "support", "live blocks")]
         for layer in [*self.layers, self.total]:
             nonzero = _mean(layer.nonzero)
@@ -528,12 +569,20 @@ def _mean(values: list[float]) -> float:
 
 
 def _query_padding_mask(module: nn.Module, call: _AttentionCall) -> Tensor | None:
-    """Return which queries of a call are tokens, bool ``[B, Nq]``, or ``None`` if it is unknown.
+    """Return which queries of a call are tokens and which are padding.
 
-    Queries are aligned to the end of the keys, so the keys' mask holds theirs. Cross-attention has
-    keys of another sequence, which say nothing about queries.
+    In self-attention, queries are aligned to the end of the keys, so that the end of the keys' mask
+    is that of the queries. Cross-attention has keys of another sequence.
+
+    Args:
+        module: the attention module that called.
+        call: its arguments.
+
+    Returns:
+        Bool ``[B, Nq]``, True for tokens; ``None`` without a mask, and in cross-attention.
     """
     mask = call.key_padding_mask
+    # Some architectures show it in an attribute, others in the name of the class only.
     is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     if mask is None or is_cross:
         return None
@@ -551,7 +600,7 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
     For example::
 
         with record_sparsity(model) as sparsity:
-            model(**batch)  # as often as wanted
+            model(**batch)  # once or several times
         print(sparsity)
 
     Counts stay on the device until they are read, so nothing synchronises inside the block. Padding

@@ -17,7 +17,11 @@ def check_network(model: object) -> None:
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Put models into eval mode, and restore the mode of every submodule at the end."""
+    """Put models into eval mode within a context, and restore every submodule's mode at the end.
+
+    Args:
+        *models: the models. Their submodules may be in different modes.
+    """
     modes = {module: module.training for model in models for module in model.modules()}
     for model in models:
         model.eval()

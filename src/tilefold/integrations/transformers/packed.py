@@ -138,7 +138,15 @@ def packed_heads(tensor: Tensor) -> Tensor:
 
 
 def _window_mask(query: Tensor, sliding_window: int) -> Tensor | None:
-    """Return a mask ``[1, 1, N, N]`` of keys within a window, or ``None`` if all are."""
+    """Return the mask of a sliding window for padded attention, True for keys that are seen.
+
+    Args:
+        query: ``[B, H, N, D]``.
+        sliding_window: keys at a distance below this are seen.
+
+    Returns:
+        Bool ``[1, 1, N, N]``, or ``None`` if every query sees all keys.
+    """
     length = query.size(2)
     if sliding_window >= length:
         return None
@@ -155,7 +163,11 @@ def _check_packed_call(
 ) -> None:
     """Raise ``ValueError`` for packed inputs that packed attention does not support.
 
-    The arguments are those of :func:`packed_attention_forward`.
+    Args:
+        module: the attention module that calls.
+        query: packed queries, which must be one row ``[1, H, T, D]``.
+        attention_mask: must be ``None``, because packed inputs have no padding.
+        kwargs: other arguments of :func:`packed_attention_forward`.
     """
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
@@ -179,9 +191,9 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask of ``"sdpa"``, or ``None`` where nothing is padded.
+    """Return the mask that transformers' ``"sdpa"`` attention uses, or ``None`` without padding.
 
-    Sliding windows need no mask, because the attention applies them itself.
+    A sliding window alone needs no mask, because the attention applies it itself.
 
     Args:
         *args: positional arguments of transformers' mask functions.
@@ -209,9 +221,15 @@ def _needs_no_mask(mask_function: Callable[..., object]) -> bool:
 
 
 def joined_mask_functions(function: Callable[..., object]) -> list[Callable[..., object]]:
-    """Return the mask functions that transformers' ``and_masks`` joined to `function`.
+    """Return the mask functions of which a mask function is the conjunction.
 
-    The list is empty if `function` is no such conjunction.
+    transformers' ``and_masks`` makes such a function. It holds the others in its closure.
+
+    Args:
+        function: a mask function of transformers.
+
+    Returns:
+        The joined functions; an empty list if `function` is no conjunction.
     """
     if not getattr(function, "__qualname__", "").startswith("and_masks"):
         return []
@@ -228,7 +246,11 @@ def joined_mask_functions(function: Callable[..., object]) -> list[Callable[...,
 def padding_position(model: nn.Module) -> int | None:
     """Return the position id of padding tokens, or ``None`` in models without one.
 
-    RoBERTa and its kin have one. The position ids of their other tokens begin after it.
+    RoBERTa and models derived from it have one, which equals the id of the padding token. The
+    position ids of their other tokens begin after it.
+
+    Args:
+        model: a transformers model.
     """
     for module in model.modules():
         position = getattr(module, "padding_idx", None)
@@ -251,10 +273,10 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
     if padding is None:
         return positions
     is_counted = (input_ids != padding).long()
-    n_counted = torch.cat(
-        [is_counted.new_zeros(1), is_counted.cumsum(0)]
-    )  # before a token, [T + 1]
-    n_counted_in_sequence = n_counted[1:] - n_counted[cu_seqlens.long()[sequences]]
+    # Number of counted tokens before each token of the batch, and of all: [T + 1].
+    n_counted_before = torch.cat([is_counted.new_zeros(1), is_counted.cumsum(0)])
+    sequence_starts = cu_seqlens.long()[sequences]  # of the sequence of each token, [T]
+    n_counted_in_sequence = n_counted_before[1:] - n_counted_before[sequence_starts]
     return n_counted_in_sequence * is_counted + padding
 
 
@@ -264,7 +286,9 @@ def packed_arguments(
     cu_seqlens: Tensor,
     longest: int,
 ) -> dict[str, Any]:
-    """Return packed tokens under the names that transformers and sentence-transformers use.
+    """Return arguments for the forward of an encoder on packed tokens, by name.
+
+    transformers and sentence-transformers use the same names.
 
     Args:
         ids: token ids, ``[T]``.
@@ -363,7 +387,13 @@ def stop_packed(model: Model) -> None:
 
 
 def _unsupported_reason(model: Model) -> str | None:
-    """Return why a model of this kind cannot take packed tokens, or ``None`` if it may."""
+    """Return the reason why a model cannot take packed tokens, or ``None`` without one.
+
+    Only its class, configuration and parameters are examined. Nothing runs.
+
+    Args:
+        model: the model.
+    """
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
@@ -396,8 +426,12 @@ def _is_decoder(model: Model) -> bool:
 def _mismatch_reason(model: Model) -> str | None:
     """Compare packed and padded outputs of two short sequences, in two forward passes.
 
+    Args:
+        model: a model whose attention takes packed tokens.
+
     Returns:
-        How they disagree, or why the model could not run; ``None`` if they agree.
+        A phrase that says by how much they disagree, or why the model could not run; ``None`` if
+        they agree.
     """
     with in_eval_mode(model), torch.no_grad():
         try:
@@ -414,7 +448,7 @@ def _mismatch_reason(model: Model) -> str | None:
             f"packed tokens gave {list(packed.shape)} numbers, padded ones {list(expected.shape)}"
         )
     difference = largest_difference(packed, expected)
-    scale = max(1e-6, float(expected.abs().max()))
+    scale = max(1e-6, float(expected.abs().max()))  # not 0, for outputs of zeros
     if not difference <= TOLERANCE * scale:  # a NaN is no small difference
         return (
             f"packed and padded tokens disagree by {difference:.3g} of {scale:.3g} on two short "
@@ -433,16 +467,19 @@ def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
     longest = _LONG_LENGTH
     window = getattr(config, "sliding_window", None)
     if isinstance(window, int):
+        # A few tokens lie outside of the window then.
         longest = max(_LONG_LENGTH, min(_LONGEST_CHECKED, window + 8))
     n_positions = getattr(config, "max_position_embeddings", longest)
     longest = min(longest, n_positions - _RESERVED_POSITIONS)
     lengths = torch.tensor([[_SHORT_LENGTH], [longest]], device=device)
     mask = (torch.arange(longest, device=device) < lengths).long()
-    padding = getattr(config, "pad_token_id", None)
-    if padding is None:
-        padding = 0
-    # Ids from 3 on, after the first special tokens, in an order that repeats only after 89 tokens.
+    padding_id = getattr(config, "pad_token_id", None)
+    if padding_id is None:
+        padding_id = 0
+    # Ids from 3 on, after the first special tokens. Steps of 7 modulo the prime 89 visit all 89 ids
+    # before the first one recurs. A smaller vocabulary has fewer ids, of which 4 are left out: 0 to
+    # 2, and the last one, which may replace the padding's.
     n_ids = min(config.vocab_size - 4, 89)
     ids = torch.arange(2 * longest, device=device).view(2, longest) * 7 % n_ids + 3
-    ids = torch.where(ids == padding, ids + 1, ids)
-    return torch.where(mask == 0, padding, ids), mask
+    ids = torch.where(ids == padding_id, ids + 1, ids)
+    return torch.where(mask == 0, padding_id, ids), mask

@@ -42,9 +42,11 @@ def one_gpu(arguments_class: Any) -> Any:
     class OneGpu(arguments_class):
         @property
         def n_gpu(self) -> int:
+            """Number of GPUs, which decides whether the Trainer uses ``DataParallel``."""
             return min(1, int(super().n_gpu))
 
         def __reduce__(self) -> Any:
+            """Pickle the arguments as an instance of the stock class."""
             stock = object.__new__(arguments_class)
             vars(stock).update(vars(self))
             # From protocol 2 on, pickle requires the class of the pickled object itself.

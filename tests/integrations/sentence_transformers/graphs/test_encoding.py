@@ -412,7 +412,7 @@ def test_a_model_on_a_cpu_has_no_cuda_graphs_and_restore_removes_them(stock: Any
     model = copy.deepcopy(stock)
     accelerate(model)
     model.encode(TEXT)
-    assert model.encoding_graphs._capture is EncodingGraph
+    assert model.encoding_graphs._graph_factory is EncodingGraph
     assert n_graphs(model) == 0
     restore(model)
     assert "encoding_graphs" not in vars(model)

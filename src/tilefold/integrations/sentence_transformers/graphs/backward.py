@@ -105,6 +105,7 @@ def backward_parts(
     if cut.upper_input is None or cut.lower_output is None:
         yield torch.autograd.grad(output, parameters, output_gradient, allow_unused=True)
         return
+    # Upper layers: from the output to the hidden states at the cut.
     cut_gradient, *upper = torch.autograd.grad(
         output,
         [cut.upper_input, *parameters],
@@ -112,6 +113,7 @@ def backward_parts(
         allow_unused=True,
     )
     yield upper
+    # Lower layers: from the cut to the inputs.
     lower = torch.autograd.grad(cut.lower_output, parameters, cut_gradient, allow_unused=True)
     yield [_sum_gradients(*gradients) for gradients in zip(upper, lower, strict=True)]
 
@@ -130,26 +132,28 @@ def allocate_gradients(
     parameters: list[Tensor],
     parts: Iterator[Gradients],
 ) -> set[int]:
-    """Create missing gradient buffers for parameters that have a gradient.
+    """Run a backward pass, and create the missing gradient buffers of parameters that it reaches.
 
     A buffer is the ``grad`` of the parameter, or a new tensor of zeros if that is None.
 
     Args:
-        buffers: gradient buffer of each parameter; ``None`` for a missing one. Filled in.
+        buffers: gradient buffer of each parameter; ``None`` for a missing one. New buffers are
+            written into this list.
         parameters: the parameters.
-        parts: result of :func:`backward_parts`.
+        parts: result of :func:`backward_parts`, whose iteration runs the backward pass.
 
     Returns:
         Positions of the parameters whose gradients are complete only after the second part.
     """
     upper = next(parts)
-    complete = next(parts, upper)
+    complete = next(parts, upper)  # gradients after both parts, if there are two
     for position, (parameter, gradient) in enumerate(zip(parameters, complete, strict=True)):
         if gradient is None or buffers[position] is not None:
             continue
         buffers[position] = (
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         )
+    # The second part leaves the gradients of other parameters as the same objects.
     return {
         position for position in range(len(parameters)) if upper[position] is not complete[position]
     }
@@ -160,7 +164,9 @@ def write_gradients(
     gradients: Gradients,
     positions: Collection[int],
 ) -> None:
-    """Copy gradients to their buffers, and zeros for parameters without a gradient in this pass.
+    """Copy gradients of a backward pass to their buffers.
+
+    A buffer is set to zero if its parameter has no gradient in this pass.
 
     Args:
         buffers: gradient buffer of each parameter; ``None`` for a parameter without one.

@@ -122,9 +122,12 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def uncached_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Run with the current autocast, but without its cache of converted weights.
+    """Return a context with the current autocast, but without its cache of converted weights.
 
     A captured graph would read the cached copies, which do not follow later changes of the weights.
+
+    Args:
+        device_type: type of the device, such as ``"cuda"``.
     """
     dtype = autocast_dtype(device_type)
     if dtype is None:
@@ -133,11 +136,12 @@ def uncached_autocast(device_type: str) -> AbstractContextManager[object]:
 
 
 def warn_slower(module: object, limitation: str, error: Exception, slower: str) -> None:
-    """Warn that a module works without a graph or with a slower one.
+    """Warn after a failed capture that a module works without a graph or with a slower one.
 
     Args:
         module: the module, whose class the warning names.
-        limitation: a verb phrase that says what the module does without.
+        limitation: a verb phrase after the name of the class, such as ``"trains without CUDA
+            graphs"``.
         error: the error of the capture.
         slower: plural noun for the work that takes longer, such as ``"Steps"``.
     """

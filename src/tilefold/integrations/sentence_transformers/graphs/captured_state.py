@@ -30,7 +30,11 @@ class ModelStructure:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Record the modules of a model, and the dictionaries of their members and hooks."""
+        """Record the modules of a model, and the dictionaries of their members and hooks.
+
+        Args:
+            model: the model.
+        """
         self.modules = list(model.modules())
         self.tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
         self._attributes = [vars(module) for module in self.modules]
@@ -73,7 +77,12 @@ class ModelState(ModelStructure):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Record a model after a forward pass, in which some modules set attributes."""
+        """Record the current state of a model.
+
+        Args:
+            model: the model, which has run a forward pass: some modules set attributes in the first
+                one.
+        """
         super().__init__(model)
         forwards = fused_forwards(model)
         self.splade = bool(forwards) and all(
@@ -86,8 +95,10 @@ class ModelState(ModelStructure):
             if names:
                 self._readers.append((itemgetter(*names), attributes))
         self._values = [read(attributes) for read, attributes in self._readers]
+        # A change of their sizes shows attributes that were added or removed.
         self._filled += self._attributes
         self._filled_sizes = list(map(len, self._filled))
+        # Modules often share a configuration, so that each is recorded once.
         configs = {
             id(attributes["config"]): attributes["config"]
             for attributes in self._attributes
@@ -109,7 +120,10 @@ class ModelState(ModelStructure):
         return list(map(Tensor.data_ptr, self.tensors)) == self._addresses
 
     def is_unchanged(self) -> bool:
-        """Whether members, hooks, attributes and configurations are what they were."""
+        """Whether members, hooks, attributes and configurations equal the recorded ones.
+
+        The addresses of tensors are not compared, see :meth:`has_same_memory`.
+        """
         if not self.has_same_members():
             return False
         try:
@@ -139,10 +153,13 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def can_be_captured(model: nn.Module) -> bool:
-    """Whether the replay of a graph does all that a forward pass of the model does.
+    """Whether a forward pass of a model can be replayed as a CUDA graph without any loss.
 
-    Hooks, compiled modules, offloaded and sharded parameters need Python code in every pass. Hooks
-    of this package are allowed, since they only read the model.
+    A replay runs no Python code. Hooks, compiled modules, offloaded and sharded parameters need it
+    in every pass. Hooks of this package are allowed, since they only read the model.
+
+    Args:
+        model: the model.
     """
     for module in model.modules():
         hooks = [hook for hooks in hooks_of(module) for hook in hooks.values()]

@@ -146,13 +146,25 @@ class _SparseEncoding(_Encoding[SparseRows]):
         return ("sparse", *self.options)
 
     def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
-        """Compute counts, stored counts, columns and values of rows of fixed capacity."""
+        """Run the model and return its sparse rows, stored with a fixed capacity.
+
+        Args:
+            features: static inputs of the model.
+            size: size of the graph. Its last text, which holds the unused tokens, is left out.
+
+        Returns:
+            Numbers of entries of the rows, numbers of stored entries, columns and values.
+        """
         rows = self.graphs.sparse_rows(features, self.task, self.options, size)
         results = (rows.counts, rows.n_stored, rows.columns, rows.values)
         return [result[: size.texts] for result in results]
 
     def read(self, captured: CapturedEncoding, n_texts: int) -> SparseRows:
-        """Return the rows of the batch.
+        """Return the rows of a batch after a replay.
+
+        Args:
+            captured: the graph.
+            n_texts: number of texts of the batch.
 
         Raises:
             RowCapacityError: if a row has more entries than the graph can store.
@@ -172,7 +184,7 @@ class _SparseEncoding(_Encoding[SparseRows]):
             vocab_size=self.graphs.vocab_size,
         )
         if on_gpu:
-            graph.record_read()
+            graph.record_read()  # the next replay overwrites the entries only after this copy
         return rows
 
 
@@ -193,7 +205,15 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
         return ("vectors", self.normalize)
 
     def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
-        """Compute the number of vectors of each text, and all vectors without padding."""
+        """Run the model and return its token vectors without padding.
+
+        Args:
+            features: static inputs of the model.
+            size: size of the graph. Its last text, which holds the unused tokens, is left out.
+
+        Returns:
+            The number of vectors of each text, and the vectors of all texts.
+        """
         outputs = self.graphs.run_model(features, self.task)
         vectors = outputs["token_embeddings"][: size.texts]
         mask = outputs["attention_mask"][: size.texts].bool()
@@ -202,7 +222,12 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
         return [mask.sum(1), packed_rows(vectors, mask)[: size.tokens]]
 
     def read(self, captured: CapturedEncoding, n_texts: int) -> list[Tensor]:
-        """Return vectors ``[n, D]`` of each text, as views of one copy."""
+        """Return vectors ``[n, D]`` of each text after a replay, as views of one copy.
+
+        Args:
+            captured: the graph.
+            n_texts: number of texts of the batch.
+        """
         graph = captured.graph
         all_counts, host_vectors = graph.host_results
         _, device_vectors = graph.device_results
@@ -210,7 +235,7 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
         all_vectors = host_vectors if self.to_host else device_vectors
         vectors = all_vectors[: sum(counts)].clone()
         if vectors.is_cuda:
-            graph.record_read()
+            graph.record_read()  # the next replay overwrites the vectors only after this copy
         return list(torch.split(vectors, counts))
 
 
@@ -259,7 +284,7 @@ class EncodingGraphs(Replacement):
 
     def __init__(self, owner: Model, capture: Callable[..., Any] = EncodingGraph) -> None:
         super().__init__(owner)
-        self._capture = capture
+        self._graph_factory = capture
         self._initialize()
 
     def _initialize(self) -> None:
@@ -280,14 +305,18 @@ class EncodingGraphs(Replacement):
         self._reads_task: bool | None = None  # whether a module reads the task, None if unknown
 
     def __getstate__(self) -> Features:
-        return {"owner": self.owner, "_capture": self._capture}
+        return {"owner": self.owner, "_graph_factory": self._graph_factory}
 
     def __setstate__(self, state: Features) -> None:
         vars(self).update(state)
         self._initialize()
 
     def may_run(self, texts: Sequence[str]) -> bool:
-        """Whether a graph could encode texts, as far as this is known without tokenising them."""
+        """Whether a graph could encode texts, as far as this is known without tokenising them.
+
+        Args:
+            texts: the texts. Only their number matters.
+        """
         if self.failed or switched_off() or torch.compiler.is_compiling():
             return False
         if not 0 < len(texts) <= TEXT_COUNTS[-1]:
@@ -298,7 +327,7 @@ class EncodingGraphs(Replacement):
 
     def _needs_gpu(self) -> bool:
         """Whether graphs are CUDA graphs. Tests on a CPU replace them."""
-        return self._capture is EncodingGraph
+        return self._graph_factory is EncodingGraph
 
     @property
     def splade(self) -> bool:
@@ -315,7 +344,10 @@ class EncodingGraphs(Replacement):
         options: SparseOptions,
         to_host: bool = True,
     ) -> SparseRows | None:
-        """Encode texts to sparse rows.
+        """Encode texts to sparse rows by a CUDA graph.
+
+        The rows of a graph have a fixed capacity. If a row exceeds it, the texts are encoded again
+        by a graph of twice the capacity or more.
 
         Args:
             texts: the texts.
@@ -370,7 +402,7 @@ class EncodingGraphs(Replacement):
         """
         for n_texts in TEXT_COUNTS:
             for n_tokens in TOKEN_COUNTS:
-                # Words of a text. It leaves one token of its share unused.
+                # One token less than the share of a text, so that the batch surely fits this size.
                 n_words = n_tokens // n_texts - SPECIAL_TOKENS - 1
                 if n_words < 1 or n_tokens > longest * n_texts:
                     continue
@@ -378,7 +410,11 @@ class EncodingGraphs(Replacement):
                     encode(["a " * n_words] * n_texts)
 
     def row_capacity(self, size: GraphSize) -> int:
-        """Return the number of entries that a sparse row may have in graphs of a size."""
+        """Return the number of entries that a sparse row may have in graphs of a size.
+
+        Args:
+            size: size of the graphs.
+        """
         raised = self._raised_capacities.get(size)
         if raised is not None:
             return raised
@@ -387,10 +423,10 @@ class EncodingGraphs(Replacement):
         return self.capacity
 
     def _raise_row_capacity(self, size: GraphSize, max_entries: int) -> None:
-        """Drop graphs of a size, and let new ones store rows of more entries.
+        """Drop the graphs of a size, and raise the row capacity of new ones to a sufficient one.
 
-        Above the largest capacity, graphs are turned off: an untrained model would need larger ones
-        in every call.
+        All graphs are turned off if a row exceeds the largest capacity. An untrained model would
+        need larger ones in every call.
 
         Args:
             size: size of the graphs.
@@ -406,12 +442,15 @@ class EncodingGraphs(Replacement):
             del self.graphs[key]
 
     def _encode(self, texts: Sequence[str], prompt: str | None, encoding: _Encoding[R]) -> R | None:
-        """Encode texts by a graph.
+        """Tokenise texts, replay the graph of their size, and read its results.
+
+        If the model has changed since the capture, all graphs are dropped and the texts are encoded
+        again by a new one.
 
         Args:
             texts: the texts.
             prompt: text that is put before every text.
-            encoding: kind of the encoding.
+            encoding: kind of the encoding, which reads the results.
 
         Returns:
             The result of the encoding, or None if the model must run without a graph.
@@ -447,7 +486,16 @@ class EncodingGraphs(Replacement):
         return None
 
     def _tokenize(self, texts: Sequence[str], prompt: str | None, task: str | None) -> Features:
-        """Tokenise texts without the model's own ``preprocess``, if its Transformer allows it."""
+        """Return the features of texts.
+
+        The Transformer tokenises them directly if that gives the same features. This is faster than
+        the model's own ``preprocess``.
+
+        Args:
+            texts: the texts.
+            prompt: text that is put before every text.
+            task: argument ``task`` of ``preprocess``, if any.
+        """
         task_kwargs = {} if task is None else {"task": task}
         preprocess = texts_to(self.owner)
         if preprocess is not None:
@@ -461,7 +509,7 @@ class EncodingGraphs(Replacement):
         features: Features,
         encoding: _Encoding[R],
     ) -> CapturedEncoding | None:
-        """Return a cached or a new graph.
+        """Return the graph for a batch from the cache, or capture it.
 
         Args:
             size: size of the graph.
@@ -484,7 +532,16 @@ class EncodingGraphs(Replacement):
         return captured
 
     def _key(self, size: GraphSize, features: Features, encoding: _Encoding[R]) -> _GraphKey:
-        """Return the key of the graph for a batch, see :meth:`_graph_for`."""
+        """Return the key under which the graph for a batch is cached.
+
+        It holds all that a graph cannot follow: sizes, shapes, options, features that are no
+        tensors, and settings of torch.
+
+        Args:
+            size: size of the graph.
+            features: features of the batch.
+            encoding: kind of the encoding.
+        """
         constants: list[tuple[str, Any]] = []
         shapes: list[tuple[str, torch.Size, torch.dtype]] = []
         is_packed = OFFSETS in features
@@ -520,12 +577,17 @@ class EncodingGraphs(Replacement):
         features: Features,
         encoding: _Encoding[R],
     ) -> CapturedEncoding | None:
-        """Capture a graph; warn, turn graphs off and return None if that fails.
+        """Capture the encoding of a batch as a CUDA graph.
+
+        If that fails, a warning is issued, and all graphs of the model are turned off.
 
         Args:
             size: size of the graph.
             features: features of a batch on the CPU.
             encoding: kind of the encoding.
+
+        Returns:
+            The graph with its inputs, or None if the capture failed.
         """
         model = self.owner
         device = torch.device(model.device)
@@ -534,10 +596,11 @@ class EncodingGraphs(Replacement):
             with capture_lock, torch.inference_mode(), on_device:
                 if self._memory is None and self._needs_gpu():
                     self._memory = EncodingMemory()
-                with torch.inference_mode(False):  # otherwise nobody could write to them later
+                # Tensors created in inference mode could not be written to outside of it later.
+                with torch.inference_mode(False):
                     inputs = InputBuffers(features, size, device)
                 inputs.fill(features)
-                graph = self._capture(
+                graph = self._graph_factory(
                     lambda: encoding.compute(inputs.features(), size),
                     self._memory,
                 )
@@ -578,6 +641,9 @@ class EncodingGraphs(Replacement):
     ) -> CapacityRows:
         """Run the model on static inputs and return sparse rows of fixed capacity.
 
+        A graph needs a fixed capacity, because the shapes of its results cannot change. Stock
+        poolings compute such rows themselves. Scores of other poolings are converted.
+
         Args:
             features: features of the model.
             task: argument ``task`` of the model's forward, if any.
@@ -614,7 +680,14 @@ class _IsinByComparison(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, or replace ``torch.isin`` of two tensors without options."""
+        """Call a function of torch, except for ``torch.isin`` of two tensors without options.
+
+        Args:
+            func: the function of torch that was called.
+            types: classes of its arguments; not used.
+            args: its positional arguments.
+            kwargs: its arguments by name.
+        """
         if func is torch.isin and not kwargs and all(isinstance(arg, Tensor) for arg in args):
             elements, test_elements = args
             return (elements[..., None] == test_elements.flatten()).any(-1)
@@ -622,12 +695,12 @@ class _IsinByComparison(TorchFunctionMode):
 
 
 def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSize | None:
-    """Return the size of the graph for a batch.
+    """Return the size of the graph for a batch: the smallest one into which it fits.
 
     Args:
-        features: features of the batch.
+        features: features of the batch on the CPU, packed or of expanded ColBERT queries.
         n_texts: number of its texts.
-        pads_tokens: whether the model's padded outputs are read, whose size is limited.
+        pads_tokens: whether the model computes padded token vectors, whose number is limited.
 
     Returns:
         The size, or None if no graph can run the batch.
@@ -639,8 +712,10 @@ def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSiz
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names != PACKED:
-        # Expanded queries all have one length, so that few graphs suffice.
-        return GraphSize(n_texts, ids.numel()) if EXPANDED in tensor_names else None
+        if EXPANDED not in tensor_names:
+            return None
+        # Expanded queries all have one length, so that few graphs suffice for their exact sizes.
+        return GraphSize(n_texts, ids.numel())
     size = GraphSize(
         texts=next(count for count in TEXT_COUNTS if count >= n_texts),
         tokens=next(count for count in TOKEN_COUNTS if count >= ids.size(1)),

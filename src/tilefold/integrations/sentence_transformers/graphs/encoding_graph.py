@@ -32,13 +32,15 @@ class TensorLayout(NamedTuple):
 
 
 def input_layouts(features: Features, size: GraphSize) -> dict[str, TensorLayout]:
-    """Return the layouts of a graph's input tensors by name.
+    """Return shape and dtype of each input tensor of a graph, by the name of the feature.
 
     Args:
-        features: features of a batch. Padded ones keep their shapes.
-        size: size of the graph, to which packed ones are enlarged.
+        features: features of a batch. If they are padded, the tensors have their shapes.
+        size: size of the graph. If the features are packed, the tensors have room for this many
+            tokens and texts.
     """
-    if OFFSETS not in features:
+    is_padded = OFFSETS not in features
+    if is_padded:
         return {
             name: TensorLayout(value.shape, value.dtype)
             for name, value in features.items()
@@ -73,10 +75,10 @@ class InputBuffers:
     """
 
     def __init__(self, features: Features, size: GraphSize, device: torch.device) -> None:
-        """Allocate a buffer on the CPU and one on the device.
+        """Allocate a buffer on the CPU and one on the device, with a view for each tensor.
 
         Args:
-            features: features of a batch on the CPU.
+            features: features of a batch on the CPU, which show the names and shapes of tensors.
             size: size of the graph.
             device: device of the model.
         """
@@ -87,6 +89,7 @@ class InputBuffers:
             name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
         if self._packed:
+            # The upper bound of every batch, since a graph cannot follow the longest text.
             for name in LONGEST_NAMES:
                 self._constants[name] = size.tokens
         layouts = input_layouts(features, size)
@@ -101,7 +104,14 @@ class InputBuffers:
         }
 
     def fill(self, features: Features) -> None:
-        """Write the features of a batch to the buffer on the CPU; unused tokens keep old values."""
+        """Write the features of a batch to the buffer on the CPU.
+
+        Unused tokens keep the values of earlier batches. They belong to the last text, whose
+        results are discarded.
+
+        Args:
+            features: features of the batch on the CPU.
+        """
         for name, array in self._host_arrays.items():
             values = features[name].numpy()
             if not self._packed:
@@ -114,7 +124,10 @@ class InputBuffers:
                 array[-1] = self.size.tokens
 
     def features(self) -> Features:
-        """Copy the buffer to the device and return the model's features."""
+        """Copy the buffer to the device and return the model's features.
+
+        A graph captures this copy, so that every replay reads the current buffer.
+        """
         self._device.copy_(self._host, non_blocking=True)
         features: Features = {
             name: tensor.to(self._dtypes[name]) for name, tensor in self._device_tensors.items()
@@ -138,7 +151,14 @@ class EncodingMemory(GraphMemory):
         self._last_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay a graph on the current stream, after earlier work such as changes of weights."""
+        """Replay a graph on the current CUDA stream, after all earlier work on it.
+
+        On another stream than the last replay, it first waits until the results of that replay have
+        been read.
+
+        Args:
+            graph: the graph.
+        """
         stream = torch.cuda.current_stream(self.stream.device)
         if self._last_stream is not None and self._last_stream != stream:
             stream.wait_event(self._last_read)
@@ -168,7 +188,7 @@ class EncodingGraph:
         """Warm up, then capture the function and copies of its results to the CPU.
 
         Args:
-            body: the function.
+            body: the function that is captured. It reads static inputs and returns the results.
             memory: memory of the model's graphs.
         """
         self._memory = memory

@@ -69,15 +69,20 @@ class StepGraphSize(NamedTuple):
     longest: int
 
     def fits(self, pack: PackSize) -> bool:
-        """Whether the graph can run a batch and computes few tokens in vain."""
+        """Whether the graph can run a batch without computing many unused tokens.
+
+        Args:
+            pack: size of the batch.
+        """
         if self.sequences != pack.sequences:
             return False
         if self.longest < pack.longest or self.tokens < pack.tokens:
             return False
         unused_tokens = self.tokens - pack.tokens
+        extra_sequences_capacity = self.extra * self.longest
         return (
             unused_tokens <= max_unused_tokens(pack.tokens)
-            and unused_tokens <= self.extra * self.longest
+            and unused_tokens <= extra_sequences_capacity
         )
 
 
@@ -116,7 +121,13 @@ class StaticInputs:
     """
 
     def __init__(self, features: Features, size: StepGraphSize) -> None:
-        """Allocate the tensors; see the class for the arguments."""
+        """Allocate the tensors.
+
+        Args:
+            features: a packed batch, whose first token fills the tensors, so that unused tokens
+                have valid ids.
+            size: size of the graph.
+        """
         self.size = size
         device = features["input_ids"].device
         self.tokens: dict[str, Tensor] = {
@@ -144,7 +155,14 @@ class StaticInputs:
         return features
 
     def fill(self, features: Features) -> None:
-        """Copy a packed batch, and divide the unused tokens among the extra sequences."""
+        """Copy a packed batch, and divide the unused tokens among the extra sequences.
+
+        Each extra sequence is as long as allowed until no unused tokens are left. The others are
+        empty.
+
+        Args:
+            features: the batch, which fits the size of the graph.
+        """
         n_tokens = features["input_ids"].size(1)
         n_offsets = self.size.sequences + 1
         for name, tensor in self.tokens.items():
@@ -184,12 +202,19 @@ class StepGraph:
     ) -> None:
         """Warm up, then capture the forward pass and each part of the backward pass.
 
-        The class describes the arguments.
+        Args:
+            run_encoder: the forward pass.
+            inputs: inputs that hold a batch.
+            parameters: leaves that get gradients during the capture.
+            gradients: buffers of the parameters' gradients. Missing ones are created in place.
+            memory: pool and stream of the encoder's graphs.
         """
         self.inputs = inputs
-        is_first = all(gradient is None for gradient in gradients)
+        is_first_graph = all(gradient is None for gradient in gradients)
+        # One run suffices for later graphs, since libraries are set up already.
+        n_warm_up_runs = WARM_UP_RUNS if is_first_graph else 1
         with memory.warming_up():
-            for _ in range(WARM_UP_RUNS if is_first else 1):
+            for _ in range(n_warm_up_runs):
                 output, cut = run_encoder(inputs.features())
                 self._output_gradient = torch.zeros_like(output)
                 parts = backward_parts(output, cut, parameters, self._output_gradient)
@@ -198,6 +223,7 @@ class StepGraph:
         self._forward_graph = torch.cuda.CUDAGraph()
         with memory.capturing(self._forward_graph):
             output, cut = run_encoder(inputs.features())
+        # A generator: each ``next`` runs one part, within the capture around it.
         parts = backward_parts(output, cut, parameters, self._output_gradient)
         upper = set(range(len(parameters))) - self.lower
         self._upper_graph = torch.cuda.CUDAGraph()
@@ -236,51 +262,54 @@ class StepGraph:
 
 
 @contextlib.contextmanager
-def fresh_leaves(
+def temporary_parameters(
     model: nn.Module,
     parameters: list[Tensor],
     gradients: dict[int, Tensor],
 ) -> Iterator[list[Tensor]]:
-    """Replace the parameters of a model by new leaves in the same memory.
+    """Replace the parameters of a model within a context by new ones that share their memory.
 
-    The new leaves have no hooks of DDP, and no gradient accumulator that belongs to another CUDA
-    stream.
+    A capture needs parameters without DDP's hooks, and without a gradient accumulator that belongs
+    to another CUDA stream.
 
     Args:
         model: the model.
         parameters: parameters that are replaced, in every module that shares them.
-        gradients: ``grad`` of the new leaves, by the id of the parameter.
+        gradients: ``grad`` of the temporary parameters, by the id of the original.
 
     Yields:
-        The new leaves in the order of the parameters.
+        The temporary parameters in the order of the originals.
     """
-    leaves: dict[int, nn.Parameter] = {}
+    temporary_by_id: dict[int, nn.Parameter] = {}  # keys are the ids of the originals
     for parameter in parameters:
-        leaf = nn.Parameter(parameter.detach())
-        leaf.grad = gradients.get(id(parameter))
-        leaves[id(parameter)] = leaf
-    # Module, name and parameter of each replacement.
+        temporary = nn.Parameter(parameter.detach())
+        temporary.grad = gradients.get(id(parameter))
+        temporary_by_id[id(parameter)] = temporary
+    # A module, the name of a parameter in it, and the original.
     replaced = [
-        (module, name, parameter)
+        (module, name, original)
         for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if id(parameter) in leaves
+        for name, original in module._parameters.items()
+        if id(original) in temporary_by_id
     ]
-    for module, name, stock_parameter in replaced:
-        module._parameters[name] = leaves[id(stock_parameter)]
+    for module, name, original in replaced:
+        module._parameters[name] = temporary_by_id[id(original)]
     try:
-        yield [leaves[id(parameter)] for parameter in parameters]
+        yield [temporary_by_id[id(parameter)] for parameter in parameters]
     finally:
-        for module, name, stock_parameter in replaced:
-            module._parameters[name] = stock_parameter
+        for module, name, original in replaced:
+            module._parameters[name] = original
 
 
 @contextlib.contextmanager
 def compiled_layers(model: nn.Module) -> Iterator[None]:
-    """Run the layers of a model through ``torch.compile``, for sequences of any length.
+    """Compile the layers of a model within a context, for sequences of any length.
 
-    Layers are the modules of each ``ModuleList`` whose modules have one class. A layer with a
-    ``forward`` on the instance is left alone.
+    Layers are the modules of each ``ModuleList`` whose modules have one class. A layer whose
+    ``forward`` was replaced on the instance is not compiled.
+
+    Args:
+        model: the model. Its layers run uncompiled again at the end.
     """
     layers: dict[nn.Module, None] = {}  # in their order, each once
     for stack in model.modules():

@@ -36,8 +36,8 @@ from tilefold.integrations.sentence_transformers.graphs.step_graph import (
     StepGraph,
     StepGraphSize,
     compiled_layers,
-    fresh_leaves,
     graph_size_for,
+    temporary_parameters,
 )
 from tilefold.integrations.transformers.packed import (
     LONGEST,
@@ -92,11 +92,19 @@ class StepGraphs:
         compiled: bool = False,
         halved: bool = False,
     ) -> None:
-        """Prepare for graphs, which are captured when a batch of a size is met again."""
+        """Prepare for graphs; the first one is captured when a size of batches recurs.
+
+        Args:
+            transformer: the Transformer module whose batches are run.
+            capture: creates a graph, with the arguments of :class:`StepGraph`. Tests on a CPU pass
+                another class.
+            compiled: whether layers run through ``torch.compile`` before the capture.
+            halved: whether the backward pass is divided into upper and lower layers.
+        """
         self.transformer = transformer
         self.compiled = compiled
         self.halved = halved
-        self._capture = capture
+        self._graph_factory = capture
         self._initialize()
 
     def _initialize(self) -> None:
@@ -126,7 +134,7 @@ class StepGraphs:
         self._pending_backward: Callable[[], _BackwardMarker | None] = lambda: None
 
     def __getstate__(self) -> Features:
-        names = ("transformer", "compiled", "halved", "_capture")
+        names = ("transformer", "compiled", "halved", "_graph_factory")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: Features) -> None:
@@ -167,30 +175,57 @@ class StepGraphs:
         return self._replay(graph, pack.tokens)
 
     def _may_run(self, features: Features) -> bool:
-        """Whether a graph could run a batch, and would do the same as the model."""
-        ids: Tensor = features["input_ids"]
-        if self.failed or not torch.is_grad_enabled() or features.keys() - _SUPPORTED_FEATURES:
+        """Whether a graph could run a batch, and would do the same as the model.
+
+        Args:
+            features: the packed batch.
+        """
+        if self.failed or not torch.is_grad_enabled():
             return False
-        if ids.numel() == 0 or (self._capture is StepGraph and not ids.is_cuda):
+        has_unsupported_features = bool(features.keys() - _SUPPORTED_FEATURES)
+        if has_unsupported_features:
+            return False
+        ids: Tensor = features["input_ids"]
+        needs_gpu = self._graph_factory is StepGraph
+        if ids.numel() == 0 or (needs_gpu and not ids.is_cuda):
             return False
         model = self.transformer.model
-        if self._structure.modules[0] is not model or not self._structure.has_same_members():
+        is_same_model = self._structure.modules[0] is model
+        if not is_same_model or not self._structure.has_same_members():
             self._structure = ModelStructure(model)
         return not self._structure.has_hooks_or_checkpointing()
 
     def _current_settings(self, device_type: str) -> object:
-        """Return the settings that a graph is captured with and cannot follow."""
+        """Return the settings that a captured graph cannot follow, to be compared with later ones.
+
+        Args:
+            device_type: type of the device that computes, such as ``"cuda"``.
+
+        Returns:
+            Addresses, gradient flags and dtypes of all parameters and buffers, modes and float
+            attributes of all modules, and torch's numeric settings.
+        """
         tensors = self._structure.tensors
+        addresses = list(map(Tensor.data_ptr, tensors))
+        gradient_flags_and_dtypes = list(map(_grad_and_dtype, tensors))
+        dropout_rates = [getattr(module, name, None) for module, name in self._rates]
         return (
-            list(map(Tensor.data_ptr, tensors)),
-            list(map(_grad_and_dtype, tensors)),
+            addresses,
+            gradient_flags_and_dtypes,
             self._structure.training_modes(),
-            [getattr(module, name, None) for module, name in self._rates],
+            dropout_rates,
             numeric_settings(device_type),
         )
 
     def _is_due(self, pack: PackSize) -> bool:
-        """Count a batch that no graph fits, and return whether one is captured for it."""
+        """Count a batch that fits no graph, and return whether a graph should be captured for it.
+
+        A graph is due at the second batch of about one size, since a capture takes longer than a
+        step.
+
+        Args:
+            pack: size of the batch.
+        """
         size = graph_size_for(pack)
         for known_size in self._batches_met:
             if known_size.fits(pack):
@@ -200,7 +235,15 @@ class StepGraphs:
         return self._batches_met[size] >= _BATCHES_BEFORE_CAPTURE
 
     def _new_graph(self, pack: PackSize, features: Features) -> Any:
-        """Capture a graph for batches of about one size; return None if that is impossible."""
+        """Capture a graph for batches of about one size, and put it into the cache.
+
+        Args:
+            pack: size of the batch.
+            features: the batch, with which the graph is captured.
+
+        Returns:
+            The graph, or None if nothing can be captured.
+        """
         if not self.parameters:
             self.parameters = [
                 parameter
@@ -208,6 +251,8 @@ class StepGraphs:
                 if parameter.requires_grad
             ]
             self.gradients = [None] * len(self.parameters)
+        # Sharded parameters are of another class, such as DTensor.
+        # FSDP replaces parameters by DTensors or by parameters of a class of its own.
         is_sharded = any(type(parameter) is not nn.Parameter for parameter in self.parameters)
         if not self.parameters or is_sharded:
             self.failed = True
@@ -215,7 +260,7 @@ class StepGraphs:
         size = graph_size_for(pack)
         inputs = StaticInputs(features, size)
         inputs.fill(features)
-        if self._memory is None and self._capture is StepGraph:
+        if self._memory is None and self._graph_factory is StepGraph:
             self._memory = GraphMemory()
         self.graphs.make_space()
         graph = self._capture_or_fall_back(inputs)
@@ -224,9 +269,13 @@ class StepGraphs:
         return graph
 
     def _capture_or_fall_back(self, inputs: StaticInputs) -> Any:
-        """Capture a graph, if need be without a divided backward pass or compiled layers.
+        """Capture a graph, and try again with fewer options after each failure.
 
-        Each failure warns, and turns off what failed for all later graphs.
+        The options are the divided backward pass and the compiled layers. Each failure issues a
+        warning and turns one of them off for all later graphs, at last all graphs.
+
+        Args:
+            inputs: input tensors that hold a batch.
 
         Returns:
             The graph, or None if nothing can be captured.
@@ -245,13 +294,15 @@ class StepGraphs:
         return None
 
     def _turn_off_failed_option(self, compiled: bool) -> str:
-        """Turn off what a capture most likely failed at.
+        """Turn off the option that a capture most likely failed at.
+
+        The order is: the divided backward pass, compiled layers, all graphs.
 
         Args:
-            compiled: whether layers were compiled for the capture.
+            compiled: whether layers were compiled for the failed capture.
 
         Returns:
-            What the model does without, for a warning.
+            Verb phrase for a warning, which says how the model works from now on.
         """
         if self.halved:
             self.halved = False
@@ -264,21 +315,41 @@ class StepGraphs:
         return "trains without CUDA graphs, which could not be captured"
 
     def _capture_graph(self, inputs: StaticInputs, compiled: bool) -> Any:
-        """Capture a graph for static inputs, with compiled layers or plain ones."""
+        """Capture the encoder's forward and backward pass on static inputs as CUDA graphs.
+
+        Temporary parameters stand in for the model's during the capture. They share its memory, and
+        have none of the hooks by which DDP would start communication.
+
+        Args:
+            inputs: input tensors that hold a batch. Replays read the same tensors.
+            compiled: whether layers run through ``torch.compile``.
+
+        Returns:
+            The graph. Its backward pass writes the buffers :attr:`gradients`, which the capture
+            allocates where they are missing.
+        """
         model = self.transformer.model
-        layers = compiled_layers(model) if compiled else contextlib.nullcontext()
-        leaves_context = fresh_leaves(model, self.parameters, self.bucket_gradients)
-        with capture_lock, layers, leaves_context as leaves:
-            return self._capture(
+        layers_context = compiled_layers(model) if compiled else contextlib.nullcontext()
+        parameters_context = temporary_parameters(model, self.parameters, self.bucket_gradients)
+        with capture_lock, layers_context, parameters_context as captured_parameters:
+            return self._graph_factory(
                 self._run_encoder,
                 inputs,
-                leaves,
+                captured_parameters,
                 self.gradients,
                 self._memory,
             )
 
     def _run_encoder(self, features: Features) -> tuple[Tensor, LayerCut]:
-        """Run the encoder, and return its output with the cut of its layers, if it is halved."""
+        """Run the encoder's forward pass, which a graph captures.
+
+        Args:
+            features: static inputs of the encoder.
+
+        Returns:
+            Output ``[1, T, D]``, and where the pass was divided into lower and upper layers. The
+            second one is an empty ``LayerCut`` if it is not divided.
+        """
         transformer = self.transformer
         cut_context = (
             cut_layers(transformer.model) if self.halved else contextlib.nullcontext(LayerCut())
@@ -289,23 +360,26 @@ class StepGraphs:
         return output, cut
 
     def _replay(self, graph: Any, n_tokens: int) -> Tensor:
-        """Replay a graph on its static inputs.
+        """Replay a graph on its static inputs, and connect its output to autograd.
 
-        The marker lives in the frame of this method only. A traceback that keeps the frame of the
-        capture would otherwise keep the marker, and with it stop all graphs.
+        With a divided backward pass, two autograd functions hand out the gradients: first that of
+        the upper layers, then that of the lower ones.
 
         Args:
-            graph: the graph.
+            graph: the graph, whose inputs hold the batch.
             n_tokens: number of tokens n of the batch.
 
         Returns:
             Output ``[1, n, D]`` with a gradient.
         """
+        # No batch may overwrite the activations before the backward pass. The marker dies when that
+        # has run, or can no longer come. No other frame may hold it: one that a traceback keeps
+        # would stop all graphs.
         marker = _BackwardMarker()
         self._pending_backward = weakref.ref(marker)
         lower = self._used_parameters(graph.lower)
         upper = self._used_parameters(set(range(len(self.parameters))) - graph.lower)
-        lower_done = None
+        lower_done = None  # an empty tensor, by which autograd runs the lower layers last
         if lower:
             lower_done = _LowerLayers.apply(  # type: ignore[no-untyped-call]
                 self,
@@ -326,10 +400,13 @@ class StepGraphs:
         return output
 
     def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
-        """Return the parameters at some positions that get gradients, by position.
+        """Return those of some parameters that the encoder uses, by position.
 
-        The others are left out: DDP waits for every parameter that autograd visits, even if its
-        gradient is None.
+        Unused ones must not be inputs of an autograd function: DDP waits for every parameter that
+        autograd visits, even if its gradient is None.
+
+        Args:
+            positions: positions in :attr:`parameters`.
         """
         return {
             position: self.parameters[position]
@@ -347,7 +424,10 @@ class StepGraphs:
         self._settings = None
 
     def copy_accumulated_gradients(self) -> None:
-        """Copy accumulated gradients out of the buffers that a backward pass will overwrite."""
+        """Copy accumulated gradients out of the buffers that a backward pass will overwrite.
+
+        ``grad`` of a parameter may be in the memory of its buffer, such as in a bucket of DDP.
+        """
         for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
             if parameter.grad is None or buffer is None:
                 continue
@@ -355,16 +435,17 @@ class StepGraphs:
                 parameter.grad = parameter.grad.clone()
 
     def gradients_for_autograd(self, positions: list[int]) -> list[Tensor]:
-        """Return the gradients of some parameters, for autograd to store.
+        """Return the gradients that a graph has computed for some parameters.
 
-        They are in DDP's buckets if all of these parameters have one and no accumulated gradient.
-        Otherwise they are copies of the buffers.
+        Autograd stores them as ``grad`` of the parameters. They are views of DDP's buckets if all
+        of these parameters have a bucket and no accumulated gradient. Otherwise they are copies of
+        the graph's buffers.
 
         Args:
-            positions: positions of the parameters.
+            positions: positions of the parameters. The encoder uses all of them.
         """
-        computed: list[Tensor] = []
-        bucketed: list[Tensor] = []
+        computed: list[Tensor] = []  # buffers that the graph has written
+        bucketed: list[Tensor] = []  # views of the buckets, of the same shapes
         for position in positions:
             parameter = self.parameters[position]
             buffer = self.gradients[position]
@@ -373,9 +454,12 @@ class StepGraphs:
             computed.append(buffer)
             bucket_gradient = self.bucket_gradients.get(id(parameter))
             if bucket_gradient is not None and parameter.grad is None:
+                # A new view: autograd stores a gradient without a copy only if nothing else refers
+                # to the tensor object.
                 bucketed.append(bucket_gradient.view_as(bucket_gradient))
         if len(bucketed) < len(computed):
             return copies_of(computed)
+        # Gradients that the graph has written into the buckets itself need no copy.
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for target, source in zip(bucketed, computed, strict=True):
@@ -388,9 +472,16 @@ class StepGraphs:
 
 
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors into one piece of memory, by few launches.
+    """Copy tensors into one piece of memory, by one concatenation instead of a copy for each.
 
-    Autograd keeps a gradient without a further copy if nothing else refers to the tensor.
+    Tensors of several dtypes, and tensors that are not contiguous, are copied one by one.
+
+    Args:
+        tensors: tensors of any shapes, such as the gradients of all parameters.
+
+    Returns:
+        A copy of each tensor in its shape, which nothing else refers to. Autograd therefore stores
+        it without copying it once more.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
@@ -455,6 +546,14 @@ class _GraphedEncoder(torch.autograd.Function):
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[object, ...]:
         """Replay the backward pass of the upper layers, and return the parameters' gradients.
 
+        Args:
+            ctx: context of autograd.
+            output_gradient: gradient of the output, ``[1, n, D]``.
+
+        Returns:
+            One gradient per argument of :meth:`forward`: ``None`` for the first five, an empty one
+            for ``lower_done``, then those of the parameters.
+
         Raises:
             RuntimeError: if another batch has overwritten the activations, or the backward pass was
                 run before.
@@ -471,7 +570,7 @@ class _GraphedEncoder(torch.autograd.Function):
         # The activations are used up: a second backward pass is refused.
         ctx.marker = None
         ctx.serial = None
-        has_lower_layers = ctx.needs_input_grad[5]  # the argument lower_done
+        has_lower_layers = ctx.needs_input_grad[5]  # of the sixth argument, lower_done
         lower_done_gradient = output_gradient.new_empty(0) if has_lower_layers else None
         gradients = graphs.gradients_for_autograd(ctx.positions)
         return None, None, None, None, None, lower_done_gradient, *gradients
@@ -492,7 +591,7 @@ class _LowerLayers(torch.autograd.Function):
         positions: list[int],
         *parameters: Tensor,
     ) -> Tensor:
-        """Return an empty tensor.
+        """Return an empty tensor, whose gradient makes autograd call :meth:`backward`.
 
         Args:
             ctx: context of autograd.

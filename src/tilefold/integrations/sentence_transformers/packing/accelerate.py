@@ -81,7 +81,8 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
             reason = _pack_transformer(routes, check)
         if reason is None:
             continue
-        name = type(routes[0][0].model).__name__
+        transformer = routes[0][0]  # every route begins with it
+        name = type(transformer.model).__name__
         padded[name] = reason
         is_expected = any(expected in reason for expected in _EXPECTED_REASONS)
         if _is_stock(routes) and not is_expected:
@@ -110,7 +111,10 @@ def _has_mask(route: Route) -> bool:
 
 
 def _pack_transformer(routes: list[Route], check: bool) -> str | None:
-    """Replace ``preprocess`` and forwards of a Transformer and of the masks after it.
+    """Let a Transformer run on packed tokens, if its network and the modules after it support them.
+
+    Its ``preprocess`` and forward are replaced, and the forwards of masks of token vectors after
+    it.
 
     Args:
         routes: all routes of the model that begin with this Transformer.
@@ -127,6 +131,7 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
     if reason is not None:
         return reason
     if transformer.model_forward_params is not None:
+        # Names of the features that the stock forward passes to the network.
         transformer.model_forward_params = {*transformer.model_forward_params, *PACKED_KEYS}
     transformer.preprocess = PackedInputs(transformer)
     transformer.forward = PackedForward(transformer)
@@ -147,7 +152,13 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
 
 
 def _unsupported_reason(transformer: Transformer) -> str | None:
-    """Return why a Transformer cannot take packed tokens by its kind, or ``None`` if it may."""
+    """Return the reason why a Transformer cannot take packed tokens, or ``None`` without one.
+
+    Only its class and settings are examined. Nothing runs.
+
+    Args:
+        transformer: the Transformer module.
+    """
     kind = type(transformer)
     is_replaced = "preprocess" in vars(transformer) or "forward" in vars(transformer)
     if kind.preprocess is not Transformer.preprocess or is_replaced:
@@ -189,6 +200,7 @@ def _mismatch_reason(route: Route) -> str | None:
             )
         if _agree(packed, padded):
             return None
+        # In 16 bits, rounding alone may exceed the tolerance. A copy in fp32 then decides.
         difference = largest_difference(packed, padded)
         relative_difference = float((packed - padded).norm() / padded.norm().clamp(min=1e-6))
         is_16_bit = next(route[0].parameters()).dtype.itemsize == 2
@@ -218,7 +230,11 @@ def _run_both_ways(route: Route) -> tuple[Tensor, Tensor]:
 
 
 def _run_route(route: Route) -> Tensor:
-    """Return embeddings of two short texts: dense ``[2, V]``, or token vectors ``[T, D]``."""
+    """Return embeddings of two short texts: dense ``[2, V]``, or token vectors ``[T, D]``.
+
+    Args:
+        route: a Transformer and all modules after it.
+    """
     features = tiny_batch(route[0])
     for module in route:
         features = module(features)
@@ -251,8 +267,9 @@ class PackedForward(Replacement):
             **kwargs: other arguments of its forward.
         """
         transformer = self.owner
+        # The joined columns of the batch, and the position of this column among them.
         columns, position = features.pop(JOINED, (None, 0))
-        # A part of a column, such as a mini-batch, is another tensor. It needs its own backward.
+        # A part of a column, such as a mini-batch of a loss, is another tensor, and runs by itself.
         is_joined = columns is not None and features["input_ids"] is columns.input_ids[position]
         returns_layers = getattr(transformer.model.config, "output_hidden_states", False)
         if not is_joined or kwargs or returns_layers:
@@ -297,10 +314,10 @@ class PackedForward(Replacement):
         transformer = self.owner
         ids = features["input_ids"]
         one_token = packed_features(
-            ids.new_zeros(1),
-            features[OFFSETS].new_ones(1).long(),
-            padding_position(transformer.model),
-            1,
+            ids=ids.new_zeros(1),
+            lengths=features[OFFSETS].new_ones(1).long(),
+            padding=padding_position(transformer.model),
+            longest=1,
         )
         outputs = type(transformer).forward(transformer, {**features, **one_token}, **kwargs)
         name = transformer.module_output_name
@@ -312,9 +329,9 @@ class PackedForward(Replacement):
 
 
 def _is_recorded() -> bool:
-    """Whether a forward is being traced, or captured in a CUDA graph.
+    """Whether the current forward is traced by ``torch.compile``, or captured in a CUDA graph.
 
-    The number of tokens, which packing needs, is not known then.
+    The number of tokens, which packing needs on the CPU, is not known then.
     """
     if torch.compiler.is_compiling():
         return True
@@ -349,7 +366,7 @@ class PackedMask(Replacement):
     """
 
     def __call__(self, features: Features, task: str | None = None) -> Features:
-        """Pad packed features, and add the mask of the tokens that are scored.
+        """Pad packed features, and run the stock forward, which masks tokens that are not scored.
 
         Args:
             features: output of the modules before, packed or padded.
@@ -358,7 +375,7 @@ class PackedMask(Replacement):
         if OFFSETS in features:
             repad(features)
         module = self.owner
-        skipped_ids = getattr(module, "_skiplist_ids", None)
+        skipped_ids = getattr(module, "_skiplist_ids", None)  # of tokens such as punctuation
         ids = features.get("input_ids")
         if skipped_ids is not None and ids is not None and skipped_ids.device != ids.device:
             # The capture of a CUDA graph cannot copy them from the CPU.
@@ -380,6 +397,7 @@ def repad(features: Features) -> None:
     longest = int(features[LONGEST])
     ids = features["input_ids"][0]
     vectors = features["token_embeddings"][0]
+    # Each token goes to row ``sequence * S + position`` of the flattened padded tensors.
     sequences, positions = token_positions(cu_seqlens, ids.numel())
     rows = sequences * longest + positions
     padded_ids = ids.new_zeros(n_texts * longest).index_copy(0, rows, ids)

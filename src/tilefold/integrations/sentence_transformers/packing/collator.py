@@ -72,10 +72,12 @@ class JoinedColumns:
         ]
         if any(features != other_features[0] for features in other_features):
             return None
+        # The texts are stored column by column. Transposed, they are in row order.
         n_columns = len(columns)
         starts = self.offsets[:-1].view(n_columns, -1).T.flatten()
         lengths = self.offsets.diff().view(n_columns, -1).T.flatten()
         offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        # Where each token of the result comes from: its position, shifted as its text is.
         shifts = torch.repeat_interleave(starts - offsets[:-1], lengths)
         sources = shifts + torch.arange(int(offsets[-1]))
         device_sources = to_device(sources.numpy(), self.input_ids[0].device)
@@ -94,8 +96,8 @@ class JoinedColumns:
     ) -> Tensor:
         """Return the token embeddings of a column, ``[1, T_i, D]``.
 
-        The first column runs the Transformer on all columns. Others take their part of its output,
-        if they run in the same mode.
+        The first call runs the Transformer on all columns, and stores the outputs of the others.
+        Their calls take them, if the modes of the model and of torch are still the same.
 
         Args:
             position: position of the column.
@@ -113,7 +115,7 @@ class JoinedColumns:
         if output is not None:
             return output
         joined_output = None if graphs is None else graphs(self.features)
-        if joined_output is None:
+        if joined_output is None:  # no graph can run these features
             features = type(transformer).forward(transformer, dict(self.features))
             joined_output = features[transformer.module_output_name]
         outputs: Sequence[Tensor] = joined_output.split(
@@ -145,9 +147,12 @@ class CollatedBatch(NamedTuple):
     offsets: Any = None
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> CollatedBatch:
-        """Return the batch with `function` applied once to each tensor, such as a copy to a GPU.
+        """Return the batch with a function applied to its tensors, such as a copy to a GPU.
 
-        Several features may be one tensor. They still are in the result.
+        Features that are the same tensor stay the same tensor: the function is applied to it once.
+
+        Args:
+            function: the function.
         """
         results: dict[int, Tensor] = {}  # by the id of the tensor
 
@@ -166,9 +171,10 @@ class CollatedBatch(NamedTuple):
         )
 
     def split_columns(self) -> Features:
-        """Return the features as losses take them.
+        """Return features of all columns, as a loss takes them.
 
-        The tensors of tokens of a joined column are views of tensors that hold all columns.
+        The tensors of tokens of a joined column are views of tensors that hold all columns. Each
+        joined column also gets an entry that leads its forward to the joined ones.
         """
         if self.joined is None:
             return self.features
@@ -359,6 +365,12 @@ class AheadCollator:
     read: Callable[[list[Any]], list[Features]] = list
 
     def __init__(self, collator: Callable[[list[Features]], Features], join: bool = False) -> None:
+        """Wrap a data collator; its thread is started by the first batch.
+
+        Args:
+            collator: the stock data collator.
+            join: whether packed columns of a batch are joined.
+        """
         self.collator = collator
         self.join = join
         self.cut = Tally()
@@ -393,7 +405,12 @@ class AheadCollator:
         )
 
     def _collate(self, features: list[Any], truncation: Truncation) -> CollatedBatch:
-        """Collate a batch, and count the texts that the tokenizer truncates."""
+        """Collate a batch, and count the texts that the tokenizer truncates (in the thread).
+
+        Args:
+            features: rows of the dataset, or what ``read`` makes rows of.
+            truncation: gets the counts.
+        """
         rows = self.read(features)
         with counting_truncation(truncation):
             if not self.join:
@@ -442,9 +459,15 @@ class PendingBatch:
         """Wait for the batch and return its features on a device.
 
         Errors of the collator are raised here.
+
+        Args:
+            device: the device.
+            non_blocking: whether copies may overlap with other work. Copies from pinned memory
+                always may.
         """
 
         def move(tensor: Tensor) -> Tensor:
+            """Copy a tensor to the device."""
             # A copy from pinned memory may overlap with other work: torch does not reuse the memory
             # before the copy is done.
             return tensor.to(device, non_blocking=non_blocking or tensor.is_pinned())
@@ -461,8 +484,12 @@ def _pin_memory(batch: Future[CollatedBatch]) -> CollatedBatch:
 def _with_direct_preprocess(collator: Any, model: Model) -> Any:
     """Return a copy of a collator that passes texts straight to the model's Transformer.
 
-    The model's own ``preprocess`` would look at the modality of every text first. A collator with
-    another ``preprocess_fn`` is returned unchanged.
+    The model's own ``preprocess`` would examine the modality of every text first. A collator whose
+    ``preprocess_fn`` is another function is returned unchanged.
+
+    Args:
+        collator: a data collator of sentence-transformers.
+        model: the model of the trainer.
     """
     preprocess = getattr(collator, "preprocess_fn", None)
     owner = getattr(preprocess, "__self__", None)

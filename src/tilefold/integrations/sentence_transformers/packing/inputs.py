@@ -126,7 +126,14 @@ class PackedInputs(Replacement):
         processing_kwargs: object = None,
         **kwargs: object,
     ) -> Features:
-        """Return features of the inputs, with the arguments of ``Transformer.preprocess``."""
+        """Return features of the inputs, with the arguments of ``Transformer.preprocess``.
+
+        Args:
+            inputs: the inputs, such as texts.
+            prompt: text that is put before every input.
+            processing_kwargs: options of the tokenizer or processor.
+            **kwargs: other arguments of ``Transformer.preprocess``.
+        """
         if processing_kwargs is not None:
             kwargs["processing_kwargs"] = processing_kwargs
         return self.begin(inputs, prompt, **kwargs)()
@@ -137,7 +144,10 @@ class PackedInputs(Replacement):
         prompt: str | None = None,
         **kwargs: object,
     ) -> Callable[[], Features]:
-        """Tokenise inputs, mostly without the GIL, and return a function that makes the features.
+        """Tokenise inputs, and return a function that makes features of the tokens.
+
+        The tokenizer mostly runs without the GIL, the function with it. So a thread can tokenise
+        the next texts while another one makes features.
 
         Args:
             inputs: the inputs.
@@ -150,7 +160,8 @@ class PackedInputs(Replacement):
         expansion = None  # settings of ColBERT's query expansion
         if kwargs.get("task") == "query":
             expansion = getattr(self.owner, "query_expansion", None)
-        if kwargs.keys() <= _PLANNED_ARGUMENTS and {*map(type, inputs)} == {str}:
+        are_texts = {*map(type, inputs)} == {str}
+        if are_texts and kwargs.keys() <= _PLANNED_ARGUMENTS:
             finish = self._begin_planned(inputs, prompt, kwargs, expansion)
             if finish is not None:
                 return finish
@@ -166,7 +177,9 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> Callable[[], Features] | None:
-        """Tokenise texts by a plan.
+        """Tokenise texts by the copy of the Rust tokenizer, if a plan for such texts exists.
+
+        A plan says how texts with one prompt, task and maximum length are tokenised.
 
         Args:
             texts: the texts.
@@ -185,16 +198,19 @@ class PackedInputs(Replacement):
             plan = self._plan(prompt, kwargs, expansion)
             if plan is None:
                 return None
-            encodings = [self._encodings(texts, prompt, plan)]
+            encodings = self._encodings(texts, prompt, plan)
             if plan.expansion is not None:
-                longest = max(map(len, encodings[0]))
-                if longest >= plan.expansion["input_ids"].size(1):
+                expanded_length = plan.expansion["input_ids"].size(1)
+                if max(map(len, encodings)) >= expanded_length:
                     return None  # a query fills the expansion, about which the stock method warns
             truncation = current_truncation()
             if truncation is not None:
-                truncation.add_encodings(encodings[0], plan.truncation)
-            # ``pop`` frees the encodings as soon as their features are made.
-            return lambda: self._features(encodings.pop(), plan)
+                truncation.add_encodings(encodings, plan.truncation)
+            # ``pop`` frees the encodings as soon as their features are made, although the returned
+            # function may live longer.
+            holder = [encodings]
+            del encodings
+            return lambda: self._features(holder.pop(), plan)
 
     def _stock_features(
         self,
@@ -213,12 +229,12 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> _Plan | None:
-        """Return the plan for a call, which is made when it is first needed.
+        """Return the plan for a call from the cache, or make it.
 
         Args:
             prompt: text that is put before every text.
             kwargs: other arguments of the call.
-            expansion: settings of the query expansion.
+            expansion: settings of ColBERT's query expansion; ``None`` if texts are not expanded.
 
         Returns:
             The plan, or None if the stock method must tokenise.
@@ -227,11 +243,13 @@ class PackedInputs(Replacement):
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "encode_batch"):
             return None
+        # Another tokenizer, or added tokens, make all plans and the copy invalid.
         source = (backend, len(tokenizer))
         if self._copied_from != source:
             self._plans = {}
             self._backend = None
             self._copied_from = source
+        # All settings that change the tokens of a text are part of a plan's key.
         settings = [
             tokenizer.model_max_length,
             tokenizer.truncation_side,
@@ -316,7 +334,16 @@ class PackedInputs(Replacement):
             return probes, self._stock_features(probes, prompt, kwargs)
 
     def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
-        """Tokenise texts by the copy of the Rust tokenizer."""
+        """Tokenise texts by the copy of the Rust tokenizer.
+
+        Args:
+            texts: the texts.
+            prompt: text that is put before every text.
+            plan: the plan, whose truncation is set in the tokenizer.
+
+        Returns:
+            One ``tokenizers.Encoding`` per text.
+        """
         backend = self._backend
         if backend.truncation != plan.truncation:
             if plan.truncation is None:
@@ -330,7 +357,12 @@ class PackedInputs(Replacement):
         return encodings
 
     def _features(self, encodings: list[Any], plan: _Plan) -> Features:
-        """Return packed features of encodings, or padded ones of expanded queries."""
+        """Return packed features of encodings, or padded ones of expanded queries.
+
+        Args:
+            encodings: one ``tokenizers.Encoding`` per text.
+            plan: the plan with which the texts were tokenised.
+        """
         if len(encodings) == 1 and plan.expansion is None:
             token_ids = encodings[0].ids
             if plan.padding not in token_ids:
@@ -343,13 +375,16 @@ class PackedInputs(Replacement):
         lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
         if plan.expansion is not None:
             return _expanded_features(ids, lengths, plan.expansion) | plan.others
-        # As models count: padding tokens have the position `padding`, and others follow it.
+        # Position ids as models count them: padding tokens have the position `padding`, and others
+        # follow it. Models without such a position begin at 0, after a `padding` of -1, which is no
+        # token's id.
         padding = -1 if plan.padding is None else plan.padding
         offsets = offsets_of(lengths)
         is_counted = ids != padding
-        n_before = offsets_of(is_counted)
-        n_in_text = n_before[1:] - np.repeat(n_before[offsets[:-1]], lengths)
-        positions = n_in_text * is_counted + padding
+        n_counted_before = offsets_of(is_counted)  # counted tokens before each token, and in all
+        n_before_text = np.repeat(n_counted_before[offsets[:-1]], lengths)
+        n_counted_in_text = n_counted_before[1:] - n_before_text
+        positions = n_counted_in_text * is_counted + padding
         packed = packed_arguments(
             torch.from_numpy(ids),
             torch.from_numpy(positions),
@@ -360,7 +395,12 @@ class PackedInputs(Replacement):
 
 
 def _single_text_features(token_ids: list[int], plan: _Plan) -> Features:
-    """Return packed features of one text without padding tokens."""
+    """Return packed features of one text without padding tokens.
+
+    Args:
+        token_ids: ids of the text's tokens.
+        plan: the plan with which the text was tokenised.
+    """
     length = len(token_ids)
     start = 0 if plan.padding is None else plan.padding + 1
     packed = packed_arguments(
@@ -386,9 +426,10 @@ def _are_equal(features: Features, expected: Features) -> bool:
 
 
 def _expansion_of(stock: dict[str, Tensor]) -> Features:
-    """Return features of an expanded query without any token, ``[1, L]``.
+    """Return features of an expanded ColBERT query without any token of a text, ``[1, L]``.
 
-    The end of the empty probe is expansion: repeated, it is such a query.
+    Expansion fills a query up to length L with mask tokens. The last position of the empty probe is
+    such a token. It is repeated L times.
 
     Args:
         stock: tensors ``[B, L]`` of the probes, of which the second one is empty.
@@ -397,7 +438,9 @@ def _expansion_of(stock: dict[str, Tensor]) -> Features:
 
 
 def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Features:
-    """Return padded features ``[B, L]`` of expanded queries.
+    """Return padded features ``[B, L]`` of expanded ColBERT queries.
+
+    The tokens of a query replace the first mask tokens of the expansion.
 
     Args:
         ids: packed token ids, ``[T]``.
@@ -416,9 +459,16 @@ def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Featu
 
 
 def texts_to(model: Model) -> PackedInputs | None:
-    """Return ``preprocess`` of the model's first module if the model's own only calls that.
+    """Return the replaced ``preprocess`` of the model's first module, to tokenise texts directly.
 
-    It saves the model's look at each text.
+    The model's own ``preprocess`` examines the type of each input before it calls that of the first
+    module. For texts this can be left out.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The replacement, or None if the model's own ``preprocess`` must run.
     """
     is_stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
     first_module: Any = next(iter(model.children()), None)
@@ -479,13 +529,14 @@ def pack_features(features: Features, padding: int | None) -> Features:
     facts = _mask_facts(is_token, lengths, token_types)
     if facts.max_runs > 1:
         return features
-    sources = lengths[:0]
+    sources = lengths[:0]  # positions of all tokens in the flattened padded tensors
     if facts.n_tokens > 0:
         # ``nonzero`` would wait for the GPU once more, to know the number of tokens.
         cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         text, position = token_positions(cu_seqlens, facts.n_tokens)
-        first_tokens = is_token.long().argmax(1)
-        sources = text * is_token.size(1) + first_tokens[text] + position
+        first_tokens = is_token.long().argmax(1)  # positions after padding on the left
+        padded_length = is_token.size(1)
+        sources = text * padded_length + first_tokens[text] + position
     packed_ids = ids.long().flatten()[sources]
     packed = packed_features(packed_ids, lengths, padding, facts.longest)
     if token_types is not None and facts.has_types:  # models use zeros by default
@@ -511,7 +562,7 @@ class _MaskFacts(NamedTuple):
 
 
 def _mask_facts(is_token: Tensor, lengths: Tensor, token_types: Tensor | None) -> _MaskFacts:
-    """Compute facts of padded texts, with one copy from the device.
+    """Compute what packing must know about padded texts on the CPU, with one copy from the device.
 
     Args:
         is_token: bool ``[B, S]``.
@@ -520,8 +571,10 @@ def _mask_facts(is_token: Tensor, lengths: Tensor, token_types: Tensor | None) -
     """
     if is_token.numel() == 0:
         return _MaskFacts()
+    # A run of tokens begins at a token that follows padding, or at the first position.
     has_token_before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     n_runs = (is_token & ~has_token_before).sum(1)
+    # Without token types, `lengths` takes their place, and ``has_types`` is not read.
     type_sums = lengths if token_types is None else token_types.sum(1)
     facts = [lengths.sum(), lengths.amax(), n_runs.amax(), type_sums.long().amax()]
     n_tokens, longest, max_runs, largest_type_sum = torch.stack(facts).tolist()

@@ -92,11 +92,12 @@ def batches_of(
     windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(boundaries)]
     # The tokenizer runs in the stream's thread, so its counts are added to those of this thread.
     truncation = current_truncation()
-    with closing(stream(Window([texts[i] for i in window]) for window in windows)) as items:
+    text_windows = (Window([texts[position] for position in window]) for window in windows)
+    with closing(stream(text_windows)) as items:
         for item in items:
             if not isinstance(item, Batch):
                 continue
-            if isinstance(item.rows, Exception):
+            if isinstance(item.rows, Exception):  # of a text that failed by itself
                 raise item.rows
             n_texts = len(item.positions)
             if truncation is not None:
@@ -107,22 +108,27 @@ def batches_of(
 
 
 def _window_boundaries(lengths: Tensor) -> list[int]:
-    """Divide texts into windows that grow up to a number of texts and characters.
+    """Divide texts into windows, which are tokenised one after another.
+
+    The first window is small, so that the device starts early. Each later window has at least
+    ``WINDOW_TEXTS`` texts and about ``WINDOW_CHARACTERS`` characters, but at most ``GROWTH`` times
+    as many texts as the one before it.
 
     Args:
         lengths: numbers of characters in descending order, ``[N]``.
 
     Returns:
-        Where each window begins, and N.
+        Positions at which the windows begin, and N.
     """
-    ends = lengths.cumsum(0)
-    boundaries = [0, min(FIRST_TEXTS, len(lengths))]
-    while boundaries[-1] < len(lengths):
+    n_texts = len(lengths)
+    ends = lengths.cumsum(0)  # characters up to the end of each text
+    boundaries = [0, min(FIRST_TEXTS, n_texts)]
+    while boundaries[-1] < n_texts:
         start = boundaries[-1]
         last_size = start - boundaries[-2]
         end = int(torch.searchsorted(ends, ends[start - 1] + WINDOW_CHARACTERS))
         size = min(max(end - start, WINDOW_TEXTS), GROWTH * last_size)
-        boundaries.append(min(start + size, len(lengths)))
+        boundaries.append(min(start + size, n_texts))
     return boundaries
 
 
@@ -161,7 +167,11 @@ class SparseBatchEncoder(Replacement):
         top_k: int | None = None,
         min_weight: float = 0.0,
     ) -> Batch:
-        """Encode texts in one forward pass and return their rows without building a matrix."""
+        """Encode texts in one forward pass and return their rows without building a matrix.
+
+        Args:
+            texts, task, prompt_name, top_k, min_weight: as in ``encode_sparse``.
+        """
         return streams.encode_batch(
             self.owner,
             list_of("texts", texts),
@@ -273,15 +283,15 @@ class FusedEncode(Replacement):
 
 
 def _encode(model: Model, stock: Any, arguments: Options) -> Any:
-    """Encode texts by a graph or a stream.
+    """Encode texts by a CUDA graph if they are one batch, else by a stream.
 
     Args:
         model: an accelerated model.
-        stock: the stock ``encode``.
+        stock: the stock ``encode``, whose logger decides about progress bars.
         arguments: its arguments by name.
 
     Returns:
-        The result of the stock method, or None if it must run.
+        The result that the stock method would return, or None if the stock method must run.
     """
     inputs = arguments["inputs"]
     is_single = isinstance(inputs, str)
@@ -298,7 +308,7 @@ def _encode(model: Model, stock: Any, arguments: Options) -> Any:
         limit = batch_size if batch_size < _DEFAULT_BATCH_SIZE else None
         return encode_many(model, arguments, prompt, limit, show_progress)
     if show_progress:
-        return None
+        return None  # the stock method shows the bar
     encode_few = _encode_few_tokens if is_multi_vector(model) else _encode_few_sparse
     rows = encode_few(model, arguments, texts, prompt)
     if rows is None:
@@ -307,10 +317,14 @@ def _encode(model: Model, stock: Any, arguments: Options) -> Any:
 
 
 def _listed_inputs(model: Model, inputs: object) -> object:
-    """Return several inputs of ``encode`` as a list, and one input unchanged.
+    """Return several inputs of ``encode`` as a list, and a single input unchanged.
 
-    sentence-transformers takes a Series, a generator or a view of a dictionary for one input, and
-    refuses it.
+    Without this, sentence-transformers would treat a pandas Series, a generator or a view of a
+    dictionary as a single input, and refuse it.
+
+    Args:
+        model: the model, which knows the single inputs of its modalities.
+        inputs: one input or several, in any sequence or iterator.
     """
     if isinstance(inputs, (str, list)):
         return inputs
@@ -324,7 +338,8 @@ def _listed_inputs(model: Model, inputs: object) -> object:
 def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Options | None:
     """Return the arguments of a call of ``encode`` by name, with defaults.
 
-    Arguments that the method collects in ``**kwargs`` are a dictionary under the name ``kwargs``.
+    This is ``inspect.Signature.bind`` with a cached signature and without its errors. Arguments
+    that the method collects in ``**kwargs`` are a dictionary under the name ``kwargs``.
 
     Args:
         stock: the stock ``encode``.
@@ -347,9 +362,13 @@ def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Op
 
 @functools.cache
 def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
-    """Return the names of the parameters of ``encode`` in their order, and the defaults.
+    """Return the parameters of ``encode`` without ``self`` and ``**kwargs``.
 
-    ``self`` and ``**kwargs`` are left out.
+    Args:
+        stock: the stock ``encode``.
+
+    Returns:
+        Names of the parameters in their order, and the default values by name.
     """
     _, *parameters = inspect.signature(stock).parameters.values()
     named = [
@@ -368,8 +387,12 @@ def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
 def _is_supported(model: Model, arguments: Options) -> bool:
     """Whether a graph or a stream can encode the inputs of a call of ``encode``.
 
-    They must be strings, encoded on the model's device in this process, with options that both
-    know.
+    The inputs must be strings. They must be encoded on the model's device in this process, with
+    options that graphs and streams support.
+
+    Args:
+        model: an accelerated model.
+        arguments: arguments of the call by name.
     """
     inputs = arguments.get("inputs")
     batch_size = arguments["batch_size"]
@@ -404,7 +427,13 @@ def _encode_few_sparse(
     texts: list[str],
     prompt: str | None,
 ) -> Any:
-    """Encode texts to sparse rows by one graph.
+    """Encode texts to sparse rows by one CUDA graph.
+
+    Args:
+        model: an accelerated SparseEncoder.
+        arguments: arguments of the call of ``encode`` by name.
+        texts: its inputs as a list.
+        prompt: text that is put before every text.
 
     Returns:
         Rows as the stock ``encode`` returns them for a list, or None if no graph can run.
@@ -440,7 +469,13 @@ def _encode_few_tokens(
     texts: list[str],
     prompt: str | None,
 ) -> Any:
-    """Encode texts to token vectors by one graph.
+    """Encode texts to token vectors by one CUDA graph.
+
+    Args:
+        model: an accelerated MultiVectorEncoder.
+        arguments: arguments of the call of ``encode`` by name.
+        texts: its inputs as a list.
+        prompt: text that is put before every text.
 
     Returns:
         Vectors ``[n, D]`` of each text as the stock ``encode`` returns them, or None if no graph
@@ -468,7 +503,17 @@ def _batches_with_progress(
     show_progress: bool,
     title: str,
 ) -> Iterator[Batch]:
-    """Encode texts by a stream under a progress bar."""
+    """Encode texts by a stream under a progress bar.
+
+    Args:
+        stream: the stream.
+        texts: the texts.
+        show_progress: whether the bar is shown.
+        title: title of the bar.
+
+    Yields:
+        Batches, whose positions are those in `texts`.
+    """
     from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
 
     with tqdm(total=len(texts), desc=title, disable=not show_progress) as bar:
@@ -482,7 +527,15 @@ def _encode_many_sparse(
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode texts to sparse rows by a stream, with the result of the stock ``encode``."""
+    """Encode texts to sparse rows by a stream, with the result of the stock ``encode``.
+
+    Args:
+        model: an accelerated SparseEncoder in eval mode.
+        arguments: arguments of the call of ``encode`` by name.
+        prompt: text that is put before every text.
+        batch_size: largest number of texts of a batch; ``None`` for no limit.
+        show_progress: whether a progress bar is shown.
+    """
     texts = arguments["inputs"]
     stream = SparseStream(
         model,
@@ -506,7 +559,18 @@ def _encode_many_tokens(
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode texts to token vectors by a stream, with the result of the stock ``encode``."""
+    """Encode texts to token vectors by a stream, with the result of the stock ``encode``.
+
+    Args:
+        model: an accelerated MultiVectorEncoder in eval mode.
+        arguments: arguments of the call of ``encode`` by name.
+        prompt: text that is put before every text.
+        batch_size: largest number of texts of a batch; ``None`` for no limit.
+        show_progress: whether a progress bar is shown.
+
+    Returns:
+        Vectors ``[n, D]`` of each text, in the order of the texts.
+    """
     texts = arguments["inputs"]
     to_numpy = bool(arguments["convert_to_numpy"])
     stream = streams.VectorStream(
@@ -539,7 +603,7 @@ def _as_coo(
     vocab_size: int,
     device: torch.device,
 ) -> Tensor:
-    """Build a coalesced COO matrix, as ``encode`` returns it.
+    """Build a coalesced COO matrix from the entries of sparse rows, as ``encode`` returns it.
 
     Args:
         counts: number of entries of each row, ``[N]`` on the CPU.

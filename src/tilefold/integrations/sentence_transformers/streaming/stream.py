@@ -85,6 +85,9 @@ _TASK_PROMPTS = {"query": ["query"], "document": ["document", "passage", "corpus
 def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
     """Return the prompt that ``encode``, ``encode_query`` or ``encode_document`` would use.
 
+    A task has a default prompt: the first of its usual names that the model has, such as
+    ``"passage"`` for documents. Otherwise it is the default prompt of the model, if there is one.
+
     Args:
         model: a sentence-transformers model.
         task: ``"query"``, ``"document"`` or ``None``.
@@ -114,8 +117,18 @@ def encode_batch(
 ) -> Batch:
     """Encode texts to sparse rows on the CPU in one forward pass.
 
-    It runs as a CUDA graph if the model has one for these texts. Otherwise the model is in eval
-    mode.
+    The pass runs as a CUDA graph if the model has one for these texts. Otherwise the model runs in
+    eval mode.
+
+    Args:
+        model: an accelerated SparseEncoder.
+        texts: the texts.
+        task: ``"query"``, ``"document"`` or ``None``.
+        prompt: text that is put before every text.
+        options: which entries of a row are kept.
+
+    Returns:
+        The rows as the only batch of a stream.
     """
     rows = None
     graphs = graphs_of(model)
@@ -126,7 +139,7 @@ def encode_batch(
         with in_eval_mode(model), packed_inputs():
             features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
             rows = _launch_sparse(model, features, task_kwargs, options).get()
-    return Batch(0, range(len(texts)), rows)
+    return Batch(window=0, positions=range(len(texts)), rows=rows)
 
 
 def _launch_sparse(
@@ -160,14 +173,24 @@ def _launch_sparse(
 def _run_model(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
     """Run the model on features, which are moved to its device.
 
-    Features without any token get one padding token, since models refuse tensors of length 0.
+    Padded texts without any token get one padding token each, since models refuse tensors of
+    length 0. Its entry of the attention mask is 0.
+
+    Args:
+        model: an accelerated model.
+        features: output of its ``preprocess``.
+        task_kwargs: the argument ``task`` of the model's forward, if any.
+
+    Returns:
+        The features with the outputs of all modules.
     """
     ids = features.get("input_ids")
     is_padded = isinstance(ids, Tensor) and ids.dim() == 2 and "attention_mask" in features
     if is_padded and features["input_ids"].size(1) == 0:
-        padding = torch.zeros(features["input_ids"].size(0), 1, dtype=torch.int64)
-        tensors = [name for name, value in features.items() if isinstance(value, Tensor)]
-        features = {**features, **dict.fromkeys(tensors, padding)}
+        n_texts = features["input_ids"].size(0)
+        zeros = torch.zeros(n_texts, 1, dtype=torch.int64)
+        tensor_names = [name for name, value in features.items() if isinstance(value, Tensor)]
+        features = {**features, **dict.fromkeys(tensor_names, zeros)}
     with fast_linear(model, torch.device(model.device)):
         outputs: Features = model(packing.on_device(features, model.device), **task_kwargs)
     return outputs
@@ -242,11 +265,16 @@ class _TokenizedWindow(NamedTuple):
 
 
 def _tokenize_or_none(tokenize: Callable[..., T], *args: object, **kwargs: object) -> T | None:
-    """Call a tokenizing function, and return None if it raises.
+    """Call a tokenizing function, and return None if it raises an error of any class.
 
-    Tokenizers raise errors of any class, and an error of one text must not lose the others: the
-    texts are then encoded in smaller batches, at last one by one, where the error of a text is
-    raised again. An error of many texts together may not be, so it is logged.
+    One text's error must not lose the other texts. They are encoded in smaller batches later, at
+    last one by one, where the error of a text is raised again. The error here is logged, because
+    one that only occurs for many texts together would otherwise be lost.
+
+    Args:
+        tokenize: the function.
+        *args: its positional arguments.
+        **kwargs: its arguments by name.
     """
     try:
         with packed_inputs():
@@ -280,9 +308,15 @@ class TextStream(ABC):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Learn from a probe text how the model's texts are tokenised.
+        """Prepare the stream; one tokenised text shows whether the model takes packed tokens.
 
-        The class describes the arguments.
+        Args:
+            model: an accelerated model.
+            task: ``"query"``, ``"document"`` or ``None``.
+            prompt: text that is put before every text.
+            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_size: texts per batch; by default not limited for packed texts, 32 for padded
+                ones.
         """
         self.model = model
         self.prompt = prompt
@@ -292,8 +326,10 @@ class TextStream(ABC):
         self.batch_size = batch_size
         # Held while texts are tokenised, which changes settings of the tokenizer.
         self._lock = threading.Lock()
+        probe_text = "a"
         with ignoring_truncation():
-            features = self._features_or_none(model.preprocess, ["a"]) or {}
+            features = self._features_or_none(model.preprocess, [probe_text]) or {}
+        # Features that are the same for every batch.
         self.constant_features = {
             name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
@@ -334,7 +370,16 @@ class TextStream(ABC):
             yield from self._encode_batches(batches)
 
     def _encode_batches(self, batches: Iterable[TokenBatch | WindowEnd]) -> Iterator[Item]:
-        """Launch batches, and yield their rows in the same order once they are on the CPU."""
+        """Launch batches, and yield their rows in the same order once they are on the CPU.
+
+        Up to ``IN_FLIGHT`` batches run on the device before the first one is waited for.
+
+        Args:
+            batches: tokenised batches of all windows, with the end of each window.
+
+        Yields:
+            Batches of rows, and the ends of windows.
+        """
         # Batches with their pending rows, which are None if a batch could not be launched.
         waiting: deque[tuple[TokenBatch | WindowEnd, Any]] = deque()
         n_launched = 0
@@ -364,7 +409,14 @@ class TextStream(ABC):
         self,
         windows: Iterable[Window | None],
     ) -> Iterator[Iterable[TokenBatch | WindowEnd]]:
-        """Tokenise windows in two background threads, which stop at the end of the context."""
+        """Tokenise windows in two background threads, which stop at the end of the context.
+
+        Args:
+            windows: the windows; ``None`` means that none is ready yet.
+
+        Yields:
+            An iterable of tokenised batches, with the end of each window.
+        """
         stop = threading.Event()
         with (
             Prefetcher(
@@ -386,7 +438,14 @@ class TextStream(ABC):
         self,
         windows: Iterable[Window | None],
     ) -> Iterator[_TokenizedWindow | None]:
-        """Pass windows to the Rust tokenizer, which releases the GIL (in the first thread)."""
+        """Pass windows to the Rust tokenizer, which releases the GIL (in the first thread).
+
+        Args:
+            windows: the windows; ``None`` means that none is ready yet.
+
+        Yields:
+            Each window with a function that makes features of its tokens; ``None`` for ``None``.
+        """
         for window in windows:
             if window is None:
                 yield None
@@ -418,7 +477,14 @@ class TextStream(ABC):
     ) -> Iterator[TokenBatch | WindowEnd]:
         """Divide tokenised windows into batches (in the second thread).
 
-        Batches whose texts need no rows are left out.
+        Batches whose texts need no rows are left out. A window whose tokenisation failed is
+        tokenised again, batch by batch.
+
+        Args:
+            windows: tokenised windows.
+
+        Yields:
+            The batches of each window, then its end.
         """
         for number, window in enumerate(windows):
             features = None if window.finish is None else _tokenize_or_none(window.finish)
@@ -437,7 +503,13 @@ class TextStream(ABC):
         window: _TokenizedWindow,
         features: Features,
     ) -> Iterator[TokenBatch]:
-        """Divide a window that was tokenised as a whole, by numbers of tokens."""
+        """Divide the tokens of a window into batches of about equal numbers of tokens.
+
+        Args:
+            number: number of the window.
+            window: the window.
+            features: packed features of all its texts.
+        """
         token_ids = TokenIds(
             ids=features["input_ids"][0].numpy(),
             positions=features["position_ids"][0].numpy(),
@@ -458,8 +530,14 @@ class TextStream(ABC):
             )
 
     def _separate_batches(self, number: int, window: _TokenizedWindow) -> Iterator[TokenBatch]:
-        """Divide a window by numbers of texts, and tokenise each batch by itself."""
+        """Divide a window into batches of equal numbers of texts, and tokenise each one by itself.
+
+        Args:
+            number: number of the window.
+            window: the window, which has no packed tokens.
+        """
         texts = window.texts
+        # Texts of similar numbers of characters share a batch.
         n_characters = np.fromiter(map(len, texts), np.int64, len(texts))
         max_texts = self.batch_size or PADDED_TEXTS
         for batch_positions in batches_by_tokens(n_characters, None, max_texts):
@@ -490,7 +568,13 @@ class TextStream(ABC):
             return None
 
     def packed_features(self, ids: TokenIds) -> Features:
-        """Return features of packed token ids, copied to the device in one piece."""
+        """Return features of packed token ids on the device.
+
+        Ids, positions and offsets are joined, so that one copy moves them.
+
+        Args:
+            ids: packed token ids on the CPU.
+        """
         arrays = [ids.ids, ids.positions, ids.offsets]
         tokens, positions, offsets = torch.split(
             to_device(np.concatenate(arrays), self.device),
@@ -501,7 +585,15 @@ class TextStream(ABC):
         return {**self.constant_features, **packed}
 
     def _collect(self, batch: TokenBatch | WindowEnd, pending: Any) -> Iterator[Item]:
-        """Wait for the rows of a batch; encode its texts again if it failed."""
+        """Wait for the rows of a batch; encode its texts again if it failed.
+
+        Args:
+            batch: the batch, or the end of a window, which is passed on.
+            pending: its pending rows; ``None`` if it could not be launched.
+
+        Yields:
+            The batch with its rows; several smaller batches after a failure.
+        """
         if isinstance(batch, WindowEnd):
             yield batch
             return
@@ -517,15 +609,19 @@ class TextStream(ABC):
         yield from self._encode_again(batch, together=too_many_entries)
 
     def _encode_again(self, batch: TokenBatch, *, together: bool) -> Iterator[Batch]:
-        """Encode the texts of a failed batch without the pipeline.
+        """Encode the texts of a failed batch at once, in ever smaller parts until they succeed.
 
         Args:
             batch: the batch.
             together: whether all texts are tried together first. Otherwise each half is.
+
+        Yields:
+            Batches of rows. A single text that fails has its error in place of rows.
         """
-        truncation = Truncation()
+        truncation = Truncation()  # of the last part that was encoded
 
         def encode(texts: range) -> Any:
+            """Encode some of the texts, given by their positions in the batch."""
             nonlocal truncation
             with counting_truncation() as truncation:
                 return self._fetch(self._launch_texts(batch.texts[texts.start : texts.stop]))
@@ -535,6 +631,7 @@ class TextStream(ABC):
         if not together and len(all_texts) > 1:
             parts = split_in_half(all_texts)
         for part in parts:
+            # ``bisect_failures`` divides a range of texts again and again while `encode` fails.
             for texts, rows in bisect_failures(part, encode):
                 positions = batch.positions[texts.start : texts.stop]
                 cut = _count_cut(truncation, positions, batch.skip)
@@ -563,8 +660,8 @@ def _count_cut(truncation: Truncation, positions: Sequence[int], skip: frozenset
         positions: positions of these texts in their window.
         skip: positions of texts that need no rows.
     """
-    rows = truncation.cut_positions(len(positions))
-    return sum(positions[row] not in skip for row in rows)
+    cut_texts = truncation.cut_positions(len(positions))  # positions in the batch
+    return sum(positions[text] not in skip for text in cut_texts)
 
 
 class SparseStream(TextStream):
@@ -588,7 +685,14 @@ class SparseStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Create the stream; the class describes the arguments."""
+        """Create the stream.
+
+        Args:
+            model: an accelerated SparseEncoder.
+            options: which entries of a row are kept.
+            to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
+            task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+        """
         super().__init__(
             model,
             task=task,
@@ -601,6 +705,10 @@ class SparseStream(TextStream):
         self.capacity = max(CAPACITY, _learned_capacities.get(self.model, 0))
 
     def _launch(self, features: Features, *, is_retry: bool = False) -> PendingSparseRows:
+        """Run the model, and start copying its sparse rows to the CPU.
+
+        A second attempt computes rows of any number of entries.
+        """
         return _launch_sparse(
             self.model,
             features,
@@ -639,7 +747,13 @@ class TokenStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Create the stream; the class describes the arguments."""
+        """Create the stream.
+
+        Args:
+            model: an accelerated MultiVectorEncoder.
+            storage: number type of stored vectors, ``"fp16"`` or ``"int8"``.
+            task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+        """
         super().__init__(
             model,
             task=task,
@@ -650,6 +764,7 @@ class TokenStream(TextStream):
         self.storage = storage
 
     def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenRows:
+        """Run the model, and start copying its token vectors to the CPU in their stored form."""
         with torch.inference_mode():
             outputs = _run_model(self.model, features, self.task_kwargs)
             return PendingTokenRows(
@@ -696,7 +811,14 @@ class VectorStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Create the stream; the class describes the arguments."""
+        """Create the stream.
+
+        Args:
+            model: an accelerated MultiVectorEncoder.
+            to_host: whether vectors are copied to the CPU. Otherwise they stay on the device.
+            normalize: whether vectors are scaled to length 1.
+            task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+        """
         super().__init__(
             model,
             task=task,
@@ -708,6 +830,7 @@ class VectorStream(TextStream):
         self.normalize = normalize
 
     def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenVectors:
+        """Run the model, and start copying its token vectors to the CPU if that is asked for."""
         with torch.inference_mode():
             outputs = _run_model(self.model, features, self.task_kwargs)
             vectors: Tensor = outputs["token_embeddings"]
