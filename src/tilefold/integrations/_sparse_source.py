@@ -223,7 +223,13 @@ class SparseSource:
 
 
 def _check_url(url: str) -> None:
-    """Raise ``ValueError`` unless `url` is an HTTP address without parts that would be ignored."""
+    """Raise ``ValueError`` for an address that is not one of a server, or has superfluous parts.
+
+    A name, a password, a query and a fragment in the address would be ignored.
+
+    Args:
+        url: the address.
+    """
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -233,9 +233,11 @@ def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
     n_local_rows = columns.local.size(0)
     if columns.rows is None:
         return sums / n_local_rows
-    # the number of rows travels with the sums, so that one all-reduce suffices
-    totals = sum_over_rows(torch.cat([sums, sums.new_full((1,), n_local_rows)]), columns.rows)
-    return totals[:-1] / totals[-1]
+    # One all-reduce of the sums and of the number of rows.
+    sums_and_count = torch.cat([sums, sums.new_full((1,), n_local_rows)])
+    totals = sum_over_rows(sums_and_count, columns.rows)
+    n_rows = totals[-1]
+    return totals[:-1] / n_rows
 
 
 class ActivatedLmLoss(NamedTuple):

@@ -171,7 +171,7 @@ def assert_within_budget(
         out, reference: tensors of one shape.
         dtype: the dtype whose budget applies. By default that of ``out``.
         kind, sensitivity: as in :func:`budget`.
-        name: what the error text calls ``out``.
+        name: name of ``out`` in the error message.
 
     Returns:
         The relative error.
@@ -181,7 +181,7 @@ def assert_within_budget(
     error = relative_error(out, reference)
     if error <= allowed:
         return error
-    # Find the entry that is furthest off, for the message.
+    # The message names the entry with the largest error. A NaN counts as infinite.
     out_fp64 = out.detach().to(reference.device, torch.float64)
     distance = (out_fp64 - reference.detach().double()).abs()
     distance = torch.where(distance.isnan(), math.inf, distance)

@@ -278,9 +278,9 @@ def _fuse_heads(
             pair.pooling,
             pair.head,
             impl,
-            quantize,
-            pair.last,
-            screen,
+            quantize=quantize,
+            last=pair.last,
+            screen=screen,
         )
     for pair in pairs_with_head:
         pair.head.forward = pass_hidden_states
@@ -322,6 +322,8 @@ def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
         return {"all": "packed=False was chosen"}
     padded = pack_inputs(model, check)
     if any(isinstance(replacement, PackedInputs) for _, _, replacement in replacements(model)):
+        # torch.nn.DataParallel must not copy the model: the copies would run its replaced methods,
+        # and so its own weights.
         setattr(model, _REPLICATE, NoReplicas(model))
     return padded
 
@@ -387,7 +389,7 @@ def _check_head_is_fused(transformer: Transformer, _: object) -> None:
         transformer: the module with the LM head.
         _: inputs of its forward; not used.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # the check cannot be traced
         return
     head = transformer.model.get_output_embeddings()
     if vars(head).get("forward") is not pass_hidden_states:

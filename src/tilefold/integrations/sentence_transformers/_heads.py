@@ -86,7 +86,12 @@ def _logit_readers(pipeline: list[nn.Module]) -> list[int]:
 def _headless_pairs(pipeline: list[nn.Module]) -> list[SpladePair]:
     """Return pairs without a head, of the modules that read no logits."""
     return [
-        SpladePair(None, None, module, last=position == len(pipeline) - 1)
+        SpladePair(
+            transformer=None,
+            head=None,
+            pooling=module,
+            last=position == len(pipeline) - 1,
+        )
         for position, module in enumerate(pipeline)
         if isinstance(module, FusedPooling) and not module.reads_logits
     ]
@@ -126,11 +131,12 @@ def _pair_at(pipeline: list[nn.Module], positions: list[int]) -> SpladePair:
         positions: positions of the poolings that read logits.
 
     Raises:
-        ValueError: unless there is one, directly after a Transformer, whose forward can be fused.
+        ValueError: if there are several, if no Transformer precedes the pooling directly, or if the
+            pooling's forward cannot be fused.
     """
     position = positions[0]
-    before = pipeline[position - 1] if position > 0 else None
-    if len(positions) > 1 or not isinstance(before, Transformer):
+    transformer = pipeline[position - 1] if position > 0 else None
+    if len(positions) > 1 or not isinstance(transformer, Transformer):
         names = " -> ".join(type(module).__name__ for module in pipeline)
         raise ValueError(
             "one pooling of logits must directly follow a Transformer, "
@@ -144,7 +150,12 @@ def _pair_at(pipeline: list[nn.Module], positions: list[int]) -> SpladePair:
             "SpladePooling must run its own forward, "
             f"got {type(pooling).__name__} with another one; use the stock one.",
         )
-    return SpladePair(before, _find_head(before.model), pooling, position == len(pipeline) - 1)
+    return SpladePair(
+        transformer=transformer,
+        head=_find_head(transformer.model),
+        pooling=pooling,
+        last=position == len(pipeline) - 1,
+    )
 
 
 def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> None:
@@ -241,7 +252,7 @@ def head_operands(head: nn.Module, hidden: Tensor) -> Head:
     *wrappers, linear = _layers_of(head)
     for layer in wrappers:
         if _is_peft(layer, "Linear") and layer.disable_adapters and layer.merged:
-            layer.unmerge()  # as its own forward does
+            layer.unmerge()  # peft's forward does so, too, if adapters are disabled
     _check_weight_is_local(linear.weight, linear, hidden)
     operands = Head(hidden, linear.weight, linear.bias)
     for layer in reversed(wrappers):  # from the innermost adapter outwards
@@ -259,6 +270,12 @@ def base_linear(head: nn.Module) -> nn.Linear:
 
 def _layers_of(head: nn.Module) -> Iterator[Any]:
     """Yield the active layers of a head, from the outermost wrapper of peft to the ``nn.Linear``.
+
+    A ``ModulesToSaveWrapper`` holds the original head and a trained copy per adapter, of which one
+    is active. A LoRA ``Linear`` adds adapters to its base layer.
+
+    Args:
+        head: the LM head.
 
     Raises:
         ValueError: for a layer that is not supported.
@@ -346,7 +363,12 @@ def _is_peft(layer: nn.Module, name: str) -> bool:
 def _check_weight_is_local(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:
     """Raise an error for a sharded weight, or one on another device than the hidden states.
 
-    The pooling reads the weight outside of its module's forward, for which FSDP would gather it.
+    The pooling reads the weight outside of its module's forward. FSDP gathers shards only for that.
+
+    Args:
+        weight: the weight as it is when the pooling reads it.
+        head: the LM head, which knows the full size.
+        hidden: the hidden states.
     """
     is_shard = weight.numel() < head.out_features * head.in_features
     if is_shard or type(weight).__name__ == "DTensor":

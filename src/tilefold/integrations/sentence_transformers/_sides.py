@@ -100,6 +100,7 @@ class Side:
             return [slice(0, self.count)]
         is_packed = isinstance(self.rows, list) and self.mask is None
         slices: list[slice] = []
+        # The current part: its first sequence, longest sequence and number of vectors.
         start = 0
         longest = 0
         n_vectors = 0
@@ -107,9 +108,10 @@ class Side:
             length, dim = vectors.shape
             longest = max(longest, length)
             n_vectors += length
-            n_padded = longest * (position + 1 - start)
-            n_elements = (n_vectors if is_packed else n_padded) * dim
-            if position > start and n_elements > budget:
+            n_sequences = position + 1 - start
+            n_stored_vectors = n_vectors if is_packed else n_sequences * longest
+            if position > start and n_stored_vectors * dim > budget:
+                # The part ends before this sequence, which begins the next one.
                 slices.append(slice(start, position))
                 start = position
                 longest = length
@@ -120,20 +122,24 @@ class Side:
     def part(self, sequences: slice, device: torch.device) -> SidePart:
         """Return some of the sequences on a device.
 
+        A list without a mask is packed, and a list with a mask is padded.
+
         Args:
-            sequences: which ones; at least one if the side is a list.
+            sequences: slice of the sequences; at least one if the side is a list.
             device: the device.
         """
         rows = self.rows[sequences]
         if isinstance(rows, list):
             if self.mask is None:
                 packed, offsets = pack(rows)
-                return SidePart(packed.to(device), None, offsets.to(device))
+                return SidePart(packed.to(device), mask=None, cu_seqlens=offsets.to(device))
             rows = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
         rows = rows.to(device)
         if self.mask is None:
-            return SidePart(rows, rows.any(dim=-1), None)
-        return SidePart(rows, self.mask[sequences, : rows.size(1)].to(device) != 0, None)
+            is_counted = rows.any(dim=-1)  # rows of zeros are padding
+        else:
+            is_counted = self.mask[sequences, : rows.size(1)].to(device) != 0
+        return SidePart(rows, mask=is_counted, cu_seqlens=None)
 
 
 def scores_of_sides(

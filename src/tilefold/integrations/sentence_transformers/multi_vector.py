@@ -54,7 +54,7 @@ def maxsim(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of every query with every document (ColBERT, arXiv 2004.12832).
+    """Compute MaxSim of every query with every document (ColBERT, arXiv 2004.12832).
 
     Args:
         a: queries: a list of ``[Lq_i, D]`` tensors or arrays, as ``encode_query`` returns them;
@@ -99,10 +99,17 @@ def mean_maxsim(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`maxsim` divided by the number of each query's tokens, ``[Nq, Nd]``.
+    """Compute :func:`maxsim`, divided by the number of each query's tokens, ``[Nq, Nd]``.
 
     Args:
-        a, b, a_mask, b_mask, chunk_elements, length_normalize, device, impl: as in :func:`maxsim`.
+        a: token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
+        b: token vectors of the documents, likewise.
+        a_mask: which query tokens count, ``[Nq, Lq]`` or a list; ``None`` for all.
+        b_mask: which document tokens count, likewise.
+        chunk_elements: numbers of either side that are moved to ``device`` at a time.
+        length_normalize: whether scores are divided by the number of query tokens.
+        device: device that computes; by default that of the documents.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`maxsim`.
@@ -121,11 +128,17 @@ def maxsim_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of query ``i`` with document ``i``, ``[N]`` fp32.
+    """Compute MaxSim of query ``i`` with document ``i``, ``[N]`` fp32.
 
     Args:
-        a, a_mask, b_mask, chunk_elements, length_normalize, device, impl: as in :func:`maxsim`.
-        b: documents, as many as queries, otherwise as in :func:`maxsim`.
+        a: token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
+        b: token vectors of the documents, likewise, one for each query.
+        a_mask: which query tokens count, ``[Nq, Lq]`` or a list; ``None`` for all.
+        b_mask: which document tokens count, likewise.
+        chunk_elements: numbers of either side that are moved to ``device`` at a time.
+        length_normalize: whether scores are divided by the number of query tokens.
+        device: device that computes; by default that of the documents.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`maxsim`.
@@ -152,11 +165,17 @@ def mean_maxsim_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`maxsim_pairwise` divided by the number of each query's tokens, ``[N]``.
+    """Compute :func:`maxsim_pairwise`, divided by the number of each query's tokens, ``[N]``.
 
     Args:
-        a, a_mask, b_mask, chunk_elements, length_normalize, device, impl: as in :func:`maxsim`.
-        b: documents, as many as queries, otherwise as in :func:`maxsim`.
+        a: token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
+        b: token vectors of the documents, likewise, one for each query.
+        a_mask: which query tokens count, ``[Nq, Lq]`` or a list; ``None`` for all.
+        b_mask: which document tokens count, likewise.
+        chunk_elements: numbers of either side that are moved to ``device`` at a time.
+        length_normalize: whether scores are divided by the number of query tokens.
+        device: device that computes; by default that of the documents.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`maxsim`.
@@ -183,7 +202,7 @@ def colbert_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of every query with every document of the batch (ColBERT, arXiv 2004.12832).
+    """Compute MaxSim of every query with every document of the batch (ColBERT, arXiv 2004.12832).
 
     ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens.
     For ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of
@@ -226,7 +245,9 @@ def colbert_scores_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of query ``i`` with document ``i``, ``[B]``, for ``MultiVectorMarginMSELoss``.
+    """Compute MaxSim of query ``i`` with document ``i``, ``[B]``.
+
+    For ``MultiVectorMarginMSELoss``.
 
     Args:
         queries_embeddings, queries_mask, chunk_elements, length_normalize, impl: as in
@@ -257,7 +278,7 @@ def colbert_kd_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """MaxSim of query ``i`` with each of its N documents, ``[B, N]``.
+    """Compute MaxSim of query ``i`` with each of its N documents, ``[B, N]``.
 
     For ``MultiVectorDistillKLDivLoss``.
 
@@ -292,13 +313,18 @@ def mean_colbert_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`colbert_scores` divided by the number of each query's unmasked tokens.
+    """Compute :func:`colbert_scores`, divided by the number of each query's unmasked tokens.
 
     A model with the similarity ``'meanmaxsim'`` scores like this.
 
     Args:
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements,
-            length_normalize, impl: as in :func:`colbert_scores`.
+        queries_embeddings: ``[Nq, Lq, D]``.
+        documents_embeddings: ``[B, N, Ld, D]``.
+        queries_mask: ``[Nq, Lq]``; nonzero entries count.
+        documents_mask: ``[B, N, Ld]``; nonzero entries count.
+        chunk_elements: numbers of either side that are packed or moved at a time.
+        length_normalize: False for scores that are not divided.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
@@ -324,13 +350,18 @@ def mean_colbert_scores_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`colbert_scores_pairwise` divided by the number of each query's unmasked tokens.
+    """Compute :func:`colbert_scores_pairwise`, divided by each query's number of tokens.
 
     A model with the similarity ``'meanmaxsim'`` scores like this.
 
     Args:
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements,
-            length_normalize, impl: as in :func:`colbert_scores_pairwise`.
+        queries_embeddings: ``[B, Lq, D]``.
+        documents_embeddings: ``[B, Ld, D]``.
+        queries_mask: ``[B, Lq]``; nonzero entries count.
+        documents_mask: ``[B, Ld]``; nonzero entries count.
+        chunk_elements: numbers of either side that are packed or moved at a time.
+        length_normalize: False for scores that are not divided.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`colbert_scores_pairwise`.
@@ -356,13 +387,18 @@ def mean_colbert_kd_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`colbert_kd_scores` divided by the number of each query's unmasked tokens.
+    """Compute :func:`colbert_kd_scores`, divided by the number of each query's unmasked tokens.
 
     A model with the similarity ``'meanmaxsim'`` scores like this.
 
     Args:
-        queries_embeddings, documents_embeddings, queries_mask, documents_mask, chunk_elements,
-            length_normalize, impl: as in :func:`colbert_kd_scores`.
+        queries_embeddings: ``[B, Lq, D]``.
+        documents_embeddings: ``[B, N, Ld, D]``.
+        queries_mask: ``[B, Lq]``; nonzero entries count.
+        documents_mask: ``[B, N, Ld]``; nonzero entries count.
+        chunk_elements: ignored, for compatibility.
+        length_normalize: False for scores that are not divided.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`colbert_kd_scores`.
@@ -388,7 +424,7 @@ def xtr_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """XTR scores (arXiv 2304.01982) of every query with every document of the batch.
+    """Compute XTR scores (arXiv 2304.01982) of every query with every document of the batch.
 
     Each query token retrieves ``top_k`` document tokens.
 
@@ -428,9 +464,9 @@ def xtr_kd_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`xtr_scores` of each query with its N documents, ``[B, N]``.
+    """Compute :func:`xtr_scores` of each query with its N documents only, ``[B, N]``.
 
-    Tokens are retrieved from the whole batch, as there.
+    A query token still retrieves tokens of all documents of the batch.
 
     Args:
         queries_embeddings, queries_mask, documents_mask, top_k, chunk_elements, impl: as in
@@ -461,9 +497,9 @@ def xtr_scores_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """:func:`xtr_scores` of query ``i`` with document ``i``, ``[B]``.
+    """Compute :func:`xtr_scores` of query ``i`` with document ``i`` only, ``[B]``.
 
-    Tokens are retrieved from the whole batch, as there.
+    A query token still retrieves tokens of all documents of the batch.
 
     Args:
         queries_embeddings, queries_mask, top_k, chunk_elements, impl: as in :func:`xtr_scores`.

@@ -232,6 +232,9 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
 def runs_entmax(model: nn.Module) -> bool:
     """Whether any attention layer of a model runs entmax attention.
 
+    Args:
+        model: the model.
+
     Raises:
         ValueError: if a layer does not, although its configuration has alphas: it would run softmax
             instead.
@@ -314,6 +317,14 @@ class AlphaSchedule(TrainerCallback):
         until: float = 0.5,
         shape: str = "linear",
     ) -> None:
+        """Check and store the schedule.
+
+        Args:
+            alpha: the target, in [1, 2]; one number, or one per attention layer.
+            start: alpha at the first step.
+            until: share of all steps in (0, 1], or number of steps, at which the target is reached.
+            shape: ``"linear"`` or ``"cosine"``.
+        """
         n_targets = len(alpha) if isinstance(alpha, Sequence) else 1
         self.targets = check_alphas(alpha, n_targets)
         self.alpha = alpha

@@ -47,11 +47,14 @@ _active_records: list[SparsityRecord] = []
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` run alpha-entmax attention in any transformers model.
 
-    Registers an attention function and a mask function, without which padding would be ignored.
-    Nothing changes for models that do not ask for ``name``. Alphas: ``config.entmax_alpha`` (a
-    number, or one per layer; 1.5 by default), :func:`set_alpha` or :func:`learn_alpha`. A model
-    that has run once stores ``name`` in its configuration, so that its checkpoints load with it
-    again; see :func:`use_entmax`.
+    It registers an attention function and a mask function, without which padding would be ignored.
+    Models with another ``attn_implementation`` do not change. A model takes its alphas from
+    ``config.entmax_alpha`` (a number, or one per layer; 1.5 by default), and :func:`set_alpha` and
+    :func:`learn_alpha` set them. A model that has run once stores ``name`` in its configuration.
+    Its checkpoints therefore load with entmax attention again, see :func:`use_entmax`.
+
+    Args:
+        name: name of the attention in transformers.
 
     Raises:
         ValueError: for a name with "flash" in it, which would be taken for a FlashAttention.
@@ -380,10 +383,13 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """Return :func:`attention_modules` of a model that must have some.
+    """Return the attention modules of a model, with the number of query heads of each.
+
+    Args:
+        model: the model.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if the model has no module that calls transformers' attention interface.
     """
     modules = attention_modules(model)
     if not modules:

@@ -461,6 +461,9 @@ def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
     """Return token ids of two sequences and their padding mask, int64 ``[2, S]`` each.
 
     The longer one exceeds the model's sliding window if that is short.
+
+    Args:
+        model: a transformers encoder, whose configuration limits lengths and ids.
     """
     config = model.config
     device = next(model.parameters()).device

@@ -94,13 +94,13 @@ def backward_parts(
         output_gradient: gradient of the output.
 
     Yields:
-        The gradients after the backward pass of the upper layers. Then, if the forward pass was
-        divided, those after the lower layers; parameters that the lower layers do not use keep the
-        same tensor.
+        First the gradients after the backward pass of the upper layers, which are all layers if the
+        forward pass was not divided. Otherwise a second item follows, with the gradients after the
+        lower layers. In it, parameters that the lower layers do not use have the same tensor.
 
     Raises:
-        RuntimeError: if an upper layer reads another result of the lower layers than the hidden
-            states at the cut: its activations are freed before the second part.
+        RuntimeError: if an upper layer also reads another result of the lower layers than the
+            hidden states at the cut. Its activations are freed before the second part.
     """
     if cut.upper_input is None or cut.lower_output is None:
         yield torch.autograd.grad(output, parameters, output_gradient, allow_unused=True)

@@ -45,7 +45,7 @@ class ModelStructure:
         self._member_views = [dictionary.values() for dictionary in members if dictionary]
         self._members = list(chain.from_iterable(self._member_views))
         dictionaries: list[Any] = [*members, *self._hooks]
-        # Most dictionaries are empty: that they stayed so is quicker to check than their sizes.
+        # Most dictionaries are empty. Whether they still are is quicker to check than their sizes.
         self._empty = [dictionary for dictionary in dictionaries if not dictionary]
         self._filled = [dictionary for dictionary in dictionaries if dictionary]
         self._filled_sizes = list(map(len, self._filled))

@@ -227,6 +227,7 @@ class StepGraphs:
             pack: size of the batch.
         """
         size = graph_size_for(pack)
+        # Sizes that differ little are counted as one.
         for known_size in self._batches_met:
             if known_size.fits(pack):
                 size = known_size
@@ -400,13 +401,16 @@ class StepGraphs:
         return output
 
     def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
-        """Return those of some parameters that the encoder uses, by position.
+        """Return the parameters at some positions, except for those that the encoder does not use.
 
-        Unused ones must not be inputs of an autograd function: DDP waits for every parameter that
+        Unused ones must not be inputs of an autograd function. DDP waits for every parameter that
         autograd visits, even if its gradient is None.
 
         Args:
             positions: positions in :attr:`parameters`.
+
+        Returns:
+            Parameters by their position.
         """
         return {
             position: self.parameters[position]

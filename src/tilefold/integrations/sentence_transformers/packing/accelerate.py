@@ -308,8 +308,12 @@ class PackedForward(Replacement):
     def _run_without_tokens(self, features: Features, kwargs: Features) -> Features:
         """Run the stock forward for texts without any token, which encoders cannot reshape.
 
-        One token runs instead, and is cut off its output. So the result has the shape and dtype of
-        the network's output, and gradients of zero.
+        One token runs instead, and is cut off its output. So the result has the dtype of the
+        network's output and its shape for 0 tokens, and gradients are zero.
+
+        Args:
+            features: packed features without tokens, which get the output.
+            kwargs: other arguments of the forward.
         """
         transformer = self.owner
         ids = features["input_ids"]
@@ -342,8 +346,12 @@ def _is_recorded() -> bool:
 def _check_all_offsets(features: Features) -> None:
     """Raise ``ValueError`` if packed features were sliced along their first dimension.
 
-    Libraries that divide a batch would slice ``[B + 1]`` offsets, but not ``[1, T]`` tokens. Only
-    sizes are compared, which waits for nothing.
+    Libraries that divide a batch would slice ``[B + 1]`` offsets, but not ``[1, T]`` tokens. Fewer
+    sequences than before then have too many tokens. Only sizes are compared, so that the CPU does
+    not wait for the GPU.
+
+    Args:
+        features: packed features.
     """
     longest = features.get(LONGEST)
     if longest is None:

@@ -321,7 +321,10 @@ def collate_ahead(
 
 
 def _checked_collator(trainer: Any) -> Any:
-    """Return the data collator of a trainer whose batches can be collated ahead.
+    """Return the data collator of a trainer, after a check that its batches can be collated ahead.
+
+    Args:
+        trainer: the trainer.
 
     Raises:
         TypeError: if there is no data collator.

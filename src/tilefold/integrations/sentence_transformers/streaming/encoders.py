@@ -149,7 +149,10 @@ class SparseBatchEncoder(Replacement):
         """Encode texts in one forward pass.
 
         Args:
-            texts, task, top_k, min_weight: as in ``encode_sparse``.
+            texts: the texts.
+            task: ``"query"``, ``"document"`` or ``None``.
+            top_k: keep at most this many entries per row; by default ``max_active_dims``.
+            min_weight: keep entries strictly greater than this.
 
         Returns:
             CSR ``[len(texts), V]`` on the CPU.
@@ -170,7 +173,11 @@ class SparseBatchEncoder(Replacement):
         """Encode texts in one forward pass and return their rows without building a matrix.
 
         Args:
-            texts, task, prompt_name, top_k, min_weight: as in ``encode_sparse``.
+            texts: the texts.
+            task: ``"query"``, ``"document"`` or ``None``.
+            prompt_name: name of a prompt of the model; by default that of the task.
+            top_k: keep at most this many entries per row; by default ``max_active_dims``.
+            min_weight: keep entries strictly greater than this.
         """
         return streams.encode_batch(
             self.owner,
@@ -199,10 +206,13 @@ class SparseBatchEncoder(Replacement):
         """Encode many texts to sparse rows.
 
         Args:
-            windows: windows of texts.
-            task, top_k, min_weight: as in ``encode_sparse``.
+            windows: windows of texts, which are encoded one after another.
+            task: ``"query"``, ``"document"`` or ``None``.
+            top_k: keep at most this many entries per row; by default ``max_active_dims``.
+            min_weight: keep entries strictly greater than this.
             to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
-            batch_tokens, batch_size: see :class:`TextStream`.
+            batch_tokens: tokens per batch; by default what suits the device.
+            batch_size: texts per batch; by default not limited.
 
         Yields:
             The items of :meth:`TextStream.__call__`.
@@ -235,10 +245,11 @@ class TokenBatchEncoder(Replacement):
         """Encode many texts to stored token vectors.
 
         Args:
-            windows: windows of texts.
+            windows: windows of texts, which are encoded one after another.
             task: ``"query"`` or ``"document"``.
-            storage: ``"fp16"`` or ``"int8"``.
-            batch_tokens, batch_size: see :class:`TextStream`.
+            storage: number type of stored vectors, ``"fp16"`` or ``"int8"``.
+            batch_tokens: tokens per batch; by default what suits the device.
+            batch_size: texts per batch; by default not limited.
 
         Yields:
             The items of :meth:`TextStream.__call__`.
@@ -401,6 +412,7 @@ def _is_supported(model: Model, arguments: Options) -> bool:
     texts = [inputs] if isinstance(inputs, str) else inputs
     graphs = graphs_of(model)
     has_graph = graphs is not None and (bool(graphs.graphs) or graphs.may_run(texts))
+    # A stream pays off for several batches only.
     is_one_batch = isinstance(inputs, str) or len(texts) <= batch_size
     if is_one_batch and not has_graph:
         return False
@@ -410,7 +422,8 @@ def _is_supported(model: Model, arguments: Options) -> bool:
         returns_tokens = arguments.get("output_value") == "token_embeddings"
         pools_tokens = arguments.get("token_pooling") is not None
         return returns_tokens and not pools_tokens and not arguments["kwargs"]
-    return graphs is not None and graphs.splade and arguments["kwargs"].keys() <= {"task"}
+    ends_in_splade_pooling = graphs is not None and graphs.splade
+    return ends_in_splade_pooling and arguments["kwargs"].keys() <= {"task"}
 
 
 def _runs_elsewhere(model: Model, arguments: Options) -> bool:

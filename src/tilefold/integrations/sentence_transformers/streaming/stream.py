@@ -691,7 +691,10 @@ class SparseStream(TextStream):
             model: an accelerated SparseEncoder.
             options: which entries of a row are kept.
             to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
-            task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+            task: ``"query"``, ``"document"`` or ``None``.
+            prompt: text that is put before every text.
+            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_size: texts per batch; by default not limited for packed texts.
         """
         super().__init__(
             model,
@@ -752,7 +755,10 @@ class TokenStream(TextStream):
         Args:
             model: an accelerated MultiVectorEncoder.
             storage: number type of stored vectors, ``"fp16"`` or ``"int8"``.
-            task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+            task: ``"query"``, ``"document"`` or ``None``.
+            prompt: text that is put before every text.
+            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_size: texts per batch; by default not limited for packed texts.
         """
         super().__init__(
             model,
@@ -817,7 +823,10 @@ class VectorStream(TextStream):
             model: an accelerated MultiVectorEncoder.
             to_host: whether vectors are copied to the CPU. Otherwise they stay on the device.
             normalize: whether vectors are scaled to length 1.
-            task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+            task: ``"query"``, ``"document"`` or ``None``.
+            prompt: text that is put before every text.
+            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_size: texts per batch; by default not limited for packed texts.
         """
         super().__init__(
             model,
