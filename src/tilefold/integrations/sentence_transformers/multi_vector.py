@@ -80,11 +80,11 @@ def maxsim(
     return scores_of_sides(
         Side("a", a, a_mask, weighted=True),
         Side("b", b, b_mask),
-        "all",
-        length_normalize,
-        impl,
-        chunk_elements,
-        device,
+        pairing="all",
+        length_normalize=length_normalize,
+        impl=impl,
+        chunk_elements=chunk_elements,
+        device=device,
     )
 
 
@@ -146,11 +146,11 @@ def maxsim_pairwise(
     return scores_of_sides(
         Side("a", a, a_mask, weighted=True),
         Side("b", b, b_mask),
-        "aligned",
-        length_normalize,
-        impl,
-        chunk_elements,
-        device,
+        pairing="aligned",
+        length_normalize=length_normalize,
+        impl=impl,
+        chunk_elements=chunk_elements,
+        device=device,
     )
 
 
@@ -232,7 +232,14 @@ def colbert_scores(
     queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
     rows, mask = _sides.groups(documents_embeddings, documents_mask)
     documents = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
-    return scores_of_sides(queries, documents, "all", length_normalize, impl, chunk_elements)
+    return scores_of_sides(
+        queries,
+        documents,
+        pairing="all",
+        length_normalize=length_normalize,
+        impl=impl,
+        chunk_elements=chunk_elements,
+    )
 
 
 def colbert_scores_pairwise(
@@ -250,10 +257,14 @@ def colbert_scores_pairwise(
     For ``MultiVectorMarginMSELoss``.
 
     Args:
-        queries_embeddings, queries_mask, chunk_elements, length_normalize, impl: as in
-            :func:`colbert_scores`.
+        queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``.
         documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``.
+        queries_mask: ``[B, Lq]`` or a list; nonzero entries count. A floating mask multiplies the
+            similarities of its tokens.
         documents_mask: ``[B, Ld]`` or a list; nonzero entries count.
+        chunk_elements: numbers of either side that are packed or moved at a time.
+        length_normalize: whether to divide by the number of the query's unmasked tokens.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
@@ -261,10 +272,10 @@ def colbert_scores_pairwise(
     return scores_of_sides(
         Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True),
         Side("documents_embeddings", documents_embeddings, documents_mask),
-        "aligned",
-        length_normalize,
-        impl,
-        chunk_elements,
+        pairing="aligned",
+        length_normalize=length_normalize,
+        impl=impl,
+        chunk_elements=chunk_elements,
     )
 
 
@@ -283,10 +294,14 @@ def colbert_kd_scores(
     For ``MultiVectorDistillKLDivLoss``.
 
     Args:
-        queries_embeddings, queries_mask, documents_mask, length_normalize, impl: as in
-            :func:`colbert_scores`.
+        queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``.
         documents_embeddings: ``[B, N, Ld, D]``, one group of N documents for each query.
+        queries_mask: ``[B, Lq]`` or a list; nonzero entries count. A floating mask multiplies the
+            similarities of its tokens.
+        documents_mask: ``[B, N, Ld]``; nonzero entries count.
         chunk_elements: ignored, for compatibility.
+        length_normalize: whether to divide by the number of the query's unmasked tokens.
+        impl: implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.

@@ -354,8 +354,8 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
             These are two forward passes at every call.
 
     Returns:
-        ``None`` if the model now takes packed tokens; else the reason why not, and nothing is
-        changed.
+        ``None`` if the model now takes packed tokens. Otherwise the reason why it does not, and the
+        model is unchanged.
 
     Raises:
         TypeError: if `model` is no module.

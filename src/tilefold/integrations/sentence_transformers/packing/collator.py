@@ -194,9 +194,10 @@ class CollatedBatch(NamedTuple):
 
 
 def join_columns(features: Features) -> CollatedBatch:
-    """Join the packed columns of a batch on the CPU.
+    """Join the packed columns of a batch on the CPU, so that one forward can run all of them.
 
-    Nothing is joined unless :func:`_can_be_joined`.
+    A batch without packed columns, or with columns of different tensors or numbers of texts, is
+    returned unchanged.
 
     Args:
         features: output of a data collator, whose names begin with the column's prefix.
@@ -205,7 +206,7 @@ def join_columns(features: Features) -> CollatedBatch:
     names = [name for name in TOKEN_NAMES if any(prefix + name in features for prefix in prefixes)]
     if not _can_be_joined(features, prefixes, names):
         return CollatedBatch(features)
-    lengths = [features[prefix + OFFSETS].diff() for prefix in prefixes]
+    lengths = [features[prefix + OFFSETS].diff() for prefix in prefixes]  # of the texts
     end_offsets = torch.cat(lengths).cumsum(0, dtype=torch.int32)
     cu_seqlens = torch.nn.functional.pad(end_offsets, (1, 0))
     longest = max(features[prefix + LONGEST] for prefix in prefixes)
