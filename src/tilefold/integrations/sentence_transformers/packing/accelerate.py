@@ -346,9 +346,9 @@ def _is_recorded() -> bool:
 def _check_all_offsets(features: Features) -> None:
     """Raise ``ValueError`` if packed features were sliced along their first dimension.
 
-    Libraries that divide a batch would slice ``[B + 1]`` offsets, but not ``[1, T]`` tokens. Fewer
-    sequences than before then have too many tokens. Only sizes are compared, so that the CPU does
-    not wait for the GPU.
+    Libraries that divide a batch would slice ``[B + 1]`` offsets, but not ``[1, T]`` tokens. The
+    tokens are then too many for the sequences. Only sizes are compared, so that the CPU does not
+    wait for the GPU.
 
     Args:
         features: packed features.
