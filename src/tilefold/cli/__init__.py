@@ -22,15 +22,19 @@ def main(args: Sequence[str] | None = None) -> None:
 
     The code is 0, 1 for failures, 2 for usage, 130 after Ctrl-C and 143 after SIGTERM. Both signals
     keep finished work.
+
+    Args:
+        args: words of the command line after ``tilefold``; None takes those of this process.
     """
-    # Threads that spin at OpenMP barriers make small operations tens of times slower on a busy
-    # machine.
+    # Threads of OpenMP wait without spinning. On a busy machine, spinning would make small
+    # operations tens of times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command_line = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in command_line
     exit_code = _run_until_signal([arg for arg in command_line if arg != "--debug"], debug)
     if args is None and not _has_nanobind_types():
-        # the interpreter would look through all models and libraries for garbage, several times
+        # Objects are exempt from garbage collection now. At its end, the interpreter would search
+        # all models and libraries for garbage several times.
         gc.freeze()
     sys.exit(exit_code)
 
@@ -64,7 +68,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     Args:
         args: words of the command line, without ``--debug``.
         debug: raise unexpected errors, for their traceback.
-        termination: knows whether SIGTERM has interrupted the command.
+        termination: records whether SIGTERM has interrupted the command.
     """
     try:
         import typer
@@ -105,7 +109,9 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
 def _run_command(args: list[str]) -> int:
     """Run a command, note the texts that were truncated, and return its exit code.
 
-    Without arguments, the help is printed, which shows the commands.
+    Args:
+        args: words of the command line after ``tilefold``. Without any, the help is printed, and
+            the exit code is that of wrong usage.
     """
     import typer
 
@@ -123,17 +129,22 @@ def _run_command(args: list[str]) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print an error in one line, with a hint after some, and return the exit code.
+    """Print an error in one line, with a hint where there is one, and return the exit code.
 
-    The class of an unexpected error is printed before its text.
+    Errors of usage, of data and of the system are expected. The text of any other error begins with
+    its class.
+
+    Returns:
+        2 for wrong usage, and 1 for other errors.
     """
     from tilefold.cli._common import CommandError, UsageError, note, text_of
 
-    format_message = getattr(error, "format_message", None)  # of typer's own errors
+    format_message = getattr(error, "format_message", None)  # a method of typer's own errors
     is_from_typer = format_message is not None
     message = text_of(error) if format_message is None else format_message()
     text = " ".join(message.split())
-    if type(error).__name__ == "MissingParameter":  # of click, or of typer's copy of it
+    # Compared by name, because the class is click's or that of the copy of click in typer.
+    if type(error).__name__ == "MissingParameter":
         text = f"{text} {error.param.help}"  # type: ignore[attr-defined]
     expected_errors = (CommandError, ValueError, OSError, ImportError, RuntimeError)
     is_expected = is_from_typer or isinstance(error, expected_errors)

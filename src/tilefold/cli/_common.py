@@ -85,11 +85,15 @@ def note(text: str, style: str | None = None) -> None:
 
 @contextmanager
 def noting_precisions() -> Iterator[None]:
-    """Print each ``PrecisionWarning`` as a note; other warnings are shown as before."""
+    """Print each ``PrecisionWarning`` in this context as a note on stderr.
+
+    Other warnings are shown as before.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("always", PrecisionWarning)
         show_other = warnings.showwarning
 
+        # The parameters are those of `warnings.showwarning`, which it replaces.
         def show(
             message: Warning | str,
             category: type[Warning],
@@ -154,7 +158,14 @@ def print_table(
 
 
 def next_command(*words: object) -> str:
-    """Return a command to go on with, to be pasted into a shell; --data has the fields of now."""
+    """Return the line ``next: tilefold ...`` with a command to paste into a shell.
+
+    After ``--data``, the options that name the fields of documents are repeated from the command
+    that is running.
+
+    Args:
+        words: the words of the command after ``tilefold``.
+    """
     if "--data" in words:
         field_names = fields_of_documents()
         field_options: list[str] = []
@@ -165,7 +176,7 @@ def next_command(*words: object) -> str:
         ):
             if name:
                 field_options += [option, name]
-        after_data = words.index("--data") + 2
+        after_data = words.index("--data") + 2  # the option and its value
         words = (*words[:after_data], *field_options, *words[after_data:])
     return f"next: tilefold {shlex.join(map(str, words))}"
 
@@ -185,8 +196,8 @@ def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[
 
     Args:
         text: name of the work, such as ``"encoding"``.
-        resumes: if given, the first reported number was done by an earlier run, and a line says so.
-            The text says how to start over, and may be empty.
+        resumes: how to start over, or an empty text. The first reported number is then what an
+            earlier run has done, and a line says so. None if the work cannot be resumed.
 
     Yields:
         A function that shows progress. It takes the number that is done, the total, and a remark
@@ -255,10 +266,17 @@ class _LinePerMinute:
         self._last_line = time.monotonic()
 
     def __call__(self, done: int, total: int, remark: str = "") -> None:
-        """Print a line if the last one was a minute ago, and something was done since the first."""
+        """Print a line if the last one was a minute ago, and something was done since the first.
+
+        Args:
+            done: number of texts, queries or steps that are done.
+            total: number of all of them.
+            remark: text after the number; empty for none.
+        """
         now = time.monotonic()
         if self._first is None:
-            self._first = (now, done)  # an earlier run may have done some
+            # Work of an earlier run, which does not count for the rate of this one.
+            self._first = (now, done)
         first_time, first_done = self._first
         if now - self._last_line < SECONDS_PER_LINE or done == first_done:
             return
@@ -295,7 +313,13 @@ def size(n_bytes: float) -> str:
 
 @contextmanager
 def heartbeat(text: str) -> Iterator[None]:
-    """Print a line per minute on stderr while one call of unknown length runs."""
+    """Print a line per minute on stderr while the code of a ``with`` block runs.
+
+    It is for work that cannot report its progress. A thread prints the time that has passed.
+
+    Args:
+        text: name of the work, such as ``"merging"``.
+    """
     started = time.monotonic()
     ended = threading.Event()
 

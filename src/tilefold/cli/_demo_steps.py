@@ -34,14 +34,14 @@ class Size:
 
     Attributes:
         name: name of its folder, before a digest.
-        documents: number of documents; relevant ones are always taken, and None takes all.
+        documents: number of documents, with all judged ones; None takes all of the collection.
         max_length: tokens per text of SPLADE.
         dense_length: tokens per text of dense retrieval.
         train_length: tokens per text while SPLADE is trained.
         steps: training steps.
         batch_size: pairs per step.
         learning_rate: peak of the learning rate.
-        published: whether splits and batches are those of the published figures.
+        published: whether the demo repeats the published figures, with their splits and batches.
     """
 
     name: str
@@ -70,18 +70,25 @@ SIZES = {
 def split(collection: Collection, size: Size) -> Collection:
     """Return a collection with some training queries moved to the splits ``test`` and ``dev``.
 
-    More test queries make the standard error of a difference smaller, and a short training sees few
-    pairs twice. The full size keeps the test queries of the collection.
+    More test queries make the standard error of a difference smaller. The training loses little,
+    because a short one sees few pairs twice. The full size keeps the test queries of the
+    collection.
+
+    Args:
+        collection: with the splits ``train`` and ``test``.
+        size: size of the demo.
     """
     test = collection.qrels["test"]
     train = collection.qrels["train"]
     n_moved = 0
     if not size.published:
+        # At most 3 of 8 queries are for testing: a small collection must leave some for training.
         n_test = min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8)
         n_moved = max(0, n_test - len(test))
-    moved = set(sorted(train, key=_rank)[:n_moved])
+    moved = set(sorted(train, key=_random_key)[:n_moved])
     remaining = sorted(train.keys() - moved)
-    dev = remaining[:: max(1, len(remaining) // HELD_OUT)][:HELD_OUT]
+    step = max(1, len(remaining) // HELD_OUT)
+    dev = remaining[::step][:HELD_OUT]  # evenly over the sorted ids
     not_train = moved.union(dev)
     moved_qrels = {query: grades for query, grades in train.items() if query in moved}
     qrels = {
@@ -98,26 +105,26 @@ def take(collection: Collection, count: int | None) -> Collection:
 
     Args:
         collection: with judgements in all splits.
-        count: number of documents: all relevant ones, and others at random. None takes all.
+        count: number of documents: all judged ones, and others at random. None takes all.
     """
     judged = set[str]()
     for qrels in collection.qrels.values():
         for grades in qrels.values():
             judged.update(grades)
-    others = sorted(collection.documents.keys() - judged, key=_rank)
+    not_judged = sorted(collection.documents.keys() - judged, key=_random_key)
     judged &= collection.documents.keys()
     if count is not None:
-        others = others[: max(0, count - len(judged))]
-    selected = judged.union(others)
+        not_judged = not_judged[: max(0, count - len(judged))]
+    selected = judged.union(not_judged)
     documents = {
         name: document for name, document in collection.documents.items() if name in selected
     }
     return replace(collection, documents=documents)
 
 
-def _rank(name: str) -> str:
+def _random_key(id_: str) -> str:
     """Return a sort key that orders ids at random, always in the same way."""
-    return hashlib.sha256(name.encode()).hexdigest()
+    return hashlib.sha256(id_.encode()).hexdigest()
 
 
 DEPTH = 100
@@ -145,7 +152,12 @@ def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
 
 
 def make_recipe(size: Size, seed: int) -> LsrRecipe:
-    """Return the recipe that trains the model of a demo of this size."""
+    """Return the recipe that trains the sparse model of a demo.
+
+    Args:
+        size: size of the demo.
+        seed: seed of the training.
+    """
     from tilefold.recipes import get_recipe
 
     recipe: LsrRecipe = get_recipe(
@@ -171,6 +183,8 @@ def encode(
 ) -> bool:
     """Encode documents into a folder, or finish what an earlier run began there.
 
+    A folder that is damaged or was made with other settings is encoded again.
+
     Args:
         encode_collection: function of the model, the texts and the folder, such as
             :func:`tilefold.retrieval.encode_tokens`.
@@ -182,7 +196,7 @@ def encode(
     Returns:
         Whether an earlier run had encoded all documents.
     """
-    progress_counts: list[int] = []
+    progress_counts: list[int] = []  # documents done, at each report of progress
     with _common.progress_bar(f"  encoding {folder.name}", resumes="") as update:
 
         def progress(done: int, total: int) -> None:
@@ -201,7 +215,7 @@ def encode(
             encode_into_folder()
         except DataError:  # the folder is damaged, or has other settings
             encode_into_folder(resume=False)
-    n_done_before = progress_counts[0]
+    n_done_before = progress_counts[0]  # the first report counts what an earlier run has done
     return n_done_before == len(collection.documents)
 
 
@@ -260,18 +274,22 @@ def zero_shot(
     return run, (query_tokens, document_tokens), dense_reused and tokens_reused
 
 
-def overlap(exact: Run, other: Run, k: int = 10) -> float:
-    """Return the mean share of a query's exact top `k` that another run has in its top `k`.
+def overlap(exact: Run, approximate: Run, k: int = 10) -> float:
+    """Return the share of the exact top `k` that an approximate search finds, as mean over queries.
 
     Args:
         exact: the run of an exact search, the best documents first.
-        other: the run of an approximate search, the best documents first.
+        approximate: the run of an approximate search, the best documents first.
         k: documents per query.
+
+    Returns:
+        A number from 0 to 1. Queries without hits do not count.
     """
     shares = []
     for query, scores in exact.items():
         if scores:
             exact_top = list(scores)[:k]
-            other_top = list(other.get(query, {}))[:k]
-            shares.append(len(set(exact_top) & set(other_top)) / len(exact_top))
+            approximate_top = list(approximate.get(query, {}))[:k]
+            n_shared = len(set(exact_top) & set(approximate_top))
+            shares.append(n_shared / len(exact_top))
     return sum(shares) / max(1, len(shares))

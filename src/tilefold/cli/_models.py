@@ -67,7 +67,11 @@ def find_model(name: str, option: str) -> str:
 
 
 def cached_models() -> str:
-    """Return the models in the Hugging Face cache, in parentheses after a space; empty if none."""
+    """Return a remark for messages that lists the models in the Hugging Face cache.
+
+    Returns:
+        Names in parentheses, after a space; empty if no model is cached.
+    """
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
@@ -94,9 +98,15 @@ def find_models(options: Mapping[str, str | None]) -> None:
 
 @cache
 def _hub_problem(name: str) -> str | None:
-    """Return why a model cannot be downloaded from the hub, or None if it can or is cached.
+    """Return why a model cannot be downloaded from the Hugging Face hub.
 
-    The hub is asked once, without retries.
+    The hub is asked for the metadata of ``config.json`` once, without retries.
+
+    Args:
+        name: name of the model, such as ``"OWNER/NAME"``.
+
+    Returns:
+        The problem in words, or None if the model can be downloaded or is cached.
     """
     try:
         from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -108,7 +118,7 @@ def _hub_problem(name: str) -> str | None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
     except errors.EntryNotFoundError:
-        pass  # the model is there, without a file of that name
+        pass  # the hub has the model, which has no config.json
     except errors.HFValidationError:
         problem = "no model can have that name"
     except errors.GatedRepoError:
@@ -117,7 +127,8 @@ def _hub_problem(name: str) -> str | None:
         )
     except errors.RepositoryNotFoundError:
         problem = "no model of that name on the Hugging Face hub"
-    except Exception as error:  # by the library's version: of requests, httpx or its own
+    except Exception as error:
+        # The class depends on the library's version: an error of requests, of httpx or its own.
         problem = (
             f"the Hugging Face hub could not be asked for one of that name ({first_line(error)})"
         )
@@ -136,7 +147,10 @@ def load_untrained(
     texts: Callable[[], Mapping[str, str]] | None,
     source: str,
 ) -> SparseEncoder:
-    """Load the packaged model as a SparseEncoder without training, which depends on documents.
+    """Load the packaged model as a SparseEncoder without training.
+
+    This model is made from the documents of a collection. A cache keeps earlier models by the
+    fingerprint of their documents.
 
     Args:
         texts_sha256: fingerprint of the documents.
@@ -254,7 +268,8 @@ def limit_length(model: Any, max_length: int | None) -> None:
 def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
     """Load the model that makes vectors of a kind.
 
-    The packaged model without a kind is a sparse one, which is made from the documents.
+    The packaged model can make vectors of all kinds. By default it is a sparse model, which is made
+    from the documents.
 
     Args:
         model: a folder, a Hugging Face name, or the name of the packaged model.
@@ -298,7 +313,7 @@ def absolute(model: str) -> str:
 
 
 def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
-    """Return what to do with a model of another kind than a command expects.
+    """Return the advice of an error about a model of another kind than a command expects.
 
     Args:
         name: the model.

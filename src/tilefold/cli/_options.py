@@ -107,7 +107,12 @@ def refuse_options(options: Mapping[str, object], reason: str) -> None:
 def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
     """Return the declarations of the options of a request by field.
 
-    Fields of a request precede the fields of its base classes, as in ``--help``.
+    A field is annotated as ``Annotated[type, option(...)]``; its declaration is the second part.
+    Fields of a request precede the fields of its base classes, as in ``--help``. Options without a
+    group get the group ``HELP_PANEL`` of their class.
+
+    Args:
+        request_type: dataclass with the options of a command.
     """
     hints = get_type_hints(request_type, include_extras=True)
     declared: dict[str, ParameterInfo] = {}
@@ -116,7 +121,8 @@ def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
         for name in vars(base).get("__annotations__", {}):
             if name in declared or name == "HELP_PANEL":
                 continue
-            info = copy.copy(get_args(hints[name])[1])
+            _, declaration = get_args(hints[name])
+            info = copy.copy(declaration)
             if info.rich_help_panel is None:
                 info.rich_help_panel = panel
             declared[name] = info
@@ -179,7 +185,7 @@ class DocumentFieldOptions(Options):
     text_field: Annotated[str | None, option("Field of documents that is the text.")] = None
 
     def validate(self) -> None:
-        """Refuse names of fields without files that have them."""
+        """Raise ``UsageError`` for names of fields if ``--data`` names no file with such fields."""
         super().validate()
         options = {
             "--id-field": self.id_field,
@@ -198,9 +204,11 @@ class DocumentFieldOptions(Options):
 
 
 def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
-    """Return the command whose options are the fields of the request that `function` takes.
+    """Return a function whose parameters are the fields of the request that `function` takes.
 
-    Errors of the library about an argument that has the name of a field name its option.
+    typer makes a command of it, with an option for each parameter. The library's errors about
+    arguments become errors about options: an argument with the name of a field is called by the
+    option of the field.
 
     Args:
         function: takes one argument, ``request``, whose annotation is a subclass of
@@ -212,12 +220,13 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         request = request_type(**values)
-        names_of_fields: AbstractContextManager[None] = nullcontext()
+        field_names: AbstractContextManager[None] = nullcontext()
         if isinstance(request, DocumentFieldOptions):
-            names_of_fields = document_fields(request.document_fields())
-        with option_errors(**option_of_argument), names_of_fields:
+            field_names = document_fields(request.document_fields())
+        with option_errors(**option_of_argument), field_names:
             function(request)
 
+    # typer reads the parameters from the signature.
     signature = inspect.Signature(_parameters(request_type))
     command.__signature__ = signature  # type: ignore[attr-defined]
     return command
@@ -226,7 +235,11 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
 def _parameters(request_type: type[Any]) -> list[inspect.Parameter]:
     """Return the fields of a request as the parameters of a function that typer reads.
 
-    A choice is declared as text. The request checks it, with a message that names the choices.
+    A choice (a ``Literal``) is declared as text. The request checks it, with a message that names
+    the choices.
+
+    Args:
+        request_type: dataclass with the options of a command.
     """
     hints = get_type_hints(request_type, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(request_type)}
@@ -277,11 +290,12 @@ def option_errors(**spellings: str) -> Iterator[None]:
     """Raise errors of the library about its arguments as errors about options.
 
     ``depth: expected ...`` becomes ``--prf-depth: expected ...`` with ``depth="--prf-depth"``. An
-    error about another argument passes, to the mapping of the whole command (:func:`as_command`).
+    error about any other argument is raised unchanged. The command has such a context too, which
+    maps its fields to options (:func:`as_command`).
 
     Args:
-        spellings: option by argument. A value with a colon, such as ``"--bm25: FOLDER"``, is the
-            beginning of the sentence.
+        spellings: option of each argument. The message begins with it and a colon. A value that
+            has a colon already, such as ``"--bm25: FOLDER"``, gets no second one.
 
     Raises:
         CommandError: for wrong data.
@@ -300,7 +314,10 @@ def option_errors(**spellings: str) -> Iterator[None]:
 
 
 def bm25_language(language: str | None) -> str:
-    """Return the language of --language, or that of BM25 by default.
+    """Return the language of ``--language``, or the default one of BM25.
+
+    Args:
+        language: value of the option; None without it.
 
     Raises:
         UsageError: for a language that has no stemmer.
@@ -309,19 +326,19 @@ def bm25_language(language: str | None) -> str:
 
     options = BM25Options(BM25Options.language if language is None else language)
     with option_errors(language="--language"):
-        Tokenizer(options)
+        Tokenizer(options)  # checks the language
     return options.language
 
 
 def run_on_devices(devices: str | None) -> int | None:
-    """Run the command that runs again, in one process for each device.
+    """Start this command again in one process per device, and wait until they have ended.
 
     Args:
-        devices: value of ``--devices``: how many, or ``"all"`` GPUs of this machine.
+        devices: value of ``--devices``: a number, or ``"all"`` GPUs of this machine.
 
     Returns:
-        The exit code of the processes, or None if this process is to run the command itself: for
-        one device, without ``--devices``, and in the processes that this function starts.
+        The exit code of the processes. None if no process was started and the caller does the work
+        itself: for one device, without ``--devices``, and in the processes that were started.
 
     Raises:
         UsageError: for a number of devices that this machine does not have.
@@ -372,6 +389,10 @@ class Command(TyperCommand):
         """Write the help in groups of options.
 
         Names of options are never cut. The tables of typer would do so at 80 columns.
+
+        Args:
+            ctx: click's context of the command.
+            formatter: click's formatter, which writes the help.
         """
         self.format_usage(ctx, formatter)
         self._format_description(formatter)
@@ -400,7 +421,14 @@ class Command(TyperCommand):
                     formatter.write_text(" ".join(paragraph.split()))
 
     def _check_repetitions(self, parameters: Iterable[Any]) -> None:
-        """Refuse or note options that occur twice among the `parameters` of a command line."""
+        """Refuse inputs that are given twice, and note other options that are.
+
+        Args:
+            parameters: the parameters of a command line, in their order.
+
+        Raises:
+            UsageError: for an option of :data:`INPUTS`, of which the first value would be lost.
+        """
         declared = {parameter.name for parameter in self.params}  # without click's own --help
         names: set[str] = set()
         for parameter in parameters:

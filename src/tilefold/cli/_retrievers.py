@@ -150,7 +150,11 @@ class IndexOptions(Options):
         return folder
 
     def refuse_index_options(self, reason: str) -> None:
-        """Raise ``UsageError`` if an option of the search in an index was given."""
+        """Raise ``UsageError`` if an option of the search in an index was given.
+
+        Args:
+            reason: the rest of the message, which starts with the option.
+        """
         refuse_options(
             {
                 "--query-top-k": self.query_top_k,
@@ -165,6 +169,9 @@ class IndexOptions(Options):
 
     def search_options(self, backend: str) -> dict[str, int | float]:
         """Return the options of the search of an index, as :class:`Searcher` takes them.
+
+        Args:
+            backend: backend of the index, such as ``"seismic"``.
 
         Raises:
             UsageError: if an option of another backend was given.
@@ -326,7 +333,11 @@ class FeedbackOptions(Options):
     ] = None
 
     def validate(self) -> None:
-        """Refuse options of feedback, of Rocchio and of the second ranking without these."""
+        """Raise ``UsageError`` for options of feedback that others make useless.
+
+        Options of feedback go with ``--prf``, options of Rocchio's method with ``--prf rocchio``,
+        and options of the second ranking with ``--prf-with``.
+        """
         super().validate()
         rocchio_options: dict[str, object] = {
             "--prf-alpha": self.prf_alpha,
@@ -362,7 +373,11 @@ class FeedbackOptions(Options):
             )
 
     def feedback(self) -> Feedback | None:
-        """Return the options of feedback, or None without ``--prf``."""
+        """Return the options of pseudo-relevance feedback, or None without ``--prf``.
+
+        Raises:
+            UsageError: for a value out of range.
+        """
         from tilefold.retrieval.search.feedback import Feedback
 
         if self.prf is None:
@@ -388,7 +403,11 @@ class FeedbackOptions(Options):
             )
 
     def interpolation(self) -> Interpolation | None:
-        """Return the options of interpolation with a second ranking, or None without one."""
+        """Return the options of interpolation with a second ranking, or None without one.
+
+        Raises:
+            UsageError: for a value out of range.
+        """
         from tilefold.retrieval.search.feedback import Interpolation
 
         if self.prf_with is None:
@@ -543,7 +562,7 @@ def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> 
 
 
 def move_to_device(index: Any, device: str | None, path: Path) -> Any:
-    """Return an index on a device.
+    """Return an index whose data is on a device, as ``--device`` says.
 
     Args:
         index: the index.
@@ -585,12 +604,16 @@ def open_searcher(
     texts: Texts | None,
     load: Callable[[Provenance], SearcherParts],
 ) -> Searcher:
-    """Open a searcher of what :func:`load_index` loads.
+    """Load an index and its model, and open a searcher of them with its optional parts.
 
     Args:
         request: names the index, the model and the options of the search.
         texts: loads the documents of ``--data``.
-        load: loads the other parts, given the provenance of the index.
+        load: loads the optional parts, such as documents or a reranker, given the provenance of the
+            index.
+
+    Raises:
+        UsageError: for options that do not fit the index.
     """
     from tilefold.retrieval.search.searcher import Searcher
 
@@ -632,9 +655,16 @@ def open_searcher(
 
 
 def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | None:
-    """Return the conditions of ``--where``, checked against the fields of the index.
+    """Parse the conditions of ``--where`` into a filter, and check them against the index.
 
-    Prints a note if no document matches.
+    A note is printed if no document matches.
+
+    Args:
+        conditions: values of ``--where``; None returns None.
+        searcher: its index knows the fields of the documents' metadata, and their types.
+
+    Raises:
+        UsageError: for a condition that cannot be parsed, or on an unknown field.
     """
     from tilefold.retrieval.data.metadata import Filter
 
@@ -668,7 +698,12 @@ def count_matching(index: Any, where: Where) -> int:
 
 
 def reason_without_hits(searcher: Searcher, where: Where) -> str:
-    """Return why a query found nothing: no documents, none that matches, or none with its terms."""
+    """Return why a query has no hits: no documents, none that matches, or none with its terms.
+
+    Args:
+        searcher: searched the index.
+        where: the filter of the search; None without one.
+    """
     index: Any = getattr(searcher.retriever, "index", None)
     if not index.n_documents:
         return "the index has no documents"
@@ -685,16 +720,22 @@ def ranked(
     request: SearchRequest,
     ignored_identical_ids: set[str] | None = None,
 ) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield the ranking of each query, after reranking if the request asks for it.
+    """Rank queries in chunks, and yield the documents of each query with their scores.
+
+    They are reranked if the request asks for it. A progress bar shows the number of queries.
 
     Args:
         searcher: what searches.
         queries: query id -> text.
         request: options of the search.
-        ignored_identical_ids: gets the queries whose document of the same id was left out.
+        ignored_identical_ids: set to which queries are added whose document of the same id was
+            left out; None adds none.
+
+    Yields:
+        Query id, and document id -> score of its first ``request.k`` documents.
     """
     remaining = iter(queries.items())
-    done = 0
+    n_done = 0
     with _common.progress_bar("searching") as update:
         while chunk := dict(itertools.islice(remaining, QUERIES_AT_A_TIME)):
             ranking = searcher.rank(chunk, request)
@@ -704,18 +745,21 @@ def ranked(
                 ranking = searcher.rerank(chunk, ranking, request.reranking)
             for query, scores in ranking.run.items():
                 yield query, dict(itertools.islice(scores.items(), request.k))
-            done += len(chunk)
-            update(done, len(queries))
+            n_done += len(chunk)
+            update(n_done, len(queries))
 
 
 def read_documents(path: Path | None) -> Any:
-    """Return the encoded documents of ``--vectors``.
+    """Read the encoded documents of ``--vectors``.
+
+    Args:
+        path: folder of the vectors; None is refused.
 
     Returns:
         ``SparseVectors`` or ``DenseVectors``.
 
     Raises:
-        UsageError: for a folder of queries, or None.
+        UsageError: for a folder of queries, or no folder.
     """
     from tilefold.retrieval.vectors.sparse_files import layout_of
 
@@ -785,12 +829,16 @@ def second_ranking(
     queries: Mapping[str, str],
     texts: Provenance,
 ) -> BM25Index | Run | None:
-    """Return the second ranking of ``--prf-with``: a BM25 index, or a run of the queries.
+    """Load the second ranking of ``--prf-with``: a BM25 index, or a run of the queries.
 
     Args:
         path: the index or the run. None returns None.
         queries: texts of the queries by id, whose rankings are taken from a run.
-        texts: provenance of the documents that are searched.
+        texts: provenance of the documents that are searched; an empty one is not compared.
+
+    Raises:
+        CommandError: if it was made from other documents, or a run has none of the queries.
+        UsageError: for an index of vectors.
     """
     from tilefold.retrieval.index.bm25 import BM25Index
     from tilefold.retrieval.index.opening import open_index
@@ -831,7 +879,7 @@ def load_reranker(
     """
     from tilefold.retrieval.search.reranking import Reranker
 
-    late, tokens = load_late(source, model, texts=True)
+    late, tokens = load_late(source, model, has_texts=True)
     option_errors = _options.option_errors(tokens="--rerank", model="--rerank-model")
     with option_errors, _common.noting_precisions():
         return Reranker(late, tokens, documents, texts)
@@ -840,16 +888,16 @@ def load_reranker(
 def load_late(
     source: str,
     model: str | None,
-    texts: bool,
+    has_texts: bool,
     option: str = "--rerank",
 ) -> tuple[Any, TokenStore | None]:
-    """Load a multi-vector model, and the token vectors of documents that it made.
+    """Load a multi-vector model that reranks, and the token vectors of documents that it made.
 
     Args:
         source: value of the option: a folder of token vectors, or a multi-vector model.
         model: name of the model that made the token vectors; None reads it from their folder.
-        texts: whether the texts of candidates are at hand, which a model without token vectors
-            encodes.
+        has_texts: whether the command has the texts of documents, which a model without token
+            vectors encodes.
         option: the option that names `source`, for messages. That of `model` ends in ``-model``.
 
     Returns:
@@ -865,6 +913,7 @@ def load_late(
         made_by = model or _recorded_model(store, option)
         encoder, _ = _models.load_model(made_by, f"{option}-model", ("multi-vector",))
         return encoder, store
+    # A source that is no folder is a name on the Hugging Face hub.
     holds_model = is_packaged or any((folder / name).is_file() for name in _MODEL_FILES)
     if folder.is_dir() and not holds_model:
         remedy = "make token vectors with: tilefold encode --model MULTI_VECTOR_MODEL"
@@ -873,7 +922,7 @@ def load_late(
         raise UsageError(
             f"{option}-model goes with token vectors in {option}, which here is a model itself.",
         )
-    if not texts:
+    if not has_texts:
         raise UsageError(
             f"{option} with a model encodes the candidates' texts: give the collection with "
             "--data.",
@@ -893,9 +942,12 @@ def _recorded_model(store: TokenStore, option: str) -> str:
         UsageError: if it is not recorded, or no longer in its folder.
     """
     name = store.manifest.model_source
-    if name is not None and not (Path(name).is_absolute() and not Path(name).is_dir()):
+    if name is None:
+        state = "unknown"
+    elif Path(name).is_absolute() and not Path(name).is_dir():
+        state = f"no longer in {name}"
+    else:
         return name
-    state = "unknown" if name is None else f"no longer in {name}"
     raise UsageError(
         f"{option}: the model that made {store.folder} is {state}; name it with {option}-model.",
     )

@@ -104,7 +104,13 @@ class NamedRun:
 
 
 def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
-    """Return the measures to compute, the default ones for None, and their deepest cut-off.
+    """Check the measures of ``--measure``.
+
+    Args:
+        measures: names of measures, such as ``"nDCG@10"``; None takes the default ones.
+
+    Returns:
+        The measures to compute, and the number of documents per query that they need.
 
     Raises:
         UsageError: for an unknown measure.
@@ -120,7 +126,7 @@ def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
 
 
 def note_unused_depth(k: int | None, deepest: int, consumer: object) -> None:
-    """Print a note if ``--k`` changes nothing, because only the measures read the run.
+    """Print a note if ``--k`` changes nothing, because the measures need as many documents anyway.
 
     Args:
         k: value of ``--k``.
@@ -141,7 +147,7 @@ def check_output_file(
     *inputs: Path | None,
     overwrite: bool,
 ) -> None:
-    """Refuse, before any work, a file that could not be written after it without a loss.
+    """Refuse an output file, before any work, if writing it would fail or destroy other data.
 
     Args:
         path: the file to write; ``None`` if there is none.
@@ -182,13 +188,17 @@ def check_output_file(
 
 
 def _check_not_inside_index(path: Path, option: str) -> None:
-    """Raise UsageError for a file inside an index or a folder of vectors.
+    """Raise ``UsageError`` for a file inside an index or a folder of vectors.
 
-    It could replace a part of them; a command that replaces such a folder would remove it.
+    The file could replace a part of them. A command that replaces such a folder would remove it.
+
+    Args:
+        path: the file.
+        option: the option that names it.
     """
     for folder in path.resolve().parents:
         for manifest in FOLDER_MANIFESTS:
-            # a schema tells them from other programs' files of these names
+            # Files of other programs may have these names, but no version of our schema.
             if "schema_version" in (read_json(folder / manifest) or {}):
                 raise UsageError(
                     f"{option}: expected a file outside indexes and folders of vectors, got {path} "
@@ -278,6 +288,9 @@ def ignores_identical_ids(
 ) -> bool:
     """Return whether hits with the query's own id are left out, the same for all splits.
 
+    Such a hit is the query itself in collections whose queries are documents. By default they are
+    left out if the judgements of all splits leave them out.
+
     Args:
         choice: value of ``--identical-ids``; None lets the judgements decide.
         collection: with the judgements.
@@ -306,10 +319,10 @@ def save(
     *,
     overwrite: bool,
 ) -> None:
-    """Write the best documents of a run, with a tag that says what made it.
+    """Write the best documents of a run as a TREC file, whose tag holds its provenance.
 
     Args:
-        named: the run, and the model in its precision.
+        named: the run, with the fingerprint and the precision of the model that made it.
         texts: provenance of the documents.
         path: of ``--save-run``; None writes nothing.
         k: documents per query; None for all.
@@ -317,13 +330,15 @@ def save(
     """
     if path is None:
         return
-    best = {query: dict(itertools.islice(scores.items(), k)) for query, scores in named.run.items()}
+    shortened_run = {
+        query: dict(itertools.islice(scores.items(), k)) for query, scores in named.run.items()
+    }
     provenance = replace(
         texts,
         model_fingerprint=named.provenance.model_fingerprint,
         precision=named.provenance.precision,
     )
-    retrieval.write_trec_run(best, path, tag=provenance.tag, overwrite=overwrite)
+    retrieval.write_trec_run(shortened_run, path, tag=provenance.tag, overwrite=overwrite)
 
 
 def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:
@@ -375,7 +390,9 @@ def check_texts(
 
 
 def open_documents(data: str, index: Path, provenance: Provenance) -> Mapping[str, Document]:
-    """Open the documents of an index; a large file is read document by document when needed.
+    """Open the documents of an index, and check that the index was made from them.
+
+    Documents of a large file are read when they are needed, one by one.
 
     Args:
         data: value of ``--data``.
@@ -431,7 +448,7 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
     """
     for split in splits:
         judged = collection.qrels[split]
-        answered = [query for query in judged if named.run.get(query)]
+        answered = [query for query in judged if named.run.get(query)]  # queries with results
         if not answered:
             raise _no_results_error(named, collection, split)
         documents = (document for query in answered for document in named.run[query])
@@ -449,7 +466,13 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
 
 
 def _no_results_error(named: NamedRun, collection: Collection, split: str) -> CommandError:
-    """Return the error for a run without results for all judged queries of a split."""
+    """Return the error for a run that has no result for any judged query of a split.
+
+    Args:
+        named: the run.
+        collection: with the judgements.
+        split: the split.
+    """
     judged = collection.qrels[split]
     remedy = "Give the collection and the split that it was made for: --data, --split."
     if not judged.keys().isdisjoint(named.run):
@@ -497,7 +520,7 @@ class Scores:
         return means
 
     def write(self, path: Path | None) -> None:
-        """Write a line per query, as tab-separated columns with a header.
+        """Write the measures of each query as a line of tab-separated columns, with a header.
 
         Args:
             path: of ``--per-query``; None writes nothing.
@@ -512,6 +535,7 @@ class Scores:
             writer.writerow(["split", "query_id", *self.measures])
             for split, table in self.tables.items():
                 for query, values in table.items():
+                    # `repr` writes all digits of a number.
                     writer.writerow([split, query, *map(repr, values.values())])
 
 
@@ -573,6 +597,9 @@ def changed_by_feedback(
 ) -> dict[str, Any]:
     """Compare the first measure with and without feedback, and print a note for each split.
 
+    The queries are searched again without feedback. A split of a single query is left out, because
+    a test of significance needs several.
+
     Args:
         scores: of the ranking with feedback.
         searcher: what searched.
@@ -603,7 +630,13 @@ def changed_by_feedback(
 
 
 def _describe_change(split: str, difference: Difference, n_queries: int) -> str:
-    """Return in words whether feedback helps in a split."""
+    """Return in words by how much feedback changes a measure of a split, and whether by chance.
+
+    Args:
+        split: name of the split.
+        difference: of the measure with feedback and without, with a paired test of randomisation.
+        n_queries: number of judged queries.
+    """
     mean = difference.difference.mean
     if not difference.different:
         verdict = "no more than chance"
@@ -622,8 +655,13 @@ def _describe_change(split: str, difference: Difference, n_queries: int) -> str:
 def facts(collection: Collection, scores: Scores) -> dict[str, Any]:
     """Return scores as ``--json`` prints them.
 
-    ``measures`` holds the means of the first split, ``splits`` the means of each split, ``errors``
-    the means with their standard errors and intervals.
+    Args:
+        collection: collection of the run, for its name.
+        scores: measures of the run on some splits.
+
+    Returns:
+        A dictionary for JSON. ``measures`` holds the means of the first split, ``splits`` the means
+        of each split, and ``errors`` the means with their standard errors and intervals.
     """
     means = scores.means()
     first_split = next(iter(means))
@@ -645,7 +683,11 @@ def facts(collection: Collection, scores: Scores) -> dict[str, Any]:
 def print_scores(collection: Collection, scores: Scores) -> None:
     """Print a table with a row per measure and a column per split, and the conventions.
 
-    One split gets a column with 95% intervals too.
+    A single split gets a second column with 95% intervals.
+
+    Args:
+        collection: collection of the run, for the title.
+        scores: measures of the run on some splits.
     """
     means = scores.means()
     sizes = ", ".join(f"{split}: {len(table)} queries" for split, table in scores.tables.items())

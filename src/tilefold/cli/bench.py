@@ -170,6 +170,9 @@ def bench(request: BenchRequest) -> None:
 def _selected_specs(request: BenchRequest) -> list[BenchSpec]:
     """Return the benchmarks of the operator that is named, or of all operators.
 
+    Args:
+        request: options of the command.
+
     Raises:
         ValueError: for an unknown operator, or for none without ``--all`` and ``--list``.
     """
@@ -198,7 +201,17 @@ def _print_listing(specs: list[BenchSpec]) -> None:
 
 
 def _time_operators(request: BenchRequest) -> bool:
-    """Check and time the operators of a request; return whether every check passed."""
+    """Check and time the operators of a request, and save the results.
+
+    A CPU is slower and its times vary more than a GPU's, so that it gets more seconds, with limits
+    of the number of calls.
+
+    Args:
+        request: options of the command.
+
+    Returns:
+        Whether every check of an implementation passed.
+    """
     from tilefold.bench.results import choose_device, results_folder
     from tilefold.bench.runner import RunOptions
     from tilefold.bench.timing import TimeBudget
@@ -230,9 +243,13 @@ def _time_operators(request: BenchRequest) -> bool:
 
 
 def _check_claims(request: BenchRequest) -> bool:
-    """Measure what claims need on this device, and print a row for each claim.
+    """Measure what claims about this device need, and print for each claim whether it holds.
 
-    Claims about other devices are judged by the committed results.
+    A claim says how many times better one row of the results is than another, such as the time of
+    an operator. Claims about other devices are judged by the results in the repository.
+
+    Args:
+        request: options of the command.
 
     Returns:
         Whether every check of an implementation passed.
@@ -249,8 +266,8 @@ def _check_claims(request: BenchRequest) -> bool:
         provenance = collect(device)
         verdicts: list[claims.Verdict] = []
         for claim in claims.CLAIMS:
-            is_of_device_type = (claim.device == "cpu") == (device.type == "cpu")
-            if claim.side == "impl" and is_of_device_type:
+            is_of_this_type = (claim.device == "cpu") == (device.type == "cpu")
+            if claim.side == "impl" and is_of_this_type:
                 path = results_file(folder, claim.file, provenance)
                 verdicts.append(claims.judge(claim, claims.read_rows(path), ""))
             elif claim.device != "cpu":
@@ -385,18 +402,20 @@ def _report_rows(
     case: BenchCase,
     rows: list[BenchRow],
 ) -> None:
-    """Print the rows of a case, and write all rows until now, so that a run that dies keeps them.
+    """Print the rows of a case, and add them to the file of results.
+
+    The file is written after each case, so that a run that is interrupted keeps its results.
 
     Args:
         console: where the rows are printed.
         spec: benchmark of the operator.
         provenance: device and versions.
         path: file of the results of the operator; None writes none.
-        case: that was timed.
-        rows: of the case.
+        case: the case that was timed.
+        rows: one row per implementation and phase.
     """
     from tilefold.bench import results
-    from tilefold.bench.runner import CSV_KEY
+    from tilefold.bench.runner import CSV_KEY  # columns of a row that tell it from others
 
     results.print_case(console, spec, case, rows)
     if path is not None:
@@ -495,7 +514,7 @@ def warmup(request: WarmupRequest) -> None:
     kernels = []
     for name, count in sorted(result.kernels.items()):
         kernels.append(f"{name} x {count}" if count > 1 else name)
-    slowest_call = max(result.first_calls, default=0.0)
+    slowest_call = max(result.first_calls, default=0.0)  # seconds
     _common.print_result(
         {**asdict(result), "cache": str(result.cache), "count": result.count},
         request.as_json,

@@ -242,7 +242,13 @@ def _print_report(
 ) -> None:
     """Print runs, differences, conventions and the queries that lose most, for people.
 
-    The arguments are those of :func:`_print_json`. Queries are printed for the first measure only.
+    Args:
+        request: names the split, the level of significance and the plot.
+        collection: the queries and judgements.
+        scores: scores by label of the run.
+        differences: of two runs in one measure each.
+        worst_queries: for each difference, the queries that lose most. They are printed for the
+            first measure only.
     """
     _print_tables(collection, request.split, scores, differences)
     typer.echo(
@@ -276,7 +282,14 @@ def _print_tables(
     scores: Mapping[str, _scores.Scores],
     differences: Sequence[Difference],
 ) -> None:
-    """Print a table of the runs' means, and a table of differences for each measure."""
+    """Print a table of the runs' means, and a table of differences for each measure.
+
+    Args:
+        collection: collection of the runs, for the title.
+        split: split that is evaluated.
+        scores: scores by label of the run.
+        differences: of two runs in one measure each.
+    """
     means = {label: run_scores.means()[split] for label, run_scores in scores.items()}
     measures = list(next(iter(means.values())))
     rows = [
@@ -296,7 +309,13 @@ def _print_tables(
 
 
 def _difference_row(difference: Difference) -> list[str]:
-    """Return the cells of a difference; a significant one is marked behind its last p-value."""
+    """Return the cells of a table row for a difference of two runs.
+
+    Its last p-value, that of Holm's correction, ends in ``*`` if the difference is significant.
+
+    Args:
+        difference: mean difference of a measure, wins and losses, and p-values.
+    """
     mark = "*" if difference.different else " "
     return [
         difference.run,
@@ -333,7 +352,14 @@ def _worst_queries(
     collection: Collection,
     count: int,
 ) -> list[WorstQuery]:
-    """Return at most `count` queries that lose most, without queries that lose nothing."""
+    """Return the queries for which one run loses most to the other.
+
+    Args:
+        difference: of two runs, with the difference of each query in ascending order.
+        tables: measures of each query, by label of the run.
+        collection: texts of the queries.
+        count: largest number of queries. Queries that lose nothing are left out.
+    """
     losing = [query for query, value in difference.by_query.items() if value < 0]
     return [
         WorstQuery(
@@ -350,7 +376,12 @@ def _worst_queries(
 
 
 def _print_worst_queries(difference: Difference, queries: Sequence[WorstQuery]) -> None:
-    """Print the queries for which a run loses most, with the values of both runs."""
+    """Print the queries for which a run loses most, with the values of both runs.
+
+    Args:
+        difference: of two runs in a measure.
+        queries: the queries, the largest loss first.
+    """
     rows = [
         [
             query.query,
@@ -366,7 +397,15 @@ def _print_worst_queries(difference: Difference, queries: Sequence[WorstQuery]) 
 
 
 def _draw(differences: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:
-    """Draw a PNG of the first measure: a panel for each two runs, a point for each query."""
+    """Draw a PNG of the first measure: a panel for each pair of runs, a point for each query.
+
+    Points below the diagonal are queries for which the run loses to the other.
+
+    Args:
+        differences: of two runs in one measure each.
+        tables: measures of each query, by label of the run.
+        path: file of the figure.
+    """
     from tilefold._internal.figures import new_figure, save_figure
 
     measure = differences[0].measure
@@ -378,6 +417,7 @@ def _draw(differences: Sequence[Difference], tables: Mapping[str, Table], path: 
     for axes, difference in zip(all_axes, panels, strict=False):
         x = [tables[difference.over][query][measure] for query in difference.by_query]
         y = [tables[difference.run][query][measure] for query in difference.by_query]
+        # The diagonal, on which both runs are equal: both axes have the same limits.
         axes.plot([0, 1], [0, 1], transform=axes.transAxes, color="0.7", linewidth=1)
         axes.scatter(x, y, s=12, alpha=0.5, linewidths=0)
         low = min(0, *x, *y)
@@ -390,6 +430,6 @@ def _draw(differences: Sequence[Difference], tables: Mapping[str, Table], path: 
             f"{measure}: {difference.difference.mean:+.4f}{mark}, {difference.wins} wins, "
             f"{difference.losses} losses",
         )
-    for axes in list(figure.axes)[len(panels) :]:
-        axes.remove()
+    for unused_axes in list(figure.axes)[len(panels) :]:
+        unused_axes.remove()
     save_figure(figure, path)

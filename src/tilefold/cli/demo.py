@@ -122,7 +122,7 @@ def demo(request: DemoRequest) -> None:
 
 
 def _choose_size(minutes: float | None, full: bool, quick: bool) -> Size:
-    """Return the largest size that fits into the minutes, or the smallest one.
+    """Return the largest size of the demo that fits into the minutes, or the smallest size.
 
     Args:
         minutes: value of ``--minutes``; by default 5, or 3 with `quick`.
@@ -359,12 +359,17 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
     Args:
         runs: run by system, in the order of ``SYSTEMS``.
         qrels: judgements of the test queries.
+
+    Returns:
+        A dictionary for JSON: ``queries``, the number of queries; ``systems``, the means of each
+        system; ``comparisons``, the mean difference in nDCG@10 of two systems each.
     """
     measures = (NDCG, RECALL)
     tables = {
         system: retrieval.evaluate_per_query(run, qrels, measures) for system, run in runs.items()
     }
     systems: dict[str, dict[str, Any]] = {}
+    # `mean_of` also estimates intervals by resampling. They are not used, so few resamples suffice.
     for system, table in tables.items():
         ndcg = retrieval.mean_of([values[NDCG] for values in table.values()], resamples=99)
         recall = retrieval.mean_of([values[RECALL] for values in table.values()], resamples=99)
@@ -373,7 +378,7 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
             RECALL: recall.mean,
             "standard_error": ndcg.standard_error or 0.0,
         }
-    bm25, dense, splade, fusion, late = runs
+    bm25, dense, splade, fusion, late = runs  # names of the systems
     best_single = max((bm25, dense, splade), key=lambda system: systems[system][NDCG])
     comparisons = []
     for system, baseline in (
@@ -412,7 +417,11 @@ def difference_line(comparison: dict[str, Any]) -> str:
 
 
 def print_report(results: dict[str, Any]) -> None:
-    """Print the tables of a demo, and commands to try next, on stdout."""
+    """Print the tables of a demo, and commands to try next, on stdout.
+
+    Args:
+        results: results of the demo, as ``--json`` prints them.
+    """
     _print_systems(results)
     late_tokens = results["late_interaction"]["tokens"]
     search_command = f'  tilefold search "{EXAMPLE}"'
@@ -436,7 +445,11 @@ def print_report(results: dict[str, Any]) -> None:
 
 
 def _print_systems(results: dict[str, Any]) -> None:
-    """Print a table with a row of measures for each system."""
+    """Print a table with a row of measures for each system.
+
+    Args:
+        results: results of the demo, as ``--json`` prints them.
+    """
     late = results["late_interaction"]
     active_terms = results["active_terms"]
     _, _, splade, fusion, reranked = SYSTEMS

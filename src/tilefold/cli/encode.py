@@ -260,7 +260,10 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         self._check_engine()
 
     def _check_engine(self) -> None:
-        """Refuse options of the other engine."""
+        """Raise ``UsageError`` for options that the engine of the request does not read.
+
+        The engines are Ray, on this machine or a cluster, and processes of this machine.
+        """
         if self.engine == "ray":
             self.refuse_save_minutes()
             refuse_options(
@@ -323,6 +326,8 @@ def encode(request: EncodeRequest) -> None:
 def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int) -> None:
     """Load data and model, encode the share of this rank, and print the result on rank 0.
 
+    With ``--dry-run``, only an estimate is printed.
+
     Args:
         request: options of the command.
         splitter: how documents are split into passages; None encodes whole documents.
@@ -373,7 +378,7 @@ def _encode_texts(
     texts: Mapping[str, str] | None,
     rank: int,
 ) -> Any:
-    """Encode with the engine of the request, and return the manifest.
+    """Encode with the engine of the request, and return the manifest of the folder.
 
     Args:
         request: options of the command.
@@ -384,7 +389,7 @@ def _encode_texts(
         rank: rank of this process. Rank 0 shows the progress.
     """
     _common.finished_work_checks.append(lambda: _has_vectors(request.output))
-    bar: Any = nullcontext()
+    bar: Any = nullcontext()  # its `update` is None
     if rank == 0:
         bar = _common.progress_bar("encoding", resumes=_common.FRESH)
     option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
@@ -396,9 +401,22 @@ def _encode_texts(
 
 
 def _load_collection(request: EncodeRequest, splitter: Passages | None) -> Collection | None:
-    """Load the collection, or return None if the documents are read from their file instead."""
-    reads_ranges = (request.engine == "ray" or request.dry_run) and request.data != "pydocs"
-    if reads_ranges and not request.queries and splitter is None and Path(request.data).exists():
+    """Load the collection, unless its documents are read from their file one by one.
+
+    Workers of Ray, and the estimate of ``--dry-run``, read whole documents of a file where they
+    need them. Queries and passages are always made from a collection in memory.
+
+    Args:
+        request: options of the command.
+        splitter: how documents are split into passages; None encodes whole documents.
+
+    Returns:
+        The collection, or None if documents are read from the file.
+    """
+    may_read_from_file = request.engine == "ray" or request.dry_run
+    encodes_documents = not request.queries and splitter is None
+    is_file = request.data != "pydocs" and Path(request.data).exists()
+    if may_read_from_file and encodes_documents and is_file:
         return None
     return _common.load_data(
         request.data,
@@ -415,7 +433,15 @@ def _encode_on_ray(
     texts: Texts,
     progress: Callable[..., None] | None,
 ) -> Any:
-    """Encode with workers on this machine or on a cluster, and return the manifest."""
+    """Encode with workers of Ray, on this machine or on a cluster, and return the manifest.
+
+    Args:
+        request: options of the command.
+        encoding: how the model encodes.
+        kind: kind of the model, which each worker loads once.
+        texts: texts that workers read their shards from.
+        progress: function that shows the number of texts that are done.
+    """
     from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
 
     load_model = functools.partial(
@@ -446,7 +472,18 @@ def _encode_here(
     texts: Mapping[str, str],
     progress: Callable[..., None] | None,
 ) -> Any:
-    """Encode in this process, or with the other ranks, and return the manifest."""
+    """Encode in this process, together with the other ranks if there are any.
+
+    Args:
+        request: options of the command.
+        encoding: how the model encodes.
+        model: encodes.
+        texts: texts by id, of which each rank encodes its share.
+        progress: function that shows the number of texts that are done; None on ranks but 0.
+
+    Returns:
+        The manifest of the folder.
+    """
     from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
 
     output = Output(
@@ -456,11 +493,17 @@ def _encode_here(
         progress=progress,
         save_minutes=request.save_minutes,
     )
-    return encode_to_folder(encoding, model, texts, output, "world")
+    return encode_to_folder(encoding, model, texts, output, "world")  # shared by all ranks
 
 
 def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
-    """Print a summary of the folder, and the texts that are not in it."""
+    """Print a summary of a folder of vectors, and the texts that could not be encoded.
+
+    Args:
+        manifest: of sparse, dense or token vectors.
+        output: the folder.
+        as_json: print JSON.
+    """
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
     passages = manifest.provenance.passages
@@ -508,7 +551,11 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
 
 
 def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
-    """Return the facts of a folder of vectors by name, and a summary in words."""
+    """Return the facts of a folder of vectors by name, and a summary in words.
+
+    Args:
+        manifest: of sparse, dense or token vectors. Only that of sparse ones has a vocabulary.
+    """
     n_documents = manifest.n_documents
     if hasattr(manifest, "vocab_size"):
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
@@ -607,6 +654,11 @@ def _texts(
     splitter: Passages | None,
 ) -> Mapping[str, str]:
     """Return the texts that are encoded by id: documents, their passages, or queries.
+
+    Args:
+        collection: documents and queries.
+        request: chooses queries with ``--queries``, and those of a split with ``--split``.
+        splitter: how documents are split into passages; None takes whole documents.
 
     Raises:
         UsageError: for a collection without queries, or without the split.
@@ -801,12 +853,12 @@ def _time_encoding(
             started = time.perf_counter()
             manifest = encode_to_folder(encoding, model, texts, Output(folder, len(texts)))
             seconds.append(time.perf_counter() - started)
-        n_bytes = sum(file.stat().st_size for file in folder.glob("part-*"))
+        n_bytes = sum(file.stat().st_size for file in folder.glob("part-*"))  # of the last run
     return len(texts) / min(seconds), n_bytes / max(1, manifest.n_documents)
 
 
 def _format_estimate(estimate: Estimate) -> str:
-    """Return an estimate in words."""
+    """Return an estimate in words, with what it assumes."""
     refused = ""
     if estimate.refused_texts:
         refused = f"; {estimate.refused_texts} others are none that the tokenizer takes"

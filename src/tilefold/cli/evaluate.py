@@ -271,7 +271,14 @@ def _print_scores(
     scores: _scores.Scores,
     changes: dict[str, Any] | None,
 ) -> None:
-    """Print the measures, and what feedback changed, as a table or as JSON."""
+    """Print the measures as a table, or as JSON with what feedback changed.
+
+    Args:
+        request: options of the command.
+        collection: collection of the run.
+        scores: measures of the run.
+        changes: comparison with the ranking without feedback, by split; None without feedback.
+    """
     if not request.as_json:
         _scores.print_scores(collection, scores)
         return
@@ -292,7 +299,13 @@ def _queries_of_splits(collection: Collection, splits: Sequence[str]) -> dict[st
 
 
 def _check_output_files(request: EvaluateRequest) -> None:
-    """Refuse files to write that cannot be written, or are read by the same command."""
+    """Refuse output files that cannot be written, or that this command reads.
+
+    The files are those of ``--save-run`` and ``--per-query``, which must differ.
+
+    Args:
+        request: options of the command.
+    """
     inputs = (request.run, request.prf_with, *_scores.files_of_collection(request.data))
     _scores.check_output_file(
         request.save_run,
@@ -357,7 +370,11 @@ def _search(
         )
     else:
         parts = SearcherParts(vectors=request.vectors, second=second)
-        searcher = _retrievers.open_searcher(request, collection.contents, lambda _: parts)
+        searcher = _retrievers.open_searcher(
+            request,
+            collection.contents,
+            lambda provenance: parts,  # they do not depend on the provenance of the index
+        )
         _scores.check_texts(f"--index {request.index}", searcher.provenance, collection, texts)
     where = _retrievers.parse_filter(request.where, searcher)
     search_request = replace(search_request, where=where)
@@ -609,13 +626,16 @@ def _fuse(
     weights: Sequence[float] | None,
     depth: int,
 ) -> _scores.NamedRun:
-    """Fuse runs by the method of a request.
+    """Fuse runs by reciprocal ranks (``rrf``), or by interpolation of their scores.
 
     Args:
         request: names the method and its options.
         runs: the runs.
         weights: one per run, for interpolation; None takes equal ones.
         depth: documents per query of the fusion.
+
+    Returns:
+        The fused run, with the fingerprint of the documents that all runs share.
     """
     rankings = [run.run for run in runs]
     if request.method == "rrf":
@@ -648,27 +668,30 @@ def _without_identical_ids(
 ) -> tuple[list[_scores.NamedRun], bool, set[str]]:
     """Leave hits with the query's own id out of runs, before their scores are normalised.
 
+    Such a hit is the query itself in collections whose queries are documents. Its high score would
+    change the normalisation.
+
     Args:
         named: the runs.
-        choice: of --identical-ids; without a collection, None counts these hits.
+        choice: value of ``--identical-ids``; without a collection, None counts these hits.
         collection: whose judgements decide by default.
         splits: of these judgements.
 
     Returns:
         The runs, whether such hits are left out, and the queries that had one.
     """
-    ignores = choice == "ignore"
+    leaves_out = choice == "ignore"
     if collection is not None:
-        ignores = _scores.ignores_identical_ids(choice, collection, splits)
-    if not ignores:
-        return named, False, set()
-    remaining = []
-    ignored = set[str]()
+        leaves_out = _scores.ignores_identical_ids(choice, collection, splits)
+    if not leaves_out:
+        return named, leaves_out, set()
+    remaining_runs = []
+    queries_with_hit = set[str]()
     for run in named:
-        run_without, queries = _scores.without_identical_ids(run)
-        remaining.append(run_without)
-        ignored |= queries
-    return remaining, True, ignored
+        remaining_run, queries = _scores.without_identical_ids(run)
+        remaining_runs.append(remaining_run)
+        queries_with_hit.update(queries)
+    return remaining_runs, leaves_out, queries_with_hit
 
 
 def _tune_weights(
@@ -679,7 +702,7 @@ def _tune_weights(
     k: int,
     ignore_identical_ids: bool,
 ) -> list[float]:
-    """Choose the weights of an interpolation by a measure of judged queries.
+    """Choose the weights of an interpolation that maximise a measure on judged queries.
 
     Args:
         runs: the runs.
@@ -688,6 +711,9 @@ def _tune_weights(
         normalization: of the scores of a query.
         k: documents per query of the fusion.
         ignore_identical_ids: leave out hits with the query's own id.
+
+    Returns:
+        One weight per run.
 
     Raises:
         UsageError: if no weights can be chosen.
@@ -715,6 +741,8 @@ def _shared_queries(
     in_sample: bool,
 ) -> dict[str, int]:
     """Count the queries that weights are chosen on and that are reported too.
+
+    Measures on such queries are too optimistic, so that they need ``--in-sample``.
 
     Args:
         collection: with the judgements.

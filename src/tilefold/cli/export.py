@@ -165,7 +165,14 @@ def export(request: ExportRequest) -> None:
 
 
 def _export_documents(request: ExportRequest) -> None:
-    """Write the documents of ``--vectors`` for OpenSearch or Vespa, and print what was written."""
+    """Write the documents of ``--vectors`` for OpenSearch or Vespa, and print what was written.
+
+    Args:
+        request: options of the command.
+
+    Raises:
+        UsageError: for options that do not fit together.
+    """
     if request.vectors is None:
         raise UsageError("--vectors: give the folder of documents that tilefold encode wrote.")
     tokens = _tokens(request, request.vectors)
@@ -224,7 +231,15 @@ def _describe_files(files: Sequence[str]) -> str:
 
 
 def _export_graph(request: ExportRequest) -> None:
-    """Write the model as one ONNX graph, and print its size, time and error."""
+    """Write the model as one ONNX graph, and print its size, time and numerical error.
+
+    Args:
+        request: options of the command.
+
+    Raises:
+        UsageError: without a sparse model.
+        CommandError: if packages that write ONNX are not installed.
+    """
     if request.model is None or request.model == _models.PACKAGED:
         raise UsageError(
             "--model: expected the folder or name of a sparse model to export, got "
@@ -257,7 +272,15 @@ def _export_graph(request: ExportRequest) -> None:
 
 
 def _tokens(request: ExportRequest, vectors: Path) -> Sequence[str | None] | None:
-    """Return the token of each term of the vectors, or None to call terms by their numbers.
+    """Return the names of the terms of vectors, which are tokens of the model's vocabulary.
+
+    Args:
+        request: options of the command.
+        vectors: folder of the vectors.
+
+    Returns:
+        One name per term; None for a term without a token. None instead of the names if terms are
+        called by their numbers.
 
     Raises:
         UsageError: for options that contradict one another, or tokens without a model.
@@ -265,7 +288,8 @@ def _tokens(request: ExportRequest, vectors: Path) -> Sequence[str | None] | Non
     """
     needs_numbers = request.field_type == "sparse_vector"
     default_names = "numbers" if needs_numbers else "tokens"
-    if (request.names or default_names) == "numbers":
+    names_choice = request.names or default_names
+    if names_choice == "numbers":
         refuse_options(
             {"--model": request.model},
             "gives the names of terms, and they are called by their numbers: leave it out",
@@ -302,6 +326,10 @@ def _load_tokenizer(model: str) -> Any:
 
 def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
     """Return the texts of ``--data`` by id, of passages if these were encoded.
+
+    Args:
+        data: value of ``--data``; None returns None.
+        vectors: folder of the vectors.
 
     Raises:
         CommandError: if other documents were encoded.

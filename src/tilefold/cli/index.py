@@ -295,7 +295,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         return self.update or self.delete is not None or self.merge
 
     def _options_of_backends(self) -> dict[str, dict[str, object]]:
-        """Return the options of a new index by backend, and their values by spelling."""
+        """Return backend -> spelling -> value of the options that only a new index of it has."""
         return {
             BM25: {
                 "--language": self.language,
@@ -326,7 +326,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         }
 
     def _refuse_options_of_new_index(self) -> None:
-        """Refuse options of a new index where an index is changed."""
+        """Raise ``UsageError`` for options of a new index, because an existing one is changed."""
         reason = f"is for a new index; {self.output} says how this one was made"
         for options in self._options_of_backends().values():
             refuse_options(options, reason)
@@ -347,7 +347,11 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
                 refuse_options(options, f"goes with --backend {backend}")
 
     def bm25_options(self) -> BM25Options:
-        """Return the options of a BM25 index."""
+        """Return the options of a BM25 index; those that were not given have their defaults.
+
+        Raises:
+            UsageError: for a value out of range, or a language without a stemmer.
+        """
         from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
 
         with _options.option_errors(language="--language", k1="--k1", b="--b"):
@@ -361,7 +365,11 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         return options
 
     def seismic_options(self) -> dict[str, object]:
-        """Return the options of a Seismic index that were given, by field of `SeismicOptions`."""
+        """Return the options of a Seismic index that were given, by field of `SeismicOptions`.
+
+        Raises:
+            UsageError: for a value out of range.
+        """
         from tilefold.retrieval.index.seismic import SeismicOptions
 
         options: dict[str, object] = {}
@@ -379,7 +387,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
             heap_factor="--heap-factor",
             num_threads="--threads",
         ):
-            SeismicOptions.parse(options)
+            SeismicOptions.parse(options)  # checks the values
         return options
 
 
@@ -473,9 +481,13 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
 
 
 def _check_new(output: Path) -> None:
-    """Raise CommandError if there is an index at --output, which a new one would replace."""
+    """Raise ``CommandError`` if there is an index at ``--output``, which a new one would replace.
+
+    Args:
+        output: folder of the new index.
+    """
     if not (output / MANIFEST_NAME).exists():
-        return  # whoever writes the index refuses other files
+        return  # saving the index refuses a folder with other files
     try:
         description = read_description(output)
     except (DataError, OSError) as error:
@@ -491,7 +503,12 @@ def _check_new(output: Path) -> None:
 
 
 def _build_bm25(request: IndexRequest, splitter: Passages | None) -> Any:
-    """Build an index of the words of documents or passages."""
+    """Build a BM25 index of the words of documents or passages.
+
+    Args:
+        request: options of the command.
+        splitter: how documents are split into passages; None indexes whole documents.
+    """
     if request.data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
     options = request.bm25_options()
@@ -511,6 +528,11 @@ def _build_bm25(request: IndexRequest, splitter: Passages | None) -> Any:
 
 def _build_of_vectors(request: IndexRequest) -> Any:
     """Build an index of sparse or dense vectors: exact, seismic or qdrant.
+
+    Notes say where a Seismic index is a bad choice: for few documents, or for many terms.
+
+    Args:
+        request: options of the command.
 
     Raises:
         UsageError: for dense vectors and a backend that does not search them.
@@ -599,7 +621,12 @@ def _note_missing_metadata(data: str) -> None:
 
 
 def _build_late(request: IndexRequest) -> Any:
-    """Build an index of token vectors in the folder of ``--output``."""
+    """Build an index of token vectors in the folder of ``--output``.
+
+    Args:
+        request: options of the command. ``--queries`` names token vectors of queries, on which the
+            recall of the search on a CPU is measured.
+    """
     queries = None
     if request.queries is not None:
         queries = _read_query_sample(request.queries)
@@ -622,7 +649,10 @@ def _build_late(request: IndexRequest) -> Any:
 
 
 def _read_query_sample(folder: Path) -> TokenVectors:
-    """Return the token vectors of some queries in a folder.
+    """Return the token vectors of the first queries in a folder.
+
+    Args:
+        folder: folder of ``encode --queries``.
 
     Raises:
         UsageError: for vectors of documents, or in int8.
@@ -648,7 +678,7 @@ def _build_qdrant(
         vectors: sparse vectors of the documents.
         metadata: fields of documents by id; None without metadata.
     """
-    n_written = 0
+    n_written = 0  # documents; after an interruption, the same command goes on from them
     _common.finished_work_checks.append(lambda: n_written > 0)
     folder: Path | None = request.output
     collection = None
@@ -684,6 +714,9 @@ def _build_qdrant(
 
 def _change(request: IndexRequest) -> dict[str, int]:
     """Change an index: remove documents, add or replace documents, merge segments.
+
+    Args:
+        request: options of the command, which name the index and the changes.
 
     Returns:
         Numbers of documents: ``written`` and ``deleted``, and ``n_documents`` of the index now.
@@ -780,7 +813,7 @@ def _change_segments(
 
 def _read_ids(path: Path) -> list[str]:
     """Return the ids of documents in a file, one per line."""
-    text = _options.read_text(path, "--delete", "utf-8-sig")
+    text = _options.read_text(path, "--delete", "utf-8-sig")  # with or without a byte order mark
     # `splitlines` would also divide an id at other characters, such as a form feed.
     return [line for line in text.split("\n") if line.strip()]
 
@@ -812,7 +845,8 @@ def _change_words(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str
             else:
                 texts = Passages.parse(passages).of(collection.documents)
             if index.metadata is not None and not metadata:
-                _note_missing_metadata(data)  # metadata of replaced documents is lost
+                # Replaced documents lose their metadata.
+                _note_missing_metadata(data)
         n_deleted = len(ids_to_delete(index.ids, set(deleted_ids), (), passages))
         changed = index.updated(texts, deleted_ids, metadata)
         changed.save(output, overwrite=True)
@@ -855,7 +889,8 @@ def _change_qdrant(
         index = QdrantIndex.load(output)
         with index.collection as collection:
             if documents is not None:
-                documents.check(collection.layout, collection.place)  # before anything is removed
+                # Checked before anything is removed.
+                documents.check(collection.layout, collection.place)
                 if metadata is None and collection.has_metadata():
                     raise UsageError(
                         "--data: expected the fields of the new documents, because the index keeps "

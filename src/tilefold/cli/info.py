@@ -46,6 +46,11 @@ _INTERMEDIATE_BYTES = 4.0  # bytes that a layer saves per token and intermediate
 _CHECKPOINT_BYTES = 4.0  # bytes that a checkpointed layer saves per token and hidden dimension
 _ENDS_BYTES = 16.0  # bytes that embedding and head save per token and hidden dimension
 _PEAK_ROWS = 2.85  # fp32 rows [V] per text at the peak: scores, gradient, the regularizer's
+# fp32 rows [V] per pair that the loss of cached gradients has at the peaks of its forward and its
+# backward pass.
+_LOSS_FORWARD_ROWS = 9.25
+_LOSS_BACKWARD_ROWS = 7
+_LOSS_BACKWARD_SCORES = 4  # fp32 matrices of scores [B, B] in the backward pass
 _ENCODING_FLOPS = 3.89e14  # operations per second of an H200 that encodes BERT-base to Parquet
 _TOKENIZER_RATE = 4.85e6  # tokens per second of the Rust tokenizer on 16 cores
 TERM_BYTES = 5.0  # bytes per term in Parquet, at most
@@ -158,7 +163,12 @@ def info(request: InfoRequest) -> None:
 
 
 def collect() -> dict[str, Any]:
-    """Return the facts that ``tilefold info`` prints, as JSON values."""
+    """Return what ``tilefold info`` prints: versions, devices, kernels and optional packages.
+
+    Returns:
+        A dictionary for JSON. ``kernels_by_compute_capability`` has a pair per operator: the
+        kernels that run, and why no faster ones do.
+    """
     import platform
 
     import torch
@@ -198,7 +208,12 @@ def collect() -> dict[str, Any]:
 
 
 def _operators() -> dict[str, dict[str, Any]]:
-    """Return what ``impl="auto"`` runs for each operator on each kind of device, and why."""
+    """Return what ``impl="auto"`` runs for each operator on each kind of device, and why.
+
+    Returns:
+        Operator -> type of device -> the implementation (``auto``) and its ``kernels``, and the
+        reasons against Triton and against faster kernels; None or empty without a reason.
+    """
     import torch
 
     from tilefold.ops import implementations
@@ -211,6 +226,7 @@ def _operators() -> dict[str, dict[str, Any]]:
         operators[name] = {}
         for device in devices:
             auto = implementations.resolve_impl("auto", device, operator)
+            # Triton may have failed in this process. Otherwise the device decides.
             why_not_triton = implementations.given_up(operator, device)
             if not why_not_triton:
                 why_not_triton = implementations.why_not_triton(device)
@@ -229,7 +245,11 @@ def _operators() -> dict[str, dict[str, Any]]:
 
 
 def _print(facts: dict[str, Any]) -> None:
-    """Print the facts of :func:`collect` for people."""
+    """Print versions, devices, operators and packages for people.
+
+    Args:
+        facts: as :func:`collect` returns them.
+    """
     cpu = facts["cpu"]
     typer.echo(
         f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on "
@@ -265,7 +285,11 @@ def _print_operators(operators: dict[str, dict[str, Any]]) -> None:
 
 
 def _print_kernels(triton: dict[str, Any]) -> None:
-    """Print which kernels run on each compute capability with the installed Triton."""
+    """Print which kernels run on each compute capability with the installed Triton.
+
+    Args:
+        triton: the entry ``"triton"`` of :func:`collect`.
+    """
     tested = "" if triton["tested"] else ", which tilefold was not tested with"
     typer.echo(f"On GPUs with Triton {triton['release']}{tested}:")
     rows = []
@@ -331,7 +355,10 @@ def training(
 ) -> Training:
     """Estimate the memory of training SPLADE with `accelerate`, in bf16 autocast.
 
-    All texts are taken to be of full length.
+    The memory of a step is fixed_bytes + pairs * pair_bytes. Fixed are the weights, the gradients
+    and the state of AdamW. A pair takes what layers save for the backward pass for each token, and
+    rows of the vocabulary's size for each text. All texts are taken to be of full length. Bytes per
+    token and the number of rows were fitted to measurements.
 
     Args:
         shape: of the model.
@@ -343,6 +370,7 @@ def training(
     """
     layer_bytes = _HIDDEN_BYTES * shape.hidden + _INTERMEDIATE_BYTES * shape.intermediate
     if checkpointing:
+        # Every layer saves its input, and one layer at a time everything.
         checkpoints = shape.layers * _CHECKPOINT_BYTES * shape.hidden
         token_bytes = checkpoints + layer_bytes + _ENDS_BYTES * shape.hidden
         # The backward pass of the layers runs when most of the head's rows are freed.
@@ -350,20 +378,25 @@ def training(
     else:
         token_bytes = shape.layers * layer_bytes
         peak_rows = _PEAK_ROWS
-    row_bytes = 4 * shape.vocab
-    pair_bytes = (length + query_length) * token_bytes + 2 * peak_rows * row_bytes
+    row_bytes = 4 * shape.vocab  # fp32
+    texts_per_pair = 2  # a query and a document
+    pair_bytes = (length + query_length) * token_bytes + texts_per_pair * peak_rows * row_bytes
     fixed_bytes = _STATE_BYTES * shape.parameters
     free_bytes = USABLE * memory_gib * GIB - fixed_bytes
 
     def cached_bytes(n_pairs: int) -> float:
         """Return the peak of a step of `n_pairs` in mini-batches, whose gradients are cached."""
-        rows = row_bytes * n_pairs
-        scores = 4 * n_pairs**2
-        mini_batch = mini_batch_size * pair_bytes + 2 * rows
-        loss_forward = 9.25 * rows + scores
-        loss_backward = 7 * rows + 4 * scores
+        bytes_of_a_row_per_pair = row_bytes * n_pairs
+        score_bytes = 4 * n_pairs**2  # fp32 scores of each query with each document
+        # The vectors of all pairs stay in memory while a mini-batch is encoded.
+        mini_batch = mini_batch_size * pair_bytes + texts_per_pair * bytes_of_a_row_per_pair
+        loss_forward = _LOSS_FORWARD_ROWS * bytes_of_a_row_per_pair + score_bytes
+        loss_backward = (
+            _LOSS_BACKWARD_ROWS * bytes_of_a_row_per_pair + _LOSS_BACKWARD_SCORES * score_bytes
+        )
         return max(mini_batch, loss_forward, loss_backward)
 
+    # The largest number of pairs whose peak fits, by binary search.
     largest_in_mini_batches = bisect.bisect(range(1, 1 << 24), free_bytes, key=cached_bytes)
     return Training(
         fixed_gib=fixed_bytes / GIB,
@@ -382,6 +415,8 @@ def texts_per_second(shape: Shape, length: int) -> float:
         shape: of the model.
         length: tokens of a text.
     """
+    # Per token: a multiplication and an addition for each weight of the layers and of the head, and
+    # for each position in the two products of attention, Q @ K and P @ V.
     weight_operations = 2 * (shape.layer_parameters + shape.hidden * shape.vocab)
     attention_operations = 4 * length * shape.hidden * shape.layers
     tokens_per_second = _ENCODING_FLOPS / (weight_operations + attention_operations)
@@ -389,7 +424,12 @@ def texts_per_second(shape: Shape, length: int) -> float:
 
 
 def _print_plan(request: InfoRequest, model: str) -> None:
-    """Estimate what training and encoding with a model take, and print it."""
+    """Estimate what training and encoding with a model take, and print it.
+
+    Args:
+        request: options of the command; those that were not given have defaults here.
+        model: folder or name of the model, of which only the configuration is read.
+    """
     shape = _shape_of(model)
     length = request.length or 256
     query_length = request.query_length or 24
@@ -430,6 +470,9 @@ def _print_plan(request: InfoRequest, model: str) -> None:
 def _shape_of(model: str) -> Shape:
     """Return the dimensions of an encoder like BERT, from its configuration.
 
+    Args:
+        model: folder or name of the model, whose weights are not read.
+
     Raises:
         UsageError: if the configuration lacks one of them.
     """
@@ -456,7 +499,12 @@ def _shape_of(model: str) -> Shape:
 
 
 def _format_plan(model: str, plan: dict[str, Any]) -> str:
-    """Return the plan of a model in words."""
+    """Return the plan of a model in words.
+
+    Args:
+        model: name of the model.
+        plan: as ``--json`` prints it.
+    """
     encoding = plan["encoding"]
     lines = [
         f"{model}: {plan['parameters'] / 1e6:.0f} million parameters, V = "

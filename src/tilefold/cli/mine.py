@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from tilefold.retrieval.training_data.rows import TrainingRows
     from tilefold.retrieval.training_data.teachers import Teacher
 
-RANKS, PER_QUERY = "1-100", 16
-FILTER_DEPTH = 1000  # a relevant document is looked for that deep
+RANKS = "1-100"
+PER_QUERY = 16
+FILTER_DEPTH = 1000  # ranks in which filters look for the query's relevant documents
 MARGIN_HELP = (
     "Leave out negatives that score within this margin of the query's best relevant document."
 )
@@ -235,7 +236,7 @@ def mine(request: MineRequest) -> None:
 
 
 def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
-    """Return the ranges of ranks from which negatives are drawn.
+    """Return the ranges of ranks from which negatives are drawn, with the number from each.
 
     Args:
         ranks: values of ``--ranks``, such as ``"1-50"``; None takes the default range.
@@ -280,7 +281,7 @@ def _open(
     split: str,
     depth: int,
 ) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
-    """Open the rankings from which negatives are drawn.
+    """Open the rankings from which negatives are drawn: a run, or the results of a search.
 
     Args:
         request: names a run, an index, vectors or a dense model.
@@ -289,8 +290,8 @@ def _open(
         depth: documents per query.
 
     Returns:
-        What ranks, without its run unless that was read from a file, and the ranking of each query
-        by its id.
+        A description of what ranks: its name, its provenance, and its run if that is a file. And an
+        iterator of query ids with their rankings, document id -> score.
 
     Raises:
         CommandError: if it was made from other documents.
@@ -306,8 +307,11 @@ def _open(
     elif request.model is None and request.vectors is not None:
         raise UsageError(f"--vectors: name the model that made {request.vectors} with --model.")
     else:
-        parts = SearcherParts()
-        searcher = _retrievers.open_searcher(request, collection.contents, lambda _: parts)
+        searcher = _retrievers.open_searcher(
+            request,
+            collection.contents,
+            lambda provenance: SearcherParts(),  # only the index and its model
+        )
     name = request.source()
     _scores.check_texts(name, searcher.provenance, collection, texts)
     ranked = _retrievers.ranked(
@@ -615,7 +619,7 @@ def _score_with_teacher(
     collection: Collection,
     work_folder: Path,
 ) -> None:
-    """Load a teacher, and add its scores and its provenance to the rows.
+    """Load a teacher, score the rows with it, and add its column and its provenance to them.
 
     Args:
         request: options of the scoring.
@@ -650,6 +654,12 @@ def _score_with_teacher(
 
 def _column_names(teachers: list[str]) -> dict[str, str]:
     """Return the name of the column of each ``--teacher``: its value, or the name of a folder.
+
+    Args:
+        teachers: values of ``--teacher``.
+
+    Returns:
+        Value of the option -> name of the column, in the order of the options.
 
     Raises:
         UsageError: if two teachers have one name.
@@ -743,9 +753,12 @@ def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: boo
         as_json: print JSON.
     """
     n_relevant_first = 0
-    for group in rows.groups():
-        if group.target is not None and group.relevant.any():
-            n_relevant_first += bool(group.target[group.relevant].max() >= group.target.max())
+    for group in rows.groups():  # the rows of one query
+        if group.target is None or not group.relevant.any():
+            continue
+        best_relevant_score = group.target[group.relevant].max()
+        if best_relevant_score >= group.target.max():
+            n_relevant_first += 1
     share_relevant_first = n_relevant_first / len(rows.queries)
     languages = {
         name: provenance["language"]

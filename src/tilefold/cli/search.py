@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -214,7 +215,13 @@ def search(request: SearchCommandRequest) -> None:
 
 
 def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
-    """Return the request with the index, the model and the data of ``tilefold demo``."""
+    """Return the request with the index, the model and the data of ``tilefold demo``.
+
+    The demo records its folder and its number of query terms in ``demo.json``.
+
+    Raises:
+        CommandError: if there is no finished demo, or its record is damaged.
+    """
     record_file = request.demo / "demo.json"
     if not record_file.is_file():
         raise CommandError(
@@ -239,35 +246,61 @@ def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
 
 
 def _open_searcher(request: SearchCommandRequest) -> Searcher:
-    """Open the index with the documents, vectors, second ranking and reranker of the request."""
+    """Open the index of a command, with its model and the optional parts that options name.
 
-    def load_parts(made_by: Provenance) -> SearcherParts:
-        """Load the optional parts of the searcher, given the provenance of the index."""
-        documents = late = tokens = None
-        if request.data is not None:
-            index = Path(str(request.index))
-            documents = _scores.open_documents(request.data, index, made_by)
-        if request.rerank is not None:
-            late, tokens = _retrievers.load_late(
-                request.rerank,
-                request.rerank_model,
-                texts=request.data is not None,
-            )
-        return SearcherParts(
-            documents=documents,
-            vectors=request.vectors,
-            second=_retrievers.second_ranking(request.prf_with, {}, Provenance()),
-            late=late,
-            tokens=tokens,
-        )
+    Args:
+        request: options of the command: the index, its model and data, and how it is searched.
 
-    searcher = _retrievers.open_searcher(request, _common.texts_of(request.data), load_parts)
+    Raises:
+        UsageError: for ``--by passage`` with an index of whole documents.
+    """
+    searcher = _retrievers.open_searcher(
+        request,
+        _common.texts_of(request.data),
+        functools.partial(_load_searcher_parts, request),
+    )
     if request.by == "passage" and searcher.passages is None:
         raise UsageError(
             "--by passage goes with an index of passages: tilefold encode, or index, with "
             "--passages.",
         )
     return searcher
+
+
+def _load_searcher_parts(request: SearchCommandRequest, made_by: Provenance) -> SearcherParts:
+    """Load what a searcher has besides the index: documents, second ranking and reranker.
+
+    Args:
+        request: options that name the parts: ``--data``, ``--vectors``, ``--prf-with`` and
+            ``--rerank``.
+        made_by: provenance of the index, which was made from the documents of ``--data``.
+    """
+    documents = None
+    if request.data is not None:
+        index_folder = Path(str(request.index))
+        documents = _scores.open_documents(request.data, index_folder, made_by)
+    reranker = None
+    token_store = None
+    if request.rerank is not None:
+        reranker, token_store = _retrievers.load_late(
+            request.rerank,
+            request.rerank_model,
+            has_texts=request.data is not None,
+        )
+    # The second ranking is a BM25 index, which needs no queries in advance. The searcher compares
+    # its documents with those of the index.
+    second = _retrievers.second_ranking(
+        request.prf_with,
+        queries={},
+        texts=Provenance(),
+    )
+    return SearcherParts(
+        documents=documents,
+        vectors=request.vectors,
+        second=second,
+        late=reranker,
+        tokens=token_store,
+    )
 
 
 def _save_run(
@@ -279,16 +312,14 @@ def _save_run(
     """Rank all queries, write their run to `path`, and print a summary.
 
     Ids of queries and documents are checked before the first search.
+
+    Args:
+        searcher: searches the index.
+        request: options of the command.
+        search_request: options of the search.
+        path: file of ``--save-run``.
     """
-    queries: dict[str, str] = {}
-    for query, text in _read_queries(request):
-        if query in queries:
-            raise CommandError(
-                f"queries: the id {query!r} was given before; a run needs one for each query.",
-            )
-        queries[query] = text
-    if not queries:
-        raise CommandError("queries: expected at least one for --save-run, got none.")
+    queries = _read_queries_with_ids(request)
     index = getattr(searcher.retriever, "index", None)
     _scores.check_savable(path, getattr(index, "ids", ()), queries)
     ignored_identical_ids: set[str] = set()
@@ -304,6 +335,7 @@ def _save_run(
         }
     provenance = searcher.provenance
     if search_request.by == "document":
+        # Passages were ranked, but the run names their documents.
         provenance = replace(provenance, passages=None)
     _scores.save(
         _scores.NamedRun("the run", run, searcher.provenance),
@@ -331,12 +363,39 @@ def _save_run(
     )
 
 
+def _read_queries_with_ids(request: SearchCommandRequest) -> dict[str, str]:
+    """Read all queries by their ids, which a run needs to tell them apart.
+
+    Raises:
+        CommandError: for an id that occurs twice, or no query.
+    """
+    queries: dict[str, str] = {}
+    for query, text in _read_queries(request):
+        if query in queries:
+            raise CommandError(
+                f"queries: the id {query!r} was given before; a run needs one for each query.",
+            )
+        queries[query] = text
+    if not queries:
+        raise CommandError("queries: expected at least one for --save-run, got none.")
+    return queries
+
+
 def _print_hits_of_queries(
     searcher: Searcher,
     request: SearchCommandRequest,
     search_request: SearchRequest,
 ) -> None:
-    """Search each query when it is read, and print its hits."""
+    """Search each query when it is read, and print its hits.
+
+    With ``--json``, a single query is printed as an object over several lines. Several queries are
+    printed as one object per line.
+
+    Args:
+        searcher: searches the index.
+        request: options of the command.
+        search_request: options of the search.
+    """
     for query, text in _read_queries(request):
         with _options.option_errors(documents="--data", tokens="--rerank", queries="--model"):
             hits = searcher.search(text, search_request)
@@ -352,7 +411,14 @@ def _print_hits_of_queries(
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
-    """Yield ids and texts of the queries: the argument, a file, standard input, or a prompt."""
+    """Yield ids and texts of the queries: the argument, a file, standard input, or a prompt.
+
+    Lines of standard input are searched as they arrive. Their ids are the text before a tab, or the
+    number of the line.
+
+    Raises:
+        UsageError: with ``--ignore-identical-ids``, for queries without ids.
+    """
     if request.has_one_query:
         yield "query", str(request.query)
         return
@@ -366,7 +432,8 @@ def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
     if request.query is None and sys.stdin.isatty():
         note("a query per line; Ctrl-D ends")
         read_line = _read_line_at_prompt
-    for number, line in enumerate(iter(read_line, ""), 1):
+    lines = iter(read_line, "")  # an empty string ends the input
+    for number, line in enumerate(lines, 1):
         if line.strip():
             if request.ignore_identical_ids and "\t" not in line:
                 raise _queries_without_ids(f"line {number} is a text without a tab")
@@ -398,18 +465,25 @@ def _read_line_at_prompt() -> str:
 
 
 def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
-    """Print a table of the hits of a query, without columns that are empty."""
+    """Print a table of the hits of a query, without columns that are empty.
+
+    Args:
+        query: text of the query.
+        hits: hits as dictionaries, as the searcher returns them. After reranking, ``first`` has the
+            rank and the score before it.
+    """
     is_reranked = "first" in hits[0]
     terms_title = "matched terms, share of the score"
     if is_reranked:
         terms_title += " before"
+    # A title that ends in > aligns its column right.
     columns: dict[str, list[str]] = {
         "#>": [str(hit["rank"]) for hit in hits],
         "id": [hit["id"] for hit in hits],
         "document": [_common.shorten(hit["title"], SHOWN_CELLS) for hit in hits],
         "passage": [_format_passage(hit.get("passage")) for hit in hits],
         "score>": [f"{hit['score']:.2f}" for hit in hits],
-        "before: #, score>": [_format_first(hit.get("first")) for hit in hits],
+        "before: #, score>": [_format_first_ranking(hit.get("first")) for hit in hits],
         terms_title: [_format_terms(hit["terms"]) for hit in hits],
     }
     shown = {title: cells for title, cells in columns.items() if any(cells)}
@@ -424,9 +498,11 @@ def _format_passage(passage: dict[str, Any] | None) -> str:
     return _common.shorten(f"{passage['number']}: {passage.get('text', '')}", SHOWN_CELLS)
 
 
-def _format_first(first: dict[str, Any] | None) -> str:
-    """Return rank and score of a hit before reranking."""
-    return "" if first is None else f"{first['rank']}, {first['score']:.2f}"
+def _format_first_ranking(first_ranking: dict[str, Any] | None) -> str:
+    """Return rank and score of a hit before reranking; empty if it was not reranked."""
+    if first_ranking is None:
+        return ""
+    return f"{first_ranking['rank']}, {first_ranking['score']:.2f}"
 
 
 def _format_terms(terms: list[dict[str, Any]]) -> str:

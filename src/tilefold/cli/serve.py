@@ -234,7 +234,11 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
         return self.name or self.index.resolve().name
 
     def limits(self) -> Limits:
-        """Return the limits of the service."""
+        """Return the limits of the service.
+
+        Raises:
+            UsageError: for a value out of range.
+        """
         with _options.option_errors(
             max_concurrent_requests="--max-concurrent-requests",
             max_batch_tokens="--max-batch-tokens",
@@ -278,7 +282,7 @@ def serve(request: ServeRequest) -> None:
             "--tokens-model": request.tokens_model,
         },
     )
-    # Loading a model takes longer than finding out that the port is taken.
+    # The port is bound first: loading the models takes long, and would be lost for a taken port.
     with _bind(request.host, request.port) as bound:
         from tilefold.serve.service import Service
 
@@ -306,6 +310,10 @@ def _check_packages() -> None:
 
 def _bind(host: str, port: int) -> socket.socket:
     """Bind a socket to ``--host`` and ``--port``.
+
+    Args:
+        host: name or address.
+        port: port; 0 takes any free one.
 
     Raises:
         CommandError: if the port is taken, or the host is none of this machine.
@@ -351,6 +359,7 @@ def _run(
         raise CommandError(
             f"--model: {served_names} cannot encode a word ({_common.first_line(error)}).",
         ) from error
+    # Requests that name another host are refused, so that pages of other sites have no access.
     is_private = host in _LOOPBACK and key is None
     app = create_app(service, key, local=is_private, origins=origins)
     host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
@@ -365,7 +374,14 @@ def _run(
 
 
 def _read_key(file: Path | None) -> str | None:
-    """Return the key of ``--api-key-file``, or of the environment; None if neither has one."""
+    """Return the key that requests must carry, or None if no key is set.
+
+    Args:
+        file: value of ``--api-key-file``; None reads the key from an environment variable.
+
+    Raises:
+        UsageError: for a file without one line.
+    """
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     key = _options.read_text(file, "--api-key-file").strip()
@@ -377,7 +393,10 @@ def _read_key(file: Path | None) -> str | None:
 
 
 def _load(request: ServeRequest) -> tuple[list[Served], Searchable | None]:
-    """Load the models, each once, and the index with what belongs to it.
+    """Load the models, each once, and the index with its documents and vectors.
+
+    Args:
+        request: options of the command.
 
     Returns:
         The models, at most one of each kind, and the index; None without ``--index``.
@@ -394,7 +413,7 @@ def _load(request: ServeRequest) -> tuple[list[Served], Searchable | None]:
         models.append(Served(model, kind, request.model))  # type: ignore[arg-type]
     if request.tokens is not None:
         # Without an index, nothing reads the token vectors: only their model is served.
-        late, _ = _load_late(request, texts=True)
+        late, _ = _load_late(request, has_texts=True)
         models.append(late)
     if len({model.kind for model in models}) < len(models):
         raise UsageError(
@@ -407,10 +426,14 @@ def _load_with_index(
     request: ServeRequest,
     index_path: Path,
 ) -> tuple[list[Served], Searchable]:
-    """Load the index, its model, and what else belongs to it.
+    """Load the index with its model, documents, vectors, second ranking and reranker.
+
+    Args:
+        request: options of the command.
+        index_path: value of ``--index``.
 
     Returns:
-        The models: that of the index, and that of ``--tokens``; and the index.
+        The models to serve (that of the index, and that of ``--tokens``), and the index.
     """
     from tilefold.serve.searchable import Searchable
 
@@ -432,7 +455,7 @@ def _load_with_index(
     late = None
     store = None
     if request.tokens is not None:
-        late, store = _load_late(request, texts=request.data is not None)
+        late, store = _load_late(request, has_texts=request.data is not None)
         if model is None and store is not None:
             refuse_options(
                 {"--max-length": request.max_length},
@@ -497,7 +520,11 @@ def _served_encoder(
 
 
 def _load_bm25(path: Path) -> Any:
-    """Open the BM25 index of ``--bm25``."""
+    """Open the BM25 index of ``--bm25``.
+
+    Raises:
+        UsageError: for an index of vectors.
+    """
     from tilefold.retrieval.index.opening import open_index
 
     index = open_index(path)
@@ -517,12 +544,16 @@ def _limit_length(model: Model, request: ServeRequest) -> None:
             limit_length(model, side, request.max_length)
 
 
-def _load_late(request: ServeRequest, texts: bool) -> tuple[Served, TokenStore | None]:
+def _load_late(
+    request: ServeRequest,
+    has_texts: bool,
+) -> tuple[Served, TokenStore | None]:
     """Load the multi-vector model of ``--tokens``, and its token vectors if the option names them.
 
     Args:
         request: options of the command.
-        texts: whether the texts of candidates are at hand.
+        has_texts: whether the server has the texts of documents, which a model without token
+            vectors encodes.
 
     Returns:
         The model, and the token vectors; None in their place if ``--tokens`` is a model.
@@ -532,8 +563,8 @@ def _load_late(request: ServeRequest, texts: bool) -> tuple[Served, TokenStore |
     model, store = _retrievers.load_late(
         str(request.tokens),
         request.tokens_model,
-        texts,
-        "--tokens",
+        has_texts=has_texts,
+        option="--tokens",
     )
     # Queries for token vectors are read as they were when the vectors were made.
     if store is None or request.index is None:

@@ -484,7 +484,8 @@ def _train_on_rank(
 
         def report_progress(step: int, steps: int, losses: Losses | None) -> None:
             nonlocal is_first_report
-            if is_first_report:  # the bar notes the steps of an earlier run
+            if is_first_report:
+                # The bar takes the first number for the steps of an earlier run.
                 update(resumed_step, steps)
                 is_first_report = False
             update(step, steps, losses)
@@ -505,13 +506,18 @@ def _train_on_rank(
 
 
 def _open_negatives(config: Any, request: TrainRequest) -> RowsAhead | Path | None:
-    """Begin to read the rows of ``--negatives``, while the documents are loaded.
+    """Begin to read the rows of ``--negatives`` in the background, while the documents are loaded.
 
     Millions of rows take as long as the documents.
 
+    Args:
+        config: the recipe.
+        request: options of the command.
+
     Returns:
-        The rows that are read ahead. Their path for a recipe that does not read negatives, and
-        without documents, because other errors then come first. None without ``--negatives``.
+        The rows that are being read. The path of the file, which the training reads or refuses
+        later, if the recipe reads no negatives or the documents are missing. None without
+        ``--negatives``.
     """
     from tilefold.retrieval.training_data.rows import RowsAhead
 
@@ -524,7 +530,14 @@ def _open_negatives(config: Any, request: TrainRequest) -> RowsAhead | Path | No
 
 
 def _load_collection(config: Any, request: TrainRequest) -> Collection:
-    """Load the collection of ``--data`` with the splits that are trained on and evaluated."""
+    """Load the collection of ``--data`` with the splits that are trained on and evaluated.
+
+    Documents of a large file are read when they are needed, unless they are split into passages.
+
+    Args:
+        config: the recipe.
+        request: options of the command.
+    """
     splits = ["train"]
     if config.evaluate_steps is not None:
         splits.append(config.evaluate_split or "dev")
@@ -604,7 +617,11 @@ def _report(
 
 
 def _note_warnings(result: TrainResult) -> None:
-    """Note the problems of a training, and report the texts that were truncated."""
+    """Print notes about a diverged loss, truncated texts and other problems of a training.
+
+    Args:
+        result: of the training.
+    """
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
     if result.exploded:
@@ -619,7 +636,12 @@ def _note_warnings(result: TrainResult) -> None:
 
 
 def _summary(result: TrainResult, config: Any) -> str:
-    """Return in words how many steps were trained, the last losses, and the best evaluation."""
+    """Return in words how many steps were trained, the last losses, and the best evaluation.
+
+    Args:
+        result: of the training.
+        config: the recipe.
+    """
     from tilefold.recipes import Losses
 
     if not result.steps:
@@ -636,7 +658,7 @@ def _summary(result: TrainResult, config: Any) -> str:
     if result.loss is not None:
         summary += f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
     for evaluation in result.evaluations:
-        if evaluation["kept"]:
+        if evaluation["kept"]:  # of the checkpoint that became the model
             summary += (
                 f", nDCG@10 {evaluation['nDCG@10']:.3f} of {result.evaluated} at step "
                 f"{evaluation['step']:,}, which was kept"
@@ -713,7 +735,13 @@ def _option_of_field() -> dict[str, str]:
 
 
 def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: bool) -> None:
-    """Refuse options of sparse recipes for a late-interaction recipe, and the other way round."""
+    """Refuse options of sparse recipes for a late-interaction recipe, and the other way round.
+
+    Args:
+        request: options of the command.
+        name: name of the recipe.
+        late: whether it trains a late-interaction model.
+    """
     if late:
         refuse_options(
             {
@@ -735,9 +763,10 @@ def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: boo
 
 
 def _apply_colbert_options(recipe: dict[str, Any], request: TrainRequest) -> None:
-    """Set the fields of a late-interaction recipe that were given."""
+    """Set the fields of a late-interaction recipe whose options were given, in place."""
     if request.dimension is not None:
-        recipe["dimension"] = request.dimension or None  # 0 is the backbone's own
+        # With 0, there is no projection: token vectors have the backbone's own dimension.
+        recipe["dimension"] = None if request.dimension == 0 else request.dimension
     if request.query_length is not None:
         recipe["query_length"] = request.query_length
     if request.expand_queries:
@@ -747,7 +776,15 @@ def _apply_colbert_options(recipe: dict[str, Any], request: TrainRequest) -> Non
 
 
 def _apply_sparse_options(recipe: dict[str, Any], request: TrainRequest) -> None:
-    """Set the fields of a sparse recipe that were given."""
+    """Set the fields of a sparse recipe whose options were given, in place.
+
+    Args:
+        recipe: fields and values of the recipe.
+        request: options of the command.
+
+    Raises:
+        UsageError: for ``--regularizer`` and a recipe without a penalty.
+    """
     if request.group_by_length:
         recipe["group_by_length"] = True
     if request.regularizer is None:
@@ -766,9 +803,10 @@ def _apply_sparse_options(recipe: dict[str, Any], request: TrainRequest) -> None
 
 
 def _check_repetitions(request: TrainRequest) -> None:
-    """Refuse a field of ``--set`` that is set twice, or by an option too."""
+    """Raise ``UsageError`` for a field of ``--set`` that is set twice, or by an option too."""
     option_of_request_field = spellings(TrainRequest)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainRequest)}
+    # Fields of the assignments FIELD=VALUE. A field of an encoder has a path, such as FIELD.FIELD.
     paths = [assignment.partition("=")[0] for assignment in request.fields or []]
     for path in paths:
         request_field = _REQUEST_FIELDS.get(path, path)
@@ -862,11 +900,11 @@ def _print_page(entry: Entry) -> None:
     """Print a recipe for people: what it is, the commands that it takes, and its fields."""
     from tilefold.recipes.catalogue import describe
 
-    data = "DATA"
+    data = "DATA"  # stands for the user's collection in the commands
     commands = entry.recipe.preparation(data)
     negatives = ""
     if commands:
-        prepared_file = commands[-1].split()[-1]  # value of --output
+        prepared_file = commands[-1].split()[-1]  # value of --output of the last command
         negatives = f" --negatives {prepared_file}"
     paper = f"arXiv {entry.paper}; " if entry.paper else ""
     lines = [

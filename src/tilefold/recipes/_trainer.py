@@ -192,7 +192,11 @@ def _prepare_logging(job: TrainingJob) -> None:
 
 
 def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
-    """Create the callbacks for a rising alpha of entmax and for early stopping, if they are set."""
+    """Create the callbacks for a rising alpha of entmax and for early stopping.
+
+    Args:
+        job: the training. Its recipe enables each callback by ``anneal_alpha`` and ``patience``.
+    """
     from transformers.trainer_callback import EarlyStoppingCallback
 
     from tilefold.integrations.transformers import AlphaSchedule
@@ -200,8 +204,9 @@ def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
     recipe = job.recipe
     callbacks: list[TrainerCallback] = []
     if recipe.anneal_alpha:
-        # alpha rises over this share of the steps
-        callbacks.append(AlphaSchedule(recipe.alpha or 1.5, until=float(recipe.anneal_alpha)))
+        # Alpha rises from 1 (softmax) to its final value over a share of the steps.
+        share_of_steps = float(recipe.anneal_alpha)
+        callbacks.append(AlphaSchedule(recipe.alpha or 1.5, until=share_of_steps))
     if recipe.patience:
         callbacks.append(EarlyStoppingCallback(recipe.patience))
     return callbacks
@@ -322,8 +327,17 @@ def _record_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
 
 
 def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
-    """Return the job's result with the steps, pairs, losses and warnings of its training."""
-    recipe, counts = job.recipe, watcher.counts
+    """Return the job's result with the steps, pairs, losses and warnings of its training.
+
+    All ranks call this, because they gather how many texts each of them has truncated.
+
+    Args:
+        trainer: trainer of the finished training.
+        job: the training, with a result that has what was known before it.
+        watcher: counted the pairs of each step, and stored the last losses.
+    """
+    recipe = job.recipe
+    counts = watcher.counts
     trained_weights, weights = count_weights(job.model)
     warnings = job.result.warnings
     graphs = getattr(trainer.model[0].forward, "graphs", None)
@@ -340,8 +354,8 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
         batch_size=recipe.batch_size,
         negatives_among=recipe.negatives_among,
     )
-    tally = Tally()
-    tally_of_rank = getattr(trainer.data_collator, "cut", tally)
+    tally = Tally()  # of the texts that were truncated on any rank
+    tally_of_rank = getattr(trainer.data_collator, "cut", Tally())
     for truncations in job.world.gather(list(tally_of_rank.counts.values())):
         for truncation in truncations:
             tally.add("text", truncation.texts, truncation.count, truncation.max_length)

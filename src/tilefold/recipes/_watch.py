@@ -123,19 +123,21 @@ class Watcher(TrainerCallback):
     ) -> None:
         """Store the losses and nDCG@10 of a log, and stop a training that has diverged.
 
-        The trainer calls this method after each log.
+        The trainer calls this method after each log. A log holds either losses of the last steps
+        or measures of an evaluation.
 
         Args:
-            args: the trainer's arguments.
-            state: steps and log of the training.
+            args: the trainer's arguments. ``metric_for_best_model`` is the name of nDCG@10.
+            state: steps and log of the training. The values of `logs` are added to its last log.
             control: not used.
-            logs: names and values that are logged: losses, or measures of an evaluation.
+            logs: name -> value of what is logged.
 
         Raises:
-            TrainingError: if the loss is not finite.
+            TrainingError: if the loss is infinite or NaN.
         """
         if not logs:
             return
+        # An evaluation logs nDCG@10. The last value is kept for the progress of later steps.
         self.ndcg = logs.get(str(args.metric_for_best_model), self.ndcg)
         if "loss" not in logs:
             return
@@ -145,10 +147,13 @@ class Watcher(TrainerCallback):
                 f"the loss is {loss} after {state.global_step} steps: the training has diverged. "
                 "Train with a smaller learning_rate, from the start (resume=False or --fresh).",
             )
+        # A loss with penalties logs its parts, too. Any other loss is a ranking loss.
         self.ranking_loss = float(logs.get(RANKING_LOSS, loss))
         penalties = [float(logs[name]) for name in PENALTIES if name in logs]
-        self.losses = Losses(loss, self.ranking_loss, sum(penalties) if penalties else None)
-        state.log_history[-1].update(logs)  # other callbacks have added values to these logs
+        sum_of_penalties = sum(penalties) if penalties else None
+        self.losses = Losses(loss, self.ranking_loss, sum_of_penalties)
+        # Other callbacks have added values to `logs` after the trainer had stored a copy.
+        state.log_history[-1].update(logs)
         if self.first_ranking_loss is None:
             self.first_ranking_loss = self.ranking_loss
 
@@ -180,8 +185,8 @@ class Watcher(TrainerCallback):
         if self.progress is not None:
             self.progress(state.global_step, state.max_steps, self.losses)
         self._step_ended = time.monotonic()
-        # Only rank 0 requests anything. Several ranks learn of its request one step later, so that
-        # no step waits for it.
+        # Only rank 0 requests anything, and its request is the largest. Several ranks learn of it
+        # one step later, so that no step waits for the exchange.
         save_request = self.world.max_over_ranks(self._save_request(state.global_step))
         save_steps = self.recipe.save_steps
         if save_request != _SaveRequest.NONE:
@@ -189,7 +194,7 @@ class Watcher(TrainerCallback):
         if save_steps is not None and state.global_step % save_steps == 0:
             control.should_save = True
         if save_request == _SaveRequest.SAVE_AND_STOP and state.global_step < state.max_steps:
-            self.out_of_time = True
+            self.out_of_time = True  # on_save raises OutOfTimeError after the checkpoint
 
     def _save_request(self, step: int) -> int:
         """Return whether a checkpoint is due by the clock of rank 0, and whether time is over.

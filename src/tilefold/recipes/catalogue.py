@@ -103,6 +103,9 @@ def get_recipe(name: str, **overrides: Any) -> Config:
 def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
     """Describe the fields of a recipe, and the fields of its encoders and regularizers.
 
+    Args:
+        recipe: the recipe. Its name is not described, because it cannot be set.
+
     Yields:
         For each field, its name as ``--set`` takes it, such as ``document.top_k``, its JSON value,
         and its description.

@@ -255,6 +255,11 @@ class _Guard:
 
         The handlers of POST routes that were requested before are called directly. FastAPI's
         routing would take longer than encoding a short text. ``handlers`` maps paths to them.
+
+        Args:
+            scope: method, path and headers of the request, as of ASGI.
+            receive: returns the parts of the body.
+            send: sends the head and the body of the response.
         """
         handler = None
         if scope["method"] == "POST":

@@ -581,19 +581,19 @@ def cosines(rows: Sequence[Any], kind: str) -> list[float]:
     Returns:
         One similarity per vector after the first.
     """
-    first, *others = rows
+    source, *others = rows
     if kind == "sparse":
-        dots = [_sparse_dot(first, other) for other in others]
+        dots = [_sparse_dot(source, other) for other in others]
         weights = [row.weights for row in rows]
     else:
-        dots = (np.stack(others).astype(np.float64) @ first).tolist()
+        dots = (np.stack(others).astype(np.float64) @ source).tolist()
         weights = list(rows)
-    first_length, *other_lengths = (
+    source_length, *other_lengths = (
         float(np.linalg.norm(vector.astype(np.float64))) for vector in weights
     )
     similarities = []
     for dot, other_length in zip(dots, other_lengths, strict=True):
-        product_of_lengths = first_length * other_length
+        product_of_lengths = source_length * other_length
         similarity = dot / product_of_lengths if product_of_lengths > 0 else 0.0
         similarities.append(similarity)
     return similarities

@@ -178,7 +178,7 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
     """Read and validate the body of a request.
 
     Args:
-        request: request, of which nothing was read.
+        request: request whose body has not been read.
         model: class of the body.
         limits: limits of the size of a body and of the time in which it must arrive.
 
@@ -200,11 +200,11 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
     try:
         return model.model_validate_json(raw)
     except ValidationError as error:
-        first = _first_error(error)
-        if first["type"] == "json_invalid":
+        first_error = _first_error(error)
+        if first_error["type"] == "json_invalid":
             raise ServeError(
                 "Validation",
-                f"the body is not valid JSON: {first['msg']}",
+                f"the body is not valid JSON: {first_error['msg']}",
                 status=400,
             ) from None
         raise invalid(describe_error(error)) from None
@@ -217,13 +217,13 @@ def describe_error(error: ValidationError, prefix: str = "") -> str:
         error: errors of a body, or of a part of one.
         prefix: field of the part; empty for a whole body.
     """
-    first = _first_error(error)
-    fields = [str(field) for field in first["loc"]]
+    first_error = _first_error(error)
+    fields = [str(field) for field in first_error["loc"]]  # the path of the wrong value
     if prefix:
         fields.insert(0, prefix)
     n_further = error.error_count() - 1
     further = f" (and {n_further} more)" if n_further else ""
-    message = first["msg"].removeprefix("Value error, ")
+    message = first_error["msg"].removeprefix("Value error, ")
     return f"`{'.'.join(fields) or 'body'}`: {message}{further}"
 
 
@@ -260,7 +260,7 @@ async def _read_bytes(request: Request, headers: Mapping[bytes, bytes], limits: 
     A body whose header ``Content-Length`` exceeds the limit is refused before it is read.
 
     Args:
-        request: request, of which nothing was read.
+        request: request whose body has not been read.
         headers: headers of the request, in lower case.
         limits: ``payload_limit`` in bytes, and ``body_seconds`` in which the body must arrive.
 

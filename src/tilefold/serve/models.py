@@ -130,12 +130,21 @@ class TextTokens:
 
     def token_ids(self, text: str) -> set[int]:
         """Return the ids of the tokens of a text, without special tokens."""
-        return set(self._encode([text], False)[0].ids) - self.special_ids
+        (encoding,) = self._encode([text], special=False)
+        return set(encoding.ids) - self.special_ids
 
     def _encode(self, texts: Sequence[str], special: bool) -> list[Any]:
-        """Tokenize texts, with or without special tokens."""
+        """Tokenize texts, with or without special tokens such as ``[CLS]``.
+
+        Returns:
+            An ``Encoding`` of the package `tokenizers` for each text.
+
+        Raises:
+            ServeError: if the tokenizer refuses a text.
+        """
         try:
-            if len(texts) == 1:  # ``encode`` keeps Python's lock, which ``encode_batch`` waits for
+            # For one text, ``encode`` keeps Python's lock, which ``encode_batch`` would wait for.
+            if len(texts) == 1:
                 return [self._tokenizer.encode(texts[0], add_special_tokens=special)]
             return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=special))
         except Exception as error:

@@ -463,7 +463,8 @@ class Routes:
             is_reranking = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
             body_type, handler = self._main
             if is_reranking:
-                body_type, handler = bodies.Rerank, self.rerank
+                body_type = bodies.Rerank
+                handler = self.rerank
             try:
                 requests.append((body_type.model_validate(instance), handler))
             except ValidationError as error:

@@ -115,8 +115,8 @@ class Searchable:
         """Return the vector of a query, as the index searches with it.
 
         Args:
-            row: encoded query: a sparse row, of which :attr:`query_top_k` terms are kept, token
-                vectors ``[Lq, D]``, or a dense vector ``[D]``.
+            row: encoded query: a sparse row, token vectors ``[Lq, D]``, or a dense vector ``[D]``.
+                The heaviest :attr:`query_top_k` terms of a sparse row are kept.
 
         Raises:
             ValueError: for an index of words.

@@ -315,7 +315,17 @@ class _SearchRoutes:
         return Response(content, media_type=JSON)
 
     async def _rank(self, text: str, vector: _QueryVector, request: SearchRequest) -> Ranking:
-        """Rank documents; a bad option of feedback or of a filter is the client's error."""
+        """Rank documents for a query.
+
+        Args:
+            text: text of the query.
+            vector: vector of the query; ``None`` for an index of words.
+            request: options of the search.
+
+        Raises:
+            ServeError: for options of feedback or of a filter that do not fit the index.
+            MissingDocumentError: for a document that the server has no text or vector of.
+        """
         try:
             return await self._query_index(
                 self.searchable.searcher.rank,
@@ -323,7 +333,7 @@ class _SearchRoutes:
                 request,
                 vector,
             )
-        except MissingDocumentError:
+        except MissingDocumentError:  # a `ValueError`, but none of the client
             raise
         except ValueError as error:
             concerns_filter = isinstance(error, ArgumentError) and error.arguments == ("where",)
@@ -401,6 +411,11 @@ class _SearchRoutes:
         dimension: int,
     ) -> TokenVectors:
         """Encode the texts of the candidates that are reranked.
+
+        Args:
+            reranking: its depth is the number of candidates.
+            ranking: the ranking of the index.
+            dimension: dimension D of a token vector.
 
         Raises:
             ServeError: if they are more than the service encodes at once.
