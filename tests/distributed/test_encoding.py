@@ -346,7 +346,7 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
 
 
 def test_a_rank_whose_folder_is_just_being_removed_has_left(tmp_path: Path) -> None:
-    lock_folder(tmp_path / "home", again=False).release()
+    lock_folder(tmp_path / "home", reentrant=False).release()
     with mock.patch.object(rank_store, "lock_folder", side_effect=FileNotFoundError):
         assert rank_store.has_left(tmp_path / "home")
 

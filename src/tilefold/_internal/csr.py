@@ -31,7 +31,7 @@ def csr_tensor(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         warnings.filterwarnings("ignore", message="Sparse invariant checks are implicitly disabled")
-        # without a device, torch would take its default one
+        # Without the argument `device`, torch would use its default device.
         return torch.sparse_csr_tensor(
             row_starts,
             columns,
@@ -53,7 +53,8 @@ def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tenso
     """Make a coalesced COO tensor without checks.
 
     Args:
-        indices: ``[D, N]`` in rising order.
+        indices: indices of the N entries in each of the D dimensions, ``[D, N]``, in lexicographic
+            order and without repetition.
         values: ``[N]``.
         shape: D sizes.
     """
@@ -69,9 +70,10 @@ def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tenso
 
 @functools.cache
 def _suppress_first_warning() -> None:
-    """Make a first tensor without its warning, once per process.
+    """Make a first sparse tensor while warnings are suppressed, once per process.
 
-    Suppressing warnings for every tensor takes longer than making the tensor.
+    torch warns only when the first one is made. Suppressing warnings for every tensor would take
+    longer than making the tensor.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -13,7 +13,16 @@ if TYPE_CHECKING:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """Return an empty figure on the Agg canvas, outside pyplot's global state."""
+    """Create an empty figure of matplotlib, which is drawn without a display.
+
+    It is not registered with pyplot, so that it needs no closing.
+
+    Args:
+        size: width and height in inches.
+
+    Raises:
+        ImportError: if matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -37,18 +37,19 @@ class InUseError(RuntimeError):
     """Another process writes to the same folder."""
 
 
-def lock_folder(folder: Path, *, again: bool = True) -> FileLock:
+def lock_folder(folder: Path, *, reentrant: bool = True) -> FileLock:
     """Lock a folder for writing, until it is unlocked or this process ends.
 
     Args:
         folder: the folder, which is created when missing.
-        again: whether this process may lock it twice.
+        reentrant: whether this process may lock the folder again while it holds the lock. Each
+            lock is then released once.
 
     Raises:
         InUseError: if another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=again)
+    lock = FileLock(folder.resolve() / LOCK, timeout=0, thread_local=False, is_singleton=reentrant)
     try:
         lock.acquire()
     except Timeout:
@@ -68,19 +69,20 @@ def unlock_folder(lock: FileLock) -> None:
 def naming_full_disk(path: Path) -> Iterator[None]:
     """Turn errors about a full disk into a :class:`DiskFullError` that names the path.
 
-    Libraries report a full disk in many ways, and without a path.
+    Libraries report a full disk in many ways, and without a path. Other errors pass unchanged.
+
+    Args:
+        path: file or folder that is written within the context.
     """
     try:
         yield
     except Exception as error:
-        of_a_library = (
+        # The errors of safetensors are of a class of its own.
+        may_be_of_disk = (
             isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__
         )
-        if (
-            isinstance(error, DiskFullError)
-            or not of_a_library
-            or not _DISK_FULL.search(str(error))
-        ):
+        names_path_already = isinstance(error, DiskFullError)
+        if names_path_already or not may_be_of_disk or not _DISK_FULL.search(str(error)):
             raise
         raise DiskFullError(
             f"{path}: could not be written, the disk or the quota is full "
@@ -97,13 +99,16 @@ class DiskFullError(OSError):
 def lock_path(path: Path) -> Iterator[None]:
     """Keep other processes from writing a file or folder while the context is open.
 
-    Contexts may be nested.
+    The lock is a file in a hidden folder next to the path. Contexts of one process may be nested.
+
+    Args:
+        path: the file or folder, which need not exist.
 
     Raises:
         InUseError: if another process writes it.
     """
     folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
-    lock = _lock_scratch(folder, again=True)
+    lock = _lock_scratch(folder, reentrant=True)
     if lock is None:
         raise InUseError(
             f"{path}: another process is writing it. Wait for it, or choose another place.",
@@ -111,7 +116,8 @@ def lock_path(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if lock.lock_counter == 1:
+        is_outermost = lock.lock_counter == 1
+        if is_outermost:
             shutil.rmtree(folder, ignore_errors=True)
         lock.release()
 
@@ -125,7 +131,7 @@ def scratch_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=SCRATCH, dir=path.parent))
-    lock = _lock_scratch(folder, again=False)
+    lock = _lock_scratch(folder, reentrant=False)
     try:
         if lock is None:
             raise InUseError(f"{folder}: another process holds this temporary folder. Try again.")
@@ -136,16 +142,22 @@ def scratch_folder(path: Path) -> Iterator[Path]:
             lock.release()
 
 
-def _lock_scratch(folder: Path, *, again: bool) -> FileLock | None:
+def _lock_scratch(folder: Path, *, reentrant: bool) -> FileLock | None:
     """Lock a scratch folder, and try again while another process removes it.
+
+    Args:
+        folder: the folder, which is created if it is missing.
+        reentrant: whether this process may lock the folder again while it holds the lock.
 
     Returns:
         The lock, or None if another process keeps it.
     """
     for attempt in range(_ATTEMPTS):
-        time.sleep(_PAUSE_SECONDS * min(attempt, 1))
+        if attempt > 0:
+            time.sleep(_PAUSE_SECONDS)
         with suppress(InUseError, FileNotFoundError):
-            lock = lock_folder(folder, again=again)
+            lock = lock_folder(folder, reentrant=reentrant)
+            # The lock protects nothing if its file was removed before it was acquired.
             if Path(lock.lock_file).exists():
                 return lock
             lock.release(force=True)
@@ -158,7 +170,7 @@ def remove_leftovers(parent: Path) -> None:
         # another user owns it, it was removed meanwhile, or its process is alive
         with suppress(OSError, InUseError):
             if not folder.is_symlink() and (folder / LOCK).is_file():
-                lock = lock_folder(folder, again=False)
+                lock = lock_folder(folder, reentrant=False)
                 shutil.rmtree(folder)
                 lock.release()
             elif time.time() - folder.lstat().st_mtime > _UNLOCKED_SECONDS:
@@ -169,13 +181,16 @@ def remove_leftovers(parent: Path) -> None:
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
     """Yield the path of an empty file that replaces `path` if the block ends without an error.
 
+    Readers therefore find the old content or the new one, and never a part.
+
     Args:
         path: the file to write.
         durable: whether the file must survive a loss of power.
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
-        temporary.touch()  # with the permissions of a new file, which writers may change
+        # A library that writes the file may change its permissions, which are restored below.
+        temporary.touch()
         mode = temporary.stat().st_mode
         with naming_full_disk(path):
             yield temporary
@@ -241,7 +256,8 @@ def atomic_directory(
     """
     check_replaceable(path, own_names, overwrite=overwrite)
     with lock_path(path), scratch_folder(path) as temporary:
-        check_replaceable(path, own_names, overwrite=overwrite)  # another process may be done
+        # Another process may have written to the path before this one had the lock.
+        check_replaceable(path, own_names, overwrite=overwrite)
         new = temporary / "made"
         new.mkdir()
         with naming_full_disk(path):
@@ -282,12 +298,20 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
 
 
 def swap_directory(new: Path, path: Path) -> None:
-    """Move a directory to `path`, and remove the directory that was there."""
+    """Move a directory to `path`, and remove the directory that was at `path`.
+
+    Where the system can, the two are exchanged in one step. Otherwise `path` does not exist for a
+    moment, and the old directory is moved back if the new one cannot be moved.
+
+    Args:
+        new: the new directory, on the same disk.
+        path: where it is moved; a directory, or nothing.
+    """
     if not path.exists():
         new.replace(path)
         return
     if exchange(new, path):
-        shutil.rmtree(new, ignore_errors=True)  # what was at `path`
+        shutil.rmtree(new, ignore_errors=True)  # the old directory, which was at `path`
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
     path.replace(old)
@@ -300,10 +324,15 @@ def swap_directory(new: Path, path: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Exchange two paths in one atomic step.
+    """Exchange two paths in one atomic step, by ``renameat2`` of Linux.
+
+    Args:
+        left: a file or folder.
+        right: a file or folder on the same disk.
 
     Returns:
-        False where the system or the file system cannot do it, or it failed.
+        Whether the paths were exchanged. False on other systems, on file systems that cannot do it,
+        and after a failure.
     """
     if sys.platform != "linux":
         return False

@@ -15,20 +15,25 @@ _FILES = {
 
 
 def memory_left() -> int | None:
-    """Return the free bytes of the machine, or of the container or job if it has fewer.
+    """Return the memory that this process can still use.
+
+    It is limited by the free memory of the machine, and by the limits of the cgroups of the
+    process, by which containers and batch systems limit their jobs.
 
     Returns:
         Bytes, or None where the system does not report them.
     """
-    free: list[int] = []
+    free: list[int] = []  # by each limit, of which the lowest counts
     with contextlib.suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
+        # A line is "MemAvailable: <number> kB", where kB means 1,024 bytes.
         free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
     for group, (limit_file, used_file, cached_entry) in _groups():
         with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
             limit = int((group / limit_file).read_text())
             used = int((group / used_file).read_text())
             stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            # The kernel frees cached memory on demand, although it counts as used.
             free.append(limit - used + int(stat[cached_entry]))
     return min(free, default=None)
 
@@ -44,7 +49,8 @@ def _groups(
         root: where cgroups are mounted.
 
     Yields:
-        The folder of a group, and its files as in :data:`_FILES`.
+        The folder of a group, and names of its files with the limit and the used memory, and of the
+        entry of ``memory.stat`` with the cached memory.
     """
     group_by_controller = {"": "/", "memory": "/"}
     with contextlib.suppress(OSError):

@@ -15,10 +15,10 @@ NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "f
 
 
 def inference_precision(model: Model) -> str:
-    """Name the number type of a model's matrix products, as they run when it is called now.
+    """Return the name of the number type in which a model computes its matrix products.
 
-    It is that of autocast where autocast is on, around the call or in the model itself
-    (:func:`tilefold.recipes.loading.run_fast`), and else that of the weights.
+    It is the type of autocast where autocast is on, around the call or in the model itself
+    (:func:`tilefold.recipes.loading.run_fast`). Otherwise it is the type of the weights.
 
     Args:
         model: a model of sentence-transformers.
@@ -32,9 +32,11 @@ def inference_precision(model: Model) -> str:
     if graph is not None:  # ONNX Runtime knows nothing of autocast
         return "fp32" if graph.made_of["quantize"] is None else "int8"
     floating = (weight for weight in model.parameters() if weight.is_floating_point())
-    weight = next(floating, torch.zeros(()))
-    dtype, device = weight.dtype, weight.device.type
+    weight = next(floating, torch.zeros(()))  # a model without weights computes in fp32 on the CPU
+    dtype = weight.dtype
+    device = weight.device.type
     with getattr(model, "inference_context", nullcontext)():
+        # Autocast leaves products of float64 as they are.
         if dtype != torch.float64 and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
     name = str(dtype).removeprefix("torch.")
@@ -60,31 +62,41 @@ def scores_in_fp32(model: Model) -> Iterator[None]:
 
 
 def _score_layers(model: Model) -> list[nn.Module]:
-    """Return the layers that follow the encoder, in their order."""
+    """Return the layers of a cross-encoder that follow the encoder, in their order.
+
+    Args:
+        model: a ``CrossEncoder``, whose first module wraps a model of transformers.
+    """
     from torch import nn
 
     modules: list[nn.Module] = list(model.children())
-    first, others = modules[0], modules[1:]
-    network = getattr(first, "model", None)
-    if not isinstance(network, nn.Module):  # another backend
-        return others
+    transformer = modules[0]
+    later_modules = modules[1:]
+    network = getattr(transformer, "model", None)
+    if not isinstance(network, nn.Module):  # another backend, such as ONNX
+        return later_modules
     encoder = getattr(network, "base_model", network)
-    if encoder is network:
-        return others
-    return [*(layer for layer in network.children() if layer is not encoder), *others]
+    if encoder is network:  # a model without a head of its own
+        return later_modules
+    head_layers = [layer for layer in network.children() if layer is not encoder]
+    return [*head_layers, *later_modules]
 
 
 @contextmanager
 def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
-    """Let one layer compute in fp32.
+    """Let one layer compute in fp32 while the context is open.
 
-    Its ``forward`` is put back at the end.
+    Its ``forward`` is replaced by one that converts inputs, weights and buffers to fp32 for the
+    call and switches autocast off. At the end, the original ``forward`` is restored.
+
+    Args:
+        layer: the layer, whose weights stay in their type.
     """
     import torch
     from torch.func import functional_call
 
-    class Stock(torch.nn.Module):
-        """The unchanged layer, for a call with other weights."""
+    class UnpatchedLayer(torch.nn.Module):
+        """The layer with its original ``forward``, for calls with other weights."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -94,26 +106,26 @@ def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return self.run(*args, **kwargs)
 
-    stock = Stock()
+    unpatched = UnpatchedLayer()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        weights = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
+        weights = {**dict(unpatched.named_parameters()), **dict(unpatched.named_buffers())}
         in_fp32 = {name: _to_fp32(weight) for name, weight in weights.items()}
         arguments = tuple(_to_fp32(value) for value in args)
         options = {name: _to_fp32(value) for name, value in kwargs.items()}
         with ExitStack() as stack:
             for device in {weight.device.type for weight in weights.values()} | {"cpu"}:
                 stack.enter_context(torch.autocast(device, enabled=False))
-            return functional_call(stock, in_fp32, arguments, options)
+            return functional_call(unpatched, in_fp32, arguments, options)
 
-    # Whether the layer itself, and not its class, has a method.
+    # A layer that was patched before has a `forward` of its own, which hides that of its class.
     had_forward = "forward" in vars(layer)
     layer.forward = forward
     try:
         yield
     finally:
         if had_forward:
-            layer.forward = stock.run
+            layer.forward = unpatched.run
         else:
             del layer.forward
 

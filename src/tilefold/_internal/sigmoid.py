@@ -20,6 +20,7 @@ def sigmoid(x: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and dtype.
     """
-    of_negative = torch.sigmoid(x.clamp(max=0))
-    of_positive = 1 - torch.sigmoid(-x.clamp(min=0))
-    return torch.where(x > 0, of_positive, of_negative)
+    # Each branch is used on one side of 0. On the other side its input is 0, which has no gradient.
+    left_branch = torch.sigmoid(x.clamp(max=0))
+    right_branch = 1 - torch.sigmoid(-x.clamp(min=0))
+    return torch.where(x > 0, right_branch, left_branch)

@@ -64,11 +64,18 @@ class TerminationHandler:
             sys.unraisablehook = self._previous_hook
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Raise :class:`Terminated`, unless the signal repeats an earlier one.
+        """Handle SIGTERM by raising :class:`Terminated`.
+
+        A signal that repeats another one of the last seconds is ignored.
+
+        Args:
+            number: number of the signal.
+            frame: frame that was interrupted; unused.
 
         Raises:
             Terminated: in the main thread.
         """
+        # A forked child inherits this handler, and must end as if there were none.
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -81,9 +88,13 @@ class TerminationHandler:
         raise Terminated
 
     def _retry(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Send the signal again whose exception Python has ignored.
+        """Send a signal again if Python has ignored the exception that it raised.
 
-        Report other exceptions.
+        This is a hook of ``sys.unraisablehook``: Python calls it for an exception in a destructor,
+        which cannot be raised. Exceptions that no signal raised go to the previous hook.
+
+        Args:
+            ignored: the exception.
         """
         if not issubclass(ignored.exc_type, KeyboardInterrupt):
             self._previous_hook(ignored)
@@ -91,7 +102,8 @@ class TerminationHandler:
         number = signal.SIGINT
         if issubclass(ignored.exc_type, Terminated):
             number = signal.SIGTERM
-            self._raised_at = -math.inf
+            self._raised_at = -math.inf  # so that the signal is not taken for a repeat
+        # A timer sends it, because the destructor must return first.
         timer = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number))
         timer.daemon = True
         timer.start()

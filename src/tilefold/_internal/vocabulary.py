@@ -17,15 +17,22 @@ _names: weakref.WeakKeyDictionary[Any, tuple[int, TermNames]] = weakref.WeakKeyD
 def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
     """Return the SHA-256 over the (token, index) pairs of a tokenizer's vocabulary.
 
-    It is None for a tokenizer without a vocabulary, and cached until tokens are added.
+    It is cached until tokens are added to the tokenizer, which changes its length.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+
+    Returns:
+        The digest, or None for a tokenizer without a vocabulary.
     """
     get_vocab = getattr(tokenizer, "get_vocab", None)
     if get_vocab is None:
         return None
     if not hasattr(tokenizer, "__len__"):
         return _digest(get_vocab())
-    size, fingerprint = _fingerprints.get(tokenizer, (-1, ""))
-    if size != len(tokenizer):
+    not_cached = (-1, "")
+    cached_size, fingerprint = _fingerprints.get(tokenizer, not_cached)
+    if cached_size != len(tokenizer):
         fingerprint = _digest(get_vocab())
         _fingerprints[tokenizer] = (len(tokenizer), fingerprint)
     return fingerprint
@@ -89,8 +96,9 @@ class TermNames:
 
 def term_names_of(tokenizer: Tokenizer) -> TermNames:
     """Return the names of a tokenizer's terms, which are cached until tokens are added to it."""
-    size, names = _names.get(tokenizer, (-1, None))
-    if names is None or size != len(tokenizer):
+    not_cached = (-1, None)
+    cached_size, names = _names.get(tokenizer, not_cached)
+    if names is None or cached_size != len(tokenizer):
         owner = weakref.ref(tokenizer)  # the cache must not keep the tokenizer alive
 
         def token_of(term: int) -> str | None:

@@ -30,11 +30,18 @@ class Columns(NamedTuple):
 
 
 def columns_of(scores: Tensor, group: Group) -> Columns:
-    """Read the layout of scores, which may have sharded columns.
+    """Find this rank's part of scores, and the groups of ranks that hold the other parts.
+
+    Ranks may hold other rows of the batch (data parallel), other columns of the vocabulary (tensor
+    parallel), or both.
 
     Args:
         scores: ``[B, V]``, a tensor or a ``DTensor`` whose columns may be sharded.
-        group: the ranks that hold other rows of the batch.
+        group: the ranks that hold other rows of the batch: a process group, ``"world"`` or None.
+
+    Returns:
+        This rank's scores in fp32 or fp64, the group that shares the columns and the group that
+        shares the rows. A group is None if this rank has all of them.
 
     Raises:
         TypeError: for anything but a floating-point tensor.
@@ -61,7 +68,8 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
                 "'world'; pass the group of the data-parallel dimension, for instance "
                 "mesh['dp'].get_group(), or None.",
             )
-        group = None  # the mesh is the world, and its ranks hold the same rows
+        # The mesh has all ranks of the world, and they hold the same rows.
+        group = None
     shards = None if dim is None else mesh.get_group(dim)
     return Columns(local.to(dtype), shards, ranks_of(group))
 

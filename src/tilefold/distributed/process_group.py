@@ -8,16 +8,17 @@ from torch import Tensor
 
 
 def ranks_of(group: object) -> dist.ProcessGroup | None:
-    """Return the process group that an argument `group` means.
+    """Convert the argument `group` of a function to a process group.
 
     Args:
         group: a process group that holds this rank, ``"world"`` for all ranks, or None.
 
     Returns:
-        The group, or None for a group of one rank and where torch.distributed is not initialised.
+        The group, or None if there are no other ranks: for a group of one rank, and where
+        torch.distributed is not initialised.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: for another value, and for a group that does not hold this rank.
     """
     if group is None or not dist.is_available():
         return None

@@ -97,7 +97,11 @@ class RankStore:
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
-        """End the work of all ranks when the block raises. They all raise the first failure."""
+        """Let an error in the block end the work of all ranks.
+
+        The message of the first failure is put into the store, where :meth:`raise_failure` of the
+        other ranks finds it. The error itself is raised on this rank.
+        """
         try:
             yield
         except BaseException as error:
@@ -162,7 +166,7 @@ def has_left(rank_folder: Path) -> bool:
     """Return whether the rank that held `rank_folder` has released it, or died."""
     try:
         if (rank_folder / LOCK).exists():
-            lock_folder(rank_folder, again=False).release()
+            lock_folder(rank_folder, reentrant=False).release()
     except InUseError:
         return False
     except FileNotFoundError:  # the folder is being removed
@@ -172,9 +176,12 @@ def has_left(rank_folder: Path) -> bool:
 
 @contextmanager
 def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
-    """Wait for all ranks of `group`, and yield the store that they share.
+    """Wait for all ranks of a process group, and yield the store that they share.
 
     Rank 0 leaves the block last, because the store is a file in its folder.
+
+    Args:
+        group: process group of ranks of one machine.
 
     Raises:
         RankError: if a rank does not join within ``JOIN_SECONDS``, or runs on another machine.
@@ -185,11 +192,23 @@ def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
         try:
             yield store
         finally:
-            store.wait_until_others_left(_LEAVE_SECONDS if rank == 0 else 0.0)
+            if rank == 0:
+                store.wait_until_others_left(_LEAVE_SECONDS)
 
 
 def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Path]:
-    """Return the lock folder of each rank, once all ranks have joined."""
+    """Exchange the lock folders of all ranks, once all of them have joined.
+
+    Args:
+        group: process group of the ranks.
+        rank_folder: lock folder of this rank.
+
+    Returns:
+        The lock folder of each rank, in the order of the ranks.
+
+    Raises:
+        RankError: if a rank does not join in time, or runs on another machine.
+    """
     cpu_group = _cpu_group(group)
     try:
         with _naming_missing_ranks():
@@ -198,6 +217,7 @@ def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Pa
                 timeout=timedelta(seconds=JOIN_SECONDS),
                 wait_all_ranks=True,
             )
+        # Each rank's machine and folder; the empty texts are replaced.
         locations = [("", "")] * dist.get_world_size(cpu_group)
         dist.all_gather_object(locations, (_machine_digest(), str(rank_folder)), group=cpu_group)
     finally:
@@ -213,7 +233,15 @@ def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Pa
 
 
 def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return `group` if it communicates over gloo, else a new group of the same ranks that does."""
+    """Return a group of the same ranks that communicates between CPUs, over gloo.
+
+    Args:
+        group: process group of the ranks. It is returned itself if it uses gloo. Otherwise the
+            caller must destroy the new group.
+
+    Raises:
+        RankError: if a rank does not join in time.
+    """
     if dist.get_backend(group) == "gloo":
         return group
     with _naming_missing_ranks():
@@ -228,7 +256,10 @@ def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 @contextmanager
 def _naming_missing_ranks() -> Iterator[None]:
-    """Turn the time-out of a rendezvous into a ``RankError`` with a remedy."""
+    """Turn the error of a rank that waits in vain for the others into a ``RankError``.
+
+    torch raises a ``RuntimeError`` when the ranks do not meet in time. The new error has a remedy.
+    """
     try:
         yield
     except RuntimeError as error:

@@ -35,11 +35,12 @@ def has_other_ranks() -> bool:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Run a command as several ranks of this machine, and wait for them.
+    """Run a command as several ranks (processes of one group) of this machine, and wait for them.
 
     The first rank writes to the terminal. The stderr of another rank is shown if that rank is the
-    first to fail. Ctrl-C reaches every rank once. SIGTERM is forwarded to the ranks where it raises
-    :class:`Terminated`. No rank outlives this process by more than ``_SAVE_SECONDS``.
+    first to fail. Ctrl-C, and a SIGTERM that raises :class:`Terminated` in this process, are
+    forwarded to every rank. The ranks then have ``_SAVE_SECONDS`` to save finished work before they
+    are killed.
 
     Args:
         command: program and arguments; it calls :func:`join_ranks`.
@@ -75,13 +76,14 @@ def _start(
     count: int,
     folder: Path,
 ) -> subprocess.Popen[bytes]:
-    """Start one rank, with the environment variables of torchrun.
+    """Start the process of one rank, with the environment variables that torchrun sets.
 
     Args:
         command: program and arguments.
         rank: number of the rank.
         count: number of ranks.
-        folder: for the rendezvous file and the stderr of each rank.
+        folder: folder for the rendezvous file, by which the ranks find each other, and for the
+            stderr of each rank but the first.
     """
     cores = str(share_of_cores(count))
     environment = {
@@ -113,7 +115,17 @@ def _stderr_file(folder: Path, rank: int) -> Path:
 
 
 def _outcome(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
-    """Wait until all ranks succeed or one fails, report the failure, and return the exit code."""
+    """Wait until all ranks succeed or one fails, and report the failure on stderr.
+
+    After a failure, the other ranks have some seconds to end by themselves.
+
+    Args:
+        ranks: the processes, in the order of the ranks.
+        folder: folder with the stderr of each rank but the first.
+
+    Returns:
+        The exit code of this process: 0 if all ranks succeeded.
+    """
     while all(rank.poll() in (None, 0) for rank in ranks):
         if all(rank.poll() == 0 for rank in ranks):
             return 0
@@ -136,6 +148,7 @@ def _outcome(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
     sys.stderr.write(text)
     # The first rank may know a better code: its error may be that another rank is lost.
     exit_code = ranks[0].poll() or code
+    # Codes below 0 are signals.
     return exit_code if exit_code > 0 else 1
 
 
@@ -211,7 +224,11 @@ def _process_group_exists() -> bool:
 
 
 def _use_local_devices() -> None:
-    """Take the GPU of this rank's local number, and its share of the cores."""
+    """Make torch use the GPU with this rank's local number, and this rank's share of the cores.
+
+    Raises:
+        ValueError: if there are fewer GPUs than ranks.
+    """
     import torch
 
     cores = share_of_cores(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -232,8 +249,8 @@ def _use_local_devices() -> None:
 def first_rank_first() -> Iterator[None]:
     """Run the block on the first rank, and then on the others.
 
-    The others find in a cache what the first rank has downloaded. They do not wait for ever if the
-    first rank fails.
+    The first rank can fill a cache, such as that of downloads, which the others then read. If it
+    fails, the others go on. Without a process group, the block just runs.
     """
     import torch.distributed as dist
 
@@ -241,6 +258,7 @@ def first_rank_first() -> Iterator[None]:
         yield
         return
     is_first = dist.get_rank() == 0
+    # The barrier is where the first rank, after its block, meets the others before theirs.
     if not is_first:
         dist.barrier()
     try:

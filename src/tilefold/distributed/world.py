@@ -26,20 +26,26 @@ class World:
     """
 
     def __init__(self) -> None:
+        """Create a gloo group of all ranks, if there are several.
+
+        Raises:
+            RankError: if a rank does not join.
+        """
         import torch.distributed as dist
 
         self._dist: Any = dist
         self.rank = 0
         self.size = 1
-        self._group: Any = None
-        self._pending_maximum: tuple[Any, Any] | None = None  # a tensor, and the work that fills it
+        self._group: Any = None  # None for a single rank
+        # Tensor of the last call of max_over_ranks(), and the work that fills it.
+        self._pending_maximum: tuple[Any, Any] | None = None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank = dist.get_rank()
             self.size = dist.get_world_size()
             self._group = dist.new_group(backend="gloo")
-            with (
-                self.naming_lost_ranks()
-            ):  # or a rank that fails at once closes what another still connects to
+            # Without the barrier, a rank that fails at once would close its connections while
+            # others still connect to it.
+            with self.naming_lost_ranks():
                 dist.barrier(self._group)
 
     def close(self) -> None:
@@ -51,7 +57,10 @@ class World:
         """Call a function on the first rank, and return its result on every rank.
 
         Args:
-            make: the function; its result is pickled.
+            make: the function, whose result is sent to the other ranks by pickle.
+
+        Returns:
+            The result of the function.
 
         Raises:
             RankError: on the other ranks, if the function fails on the first one. The first rank
@@ -87,16 +96,27 @@ class World:
         return values
 
     def max_over_ranks(self, number: int) -> int:
-        """Return the maximum over all ranks of the numbers that they gave in the previous call.
+        """Return the maximum, over all ranks, of the numbers that they passed in the previous call.
 
-        The maximum of this call is computed while the ranks go on. The first call returns 0. One
-        rank without others gets its own number at once. Every rank calls this equally often.
+        The maximum of the present numbers is computed while the ranks go on, and returned by the
+        next call. No rank therefore waits for the slowest one. Every rank must call this equally
+        often.
+
+        Args:
+            number: number of this rank.
+
+        Returns:
+            The previous maximum; 0 in the first call. A rank without others gets `number` itself.
+
+        Raises:
+            RankError: if another rank is lost.
         """
         if self._group is None:
             return number
         import torch
 
         previous = self._pending_maximum
+        # all_reduce replaces the number in the tensor by the maximum.
         maximum = torch.tensor([number])
         with self.naming_lost_ranks():
             work = self._dist.all_reduce(

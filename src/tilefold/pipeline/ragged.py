@@ -58,6 +58,7 @@ def gather_positions(offsets: Int64, rows: Int64) -> tuple[Int64, Int64]:
     """
     lengths = np.diff(offsets)[rows]
     new_offsets = offsets_of(lengths)
+    # Position of an entry in the storage minus its position after gathering, for every entry.
     shifts = np.repeat(offsets[rows] - new_offsets[:-1], lengths)
     return shifts + np.arange(new_offsets[-1]), new_offsets
 
@@ -68,7 +69,7 @@ def row_ranges(
     low: int = 0,
     high: int | None = None,
 ) -> Iterator[tuple[int, int]]:
-    """Divide consecutive rows into ranges with a limited number of entries.
+    """Divide consecutive rows of packed storage into ranges with a limited number of entries.
 
     Args:
         offsets: where each row begins, ``[N + 1]``.
@@ -77,13 +78,14 @@ def row_ranges(
         high: row after the last one; ``None`` means ``N``.
 
     Yields:
-        First row and end of a range.
+        First row of a range, and the row after its last one.
     """
     if high is None:
         high = len(offsets) - 1
     start = low
     while start < high:
         last_offset = offsets[start] + size
+        # All rows before this one end within `size` entries of the first row's beginning.
         end_of_fitting_rows = int(np.searchsorted(offsets, last_offset, side="right")) - 1
         end = max(start + 1, min(end_of_fitting_rows, high))
         yield start, end
@@ -111,10 +113,12 @@ def batches_by_tokens(
     total = int(lengths.sum())
     if max_tokens is None:
         max_tokens = max(1, total)
+    # A batch is closed at the mean size of the fewest possible batches, so that the last batch is
+    # not much smaller than the others.
     min_batches = max(1, _ceil_divide(total, max_tokens))
     target_tokens = _ceil_divide(total, min_batches)
-    start = 0
-    tokens = 0
+    start = 0  # position in `order` of the first text of the batch
+    tokens = 0  # of the batch
     for position, length in enumerate(lengths[order].tolist()):
         n_texts = position - start
         full = tokens >= target_tokens or tokens + length > max_tokens or n_texts == max_texts

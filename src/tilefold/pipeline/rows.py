@@ -191,6 +191,11 @@ class HostCopy:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
+        """Start the copies. Only copies from a GPU are asynchronous.
+
+        Args:
+            tensors: tensors of one device, at least one. Those on the CPU are not copied.
+        """
         self._event: Any = None
         self._host = list(tensors)
         device = tensors[0].device
@@ -198,6 +203,7 @@ class HostCopy:
             self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             for host, tensor in zip(self._host, tensors, strict=True):
                 host.copy_(tensor, non_blocking=True)
+            # The event marks the end of the copies. A thread that waits for it does not spin.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
         elif device.type != "cpu":
@@ -230,7 +236,16 @@ class PendingSparseRows(HostCopy):
         capacity: int = 0,
         to_host: bool = True,
     ) -> None:
-        self.capacity: int | None
+        """Start copying the rows to the CPU.
+
+        Args:
+            rows: CSR tensor ``[B, V]``, or rows of fixed capacity: the number of entries of each
+                row ``[B]``, the number that is stored of each row ``[B]``, their columns and their
+                values ``[B, capacity]``, and the vocabulary size V.
+            capacity: number of entries that each row of fixed capacity can store.
+            to_host: whether columns and values are copied too. Otherwise they stay on the device.
+        """
+        self.capacity: int | None  # None for a CSR tensor
         if isinstance(rows, Tensor):
             self.capacity = None
             self.vocab_size = int(rows.size(1))
@@ -241,9 +256,9 @@ class PendingSparseRows(HostCopy):
             self.capacity = capacity
             all_counts, stored_counts, columns, values, self.vocab_size = rows
             counts = [all_counts, stored_counts]
-        entries = [columns, values]
-        self._device_entries = [] if to_host else entries
-        super().__init__([*counts, *entries] if to_host else counts)
+        # Columns and values that stay on the device.
+        self._device_entries = [] if to_host else [columns, values]
+        super().__init__([*counts, columns, values] if to_host else counts)
 
     def get(self) -> SparseRows:
         """Wait for the copies and return the rows.
@@ -251,6 +266,7 @@ class PendingSparseRows(HostCopy):
         Raises:
             RowCapacityError: if a row has more entries than the capacity.
         """
+        # The tensors in the order in which __init__() lists them.
         tensors = [*self.wait(), *self._device_entries]
         if self.capacity is None:
             counts, columns, values = tensors
@@ -342,7 +358,8 @@ def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tens
         total: number of texts N.
 
     Returns:
-        Offsets ``[N + 1]`` on the CPU, columns and values of CSR rows.
+        Offsets ``[N + 1]`` of the rows on the CPU, and the columns and values of their E entries,
+        ``[E]`` each.
     """
     if not batches:
         return (
@@ -360,9 +377,11 @@ def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tens
     batch_counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])
+    # Position of the text of each row of the batches.
     order = torch.cat([torch.as_tensor(batch.positions, dtype=torch.int64) for batch in batches])
     counts = torch.zeros(total, dtype=torch.int64)
     counts[order] = batch_counts
+    # Position of each text's first entry in the concatenated batches.
     starts = torch.zeros(total, dtype=torch.int64)
     starts[order] = batch_counts.cumsum(0) - batch_counts
     offsets = torch.cat([batch_counts.new_zeros(1), counts.cumsum(0)])
@@ -392,6 +411,9 @@ def repeat_interleave(
 ) -> Tensor:
     """Compute ``torch.repeat_interleave`` of CPU tensors on a device, without waiting for it.
 
+    torch would wait for the device to learn the size of the result, which is computed here from the
+    counts on the CPU.
+
     Args:
         values: int64 ``[N]`` on the CPU.
         counts: how often each value is repeated, int64 ``[N]`` on the CPU.
@@ -401,8 +423,10 @@ def repeat_interleave(
         ``[sum(counts)]``.
     """
     if device is None or device.type == "cpu":
-        # By numpy: torch wakes all threads for a few rows, which can take milliseconds.
+        # numpy computes it, since torch wakes all threads for a few rows, which can take
+        # milliseconds.
         return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+    # One copy to the device instead of two.
     stacked = np.stack([values.numpy(), counts.numpy()])
     device_values, device_counts = to_device(stacked, device)
     return torch.repeat_interleave(device_values, device_counts, output_size=int(counts.sum()))
@@ -494,21 +518,22 @@ class PendingTokenVectors(HostCopy):
 
 
 def packed_rows(vectors: Tensor, mask: Tensor) -> Tensor:
-    """Move the vectors of the tokens that count to the beginning.
+    """Pack the vectors of the tokens that a mask selects, one text after another.
 
     Args:
-        vectors: ``[B, S, D]``.
-        mask: which tokens count, bool ``[B, S]``.
+        vectors: vectors of padded texts, ``[B, S, D]``.
+        mask: bool ``[B, S]``, True for T tokens to keep.
 
     Returns:
-        ``[T, D]`` on the CPU. On a device ``[B * S, D]``, since the CPU does not know T without
-        waiting: rows from T on mean nothing.
+        ``[T, D]`` for tensors on the CPU, and ``[B * S, D]`` on a device, where the rows from T on
+        are undefined. The CPU would have to wait for the device to learn T.
     """
     if vectors.device.type == "cpu":
         return vectors[mask]
     flat_mask = mask.reshape(-1)
     size = flat_mask.numel()
-    # Masked tokens go to an additional last row, which is dropped.
+    # The row of each token to keep is the number of such tokens before it. The others go to an
+    # additional last row, which is dropped.
     targets = torch.where(flat_mask, flat_mask.cumsum(0) - 1, size)
     rows = vectors.new_zeros(size + 1, vectors.size(-1))
     return rows.index_copy_(0, targets, vectors.flatten(0, 1))[:size]

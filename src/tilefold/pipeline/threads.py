@@ -36,6 +36,14 @@ class Prefetcher(Generic[T]):
         name: str = "tilefold-prefetcher",
         stop: threading.Event | None = None,
     ) -> None:
+        """Start the thread.
+
+        Args:
+            items: the iterable that the thread consumes; a ``None`` is dropped.
+            depth: number of items that may wait for the consumer.
+            name: name of the thread.
+            stop: event that ends the thread; ``None`` makes a new one.
+        """
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event() if stop is None else stop
         self._error: BaseException | None = None
@@ -107,7 +115,11 @@ class BackgroundWorker:
         self._thread.start()
 
     def _run_jobs(self) -> None:
-        """Run jobs until the queue yields ``None``."""
+        """Run the jobs of the queue in the worker's thread, until ``None`` is taken from it.
+
+        After the first error, the remaining jobs are taken from the queue without running, so that
+        :meth:`submit` never blocks for ever.
+        """
         while True:
             job = self._queue.get()
             try:

@@ -87,9 +87,9 @@ class Truncation:
         truncation: dict[str, Any] | None,
         special: bool = True,
     ) -> None:
-        """Add the results of a Rust tokenizer's call.
+        """Add the texts of a call of a Rust tokenizer, and count those that it truncated.
 
-        Nothing is tokenised again: each encoding holds the tokens that were cut off.
+        Nothing is tokenised again, because each encoding holds the tokens that were cut off.
 
         Args:
             encodings: an encoding for each text.
@@ -99,7 +99,7 @@ class Truncation:
         cut: list[int] = []
         max_length = None
         if truncation is not None:
-            cut = [i for i, encoding in enumerate(encodings) if encoding.overflowing]
+            cut = [position for position, encoding in enumerate(encodings) if encoding.overflowing]
             max_length = truncation["max_length"]
         self.add_call(TokenizerCall(len(encodings), cut, max_length, special))
 
@@ -120,18 +120,21 @@ def current_truncation() -> Truncation | None:
 def counting_truncation(truncation: Truncation | None = None) -> Iterator[Truncation]:
     """Count the texts that transformers' tokenizers truncate in this thread.
 
+    While any thread counts, ``__call__`` of the tokenizers' class is replaced by one that adds to
+    the counter of the calling thread.
+
     Args:
         truncation: the counter to add to; ``None`` makes a new one.
 
     Yields:
         The counter.
     """
-    # Imported late: without it there is no tokenizer to count for.
+    # transformers is imported here, because it is slow to import and not needed before.
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     if truncation is None:
         truncation = Truncation()
-    # The class of the tokenizers is patched as long as any thread counts.
+    # The first counter patches the class, and the last one restores it.
     with _lock:
         stock = _stock_calls[0] if _stock_calls else Tokenizer.__call__
         _stock_calls.append(stock)
@@ -159,7 +162,14 @@ def ignoring_truncation() -> Iterator[None]:
 
 
 def _counting_call(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a tokenizer's ``__call__`` so that it adds to this thread's counter."""
+    """Wrap ``__call__`` of the tokenizers so that it adds to the counter of the calling thread.
+
+    Args:
+        stock: the original method.
+
+    Returns:
+        A method that returns the same results.
+    """
 
     @functools.wraps(stock)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,7 +258,11 @@ class Tally:
         truncation.add(n_texts, count, max_length)
 
     def lines(self) -> list[str]:
-        """Return a sentence for each kind and limit with truncated texts."""
+        """Describe the truncated texts, such as "3 of 1,000 queries were cut at 32 tokens".
+
+        Returns:
+            A sentence for each kind of text and limit, without those that truncated none.
+        """
         sentences = []
         for (kind, limit), truncation in self.counts.items():
             if truncation.count == 0:

@@ -104,7 +104,7 @@ class EdgeEngine(Engine):
         self.folder = folder
         self.place = str(folder)
         try:
-            self._lock = lock_folder(folder, again=False)
+            self._lock = lock_folder(folder, reentrant=False)
         except InUseError:
             raise InUseError(
                 f"{folder}: the collection is open elsewhere, and an embedded one can be open once "
