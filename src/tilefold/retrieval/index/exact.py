@@ -415,7 +415,11 @@ class ExactIndex(FolderIndex):
 
     @classmethod
     def build(cls, vectors: SparseVectors, **options: object) -> ExactIndex:
-        """Build an index of the positive weights of `vectors`.
+        """Build an index of the positive weights of sparse vectors.
+
+        Args:
+            vectors: sparse vectors of the documents.
+            options: none are accepted. Other backends have some, and are built by the same call.
 
         Raises:
             ValueError: for vectors without a positive weight, or any option.
@@ -445,12 +449,13 @@ class ExactIndex(FolderIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """Search exactly, see :class:`SparseIndex`.
+        """Return the `k` documents with the highest inner products, best first, for each query.
 
-        A product that underflows to 0 does not count as a shared term.
+        Documents that share no term with the query are not returned. A product that underflows to 0
+        does not count as a shared term.
 
         Args:
-            queries: sparse vectors.
+            queries: sparse vectors over the vocabulary of the index.
             k: documents per query.
             where: filter of the documents' metadata.
             allowed: bool ``[N]``, False for documents that are left out.

@@ -57,7 +57,7 @@ _FILTER_MARGIN = 4
 _ENGINE_STEM = "seismic"
 _ENGINE_FILE = f"{_ENGINE_STEM}.index.seismic"
 _TERMS = "terms.npy"
-_FILLED = "filled.npy"
+_FILLED = "filled.npy"  # rows of the documents that have terms
 _HALF_WEIGHTS = "half_weights.npz"  # only if weights are scaled
 _RANKS = "ranks.npy"  # only if the package numbered the terms
 
@@ -184,7 +184,7 @@ class SeismicIndex(FolderIndex):
         engine: index of the package, or None if no document has a term.
         ids: of all documents.
         terms: int32 ``[M]``, ascending terms in use. The package numbers them from 0.
-        filled: ascending rows of the documents that have terms. Only they are in the engine.
+        nonempty_rows: ascending rows of the documents that have terms. Only they are in the engine.
         options: without None.
         vocab_size: number of terms of the vocabulary.
         fingerprint: of the vocabulary.
@@ -203,7 +203,7 @@ class SeismicIndex(FolderIndex):
         engine: Any,
         ids: Sequence[str],
         terms: Terms,
-        filled: Rows,
+        nonempty_rows: Rows,
         options: SeismicOptions,
         *,
         vocab_size: int,
@@ -219,7 +219,8 @@ class SeismicIndex(FolderIndex):
             ids: ids of all documents.
             terms: int32 ``[M]``, ascending, the terms that documents have. The engine numbers them
                 from 0 to M - 1.
-            filled: ascending rows of the documents that have terms. Only they are in the engine.
+            nonempty_rows: ascending rows of the documents that have terms. Only they are in the
+                engine.
             options: options of the index, without None.
             vocab_size: number of terms of the vocabulary.
             fingerprint: digest of the vocabulary; None if it is unknown.
@@ -232,7 +233,7 @@ class SeismicIndex(FolderIndex):
         self._engine = engine
         self.ids = ids
         self._terms = terms
-        self._filled = filled
+        self._nonempty_rows = nonempty_rows
         self.options = options
         self.vocab_size = vocab_size
         self.fingerprint = fingerprint
@@ -403,7 +404,7 @@ class SeismicIndex(FolderIndex):
         # concatenate.
         term_positions = [np.empty(0, np.int32)]
         weights = [np.empty(0, np.float32)]
-        for position, row in enumerate(self._filled.tolist()):
+        for position, row in enumerate(self._nonempty_rows.tolist()):
             numbers, document_weights = self._engine.get(position)
             document_terms, document_weights = self._in_order(
                 np.array(numbers, np.int32),
@@ -504,7 +505,8 @@ class SeismicIndex(FolderIndex):
             Rows of documents, in any order, and their scores.
         """
         products = small.scores(terms, weights)
-        # Where each retrieved document is among those with small weights, if it is there.
+        # Position of each retrieved document in `small.rows`, if it has small weights. The minimum
+        # keeps the positions valid for the comparison in the next line.
         positions = np.minimum(np.searchsorted(small.rows, rows), len(small.rows) - 1)
         has_small = small.rows[positions] == rows
         scores = scores + np.where(has_small, products[positions], np.float32(0))
@@ -527,8 +529,8 @@ class SeismicIndex(FolderIndex):
             The product without the scale of the stored weights. It is 0 for a document that the
             engine does not have.
         """
-        position = int(np.searchsorted(self._filled, row))
-        if position == len(self._filled) or self._filled[position] != row:
+        position = int(np.searchsorted(self._nonempty_rows, row))
+        if position == len(self._nonempty_rows) or self._nonempty_rows[position] != row:
             return 0.0
         numbers, stored = self._engine.get(position)
         document_terms = self._terms[np.asarray(numbers, np.int64)]
@@ -656,7 +658,7 @@ class SeismicIndex(FolderIndex):
             with _silenced_output():
                 self._engine.save(str(folder / _ENGINE_STEM))
         np.save(folder / _TERMS, self._terms)
-        np.save(folder / _FILLED, self._filled)
+        np.save(folder / _FILLED, self._nonempty_rows)
         if not self._half_weights.is_default:
             self._half_weights.save(folder / _HALF_WEIGHTS)
         if self._ranks is not None:
@@ -664,7 +666,16 @@ class SeismicIndex(FolderIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
-        """Load the engine of a saved index, and check that all files fit together."""
+        """Load the engine of a saved index, and check that all files fit together.
+
+        Args:
+            folder: folder of the index.
+            manifest: its manifest, with the options of the build.
+            ids: ids of all documents.
+
+        Raises:
+            DataError: for files that do not fit together.
+        """
         _package()
         vocab_size = manifest["vocab_size"]
         engine = None
@@ -678,11 +689,13 @@ class SeismicIndex(FolderIndex):
                     f"got {options}.",
                 )
             terms = _read_terms(folder, vocab_size)
-            filled = np.load(folder / _FILLED, allow_pickle=False)
+            nonempty_rows = np.load(folder / _FILLED, allow_pickle=False)
             if terms.size:
-                engine = _load_engine(folder / _ENGINE_FILE, terms, filled, len(ids))
-            elif filled.size:
-                raise DataError(f"{_FILLED}: expected no rows without a term, got {filled.size}.")
+                engine = _load_engine(folder / _ENGINE_FILE, terms, nonempty_rows, len(ids))
+            elif nonempty_rows.size:
+                raise DataError(
+                    f"{_FILLED}: expected no rows without a term, got {nonempty_rows.size}."
+                )
             if _HALF_WEIGHTS in manifest["files"]:
                 half_weights = HalfWeights.load(folder / _HALF_WEIGHTS, len(ids), vocab_size)
             if _RANKS in manifest["files"]:
@@ -691,7 +704,7 @@ class SeismicIndex(FolderIndex):
             engine,
             list(ids),
             terms,
-            filled,
+            nonempty_rows,
             options,
             vocab_size=vocab_size,
             fingerprint=manifest.get("fingerprint"),
@@ -775,13 +788,13 @@ def _dataset(
     return dataset, np.argsort(first_occurrences).astype(np.int32)
 
 
-def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> Any:
+def _load_engine(file: Path, terms: Terms, nonempty_rows: Rows, n_documents: int) -> Any:
     """Load the engine of an index.
 
     Args:
         file: file that the engine wrote.
         terms: ascending terms that occur in documents. Their number decides the engine's class.
-        filled: rows of the documents that have terms.
+        nonempty_rows: rows of the documents that have terms.
         n_documents: number of documents of the index.
 
     Raises:
@@ -795,10 +808,10 @@ def _load_engine(file: Path, terms: Terms, filled: Rows, n_documents: int) -> An
         engine = engine_type.load(str(file))
     if (
         engine.dim != terms.size
-        or engine.len != filled.size
-        or first_outside(filled, n_documents) is not None
+        or engine.len != nonempty_rows.size
+        or first_outside(nonempty_rows, n_documents) is not None
     ):
-        expected = f"{filled.size} of {n_documents} texts, of {terms.size} terms"
+        expected = f"{nonempty_rows.size} of {n_documents} texts, of {terms.size} terms"
         raise DataError(f"{_ENGINE_FILE}: expected {expected}, got {engine.len}, {engine.dim}.")
     return engine
 

@@ -72,7 +72,19 @@ class ServerEngine(Engine):
         timeout: float = 30.0,
         patience: float = 20.0,
     ) -> None:
-        """Check the arguments, and create the client without sending a request. See the class."""
+        """Check the arguments, and create the client without sending a request.
+
+        Args:
+            url: address of the server, ``http://host:port`` or ``https://host``.
+            name: name of the collection.
+            api_key: key of the server; by default the environment variable ``QDRANT_API_KEY``.
+            timeout: seconds for a request.
+            patience: seconds for which a request is repeated while the server is unreachable or
+                busy.
+
+        Raises:
+            ArgumentError: for an argument of another form.
+        """
         package = require(
             "qdrant_client",
             "qdrant-client",
