@@ -360,7 +360,8 @@ def document_of_line(
     else:
         name, content = _id_and_text(text)
         row = {"_id": name, "text": content}
-    document = document_of_row(row, file, (), fields)
+    # Repeated ids are found later, when the ids of all lines are known.
+    document = document_of_row(row, file, earlier_ids=(), fields=fields)
     return document.id, document
 
 

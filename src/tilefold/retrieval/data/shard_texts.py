@@ -124,7 +124,7 @@ class InMemoryTexts:
         Raises:
             ValueError: if there are no texts.
         """
-        rows = (_Row(None, 0, name, text) for name, text in self.texts.items())
+        rows = (_Row(file=None, number=0, id=name, text=text) for name, text in self.texts.items())
         return _plan_shards(rows, shard_size, sample, USUAL_FIELDS)
 
 

@@ -278,7 +278,8 @@ def _add_query(
         mined.mined_rows.append(row)
     for rank in negative_ranks:
         document, score = ranking[rank - 1]
-        mined.mined_rows.append(_MinedRow(document, False, rank, score))
+        row = _MinedRow(document=document, relevant=False, rank=rank, score=score)
+        mined.mined_rows.append(row)
 
 
 def _pairs(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:

@@ -39,16 +39,16 @@ def training_passages(
     check_instance("collection", collection, Collection, "load_collection(path)")
     texts = passages.of(collection.documents)
     index = BM25Index.build(texts, language=language)
-    choose = _BestPassage(index, collection)
-    qrels = {
-        split: {
-            query: {
-                choose(query, document): grade for document, grade in grades.items() if grade > 0
+    best_passage_of = _BestPassage(index, collection)
+    qrels: dict[str, dict[str, dict[str, int]]] = {}
+    for split, document_qrels in collection.qrels.items():
+        qrels[split] = {}
+        for query, grades in document_qrels.items():
+            qrels[split][query] = {
+                best_passage_of(query, document): grade
+                for document, grade in grades.items()
+                if grade > 0
             }
-            for query, grades in judged.items()
-        }
-        for split, judged in collection.qrels.items()
-    }
     documents = {}
     for passage_id in texts:
         passage = Passage.of(passage_id)
@@ -65,10 +65,16 @@ class _BestPassage:
         self._rows_of_document: dict[str, list[int]] = {}
         for row, passage in enumerate(self._vectors.ids):
             self._rows_of_document.setdefault(document_of(passage), []).append(row)
+        # Weight of each term in the query; all 0 between two calls.
         self._query_weights = np.zeros(self._vectors.vocab_size)
 
     def __call__(self, query: str, document: str) -> str:
-        """Return the id of the best passage."""
+        """Return the id of the best passage of a document.
+
+        Args:
+            query: id of the query.
+            document: id of the document.
+        """
         query_terms, query_weights = self._queries.row(self._queries.row_of[query])
         self._query_weights[query_terms] = query_weights
         rows = self._rows_of_document[document]
