@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tilefold import retrieval as r
-from tilefold.retrieval.encoding.truncation import Truncation
+from tilefold.pipeline.truncation import Truncation
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.vectors.shards import PartialShard
 
