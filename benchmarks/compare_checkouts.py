@@ -305,8 +305,7 @@ def print_row(row: Comparison, limit: float) -> None:
         return
     mark = "  SLOWER" if row.is_worse(limit) else ""
     print(
-        f"{row.case:34s} {row.impl:20s} {row.phase:16s} {row.before_ms:9.4f} "
-        f"{row.after_ms:9.4f} "
+        f"{row.case:34s} {row.impl:20s} {row.phase:16s} {row.before_ms:9.4f} {row.after_ms:9.4f} "
         f"{row.ratio:6.3f}  {row.ratio_p20:.3f}-{row.ratio_p80:.3f}{mark}",
         flush=True,
     )

@@ -87,9 +87,8 @@ def _conditions(rows: Sequence[Mapping[str, str]]) -> list[str]:
         dirty = " with local changes" if row["dirty"] == "yes" else ""
         distinct[
             f"{machine}; torch {row['torch']}, Python {row['python']}; commit "
-            f"{row['commit']}{dirty}; {row['date']}; "
-            f"ceilings {_short(row['ceiling_tflops'])} TFLOP/s ({row['dtype']}), "
-            f"{_short(row['ceiling_tbps'])} TB/s."
+            f"{row['commit']}{dirty}; {row['date']}; ceilings {_short(row['ceiling_tflops'])} "
+            f"TFLOP/s ({row['dtype']}), {_short(row['ceiling_tbps'])} TB/s."
         ] = None
     return [f"Medians. {text}" for text in distinct]
 

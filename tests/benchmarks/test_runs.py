@@ -93,8 +93,7 @@ def test_recipes_are_measured_before_and_after_training_and_failures_are_reporte
     assert list(rows) == ["splade-pp;batch_size=4", "splade-v2", "splade-v2;learning_rate=1e-3"]
     assert rows["splade-pp;batch_size=4"]["command"] == (
         "tilefold train --recipe splade-pp --data small --output MODEL --steps 1 --max-length 24 "
-        "--seed 0 --model tiny "
-        "--negatives small-scores.parquet --set batch_size=4"
+        "--seed 0 --model tiny --negatives small-scores.parquet --set batch_size=4"
     )
     for row in rows.values():
         for column in ("start_nDCG@10", "document_terms", "search_ms"):

@@ -216,10 +216,7 @@ def test_wide_characters_are_shown_in_80_columns(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    sentence = (
-        "東大寺は、8世紀に聖武天皇の発願で造立された盧舎那仏像、"
-        "いわゆる「奈良の大仏」を本尊とする寺である。"
-    )
+    sentence = "東大寺は、8世紀に聖武天皇の発願で造立された盧舎那仏像、いわゆる「奈良の大仏」を本尊とする寺である。"
     text = 2 * sentence
     collection = Collection("wide", {"d": Document("d", "", text)}, {}, {})
     collection.save_beir(tmp_path / "data")

@@ -154,13 +154,11 @@ def test_dtype_and_device_are_those_asked_for_and_repr_shows_the_options() -> No
     )
     assert repr(LSRHead(16, 50, bias=False)) == (
         "LSRHead(hidden_size=16, vocab_size=50, bias=False, pooling='max', "
-        "activation='log1p_relu', "
-        "logit_scale=1.0, impl='auto')"
+        "activation='log1p_relu', logit_scale=1.0, impl='auto')"
     )
     assert repr(TokenWeightHead(16, 20, bias=False, ignore_ids=[1])) == (
         "TokenWeightHead(hidden_size=16, vocab_size=20, bias=False, reduce='max', "
-        "activation='relu', "
-        "ignore_ids=(1,), impl='auto')"
+        "activation='relu', ignore_ids=(1,), impl='auto')"
     )
 
 

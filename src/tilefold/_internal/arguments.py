@@ -82,8 +82,7 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
     if isinstance(values, Mapping):
         raise TypeError(
             f"{name}: expected a list, got a mapping ({type(values).__name__}); pass its values() "
-            "or "
-            "its keys().",
+            "or its keys().",
         )
     if ordered and isinstance(values, Set) and not isinstance(values, MappingView):
         raise TypeError(
@@ -94,8 +93,7 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
     if isinstance(dimensions, int) and dimensions != 1:
         raise TypeError(
             f"{name}: expected a list, got a {type(values).__name__} of {dimensions} dimensions; "
-            "pass "
-            "one column or row of it.",
+            "pass one column or row of it.",
         )
     for method in ("to_pylist", "tolist"):  # of Arrow; of numpy, pandas and torch
         convert = getattr(values, method, None)
@@ -162,8 +160,7 @@ def check_texts_by_id(name: str, texts: object) -> None:
         if not isinstance(text, str):
             raise TypeError(
                 f"{name}: expected strings as texts, got {_described(text)} for {identifier!r}; "
-                "pass "
-                "its text, of a Document its contents.",
+                "pass its text, of a Document its contents.",
             )
 
 

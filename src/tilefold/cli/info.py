@@ -518,8 +518,7 @@ def _format_plan(model: str, plan: dict[str, Any]) -> str:
             plan["mini_batch_size"],
         ),
         f"encoding {plan['documents']:,} documents of {plan['terms']:g} terms on one H200: "
-        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} "
-        "hours",
+        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours",
         f"  {encoding['vector_gigabytes_at_most']:.3g} GB of vectors at most, "
         f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index",
         "worked out from one H200: BERT-base and XLM-R-base (batch, memory), BERT-base (rate); the "

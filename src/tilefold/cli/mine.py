@@ -390,8 +390,7 @@ BM25 = "bm25"
 BATCH_SIZE = 32
 _TEACHER_HELP = (
     "A cross-encoder, dense, sparse or multi-vector model (folder or Hugging Face name), minilm, "
-    "bm25, or the folder "
-    "of a BM25 index; may be repeated."
+    "bm25, or the folder of a BM25 index; may be repeated."
 )
 
 

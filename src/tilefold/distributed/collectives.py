@@ -64,9 +64,8 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
         if mesh.size() != dist.get_world_size():
             raise ValueError(
                 "group must name the ranks that hold other rows where scores are a DTensor on some "
-                "of the ranks, got "
-                "'world'; pass the group of the data-parallel dimension, for instance "
-                "mesh['dp'].get_group(), or None.",
+                "of the ranks, got 'world'; pass the group of the data-parallel dimension, for "
+                "instance mesh['dp'].get_group(), or None.",
             )
         # The mesh has all ranks of the world, and they hold the same rows.
         group = None
@@ -132,8 +131,7 @@ def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
     if len(sharded) > 1 or any(scores.placements[dim] != Shard(1) for dim in sharded):
         raise ValueError(
             "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the "
-            "others, got "
-            f"{scores.placements}; rows of data-parallel ranks are plain tensors here, see the "
-            "argument group.",
+            f"others, got {scores.placements}; rows of data-parallel ranks are plain tensors here, "
+            "see the argument group.",
         )
     return scores.to_local(), scores.device_mesh, sharded[0] if sharded else None

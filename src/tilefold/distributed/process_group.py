@@ -29,8 +29,7 @@ def ranks_of(group: object) -> dist.ProcessGroup | None:
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             f"group must be a process group that holds this rank, 'world' or None, got {group!r}; "
-            "call on its ranks "
-            "only, after torch.distributed.init_process_group.",
+            "call on its ranks only, after torch.distributed.init_process_group.",
         )
     return group if dist.get_world_size(group) > 1 else None
 

@@ -64,8 +64,7 @@ def packed_softmax_attention(
     if query.dim() != 3 or key.shape != query.shape or value.shape != query.shape:
         raise ValueError(
             f"query, key and value must have one shape [T, H, D], got {list(query.shape)}, "
-            f"{list(key.shape)} and "
-            f"{list(value.shape)}; repeat the heads of key and value first.",
+            f"{list(key.shape)} and {list(value.shape)}; repeat the heads of key and value first.",
         )
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
@@ -182,11 +181,9 @@ def _warn_of_replacement(name: str, reason: str) -> None:
     """Warn, once per reason, that the activated flash attention does not run."""
     warnings.warn(
         f"The flash attention {name!r}, which was activated in torch, cannot run this packed "
-        "attention: "
-        f"{reason}. Torch's memory-efficient attention runs instead: the same results within "
-        "rounding, slower. "
-        "torch.nn.attention.restore_flash_attention_impl() brings torch's own flash attention "
-        "back.",
+        f"attention: {reason}. Torch's memory-efficient attention runs instead: the same results "
+        "within rounding, slower. torch.nn.attention.restore_flash_attention_impl() brings torch's "
+        "own flash attention back.",
         FallbackWarning,
         stacklevel=5,
     )

@@ -184,8 +184,7 @@ def check_batches(
             raise ArgumentError(
                 "batch_size",
                 f"must be at most the {n_distinct} different {texts} of the training pairs, "
-                f"because {reason} need full batches in which none occurs twice, got "
-                f"{batch_size}.",
+                f"because {reason} need full batches in which none occurs twice, got {batch_size}.",
             )
         return (
             f"no batch can be full: the training pairs have {n_distinct:,} different {texts}, "

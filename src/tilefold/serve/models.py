@@ -63,9 +63,8 @@ class TextTokens:
         if backend is None:
             raise ArgumentError(
                 "model",
-                f"expected a model with a fast tokenizer, got {type(tokenizer).__name__}. "
-                "Save its tokenizer.json (transformers.AutoTokenizer with use_fast=True), and "
-                "serve that.",
+                f"expected a model with a fast tokenizer, got {type(tokenizer).__name__}. Save its "
+                "tokenizer.json (transformers.AutoTokenizer with use_fast=True), and serve that.",
             )
         self._tokenizer = Tokenizer.from_str(backend.to_str())
         self._tokenizer.no_truncation()

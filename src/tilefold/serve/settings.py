@@ -75,9 +75,8 @@ class Limits:
         if self.max_client_batch_size > self.max_concurrent_requests:
             raise ArgumentError(
                 "max_client_batch_size",
-                "expected at most max_concurrent_requests "
-                f"({self.max_concurrent_requests}), got {self.max_client_batch_size}: such a "
-                "request would never be taken.",
+                f"expected at most max_concurrent_requests ({self.max_concurrent_requests}), got "
+                f"{self.max_client_batch_size}: such a request would never be taken.",
             )
 
 

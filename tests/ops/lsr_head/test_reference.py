@@ -157,8 +157,7 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         PACKED_INPUT | {"attention_mask": MASK},
         "attention_mask must be None with packed input, got a tensor; cu_seqlens already says "
-        "which rows belong to "
-        "which sequence.",
+        "which rows belong to which sequence.",
     ),
     ({"pooling": "avg"}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got 'avg'."),
     ({"pooling": None}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got None."),
@@ -209,8 +208,7 @@ def test_fp64_is_refused_by_triton_and_tiled_by_auto(monkeypatch: pytest.MonkeyP
     assert chosen_impl(HIDDEN.double()) == "tiled"
     message = (
         "hidden must have dtype float16, bfloat16, float32 for impl='triton', got float64; use "
-        "impl='auto' or "
-        "impl='tiled'."
+        "impl='auto' or impl='tiled'."
     )
     refused(
         TypeError,

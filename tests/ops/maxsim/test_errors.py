@@ -46,8 +46,7 @@ VALUES = [
     (
         {"documents": torch.zeros(3, 2, 5, 4), "pairing": "grouped"},
         "documents must come in one group of equal size for each of the 2 queries for "
-        "pairing='grouped', got 6 "
-        "documents in shape [3, 2, 5, 4].",
+        "pairing='grouped', got 6 documents in shape [3, 2, 5, 4].",
     ),
     (
         {"pairing": "both"},
@@ -67,8 +66,7 @@ VALUES = [
     (
         {"pairing": torch.tensor([[0, 0], [1, 2]])},
         "pairing must hold indices below the number of documents (2), got 2 in pair 1; drop that "
-        "pair or fix "
-        "its index.",
+        "pair or fix its index.",
     ),
     (
         {"pairing": torch.tensor([[-1, 0]])},

@@ -196,8 +196,7 @@ SHAPES = [
     (
         PACKED | {"attention_mask": MASK, "cu_seqlens": OFFSETS},
         "attention_mask must be None with packed input, got a tensor; cu_seqlens already says "
-        "which tokens belong to "
-        "which sequence.",
+        "which tokens belong to which sequence.",
     ),
     (PACKED | {"cu_seqlens": OFFSETS[:0]}, "cu_seqlens must have shape [B + 1], got [0]."),
     *[
@@ -213,8 +212,7 @@ SHAPES = [
     (
         {"ignore_ids": range(65)},
         "ignore_ids must be at most 64 ids, got 65; mask more of them: attention_mask = mask * "
-        "~torch.isin(input_ids, "
-        "ids).",
+        "~torch.isin(input_ids, ids).",
     ),
 ]
 FLOATS = "float16, bfloat16, float32, float64"
@@ -246,8 +244,7 @@ def test_an_id_outside_of_the_vocabulary_is_named_with_its_place(wrong: int, imp
     ids[1, 2] = wrong
     message = (
         f"input_ids must lie between 0 and vocab_size - 1 = 8, got {wrong} at [1, 2]; pass the "
-        "vocab_size of the "
-        "tokenizer, or mask that token."
+        "vocab_size of the tokenizer, or mask that token."
     )
     refused(ValueError, f"^{re.escape(message)}$", token_scatter, WEIGHTS, ids, 9, impl=impl)
     assert not token_scatter(

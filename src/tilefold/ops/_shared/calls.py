@@ -205,8 +205,7 @@ def forbid_double_backward(name: str, operator: str) -> None:
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         raise RuntimeError(
             f"tilefold::{name} has no derivative: {operator} can be differentiated once. Leave out "
-            f"create_graph=True, "
-            "or use impl='reference', which can be differentiated again.",
+            "create_graph=True, or use impl='reference', which can be differentiated again.",
         )
 
     torch.library.register_autograd(f"tilefold::{name}", backward)

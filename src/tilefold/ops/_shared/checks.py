@@ -80,8 +80,7 @@ def check_same_device(
         if value is not None and value.device != reference.device:
             raise ValueError(
                 f"{name} must be on the device of {reference_name} ({reference.device}), got "
-                f"{value.device}; "
-                f"move it with .to({reference_name}.device).",
+                f"{value.device}; move it with .to({reference_name}.device).",
             )
 
 
@@ -120,9 +119,8 @@ def check_tokens(
         check_tensor("attention_mask", attention_mask)
         if cu_seqlens is not None:
             raise ValueError(
-                f"attention_mask must be None with packed input, got a tensor; cu_seqlens already "
-                f"says which {unit} "
-                "belong to which sequence.",
+                "attention_mask must be None with packed input, got a tensor; cu_seqlens already "
+                f"says which {unit} belong to which sequence.",
             )
         check_shape("attention_mask", attention_mask, "B S", **sizes)
         if attention_mask.is_complex():
@@ -181,6 +179,5 @@ def check_cu_seqlens(
         return
     raise ValueError(
         f"{name} must start with 0, never fall and end at the number of {unit} T of {owner}, got "
-        f"{problem}; "
-        "build it as the cumulative sum of the sequence lengths with a 0 in front.",
+        f"{problem}; build it as the cumulative sum of the sequence lengths with a 0 in front.",
     )

@@ -123,15 +123,13 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     check_choice("impl", impl, IMPLS)
     if impl != "reference" and in_forward_mode():
         raise RuntimeError(
-            f"impl must be 'reference' in forward-mode differentiation (torch.func.jvp, "
-            f"forward_ad), got {impl!r}; the "
-            "other implementations have gradients only.",
+            "impl must be 'reference' in forward-mode differentiation (torch.func.jvp, "
+            f"forward_ad), got {impl!r}; the other implementations have gradients only.",
         )
     if impl != "reference" and in_function_transform():
         raise RuntimeError(
             f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; "
-            f"torch.autograd.grad and "
-            "backward() serve every implementation.",
+            "torch.autograd.grad and backward() serve every implementation.",
         )
     if impl == "auto":
         return "triton" if takes_kernels(device) and given_up(operator, device) is None else "tiled"
@@ -167,8 +165,7 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
         names = ", ".join(map(dtype_name, TRITON_DTYPES))
         raise TypeError(
             f"{name} must have dtype {names} for impl='triton', got {dtype_name(tensor.dtype)}; "
-            f"use impl='auto' or "
-            "impl='tiled'.",
+            "use impl='auto' or impl='tiled'.",
         )
     return resolved
 
@@ -196,8 +193,7 @@ def check_interpreted(setting: Setting, *dtypes: torch.dtype) -> None:
         fault = INTERPRETER_FAULTS.get(dtype)
         if fault is not None:
             raise RuntimeError(
-                f"dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, "
-                f"got "
+                "dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
                 f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or "
-                f"impl='tiled'.",
+                "impl='tiled'.",
             )

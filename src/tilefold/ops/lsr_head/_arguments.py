@@ -182,8 +182,7 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     if weight.dtype != hidden.dtype:
         raise TypeError(
             f"weight must have the dtype of hidden ({dtype_name(hidden.dtype)}), got "
-            f"{dtype_name(weight.dtype)}; "
-            "cast one of them, or run under torch.autocast.",
+            f"{dtype_name(weight.dtype)}; cast one of them, or run under torch.autocast.",
         )
     return hidden.dtype
 
@@ -194,8 +193,7 @@ def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
     if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
         raise ValueError(
             "hidden and bias must not require a gradient with a QuantizedWeight, which is for "
-            "inference; use "
-            "torch.no_grad(), or train with the weight in 16 bits.",
+            "inference; use torch.no_grad(), or train with the weight in 16 bits.",
         )
     if main_grad is not None:
         raise ValueError(
@@ -214,9 +212,8 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
     if pooling != "max" or impl == "reference":
         raise ValueError(
             f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a "
-            f"tensor; only "
-            "max pooling of the tiled and triton implementations accumulates, elsewhere add "
-            "weight.grad to it yourself.",
+            "tensor; only max pooling of the tiled and triton implementations accumulates, "
+            "elsewhere add weight.grad to it yourself.",
         )
     vocab, dim = weight.shape
     check_shape(
@@ -238,6 +235,5 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
     if torch.is_grad_enabled() and not weight.requires_grad:
         raise ValueError(
             "weight_main_grad must be None where weight needs no gradient, got a tensor; call "
-            "weight.requires_grad_() "
-            "or leave it out.",
+            "weight.requires_grad_() or leave it out.",
         )

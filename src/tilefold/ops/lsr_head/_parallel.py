@@ -248,8 +248,7 @@ def _check_bias(bias: Tensor | None, weight: DTensor) -> None:
     if not isinstance(bias, DTensor):
         raise ValueError(
             "bias must be a DTensor where weight is one, got a plain tensor; distribute it like "
-            "the weight with "
-            "distribute_tensor(bias, weight.device_mesh, weight.placements).",
+            "the weight with distribute_tensor(bias, weight.device_mesh, weight.placements).",
         )
     if bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
         raise ValueError(

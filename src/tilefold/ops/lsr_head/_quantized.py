@@ -157,7 +157,6 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
             return "tiled"
         raise RuntimeError(
             f"impl='triton' cannot multiply fp8 on {torch.cuda.get_device_name(hidden.device)}: it "
-            f"needs compute "
-            "capability 8.9. Use impl='auto', or the weight in 16 bits.",
+            "needs compute capability 8.9. Use impl='auto', or the weight in 16 bits.",
         )
     return resolved

@@ -115,8 +115,7 @@ def read_json_object(path: Path, remedy: str) -> Json:
     if checksum is not None and checksum != _checksum(value):
         raise DataError(
             f"{path}: damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy} After "
-            "an "
-            f"edit of your own, remove its {CHECKSUM!r}.",
+            f"an edit of your own, remove its {CHECKSUM!r}.",
         )
     return value
 

@@ -48,9 +48,8 @@ _ANSERINI = {"id", "contents", "vector"}  # fields of a line for Anserini; the v
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and "
-    "qrels/<split>.tsv; .jsonl.gz, "
-    ".csv, .parquet, saved datasets and MS MARCO's collection.tsv, queries.<split>.tsv and "
-    "qrels.<split>.tsv are read, too."
+    "qrels/<split>.tsv; .jsonl.gz, .csv, .parquet, saved datasets and MS MARCO's collection.tsv, "
+    "queries.<split>.tsv and qrels.<split>.tsv are read, too."
 )
 
 
@@ -79,8 +78,7 @@ class Document:
             if not isinstance(value, str):
                 raise TypeError(
                     f"{name}: expected a string, got {value!r} ({type(value).__name__}) in "
-                    f"document {self.id!r}. Give "
-                    f"str({value!r}), or '' for none.",
+                    f"document {self.id!r}. Give str({value!r}), or '' for none.",
                 )
 
     @property
@@ -299,8 +297,7 @@ class Collection:
             if not name or not is_unicode(name) or breaks_table:
                 raise DataError(
                     "ids: the BEIR layout holds no empty id, and in judgements none with a tab or "
-                    "a "
-                    f"line break, got {name!r}. Rename it.",
+                    f"a line break, got {name!r}. Rename it.",
                 )
 
 

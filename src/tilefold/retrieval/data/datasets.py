@@ -53,16 +53,13 @@ _SKIP = (
 _C_MODULES = (
     "builtins sys posix:os _io:io _thread _asyncio:asyncio _bisect:bisect _bz2:bz2 _codecs:codecs "
     "_collections:collections _contextvars:contextvars _csv:csv _ctypes:ctypes _datetime:datetime "
-    "_decimal:decimal "
-    "_elementtree:xml.etree.ElementTree _functools:functools _hashlib:hashlib _heapq:heapq "
-    "_json:json _lzma:lzma "
-    "_operator:operator _pickle:pickle _queue:queue _random:random _signal:signal _socket:socket "
-    "_sqlite3:sqlite3 "
-    "_sre:re _ssl:ssl _statistics:statistics _struct:struct _tracemalloc:tracemalloc "
-    "_weakref:weakref "
+    "_decimal:decimal _elementtree:xml.etree.ElementTree _functools:functools _hashlib:hashlib "
+    "_heapq:heapq _json:json _lzma:lzma _operator:operator _pickle:pickle _queue:queue "
+    "_random:random _signal:signal _socket:socket _sqlite3:sqlite3 _sre:re _ssl:ssl "
+    "_statistics:statistics _struct:struct _tracemalloc:tracemalloc _weakref:weakref "
     "_zoneinfo:zoneinfo array atexit binascii cmath errno faulthandler fcntl gc grp itertools "
-    "marshal math mmap pwd "
-    "pyexpat:xml.parsers.expat resource select syslog termios time unicodedata zlib"
+    "marshal math mmap pwd pyexpat:xml.parsers.expat resource select syslog termios time "
+    "unicodedata zlib"
 )
 # Pure-Python twins of C modules, under the name that users know.
 _TWINS = {"_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io"}

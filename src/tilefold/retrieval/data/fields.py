@@ -133,8 +133,7 @@ def text_columns_of(names: tuple[str, ...], fields: DocumentFields) -> TextColum
         options = ", ".join(_OPTIONS.values())
         raise FieldError(
             f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename them, or "
-            "name "
-            f"those that are there: {options} (from Python DocumentFields).",
+            f"name those that are there: {options} (from Python DocumentFields).",
         )
     return TextColumns(chosen["_id"], chosen.get("title"), chosen["text"])
 
@@ -173,7 +172,6 @@ def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
     if missing:
         raise FieldError(
             f"expected the fields {', '.join(missing)}, got {_quoted(names)}. Rename those that "
-            "are "
-            "there, or add them.",
+            "are there, or add them.",
         )
     return chosen

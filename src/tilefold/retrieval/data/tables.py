@@ -735,8 +735,7 @@ def _judged_id(value: object, field: str, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(
             f"{where}: expected an id in {field!r}, text or a whole number, got {_shown(value)}. "
-            "Fix "
-            "that row.",
+            "Fix that row.",
         )
     return value
 

@@ -337,7 +337,6 @@ def _check_weights(entries: _Entries) -> None:
     position = int((~valid).int().argmax())
     raise ArgumentDataError(
         "queries",
-        "expected finite weights of at least 0, got "
-        f"{weights[position].item()} for query {int(entries.rows[position])}. "
-        "Check the model's output and its activation.",
+        f"expected finite weights of at least 0, got {weights[position].item()} for query "
+        f"{int(entries.rows[position])}. Check the model's output and its activation.",
     )

@@ -496,7 +496,6 @@ def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None
     except Exception as error:  # a package may raise any error for files it does not understand
         versions = manifest.get("versions") or {}
         raise DataError(
-            f"{folder}: could not be read ({error}); "
-            f"written by {package} {versions.get(package, 'unknown')}, "
-            f"read by {package_version(package)}. {REMEDY}",
+            f"{folder}: could not be read ({error}); written by {package} "
+            f"{versions.get(package, 'unknown')}, read by {package_version(package)}. {REMEDY}",
         ) from error

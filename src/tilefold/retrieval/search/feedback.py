@@ -384,9 +384,8 @@ def _document_rows(
         if document not in row_of:
             raise ArgumentDataError(
                 "documents",
-                f"expected a vector of {document!r}, which was found for query "
-                f"{query!r}, got those of {len(row_of)} others, {list(row_of)[:3]} first. "
-                "Give those searched.",
+                f"expected a vector of {document!r}, which was found for query {query!r}, got "
+                f"those of {len(row_of)} others, {list(row_of)[:3]} first. Give those searched.",
             )
     return [row_of[document] for document in best], [row_of[document] for document in worst]
 

@@ -193,9 +193,8 @@ class Reranker:
         if "texts_sha256" in self.searched.differs(manifest.provenance):
             raise ArgumentDataError(
                 "tokens",
-                f"{folder} holds token vectors of other documents (another collection, or "
-                "changed since). Encode those searched: "
-                "tilefold encode --model MULTI_VECTOR_MODEL",
+                f"{folder} holds token vectors of other documents (another collection, or changed "
+                "since). Encode those searched: tilefold encode --model MULTI_VECTOR_MODEL",
             )
         dimension = token_dimension(self.model, "query")
         if dimension != manifest.dimension:

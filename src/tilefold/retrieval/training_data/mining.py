@@ -114,9 +114,8 @@ class FalseNegatives:
             if highest <= 0:
                 raise ArgumentError(
                     "max_share",
-                    f"the best relevant document of query {query!r} scores "
-                    f"{highest:g}, and a share of that is no limit. Filter by margin, or by scores "
-                    "that are positive.",
+                    f"the best relevant document of query {query!r} scores {highest:g}, and a "
+                    "share of that is no limit. Filter by margin, or by scores that are positive.",
                 )
             limits.append(highest * self.max_share)
         return min(limits)

@@ -167,9 +167,8 @@ def export_opensearch(
     if 0 < documents.min_weight < _MIN_OPENSEARCH_WEIGHT:
         raise ArgumentDataError(
             "vectors",
-            "OpenSearch takes weights of at least "
-            f"{_MIN_OPENSEARCH_WEIGHT:.3g} (a normal float32), got {documents.min_weight:.3g}. "
-            "Drop such weights.",
+            f"OpenSearch takes weights of at least {_MIN_OPENSEARCH_WEIGHT:.3g} (a normal "
+            f"float32), got {documents.min_weight:.3g}. Drop such weights.",
         )
     if field_type == "sparse_vector":
         _check_sparse_vector(documents, tokens)
@@ -226,9 +225,8 @@ def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | N
     if vocab_size > _MAX_SPARSE_VECTOR_TERMS:
         raise ArgumentDataError(
             "vectors",
-            f"sparse_vector takes numbers of terms modulo {_MAX_SPARSE_VECTOR_TERMS:,}, "
-            f"so that some would match in a vocabulary of {vocab_size:,}. "
-            "Use field_type='rank_features'.",
+            f"sparse_vector takes numbers of terms modulo {_MAX_SPARSE_VECTOR_TERMS:,}, so that "
+            f"some would match in a vocabulary of {vocab_size:,}. Use field_type='rank_features'.",
         )
 
 

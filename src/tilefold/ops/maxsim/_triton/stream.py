@@ -61,8 +61,7 @@ def prefetch(ptr, size):
     """
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; setp.gt.and.s32 p, "
-        "$2, 0, p;"
-        " @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, t; }",
+        "$2, 0, p; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, t; }",
         "=r,l,r",
         [ptr, size],
         dtype=tl.int32,
