@@ -38,7 +38,7 @@ from tilefold.ops._shared.plan import (
     Plan,
     Setting,
     TorchStep,
-    contiguous,
+    contiguous_steps,
 )
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.entmax_attention._problem import (

@@ -26,7 +26,7 @@ from tests.ops.base import (
     TorchStep,
     check_shape,
     chosen_impl,
-    contiguous,
+    contiguous_steps,
 )
 from tests.ops.contracts import OPERATORS
 from tests.ops.contracts.contract import RepeatedCall
@@ -107,12 +107,16 @@ def forward(
     numbers, grid = (*tensors.x.shape, options.scale), (tensors.x.size(0), 1, 1)
     constants = {"TF32": setting.tf32, "TRAINING": training, "BLOCK": BLOCK}
     if options.way == "one launch" and TWO_LAUNCHES.kernel not in setting.given_up:
-        steps = [Launch(dot_kernel, grid, "x w y sums", numbers, constants, fallback=TWO_LAUNCHES)]
-        return Plan((*contiguous(**tensors._asdict()), *steps))
+        steps = [
+            Launch(
+                dot_kernel, grid, ("x", "w", "y", "sums"), numbers, constants, fallback=TWO_LAUNCHES
+            )
+        ]
+        return Plan((*contiguous_steps(tensors._asdict()), *steps))
     products = Launch(
         products_kernel,
         grid,
-        "x w parts",
+        ("x", "w", "parts"),
         numbers,
         {"TF32": setting.tf32, "BLOCK": BLOCK},
     )
@@ -120,18 +124,18 @@ def forward(
     between = []
     if options.way == "torch between":
         between, width = (
-            [TorchStep("parts", lambda parts: parts.sum(dim=1, keepdim=True), "parts")],
+            [TorchStep(lambda parts: parts.sum(dim=1, keepdim=True), ("parts",), output="parts")],
             1,
         )
     sums = Launch(
         sum_kernel,
         grid,
-        "parts y sums",
+        ("parts", "y", "sums"),
         (width, options.scale),
         {"TRAINING": training, "BLOCK": BLOCK},
     )
     buffers = {"parts": Buffer(tuple(tensors.x.shape), torch.float32)}
-    return Plan((*contiguous(**tensors._asdict()), products, *between, sums), buffers)
+    return Plan((*contiguous_steps(tensors._asdict()), products, *between, sums), buffers)
 
 
 def backward(
@@ -152,16 +156,16 @@ def backward(
     again = (
         []
         if saved.sums is not None
-        else [TorchStep("sums", lambda x, w: (x * w).sum(dim=1).float(), "x w")]
+        else [TorchStep(lambda x, w: (x * w).sum(dim=1).float(), ("x", "w"), output="sums")]
     )
     launch = Launch(
         gradient_kernel,
         (saved.x.size(1), 1, 1),
-        "dy x w sums dx dw",
+        ("dy", "x", "w", "sums", "dx", "dw"),
         numbers,
         constants,
     )
-    return Plan((*contiguous(**saved._asdict()), *again, launch))
+    return Plan((*contiguous_steps(saved._asdict()), *again, launch))
 
 
 def like_x(saved: ToySaved, options: ToyOptions) -> Buffer:

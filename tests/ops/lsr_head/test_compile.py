@@ -177,11 +177,12 @@ def check_plan(plan: Plan, tensor_dtypes: Dtypes, capability: int, only: str) ->
     """
     all_dtypes = dict(tensor_dtypes)
     for name, buffer in plan.buffers.items():
-        all_dtypes[name] = buffer.dtype if isinstance(buffer, Buffer) else None
+        all_dtypes[name] = buffer.dtype
+    all_dtypes |= dict.fromkeys(plan.skipped_results)
     for step in plan.steps:
         if isinstance(step, TorchStep):
             # Gradients of sums are products in fp32. "place" holds counts that were added up.
-            all_dtypes[step.makes] = I64 if step.makes == "place" else F32
+            all_dtypes[step.output] = I64 if step.output == "place" else F32
     variants: set[str] = set()
     kernels: set[str] = set()
     for step in plan.steps:
@@ -203,7 +204,7 @@ def build(launch: Launch, tensor_dtypes: Dtypes, capability: int) -> None:
     stages = constants.pop("num_stages")
     registers = constants.pop("maxnreg")
     run_time_arguments = [name for name in kernel.arg_names if name not in constants]
-    tensors = launch.tensors.split()
+    tensors = launch.tensors
     types: dict[str, Any] = {}
     for argument, name in zip(run_time_arguments, tensors, strict=False):
         dtype = tensor_dtypes.get(name)

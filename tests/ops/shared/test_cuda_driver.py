@@ -337,7 +337,7 @@ def test_the_first_argument_of_a_name_is_its_descriptor_and_others_are_the_tenso
     monkeypatch.setattr(KernelLauncher, "run_with_triton", record_build)
     tma = {"x": internals.Tma(2, 3, describe)}
     launcher = KernelLauncher(
-        Launch(_scale_kernel, (1, 1, 1), "y x x nothing", (9,), {}, tma),
+        Launch(_scale_kernel, (1, 1, 1), ("y", "x", "x", "nothing"), (9,), {}, tma),
     )
     dtypes = (torch.bool, torch.float32, torch.float32, None)
     launcher(True, (32, 64, 64, None), dtypes)
@@ -376,7 +376,7 @@ def test_a_launch_is_bound_once_it_was_repeated(monkeypatch: pytest.MonkeyPatch)
         return compiled_without_gpu({"ptx": PTX})
 
     monkeypatch.setattr(KernelLauncher, "run_with_triton", launch_with_triton)
-    launcher = KernelLauncher(Launch(_scale_kernel, (1, 1, 1), "x", (9,), {}))
+    launcher = KernelLauncher(Launch(_scale_kernel, (1, 1, 1), ("x",), (9,), {}))
     tensor = torch.ones(4)
 
     def launch(may_bind: bool) -> None:
@@ -508,7 +508,7 @@ def launch_again(
 def test_the_driver_launches_kernels_that_triton_launched_before() -> None:
     constants = {"BLOCK": 64, "num_warps": 4}
     launcher = KernelLauncher(
-        Launch(_scale_kernel, (1, 1, 1), "x out absent", (64, 1, 0.5), constants),
+        Launch(_scale_kernel, (1, 1, 1), ("x", "out", "absent"), (64, 1, 0.5), constants),
     )
     x = torch.randn(64, 32, device="cuda")
     other = torch.randn(64, 32, device="cuda")
@@ -527,7 +527,7 @@ def test_the_driver_launches_kernels_with_tma_maps() -> None:
     tma = {"x": internals.Tma(64, 32, partial(TensorDescriptor, block_shape=[64, 32]))}
     constants = {"BLOCK": 64, "num_warps": 4}
     launcher = KernelLauncher(
-        Launch(_described_kernel, (1, 1, 1), "x out", (3,), constants, tma),
+        Launch(_described_kernel, (1, 1, 1), ("x", "out"), (3,), constants, tma),
     )
     x = torch.randn(64, 32, device="cuda")
     other = torch.randn(64, 32, device="cuda")

@@ -432,7 +432,7 @@ def test_a_forward_plan_copies_strided_tensors_and_launches_a_kernel() -> None:
     assert plan is not None
     copy, launch = plan.steps
     assert isinstance(copy, TorchStep)
-    assert (copy.makes, copy.tensors) == ("w", "w")
+    assert (copy.output, copy.tensors) == ("w", ("w",))
     assert isinstance(launch, Launch)
     assert launch.kernel is toy_operator.dot_kernel
     assert launch.numbers == (5, 16, 0.5)

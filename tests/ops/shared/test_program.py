@@ -72,7 +72,7 @@ def launchers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingLauncher]:
 
 def launch(name: str, tensors: str) -> Launch:
     """A launch of a kernel of that name with these tensors, separated by spaces."""
-    return Launch(NamedKernel(name), (1, 1, 1), tensors, (), {})
+    return Launch(NamedKernel(name), (1, 1, 1), tuple(tensors.split()), (), {})
 
 
 def program_of(
@@ -109,14 +109,13 @@ def program_with_missing_tensors(rows: int) -> program.Program:
     Args:
         rows: Size of the scratch buffers ``first`` (one number a row) and ``second`` (three).
     """
-    buffers: dict[str, Any] = {
-        "nothing": None,
+    buffers = {
         "first": Buffer((rows,), torch.int64),
         "second": float_buffer(3 * rows),
     }
     launches = (launch("one", FIRST_TENSORS), launch("two", SECOND_TENSORS))
     return program_of(
-        Plan(launches, buffers, {"y": 7}),
+        Plan(launches, buffers, {"y": 7}, skipped_results=frozenset(["nothing"])),
         ("a", "absent", "b"),
         results={"y": float_buffer(4), "z": None, "w": Buffer((2, 2), torch.float16)},
     )
@@ -162,7 +161,7 @@ def test_scratch_buffers_are_aligned_pieces_of_one_block(
 def test_results_have_the_planned_strides_and_those_that_are_not_computed_are_none(
     launchers: list[RecordingLauncher],
 ) -> None:
-    plan = Plan((launch("one", "a y z"),), {"z": None})
+    plan = Plan((launch("one", "a y z"),), skipped_results=frozenset(["z"]))
     results = {
         "y": Buffer.like(torch.empty(3, 2, dtype=torch.float16).T),
         "z": float_buffer(4),
@@ -243,7 +242,7 @@ def test_outputs_of_torch_steps_are_freed_after_their_last_use(
         outputs.append(weakref.ref(output))
         return output
 
-    copy = TorchStep("copy", add_one, "a")
+    copy = TorchStep(add_one, ("a",), output="copy")
     read = launch("read", "copy y")
     plan = Plan((copy, read, copy, read, copy, read))
     run = program_of(plan, results={"y": float_buffer(3), "z": None})
@@ -260,11 +259,11 @@ def test_launches_after_torch_steps_are_bound_and_get_the_addresses_of_their_out
 ) -> None:
     plan = Plan(
         (
-            TorchStep("a", Tensor.contiguous, "a"),
-            TorchStep("maximum", torch.amax, "a"),
+            TorchStep(Tensor.contiguous, ("a",), output="a"),
+            TorchStep(torch.amax, ("a",), output="maximum"),
             launch("one", "a maximum y nothing"),
         ),
-        {"y2": None, "nothing": None},
+        skipped_results=frozenset(["y2", "nothing"]),
     )
     results = {"y": float_buffer(3), "y2": Buffer((1,), torch.int32)}
     run = program_of(plan, results=results)
@@ -313,7 +312,7 @@ def test_launches_around_a_torch_step_share_scratch_but_not_its_argument(
     plan = Plan(
         (
             launch("one", "a sums list"),
-            TorchStep("sums", total, "sums"),
+            TorchStep(total, ("sums",), output="sums"),
             launch("two", "list sums y"),
         ),
         {"sums": float_buffer(4), "list": Buffer((5,), torch.int32)},

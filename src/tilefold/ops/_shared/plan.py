@@ -1,12 +1,13 @@
 """Plans: what one pass of an operator allocates and launches, as data without values or addresses.
 
-A plan is made from the layouts of tensors and from options, so it can be made, and tested, without
-a GPU. A :class:`~tilefold.ops._shared._triton.program.Program` runs it.
+A :class:`PlanBuilder` records a plan from the layouts of tensors and from options, so that no GPU
+is needed to record it or to test it. A :class:`~tilefold.ops._shared._triton.program.Program` runs
+a plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -43,6 +44,11 @@ class Setting(NamedTuple):
     aligned: bool
     given_up: frozenset[str]
     accumulated: frozenset[str] = frozenset()
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether Triton's interpreter runs the kernels, on the CPU."""
+        return self.capability == (0, 0)
 
 
 class Buffer(NamedTuple):
@@ -82,22 +88,22 @@ class KernelFallback(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Launch of a kernel, whose parameters are tensors, then numbers, then constants.
+    """Launch of a Triton kernel, whose parameters are tensors, then numbers, then constants.
 
     Attributes:
         kernel: the ``triton.jit`` function.
         grid: number of program instances in three dimensions.
-        tensors: names of the tensors, separated by spaces, in the order of the parameters.
+        tensors: names of the tensors, in the order of the kernel's parameters.
         numbers: values of the parameters after the tensors.
         constants: ``constexpr`` parameters and Triton's options, by name.
-        tma: how a tensor is described to TMA, by its name. The first parameter with this name is a
-            TMA descriptor, later ones are pointers.
+        tma: the TMA description of a tensor, by the tensor's name. The first parameter that gets
+            this tensor is a TMA descriptor, later ones are pointers.
         fallback: what runs if the kernel cannot be built. Without one, the tiled path does.
     """
 
     kernel: Any
     grid: Grid
-    tensors: str
+    tensors: tuple[str, ...]
     numbers: tuple[int | float, ...]
     constants: Constants
     tma: Mapping[str, Tma] = {}
@@ -105,78 +111,85 @@ class Launch(NamedTuple):
 
 
 class TorchStep(NamedTuple):
-    """Call of a torch function: ``makes = function(*tensors)``.
+    """Call of a torch function, ``output = function(*tensors)``, between the launches of a plan.
 
     Attributes:
-        makes: name of the output. If a tensor has this name already, the name is bound to the
-            output from here on.
-        function: function of tensors. It may return ``None``, for a tensor that is not made.
-        tensors: names of the arguments, separated by spaces.
+        function: function of tensors. It may return ``None``; later steps then get ``None``.
+        tensors: names of the arguments.
+        output: name of the result. If another tensor has this name, the result replaces it in all
+            later steps.
     """
 
-    makes: str
     function: Callable[..., Tensor | None]
-    tensors: str
+    tensors: tuple[str, ...]
+    output: str
 
 
 class Plan(NamedTuple):
-    """Memory, launches and torch functions of one pass of an operator.
+    """Memory, kernel launches and torch calls of one pass of an operator.
 
-    Steps name inputs, results, scratch, and outputs of torch steps. A name that nothing has is
-    ``None`` to them.
+    Steps refer to tensors by name: the inputs and results of the pass, buffers, and outputs of
+    torch steps. A step gets ``None`` for a name that no tensor has.
 
     Attributes:
-        steps: launches and torch functions, in order.
-        buffers: scratch by name, or ``None`` for a result that is not computed.
-        fills: numbers that results are filled with before the steps, by name.
+        steps: launches and torch steps, in the order in which they run.
+        buffers: memory that is allocated in addition to the results, by name. A result that a torch
+            step updates in place needs a buffer of its name.
+        fills: numbers that results and buffers are filled with before the steps, by name.
+        skipped_results: names of the results that are not computed. They are ``None``.
     """
 
     steps: tuple[Launch | TorchStep, ...] = ()
-    buffers: Mapping[str, Buffer | None] = {}
+    buffers: Mapping[str, Buffer] = {}
     fills: Mapping[str, float] = {}
+    skipped_results: frozenset[str] = frozenset()
 
 
 def cdiv(a: int, b: int) -> int:
-    """``ceil(a / b)``. Triton's own costs microseconds per call on the CPU."""
+    """Return ``ceil(a / b)``. Triton's own function takes microseconds per call on the CPU."""
     return -(-a // b)
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """The first power of two that is no less than ``n``, and no less than ``least``."""
+    """Return the smallest power of two that is at least ``n`` and at least ``least``."""
     return max(least, 1 << (n - 1).bit_length())
 
 
 def one_byte(mask: Tensor) -> Tensor:
-    """Make a mask (nonzero = keep) contiguous, with one byte per entry.
+    """Return a contiguous mask (nonzero = keep) with one byte per entry.
 
-    Kernels are then compiled for few dtypes of masks.
+    Kernels are then compiled for few mask dtypes.
     """
     if mask.dtype.itemsize != 1:
         mask = mask != 0
     return mask.contiguous()
 
 
-def contiguous(
+def contiguous_steps(
+    tensors: Mapping[str, Tensor | None],
     dtype: torch.dtype | None = None,
-    /,
-    **tensors: Tensor | None,
-) -> tuple[TorchStep, ...]:
-    """Make steps that copy the tensors which are not contiguous, or not in ``dtype``.
+) -> list[TorchStep]:
+    """Return the steps that copy tensors which are not contiguous, or have another dtype.
+
+    Each copy replaces its tensor in later steps.
 
     Args:
-        dtype: dtype of the copies; ``None`` keeps the dtype of each tensor.
-        **tensors: tensors by their names in the plan. The copies take over the names.
+        tensors: layouts of the tensors, by name. ``None`` is skipped.
+        dtype: dtype that the tensors must have; ``None`` accepts every dtype.
     """
     steps = []
     for name, tensor in tensors.items():
         if tensor is None:
             continue
+        function: Callable[..., Tensor]
         if dtype is not None and tensor.dtype != dtype:
-            cast = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)
-            steps.append(TorchStep(name, cast, name))
+            function = partial(Tensor.to, dtype=dtype, memory_format=torch.contiguous_format)
         elif not tensor.is_contiguous():
-            steps.append(TorchStep(name, Tensor.contiguous, name))
-    return tuple(steps)
+            function = Tensor.contiguous
+        else:
+            continue
+        steps.append(TorchStep(function, (name,), output=name))
+    return steps
 
 
 def selector(positions: list[int]) -> Selector:
@@ -188,112 +201,187 @@ def selector(positions: list[int]) -> Selector:
     return itemgetter(slice(first, first + len(positions)))
 
 
-class Steps:
-    """Builder of a plan, which matches the parameters of a kernel to tensors and values by name.
+class PlanBuilder:
+    """Recorder of a :class:`Plan`: the list of what one pass of an operator does on the GPU.
 
-    A parameter whose name ends in ``_ptr``, ``_src`` or ``_desc`` is a tensor, and the rest of its
-    name is the tensor's. A parameter that is annotated ``tl.constexpr`` is a constant. Any other
-    one is a number. For example::
+    A plan is recorded once for all calls of the same shapes, dtypes and options, before any tensor
+    has values, and is replayed in each of these calls. It refers to tensors by name: the inputs and
+    the results of the pass have names from the start. A *launch* runs a Triton kernel. A *torch
+    step* calls a torch function, and gives its result a name. A *buffer* is memory that the pass
+    allocates for itself, usually as scratch that one kernel writes and a later one reads. Launches
+    and torch steps run in the order in which they are added.
+
+    A launch finds the arguments of its kernel by the names of the kernel's parameters:
+
+    - A parameter whose name ends in ``_ptr``, ``_src`` or ``_desc`` gets a tensor, whose name is
+      the rest of the parameter's name.
+    - Any other parameter gets a number or, if it is annotated ``tl.constexpr``, a constant. Its
+      value comes from the arguments of :meth:`add_launch`, or from :meth:`set_parameters`.
+
+    For example::
 
         @triton.jit
         def scale_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr): ...
 
 
-        steps = Steps({"n": x.numel(), "BLOCK": 256, "num_warps": 4})
-        steps.launch(scale_kernel, (cdiv(x.numel(), 256),))
-        steps.plan().steps[0]
-        # Launch(scale_kernel, (4, 1, 1), tensors="x out", numbers=(1000,),
+        builder = PlanBuilder()
+        builder.set_parameters(n=x.numel(), num_warps=4)
+        builder.add_launch(
+            scale_kernel,
+            grid=(cdiv(x.numel(), 256),),
+            parameters={"BLOCK": 256},
+        )
+        builder.build().steps[0]
+        # Launch(scale_kernel, (4, 1, 1), tensors=("x", "out"), numbers=(1000,),
         #        constants={"num_warps": 4, "BLOCK": 256})
 
-    Two mappings change which tensor a parameter gets. ``steps.renamed["x"] = "rows"`` gives every
-    later launch the tensor ``rows`` for its parameter ``x_ptr``.
-    ``steps.launch(..., parameter_tensors={"x_ptr": "rows"})`` does so for one launch and one
-    parameter, and is needed where the name of a parameter has no such ending.
-
     Args:
-        values: numbers and constants, by the names of the kernels' parameters. A kernel takes those
-            that it has parameters for.
-        parameter_tensors: names of tensors, by the names of the kernels' parameters.
+        parameters: numbers and constants of all launches; see :meth:`set_parameters`.
+        tensors: names of tensors by the names of kernels' parameters, for parameters that do not
+            have the names of their tensors.
 
     Attributes:
-        values: as the argument; later launches see changes.
-        parameter_tensors: as the argument.
-        renamed: by the name of a tensor, the name of the tensor that later steps get instead.
-        steps: launches and torch functions, in order.
-        buffers: scratch by name, or ``None`` for a result that is not computed.
-        fills: numbers that results are filled with before the steps, by name.
+        parameters: numbers and constants of later launches.
     """
 
     def __init__(
         self,
-        values: Mapping[str, Any],
-        parameter_tensors: Mapping[str, str] = {},
+        parameters: Mapping[str, Any] = {},
+        tensors: Mapping[str, str] = {},
     ) -> None:
-        self.values = dict(values)
-        self.parameter_tensors = parameter_tensors
-        self.renamed: dict[str, str] = {}
-        self.steps: list[Launch | TorchStep] = []
-        self.buffers: dict[str, Buffer | None] = {}
-        self.fills: dict[str, float] = {}
+        self.parameters = dict(parameters)
+        self._tensors = tensors
+        self._replacements: dict[str, str] = {}
+        self._steps: list[Launch | TorchStep] = []
+        self._buffers: dict[str, Buffer] = {}
+        self._fills: dict[str, float] = {}
+        self._skipped_results: set[str] = set()
 
-    def buffer(self, name: str, shape: Iterable[int], dtype: torch.dtype = torch.float32) -> str:
-        """Add contiguous scratch, and return its name."""
-        self.buffers[name] = Buffer(tuple(shape), dtype)
+    def set_parameters(self, **parameters: Any) -> None:
+        """Set numbers and constants that later launches pass to kernels with such parameters.
+
+        Args:
+            **parameters: values by the names of kernels' parameters, or of Triton's options.
+        """
+        self.parameters |= parameters
+
+    def add_buffer(
+        self,
+        name: str,
+        shape: Iterable[int],
+        dtype: torch.dtype = torch.float32,
+    ) -> str:
+        """Add a contiguous buffer, and return its name."""
+        self._buffers[name] = Buffer(tuple(shape), dtype)
         return name
 
-    def torch(self, makes: str, function: Callable[..., Tensor | None], tensors: str) -> None:
-        """Add the call ``makes = function(*tensors)`` of a :class:`TorchStep`."""
-        names = [self.renamed.get(name, name) for name in tensors.split()]
-        self.steps.append(TorchStep(makes, function, " ".join(names)))
+    def fill(self, name: str, number: float) -> None:
+        """Fill a result or a buffer with a number before the first step that uses it."""
+        self._fills[name] = number
 
-    def launch(
+    def skip_result(self, name: str) -> None:
+        """Do not compute a result: it is ``None``, and so it is for the steps."""
+        self._skipped_results.add(name)
+
+    def replace_tensor(self, name: str, by: str) -> None:
+        """Let later steps use another tensor in place of the one of this name.
+
+        Args:
+            name: name of the tensor that is replaced.
+            by: name of the tensor that later steps get. If no tensor has it, they get ``None``.
+        """
+        self._replacements[name] = by
+
+    def make_contiguous(
+        self,
+        tensors: Mapping[str, Tensor | None],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy the tensors which are not contiguous, or have another dtype.
+
+        Each copy replaces its tensor in later steps.
+
+        Args:
+            tensors: layouts of the tensors, by name. ``None`` is skipped.
+            dtype: dtype that the tensors must have; ``None`` accepts every dtype.
+        """
+        self._steps += contiguous_steps(tensors, dtype)
+
+    def add_torch_step(
+        self,
+        function: Callable[..., Tensor | None],
+        tensors: Sequence[str],
+        output: str,
+    ) -> None:
+        """Add the call ``output = function(*tensors)``.
+
+        Args:
+            function: function of tensors.
+            tensors: names of the function's arguments.
+            output: name of the result, which replaces another tensor of this name in later steps.
+        """
+        arguments = tuple(self._replacements.get(name, name) for name in tensors)
+        self._steps.append(TorchStep(function, arguments, output))
+
+    def add_launch(
         self,
         kernel: Any,
-        grid: tuple[int, ...],
-        values: Mapping[str, Any] = {},
-        parameter_tensors: Mapping[str, str] = {},
+        *,
+        grid: Sequence[int],
+        parameters: Mapping[str, Any] = {},
+        tensors: Mapping[str, str] = {},
         tma: Mapping[str, Tma] = {},
         fallback: KernelFallback | None = None,
     ) -> None:
-        """Add a launch.
+        """Add the launch of a kernel.
 
         Args:
             kernel: the ``triton.jit`` function.
             grid: number of program instances, in one to three dimensions.
-            values: numbers and constants of this launch only.
-            parameter_tensors: names of tensors by the names of the kernel's parameters, for this
-                launch only.
-            tma: how a tensor is described to TMA, by its name.
+            parameters: numbers and constants of this launch, in addition to those of
+                :meth:`set_parameters`.
+            tensors: names of tensors by the names of the kernel's parameters, for parameters that
+                do not have the names of their tensors.
+            tma: the TMA description of a tensor, by the tensor's name.
             fallback: what runs if a kernel with TMA descriptors cannot be built. A launch without
                 descriptors ignores it.
         """
-        parameter_tensors = {**self.parameter_tensors, **parameter_tensors}
-        values = {**self.values, **values}
-        constants = {name: values[name] for name in TRITON_OPTIONS if values.get(name) is not None}
-        tensors: list[str] = []
+        tensors = {**self._tensors, **tensors}
+        parameters = {**self.parameters, **parameters}
+        constants = {
+            option: parameters[option]
+            for option in TRITON_OPTIONS
+            if parameters.get(option) is not None
+        }
+        tensor_names: list[str] = []
         numbers: list[int | float] = []
         for parameter in kernel.arg_names:
             stem, _, ending = parameter.rpartition("_")
-            if parameter in parameter_tensors or ending in ("ptr", "src", "desc"):
-                name = parameter_tensors.get(parameter, stem)
-                tensors.append(self.renamed.get(name, name))
+            if parameter in tensors or ending in ("ptr", "src", "desc"):
+                name = tensors.get(parameter, stem)
+                tensor_names.append(self._replacements.get(name, name))
             elif parameter in kernel.fn.__annotations__:
-                constants[parameter] = values[parameter]
+                constants[parameter] = parameters[parameter]
             else:
-                numbers.append(values[parameter])
+                numbers.append(parameters[parameter])
         x, y, z = (*grid, 1, 1)[:3]
-        self.steps.append(
+        self._steps.append(
             Launch(
                 kernel=kernel,
                 grid=(x, y, z),
-                tensors=" ".join(tensors),
+                tensors=tuple(tensor_names),
                 numbers=tuple(numbers),
                 constants=constants,
-                tma=tma,
+                tma={self._replacements.get(name, name): tma[name] for name in tma},
                 fallback=fallback if tma else None,
             ),
         )
 
-    def plan(self) -> Plan:
-        """Return the plan of all steps."""
-        return Plan(tuple(self.steps), self.buffers, self.fills)
+    def build(self) -> Plan:
+        """Return the plan of everything that was added."""
+        return Plan(
+            steps=tuple(self._steps),
+            buffers=self._buffers,
+            fills=self._fills,
+            skipped_results=frozenset(self._skipped_results),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import methodcaller
 from typing import Any
 
@@ -11,14 +12,11 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.plan import (
-    Buffer,
     Constants,
-    Launch,
     Plan,
+    PlanBuilder,
     Setting,
-    TorchStep,
     cdiv,
-    contiguous,
     power_of_two,
 )
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
@@ -90,10 +88,18 @@ def forward(
     check_interpreted(setting, x.dtype)
     if x.numel() == 0:
         return Plan(fills={"support": 0})
-    constants = rows_config(x.size(1))
-    constants["TOLERANCE"] = tolerance(x.dtype)
-    launch = _launch(_forward_kernel, "x alpha p support", x, alpha, options, constants)
-    return Plan((*contiguous(x=x, alpha=alpha), launch))
+    builder = PlanBuilder()
+    builder.make_contiguous({"x": x, "alpha": alpha})
+    _add_launch(
+        builder,
+        _forward_kernel,
+        x,
+        alpha,
+        options,
+        {**rows_config(x.size(1)), "TOLERANCE": tolerance(x.dtype)},
+        tensors={"out_ptr": "p"},
+    )
+    return builder.build()
 
 
 def backward(
@@ -118,49 +124,61 @@ def backward(
     need_x, need_alpha = needs
     if p.numel() == 0:
         return Plan(fills={"dalpha": 0})
-    constants = rows_config(p.size(1), gradient=True)
-    constants["NEED_X"] = need_x
-    constants["NEED_ALPHA"] = need_alpha
-    copies = contiguous(dp=dp, p=p, alpha=alpha)
-    if alpha is None or alpha.dtype == torch.float32 or not need_alpha:  # no cast
-        tensors = "dp p alpha dx dalpha"
-        return Plan((*copies, _launch(_backward_kernel, tensors, p, alpha, options, constants)))
-    tensors = "dp p alpha dx wide_dalpha"  # fp32
-    launch = _launch(_backward_kernel, tensors, p, alpha, options, constants)
-    cast = TorchStep("dalpha", methodcaller("to", alpha.dtype), "wide_dalpha")
-    return Plan(
-        (*copies, launch, cast),
-        {"wide_dalpha": Buffer((p.size(0),), torch.float32)},
+    builder = PlanBuilder()
+    builder.make_contiguous({"dp": dp, "p": p, "alpha": alpha})
+    is_cast = need_alpha and alpha is not None and alpha.dtype != torch.float32
+    dalpha = "dalpha"
+    if is_cast:
+        dalpha = builder.add_buffer("dalpha_fp32", (p.size(0),))
+    _add_launch(
+        builder,
+        _backward_kernel,
+        p,
+        alpha,
+        options,
+        {
+            **rows_config(p.size(1), gradient=True),
+            "NEED_X": need_x,
+            "NEED_ALPHA": need_alpha,
+        },
+        tensors={"dalpha_ptr": dalpha},
     )
+    if is_cast:
+        builder.add_torch_step(methodcaller("to", alpha.dtype), [dalpha], output="dalpha")
+    return builder.build()
 
 
-def _launch(
+def _add_launch(
+    builder: PlanBuilder,
     kernel: Any,
-    tensors: str,
     x: Tensor,
     alpha: Tensor | None,
     options: EntmaxOptions,
-    constants: Constants,
-) -> Launch:
-    """Describe the launch of a kernel over rows.
+    parameters: Constants,
+    tensors: Mapping[str, str],
+) -> None:
+    """Add the launch of a kernel over rows.
 
     Args:
+        builder: the plan so far.
         kernel: the ``triton.jit`` function.
-        tensors: names of its tensors, separated by spaces.
-        x: ``[R, n]`` rows.
-        alpha: ``[R]`` alpha of each row, or ``None``.
+        x: layout of the ``[R, n]`` rows.
+        alpha: layout of the ``[R]`` alphas, or ``None``.
         options: checked options.
-        constants: constants that depend on the kernel.
+        parameters: constants that depend on the kernel.
+        tensors: names of tensors by the names of the kernel's parameters.
     """
     n_rows, row_length = x.shape
-    return Launch(
+    builder.add_launch(
         kernel,
-        grid=(cdiv(n_rows, constants["BLOCK_R"]), 1, 1),
-        tensors=tensors,
-        numbers=(n_rows, row_length, options.alpha_value),
-        constants={
-            **constants,
+        grid=(cdiv(n_rows, parameters["BLOCK_R"]),),
+        parameters={
+            **parameters,
+            "R": n_rows,
+            "n": row_length,
+            "alpha_value": options.alpha_value,
             "KIND": kernel_kind(x.dtype, alpha, options.alpha_value),
             "HAS_ALPHA": alpha is not None,
         },
+        tensors=tensors,
     )

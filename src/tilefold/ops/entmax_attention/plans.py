@@ -12,7 +12,7 @@ from torch import Tensor
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.philox import dropout_threshold
-from tilefold.ops._shared.plan import Plan, Setting, Steps, cdiv, contiguous, one_byte, power_of_two
+from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting, cdiv, one_byte, power_of_two
 from tilefold.ops.entmax_attention._problem import (
     AttentionOptions,
     AttentionSaved,
@@ -78,55 +78,56 @@ def forward(
         training=training,
     )
     tile_rows = config["resident_rows"] if strategy == RESIDENT else config["rows"]
-    steps = _steps(tensors, options, config, tile_rows)
+    builder = _plan_builder(tensors, options, config, tile_rows)
     if not training:
-        steps.buffers["out2"] = None
+        builder.skip_result("out2")
     if strategy != LISTS:
-        steps.buffers["live"] = None
+        builder.skip_result("live")
     if not training and not options.support:
-        steps.buffers["stats"] = None
+        builder.skip_result("stats")
         if strategy != RESIDENT:  # one kernel writes statistics that the next one reads
-            steps.renamed["stats"] = steps.buffer("rows", (4, *tensors.stats_shape))
+            builder.add_buffer("rows", (4, *tensors.stats_shape))
+            builder.replace_tensor("stats", by="rows")
     if q.numel() == 0:
-        return steps.plan()
-    operands = _operands(steps, {"q": q, "k": tensors.k, "v": tensors.v}, tensors)
+        return builder.build()
+    operands = _operands(builder, {"q": q, "k": tensors.k, "v": tensors.v}, tensors)
     if not training:
-        steps.renamed["out2"] = "out"
+        builder.replace_tensor("out2", by="out")
     n_tiles = row_tiles(q, tile_rows, tensors)
     # NEAR is the share of a row's weights that the last step of its root may leave out: a quarter
     # of an ulp.
     near = 0.0 if q.dtype == torch.float32 else torch.finfo(q.dtype).eps / 4
-    steps.values |= _strides({**operands, "o": result_like(q).on(q.device)}, packed)
-    steps.values |= {
-        "tiles_per": 0 if packed else n_tiles // tensors.batch,
-        "GRADIENT": training,
-        "SUPPORT": options.support,
-        "TOLERANCE": tolerance(q.dtype),
-        "NEAR": near,
-    }
-    _add_tables(steps, tensors, _Tiling(n_tiles, tile_rows))
+    builder.set_parameters(**_strides({**operands, "o": result_like(q).on(q.device)}, packed))
+    builder.set_parameters(
+        tiles_per=0 if packed else n_tiles // tensors.batch,
+        GRADIENT=training,
+        SUPPORT=options.support,
+        TOLERANCE=tolerance(q.dtype),
+        NEAR=near,
+    )
+    _add_tables(builder, tensors, _Tiling(n_tiles, tile_rows))
     if strategy == RESIDENT:
-        steps.launch(
+        builder.add_launch(
             resident_kernel,
-            (n_tiles, q.size(1)),
-            {
+            grid=(n_tiles, q.size(1)),
+            parameters={
                 "BLOCK_N": power_of_two(key_span(tile_rows, options)),
                 "num_warps": config["resident_warps"],
                 "num_stages": 1,
             },
         )
     else:
-        _add_roots_and_output(steps, tensors, options, config, strategy, training, setting)
+        _add_roots_and_output(builder, tensors, options, config, strategy, training, setting)
     if packed:
         # The output becomes NaN if offsets do not describe the rows, or a sequence has more keys
         # than the bound: checking on the CPU would wait for the device.
         writers = WRITERS
         if setting.capability == (0, 0):  # interpreted programs run one after another
             writers = 1
-        steps.launch(
+        builder.add_launch(
             nan_if_broken_kernel,
-            (writers,),
-            {
+            grid=(writers,),
+            parameters={
                 "q_rows": q.size(0),
                 "k_rows": tensors.k.size(0),
                 "longest": options.max_seqlen_k,
@@ -135,11 +136,11 @@ def forward(
                 **SIMPLE,
             },
         )
-    return steps.plan()
+    return builder.build()
 
 
 def _add_roots_and_output(
-    steps: Steps,
+    builder: PlanBuilder,
     tensors: AttentionTensors,
     options: AttentionOptions,
     config: Mapping[str, Any],
@@ -150,7 +151,7 @@ def _add_roots_and_output(
     """Add two kernels: the first finds the roots of rows, the second computes the output.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         tensors: tensors of the call.
         options: checked options.
         config: the configuration of the kernels.
@@ -169,22 +170,28 @@ def _add_roots_and_output(
         balance = max(1, min(MAX_BALANCE, BALANCED_BLOCKS // n_blocks))
         n_programs = min(n_programs, config["programs"] * balance * setting.multiprocessors)
         n_words = cdiv(options.max_seqlen_k, WORD_BITS * config["keys"])
-        steps.buffer("maxima", (n_programs, n_blocks, tile_rows))
-        steps.buffer("key_list", (n_heads, n_tiles, n_blocks), torch.int32)
-        steps.buffer("key_count", (n_heads, n_tiles), torch.int32)
-    steps.values |= {
-        "LISTS": strategy == LISTS,
-        "BLOCK_N": config["keys"],
-        "tiles": n_tiles,
-        "blocks": n_blocks,
-        "words": n_words,
-        "num_stages": config["forward_stages"],
-        "num_warps": config["num_warps"],
-        "maxnreg": config["registers"],
-    }
-    steps.launch(roots_kernel, (n_programs,), {"WIDTH": 16 if n_blocks <= NARROW_BLOCKS else 32})
+        builder.add_buffer("maxima", (n_programs, n_blocks, tile_rows))
+        builder.add_buffer("key_list", (n_heads, n_tiles, n_blocks), torch.int32)
+        builder.add_buffer("key_count", (n_heads, n_tiles), torch.int32)
+    builder.set_parameters(
+        LISTS=strategy == LISTS,
+        BLOCK_N=config["keys"],
+        tiles=n_tiles,
+        blocks=n_blocks,
+        words=n_words,
+        num_stages=config["forward_stages"],
+        num_warps=config["num_warps"],
+        maxnreg=config["registers"],
+    )
+    builder.add_launch(
+        roots_kernel,
+        grid=(n_programs,),
+        parameters={"WIDTH": 16 if n_blocks <= NARROW_BLOCKS else 32},
+    )
     output_registers = config["wide_registers"] if training else config["registers"]
-    steps.launch(output_kernel, (n_tiles, n_heads), {"maxnreg": output_registers})
+    builder.add_launch(
+        output_kernel, grid=(n_tiles, n_heads), parameters={"maxnreg": output_registers}
+    )
 
 
 def backward(
@@ -216,12 +223,12 @@ def backward(
         SHORT if live is None else LISTS,
         tf32=setting.tf32,
     )
-    steps = _steps(tensors, options, config, config["rows"])
-    steps.buffer("delta", tensors.stats_shape)
+    builder = _plan_builder(tensors, options, config, config["rows"])
+    builder.add_buffer("delta", tensors.stats_shape)
     if need_alpha:
-        steps.buffer("terms", tensors.stats_shape)
+        builder.add_buffer("terms", tensors.stats_shape)
     operands = _operands(
-        steps,
+        builder,
         {"q": q, "k": k, "v": tensors.v, "dout": dout, "out2": saved.out2},
         tensors,
     )
@@ -239,27 +246,27 @@ def backward(
     if live is not None:
         n_blocks = cdiv(options.max_seqlen_k, config["keys"])
         n_words = live.size(2)
-    steps.values |= {
-        "tiles_per": query_tiles_per_sequence,
-        "key_tiles_per": key_tiles_per_sequence,
-        "tiles": query_tiles.n_tiles,
-        "spans": max_key_tiles,
-        "blocks": n_blocks,
-        "LISTS": live is not None,
-        "words": n_words,
-        "BLOCK_N": config["keys"],
-        "KEYS": config["dkv_keys"],
-        "QUERIES": config["dkv_queries"],
-        "NEED_Q": need_q,
-        "NEED_K": need_k,
-        "NEED_V": need_v,
-        "NEED_ALPHA": need_alpha,
-    }
+    builder.set_parameters(
+        tiles_per=query_tiles_per_sequence,
+        key_tiles_per=key_tiles_per_sequence,
+        tiles=query_tiles.n_tiles,
+        spans=max_key_tiles,
+        blocks=n_blocks,
+        LISTS=live is not None,
+        words=n_words,
+        BLOCK_N=config["keys"],
+        KEYS=config["dkv_keys"],
+        QUERIES=config["dkv_queries"],
+        NEED_Q=need_q,
+        NEED_K=need_k,
+        NEED_V=need_v,
+        NEED_ALPHA=need_alpha,
+    )
     if need_alpha and packed:  # should offsets be broken, there may be rows of no sequence
-        steps.torch("terms", Tensor.zero_, "terms")
-    _add_tables(steps, tensors, query_tiles, key_tiles)
+        builder.add_torch_step(Tensor.zero_, ["terms"], output="terms")
+    _add_tables(builder, tensors, query_tiles, key_tiles)
     _add_query_gradient(
-        steps,
+        builder,
         config,
         tensors,
         operands,
@@ -270,7 +277,7 @@ def backward(
     )
     if need_k or need_v:
         _add_key_gradients(
-            steps,
+            builder,
             config,
             tensors,
             operands,
@@ -281,12 +288,16 @@ def backward(
         )
     if need_alpha:
         dtype = torch.float32 if tensors.alpha is None else tensors.alpha.dtype
-        steps.torch("dalpha", lambda terms: terms.sum(dim=(0, 2)).to(dtype), "terms")
-    return steps.plan()
+        builder.add_torch_step(
+            lambda terms: terms.sum(dim=(0, 2)).to(dtype),
+            ["terms"],
+            output="dalpha",
+        )
+    return builder.build()
 
 
 def _add_query_gradient(
-    steps: Steps,
+    builder: PlanBuilder,
     config: Mapping[str, Any],
     tensors: AttentionTensors,
     operands: Mapping[str, Tensor],
@@ -299,7 +310,7 @@ def _add_query_gradient(
     """Add the kernel that computes dq, the terms of dalpha, and a number per row for dk.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         config: the configuration of the kernels.
         tensors: tensors of the call.
         operands: tensors that the kernel reads, by name.
@@ -312,18 +323,18 @@ def _add_query_gradient(
     n_heads = q.size(1)
     if has_lists:
         # For every tile of queries the live blocks of keys, and their number.
-        steps.buffer("key_list", (n_heads, n_query_tiles, n_blocks), torch.int32)
-        steps.buffer("key_count", (n_heads, n_query_tiles), torch.int32)
-        steps.launch(
+        builder.add_buffer("key_list", (n_heads, n_query_tiles, n_blocks), torch.int32)
+        builder.add_buffer("key_count", (n_heads, n_query_tiles), torch.int32)
+        builder.add_launch(
             key_lists_kernel,
-            (n_query_tiles, n_heads),
-            {"num_warps": 1, "num_stages": 1},
+            grid=(n_query_tiles, n_heads),
+            parameters={"num_warps": 1, "num_stages": 1},
         )
     strides = _strides({**operands, "g": result_like(q).on(q.device)}, tensors.packed)
-    steps.launch(
+    builder.add_launch(
         dq_kernel,
-        (n_query_tiles, n_heads),
-        {
+        grid=(n_query_tiles, n_heads),
+        parameters={
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
             "maxnreg": config["wide_registers"] if with_alpha else config["registers"],
@@ -333,7 +344,7 @@ def _add_query_gradient(
 
 
 def _add_key_gradients(
-    steps: Steps,
+    builder: PlanBuilder,
     config: Mapping[str, Any],
     tensors: AttentionTensors,
     operands: Mapping[str, Tensor],
@@ -346,7 +357,7 @@ def _add_key_gradients(
     """Add the kernel that computes dk and dv.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         config: the configuration of the kernels.
         tensors: tensors of the call.
         operands: tensors that the kernel reads, by name.
@@ -360,14 +371,14 @@ def _add_key_gradients(
     if has_lists:
         # For every tile of keys the tiles of queries in which one of its blocks is live, and
         # their number.
-        steps.buffer("query_list", (n_heads, n_query_tiles, max_key_tiles), torch.int32)
-        steps.buffer("query_count", (n_heads, n_key_tiles), torch.int32)
-        steps.launch(query_lists_kernel, (n_key_tiles, n_heads), SMALL)
+        builder.add_buffer("query_list", (n_heads, n_query_tiles, max_key_tiles), torch.int32)
+        builder.add_buffer("query_count", (n_heads, n_key_tiles), torch.int32)
+        builder.add_launch(query_lists_kernel, grid=(n_key_tiles, n_heads), parameters=SMALL)
     gradients = {"g": result_like(k).on(k.device), "w": result_like(tensors.v).on(k.device)}
-    steps.launch(
+    builder.add_launch(
         dkv_kernel,
-        (n_key_tiles, k.size(1)),
-        {
+        grid=(n_key_tiles, k.size(1)),
+        parameters={
             "num_warps": config["dkv_warps"],
             "num_stages": config["dkv_stages"],
             "maxnreg": config["dkv_registers"],
@@ -376,12 +387,12 @@ def _add_key_gradients(
     )
 
 
-def _steps(
+def _plan_builder(
     tensors: AttentionTensors,
     options: AttentionOptions,
     config: Mapping[str, Any],
     tile_rows: int,
-) -> Steps:
+) -> PlanBuilder:
     """Return a plan builder with the numbers and constants that all kernels of a call share."""
     q = tensors.q
     k = tensors.k
@@ -391,7 +402,7 @@ def _steps(
     scale = options.scale
     # Multiplying by a positive power of two never rounds, and keeps the order of scores.
     scale_is_exact = scale > 0 and math.frexp(scale)[0] == 0.5
-    return Steps(
+    return PlanBuilder(
         {
             "Nq": 0 if packed else q.size(2),
             "Nk": 0 if packed else k.size(2),
@@ -436,7 +447,7 @@ class _Tiling(NamedTuple):
 
 
 def _add_tables(
-    steps: Steps,
+    builder: PlanBuilder,
     tensors: AttentionTensors,
     queries: _Tiling,
     keys: _Tiling | None = None,
@@ -446,24 +457,24 @@ def _add_tables(
     A tile past the last one belongs to sequence ``batch``.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         tensors: tensors of the call.
         queries: tiles of queries.
         keys: tiles of keys, if they need a table.
     """
     if not tensors.packed:
         return
-    steps.buffer("q_batch", (queries.n_tiles,), torch.int32)
-    steps.buffer("q_start", (tensors.batch + 1,), torch.int32)
+    builder.add_buffer("q_batch", (queries.n_tiles,), torch.int32)
+    builder.add_buffer("q_start", (tensors.batch + 1,), torch.int32)
     if keys is not None:
-        steps.buffer("k_batch", (keys.n_tiles,), torch.int32)
-        steps.buffer("k_start", (tensors.batch + 1,), torch.int32)
+        builder.add_buffer("k_batch", (keys.n_tiles,), torch.int32)
+        builder.add_buffer("k_start", (tensors.batch + 1,), torch.int32)
     n_key_tiles = 0 if keys is None else keys.n_tiles
     n_programs = max(cdiv(max(queries.n_tiles, n_key_tiles), TABLE_BLOCK), 1)
-    steps.launch(
+    builder.add_launch(
         tables_kernel,
-        (n_programs, 1 if keys is None else 2),
-        {
+        grid=(n_programs, 1 if keys is None else 2),
+        parameters={
             "q_tiles": queries.n_tiles,
             "k_tiles": n_key_tiles,
             "ROWS": queries.rows,
@@ -475,7 +486,7 @@ def _add_tables(
 
 
 def _operands(
-    steps: Steps,
+    builder: PlanBuilder,
     operands: Mapping[str, Tensor | None],
     tensors: AttentionTensors,
 ) -> dict[str, Tensor]:
@@ -484,7 +495,7 @@ def _operands(
     Kernels read operands of any strides, except for that of the last dimension, which is 1.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         operands: q-like and k-like tensors by name, or ``None``.
         tensors: tensors of the call, whose alphas, offsets and mask are copied too.
     """
@@ -496,15 +507,17 @@ def _operands(
         layouts[name] = dense(tensor)
         if layouts[name] is not tensor:
             copied[name] = tensor
-    steps.steps += contiguous(
-        **copied,
-        alpha=tensors.alpha,
-        cu_seqlens_q=tensors.cu_seqlens_q,
-        cu_seqlens_k=tensors.cu_seqlens_k,
+    builder.make_contiguous(
+        {
+            **copied,
+            "alpha": tensors.alpha,
+            "cu_seqlens_q": tensors.cu_seqlens_q,
+            "cu_seqlens_k": tensors.cu_seqlens_k,
+        },
     )
     mask = tensors.key_padding_mask
     if mask is not None and not (mask.is_contiguous() and mask.dtype.itemsize == 1):
-        steps.torch("key_padding_mask", one_byte, "key_padding_mask")
+        builder.add_torch_step(one_byte, ["key_padding_mask"], output="key_padding_mask")
     return layouts
 
 

@@ -21,11 +21,10 @@ from tilefold.ops._shared.plan import (
     Constants,
     KernelFallback,
     Plan,
+    PlanBuilder,
     Setting,
-    Steps,
     TorchStep,
     cdiv,
-    contiguous,
     power_of_two,
 )
 from tilefold.ops._shared.winners import no_winner
@@ -70,7 +69,7 @@ SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_nor
 OFFSETS = ("cu_queries", "cu_documents", "pairs")
 
 
-class MaxSimSteps(Steps):
+class MaxSimPlanBuilder(PlanBuilder):
     """Builder of a plan that begins with bringing tensors into the form that kernels read.
 
     Args:
@@ -132,23 +131,25 @@ class MaxSimSteps(Steps):
             if tensor.numel():
                 self.non_empty[name] = tensor
             else:
-                self.renamed[name] = f"no_{name}"
+                self.replace_tensor(name, by=f"no_{name}")
         if setting.aligned:
-            self.steps += contiguous(**self.non_empty)
+            self.make_contiguous(self.non_empty)
         else:
             # Kernels are built for tensors that begin at multiples of 16 bytes. A copy costs less
             # than another build, and gives the same sums.
-            self.steps += [TorchStep(name, _aligned, name) for name in self.non_empty]
-        self.steps += leading
+            for name in self.non_empty:
+                self.add_torch_step(_aligned, [name], output=name)
+        for step in leading:
+            self.add_torch_step(*step)
         for name in OFFSETS:
             if name in self.non_empty and self.non_empty[name].dtype == torch.int64:
-                self.steps.append(TorchStep(name, _to_int32, name))
+                self.add_torch_step(_to_int32, [name], output=name)
 
     def over_rows(
         self,
         kernel: object,
         n_rows: int,
-        parameter_tensors: Mapping[str, str] = {},
+        tensors: Mapping[str, str] = {},
         n_other_rows: int = 0,
     ) -> None:
         """Add the launch of a kernel in which each program instance reads a block of rows once.
@@ -156,18 +157,23 @@ class MaxSimSteps(Steps):
         Args:
             kernel: the ``triton.jit`` function.
             n_rows: number of rows.
-            parameter_tensors: names of tensors by the names of the kernel's parameters.
+            tensors: names of tensors by the names of the kernel's parameters.
             n_other_rows: number of rows of a second tensor, which further instances read.
         """
         n_programs = cdiv(n_rows, BLOCK_ROWS) + cdiv(n_other_rows, BLOCK_ROWS)
-        values = {
+        parameters = {
             "T": n_rows,
             "BLOCK_R": BLOCK_ROWS,
             "BLOCK_D": BLOCK_COLUMNS,
             "num_warps": 4,
             "num_stages": 3,
         }
-        self.launch(kernel, (n_programs,), values, parameter_tensors)
+        self.add_launch(kernel, grid=(n_programs,), parameters=parameters, tensors=tensors)
+
+    def use_saved_norms(self) -> None:
+        """Let later steps use the inverse norms that backward reads, not those in scratch."""
+        for name, saved_name in SAVED_NORMS.items():
+            self.replace_tensor(name, by=saved_name)
 
     def inverse_norms(self, results: bool) -> None:
         """Add the launch that computes inverse norms ``[Tq]`` and ``[Td]`` in fp32.
@@ -179,10 +185,10 @@ class MaxSimSteps(Steps):
         n_query_rows = self.problem.queries.size(0)
         n_document_rows = self.problem.documents.size(0)
         if results:
-            self.renamed |= SAVED_NORMS
+            self.use_saved_norms()
         else:
-            self.buffer("query_factors", (n_query_rows,))
-            self.buffer("document_factors", (n_document_rows,))
+            self.add_buffer("query_factors", (n_query_rows,))
+            self.add_buffer("document_factors", (n_document_rows,))
         self.over_rows(
             norms.inverse_norms_kernel,
             n_query_rows,
@@ -222,61 +228,61 @@ def forward(
     problem = Problem.of(tensors, options)
     check_interpreted(setting, problem.queries.dtype)
     if problem.empty or 0 in problem.score_shape:
-        return Plan((), dict.fromkeys(RESULTS[1:]), {"scores": 0})
-    steps = MaxSimSteps(problem, setting, tensors._asdict())
+        return Plan(fills={"scores": 0}, skipped_results=frozenset(RESULTS[1:]))
+    builder = MaxSimPlanBuilder(problem, setting, tensors._asdict())
     for name in RESULTS:
         if name not in problem.result_names(training):
-            steps.buffers[name] = None
+            builder.skip_result(name)
     if training and problem.index is not None and problem.cu_queries is not None:
         # No token writes the entries past the end of a query that is shorter than the longest.
-        steps.torch(
-            "saved",
+        builder.add_torch_step(
             lambda queries: no_winners(problem, queries).view(problem.saved_dtype),
-            "queries",
+            ["queries"],
+            output="saved",
         )
-    _add_scores(steps, training)
-    return steps.plan()
+    _add_scores(builder, training)
+    return builder.build()
 
 
-def _add_scores(steps: MaxSimSteps, training: bool) -> None:
+def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
     """Add the launches that compute the scores, with the kernel that fits the shapes.
 
     Before the kernel of the scores, inverse norms are computed, queries are rounded to int8, or the
     ends of documents are found, if the call needs it.
     """
-    problem = steps.problem
+    problem = builder.problem
     is_int8 = problem.documents.dtype == torch.int8
     # Rows of a query in the tiles of a pass that queries share, 0 for packed queries.
     slot = power_of_two(problem.query_length, STRIP.value) if problem.query_length else 0
-    if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(steps, slot):
+    if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(builder, slot):
         return
-    kind, config = _score_config(steps, training, slot)
-    tma = _document_descriptor(steps, config)
+    kind, config = _score_config(builder, training, slot)
+    tma = _document_descriptor(builder, config)
     if problem.document_scale is not None:
-        steps.renamed["document_factors"] = "document_scale"
+        builder.replace_tensor("document_factors", by="document_scale")
     if problem.normalize:
-        steps.inverse_norms(results=training)
+        builder.inverse_norms(results=training)
     elif is_int8 and kind != "stream":  # the streaming kernel rounds queries itself
-        _round_queries(steps)
-    steps.values |= config
-    steps.values |= {
-        "HAS_QSCALE": problem.normalize or is_int8,
-        "MASK_ZERO": problem.mask_zero,
-        "SMOOTH": problem.temperature > 0,
-        "WITH_SAVED": training,
-        "NO_WINNER": 0 if problem.temperature else no_winner(problem.saved_dtype),
-        "USE_TMA": bool(tma),
-        "INTEGER": is_int8,
-        "NORMALIZED": problem.normalize,
-    }
+        _round_queries(builder)
+    builder.set_parameters(**config)
+    builder.set_parameters(
+        HAS_QSCALE=problem.normalize or is_int8,
+        MASK_ZERO=problem.mask_zero,
+        SMOOTH=problem.temperature > 0,
+        WITH_SAVED=training,
+        NO_WINNER=0 if problem.temperature else no_winner(problem.saved_dtype),
+        USE_TMA=bool(tma),
+        INTEGER=is_int8,
+        NORMALIZED=problem.normalize,
+    )
     if (
         problem.document_mask is not None
         and kind in ("tiles", "pairs")
         and not problem.mask_zero
         and problem.document_length > config["BLOCK_T"]
     ):
-        _add_document_ends(steps)
-    _launch_scores(steps, kind, config, slot, tma)
+        _add_document_ends(builder)
+    _launch_scores(builder, kind, config, slot, tma)
 
 
 def _is_inference_of_all_pairs(problem: Problem, training: bool) -> bool:
@@ -284,11 +290,11 @@ def _is_inference_of_all_pairs(problem: Problem, training: bool) -> bool:
     return problem.pairing == "all" and not training and not problem.temperature
 
 
-def _score_config(steps: MaxSimSteps, training: bool, slot: int) -> tuple[str, Constants]:
+def _score_config(builder: MaxSimPlanBuilder, training: bool, slot: int) -> tuple[str, Constants]:
     """Choose the kernel of the scores.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         training: whether backward may follow.
         slot: rows of a query in the tiles of a pass that queries share.
 
@@ -300,8 +306,8 @@ def _score_config(steps: MaxSimSteps, training: bool, slot: int) -> tuple[str, C
         - ``"tiles"``: tiles of query tokens and documents, for all pairs
         - ``"pairs"``: a program for each pair, for other pairings
     """
-    problem = steps.problem
-    setting = steps.setting
+    problem = builder.problem
+    setting = builder.setting
     is_int8 = problem.documents.dtype == torch.int8
     dim = problem.queries.size(1)
     n_query_rows = problem.queries.size(0)
@@ -340,7 +346,7 @@ def _score_config(steps: MaxSimSteps, training: bool, slot: int) -> tuple[str, C
 
 
 def _launch_scores(
-    steps: MaxSimSteps,
+    builder: MaxSimPlanBuilder,
     kind: str,
     config: Constants,
     slot: int,
@@ -349,56 +355,56 @@ def _launch_scores(
     """Add the launch of the kernel that :func:`_score_config` chose.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         kind: name of the kernel.
         config: its constants.
         slot: rows of a query in the tiles of a pass that queries share.
         tma: how documents are described to TMA, empty if kernels read them by pointers.
     """
-    problem = steps.problem
-    max_programs = steps.setting.multiprocessors * config["PROGRAMS"]
+    problem = builder.problem
+    max_programs = builder.setting.multiprocessors * config["PROGRAMS"]
     if kind == "shared":
         n_tiles = cdiv(problem.n_queries * slot, config["BLOCK_Q"])
         splits = plan_splits(n_tiles, problem.n_documents, max_programs)
         one_tile = 0 < problem.document_length <= config["BLOCK_T"]
-        steps.launch(
+        builder.add_launch(
             shared_pass_kernel,
-            (n_tiles, splits),
-            {"splits": splits, "ONE_TILE": one_tile},
+            grid=(n_tiles, splits),
+            parameters={"splits": splits, "ONE_TILE": one_tile},
             tma=tma,
             fallback=BY_POINTERS,
         )
     elif kind == "stream":
-        steps.launch(
+        builder.add_launch(
             stream_kernel,
-            (plan_splits(1, problem.n_documents, max_programs),),
-            {"PREFETCH": config["PREFETCH"] if tma else 0},
+            grid=(plan_splits(1, problem.n_documents, max_programs),),
+            parameters={"PREFETCH": config["PREFETCH"] if tma else 0},
             tma=tma,
             fallback=BY_POINTERS,
         )
     elif kind == "tiles":
-        _add_all_pairs(steps, config["BLOCK_Q"], max_programs, tma)
+        _add_all_pairs(builder, config["BLOCK_Q"], max_programs, tma)
     else:
-        steps.launch(
+        builder.add_launch(
             scores.listed_pairs_kernel,
-            (problem.n_pairs,),
+            grid=(problem.n_pairs,),
             tma=tma,
             fallback=BY_POINTERS,
         )
 
 
-def _document_descriptor(steps: MaxSimSteps, config: Constants) -> dict[str, Tma]:
+def _document_descriptor(builder: MaxSimPlanBuilder, config: Constants) -> dict[str, Tma]:
     """Describe the documents to TMA, which loads tiles of a matrix on Hopper GPUs and newer ones.
 
     Returns:
         The description by the name of the tensor. It is empty if the configuration does not use
         TMA, if the strides do not fit it, or if TMA was given up on the device.
     """
-    documents = steps.problem.documents
+    documents = builder.problem.documents
     if (
         not config["USE_TMA"]
         or not rows_fit_descriptor(documents)
-        or configs.BY_TMA in steps.setting.given_up
+        or configs.BY_TMA in builder.setting.given_up
     ):
         return {}
     descriptor = functools.partial(
@@ -408,49 +414,49 @@ def _document_descriptor(steps: MaxSimSteps, config: Constants) -> dict[str, Tma
     return {"documents": Tma(documents.size(0), documents.size(1), descriptor)}
 
 
-def _add_document_ends(steps: MaxSimSteps) -> None:
+def _add_document_ends(builder: MaxSimPlanBuilder) -> None:
     """Add the launch that finds the last unmasked token of each document.
 
     Later kernels then do not read the padding: they take the ends for offsets of packed documents.
     """
-    n_documents = steps.problem.n_documents
-    steps.buffer("ends", (n_documents,), torch.int32)
-    steps.launch(
+    n_documents = builder.problem.n_documents
+    builder.add_buffer("ends", (n_documents,), torch.int32)
+    builder.add_launch(
         scores.ends_kernel,
-        (n_documents,),
-        {"BLOCK": 256, "num_warps": 1, "num_stages": 2},
+        grid=(n_documents,),
+        parameters={"BLOCK": 256, "num_warps": 1, "num_stages": 2},
     )
-    steps.renamed["cu_documents"] = "ends"
-    steps.values["UNIFORM_D"] = ENDS.value
+    builder.replace_tensor("cu_documents", by="ends")
+    builder.set_parameters(UNIFORM_D=ENDS.value)
 
 
-def _round_queries(steps: MaxSimSteps) -> None:
+def _round_queries(builder: MaxSimPlanBuilder) -> None:
     """Add the launch that rounds queries to int8, with fp32 factors."""
-    queries = steps.problem.queries
-    steps.buffer("int8_queries", queries.shape, torch.int8)
-    steps.buffer("query_factors", queries.shape[:1])
-    steps.over_rows(
+    queries = builder.problem.queries
+    builder.add_buffer("int8_queries", queries.shape, torch.int8)
+    builder.add_buffer("query_factors", queries.shape[:1])
+    builder.over_rows(
         norms.quantize_kernel,
         queries.size(0),
         {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"},
     )
-    steps.renamed["queries"] = "int8_queries"
+    builder.replace_tensor("queries", by="int8_queries")
 
 
-def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
+def _add_roles_pass(builder: MaxSimPlanBuilder, slot: int) -> bool:
     """Add the pass over int8 documents by warps with roles, if it can run and is fast.
 
     It serves padded queries against many padded int8 documents.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         slot: rows of a query in a tile.
 
     Returns:
         Whether the pass was added.
     """
-    problem = steps.problem
-    setting = steps.setting
+    problem = builder.problem
+    setting = builder.setting
     documents = problem.documents
     if (
         documents.dtype != torch.int8
@@ -472,15 +478,15 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
         return False
     from tilefold.ops.maxsim._triton import shared_hopper  # needs Gluon
 
-    steps.renamed["document_factors"] = "document_scale"
-    _round_queries(steps)
+    builder.replace_tensor("document_factors", by="document_scale")
+    _round_queries(builder)
     n_tiles = cdiv(n_rows, config["BLOCK_Q"])
     n_document_groups = cdiv(problem.n_documents, shared_hopper.GROUP.value)
     splits = max(1, min(n_document_groups, setting.multiprocessors // n_tiles))
-    steps.launch(
+    builder.add_launch(
         shared_hopper.shared_hopper_kernel,
-        (n_tiles, splits),
-        {**config, "MASK_ZERO": problem.mask_zero, "MEAN": problem.divisor != 1},
+        grid=(n_tiles, splits),
+        parameters={**config, "MASK_ZERO": problem.mask_zero, "MEAN": problem.divisor != 1},
         tma={
             "documents": Tma(
                 documents.size(0),
@@ -494,7 +500,7 @@ def _add_roles_pass(steps: MaxSimSteps, slot: int) -> bool:
 
 
 def _add_all_pairs(
-    steps: MaxSimSteps,
+    builder: MaxSimPlanBuilder,
     block_q: int,
     max_programs: int,
     tma: Mapping[str, Tma],
@@ -505,12 +511,12 @@ def _add_all_pairs(
     partial sums are written, and a second kernel adds them up.
 
     Args:
-        steps: the plan.
+        builder: the plan so far.
         block_q: query tokens of a tile.
         max_programs: programs that run at a time.
         tma: how documents are described to TMA.
     """
-    problem = steps.problem
+    problem = builder.problem
     n_rows = problem.queries.size(0)
     length = problem.query_length
     tiles_hold_queries = 0 < length <= block_q
@@ -522,11 +528,11 @@ def _add_all_pairs(
     direct = tiles_hold_queries or is_single_tile_of_packed
     splits = plan_splits(n_tiles, problem.n_documents, max_programs)
     if not direct:
-        steps.buffer("parts", (n_tiles + problem.n_queries, problem.n_documents))
-    steps.launch(
+        builder.add_buffer("parts", (n_tiles + problem.n_queries, problem.n_documents))
+    builder.add_launch(
         scores.all_pairs_kernel,
-        (n_tiles, splits),
-        {
+        grid=(n_tiles, splits),
+        parameters={
             "tile_rows": tile_rows,
             "splits": splits,
             "steps": problem.n_queries.bit_length(),
@@ -537,10 +543,10 @@ def _add_all_pairs(
         fallback=BY_POINTERS,
     )
     if not direct:
-        steps.launch(
+        builder.add_launch(
             scores.combine_kernel,
-            (problem.n_queries * cdiv(problem.n_documents, COMBINED),),
-            {"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3},
+            grid=(problem.n_queries * cdiv(problem.n_documents, COMBINED),),
+            parameters={"tile_rows": tile_rows, "BLOCK": COMBINED, "num_warps": 4, "num_stages": 3},
         )
 
 
@@ -587,7 +593,7 @@ def xtr_backward(
 ) -> Plan:
     """Plan the gradients of the maximum, for the winners that were retrieved."""
     plan = backward(dscores / saved.divisor, saved.maximum, options.maximum, needs, setting)
-    division = TorchStep("dscores", torch.div, "dscores divisor")
+    division = TorchStep(torch.div, ("dscores", "divisor"), output="dscores")
     return plan._replace(steps=(division, *plan.steps))
 
 
@@ -623,32 +629,32 @@ def backward(
     leading = []
     if has_largest:
         largest_entry = functools.partial(torch.linalg.vector_norm, ord=math.inf)
-        leading.append(TorchStep("largest", largest_entry, "dscores"))
-    steps = MaxSimSteps(problem, setting, tensors, *leading)
-    steps.values |= {
-        "stride_q": strides[0] if all_pairs else 0,
-        "stride_d": strides[-1],
-        "factor": 1.0 / problem.divisor,
-        "HAS_LARGEST": has_largest,
-        "NO_WINNER": no_winner(saved.saved.dtype),
-    }
-    if problem.normalize and "query_norms" in steps.non_empty:
-        steps.renamed |= SAVED_NORMS
+        leading.append(TorchStep(largest_entry, ("dscores",), output="largest"))
+    builder = MaxSimPlanBuilder(problem, setting, tensors, *leading)
+    builder.set_parameters(
+        stride_q=strides[0] if all_pairs else 0,
+        stride_d=strides[-1],
+        factor=1.0 / problem.divisor,
+        HAS_LARGEST=has_largest,
+        NO_WINNER=no_winner(saved.saved.dtype),
+    )
+    if problem.normalize and "query_norms" in builder.non_empty:
+        builder.use_saved_norms()
     elif problem.normalize:
-        steps.inverse_norms(results=False)
-    if all_pairs and problem.cu_queries is not None and "row_query" not in steps.non_empty:
-        steps.renamed["row_query"] = "owners"
-        steps.torch(
-            "owners",
+        builder.inverse_norms(results=False)
+    if all_pairs and problem.cu_queries is not None and "row_query" not in builder.non_empty:
+        builder.replace_tensor("row_query", by="owners")
+        builder.add_torch_step(
             functools.partial(row_queries, problem.queries.size(0)),
-            "cu_queries",
+            ["cu_queries"],
+            output="owners",
         )
     # Documents come first: their lists of winners are freed before the gradient of the queries.
     if need_documents:
-        _add_gradient(steps, of_documents=True)
+        _add_gradient(builder, of_documents=True)
     if need_queries:
-        _add_gradient(steps, of_documents=False)
-    return steps.plan()
+        _add_gradient(builder, of_documents=False)
+    return builder.build()
 
 
 def row_queries(n_rows: int, offsets: Tensor) -> Tensor:
@@ -707,7 +713,7 @@ def _gradient_kernel(problem: Problem, of_documents: bool, few_rows: int) -> tup
 
 
 def _gradient_grid(
-    steps: MaxSimSteps,
+    builder: MaxSimPlanBuilder,
     kind: str,
     of_documents: bool,
     config: Constants,
@@ -715,12 +721,12 @@ def _gradient_grid(
     """Return the grid of a gradient's kernel, and add what follows from it to ``config``.
 
     Args:
-        steps: the plan, which gets the scratch of the kernel "listed".
+        builder: the plan so far, which gets the scratch of the kernel "listed".
         kind: the kernel's name from :func:`_gradient_kernel`.
         of_documents: whether the gradient is that of documents.
         config: constants of the kernel, to which some are added.
     """
-    problem = steps.problem
+    problem = builder.problem
     n_query_rows, dim = problem.queries.shape
     n_column_blocks = cdiv(dim, config["BLOCK_D"])
     if not of_documents:
@@ -741,14 +747,14 @@ def _gradient_grid(
     config["ALIGNED"] = n_query_rows % 8 == 0
     n_programs = min(problem.n_documents * slices, MAX_PROGRAMS)
     list_elements = n_programs * n_column_blocks * config["CAPACITY"]
-    steps.buffer("lists", (list_elements,), torch.int32)
+    builder.add_buffer("lists", (list_elements,), torch.int32)
     return n_programs, n_column_blocks, 1
 
 
-def _add_gradient(steps: MaxSimSteps, of_documents: bool) -> None:
+def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
     """Add the launches that compute the gradient of documents, or of queries."""
-    problem = steps.problem
-    setting = steps.setting
+    problem = builder.problem
+    setting = builder.setting
     name = "documents" if of_documents else "queries"
     rows = problem.documents if of_documents else problem.queries
     n_rows, dim = rows.shape
@@ -772,7 +778,7 @@ def _add_gradient(steps: MaxSimSteps, of_documents: bool) -> None:
     project_afterwards = problem.normalize and not kernel_projects
     out = f"d{name}"
     if project_afterwards:
-        out = steps.buffer(f"unit_d{name}", rows.shape)
+        out = builder.add_buffer(f"unit_d{name}", rows.shape)
     # Should offsets be broken, there are rows of no sequence, which have no gradient. The kernels
     # for queries of all pairs write every row.
     if of_documents:
@@ -780,24 +786,28 @@ def _add_gradient(steps: MaxSimSteps, of_documents: bool) -> None:
     else:
         may_have_unwritten_rows = problem.cu_queries is not None and not all_pairs
     if may_have_unwritten_rows and project_afterwards:
-        steps.torch(out, Tensor.zero_, out)
+        builder.add_torch_step(Tensor.zero_, [out], output=out)
     elif may_have_unwritten_rows:
-        steps.fills[out] = 0
+        builder.fill(out, 0)
     if problem.index is not None:
         column = 1 if of_documents else 0
         count = problem.n_documents if of_documents else problem.n_queries
-        steps.torch(f"{name}_order", functools.partial(_pair_order, column), "pairs")
-        steps.torch(
-            f"{name}_first",
-            functools.partial(_pair_offsets, column, count),
-            f"pairs {name}_order",
+        builder.add_torch_step(
+            functools.partial(_pair_order, column),
+            ["pairs"],
+            output=f"{name}_order",
         )
-    grid = _gradient_grid(steps, kind, of_documents, config)
-    steps.launch(
+        builder.add_torch_step(
+            functools.partial(_pair_offsets, column, count),
+            ["pairs", f"{name}_order"],
+            output=f"{name}_first",
+        )
+    grid = _gradient_grid(builder, kind, of_documents, config)
+    builder.add_launch(
         kernel,
-        grid,
-        {**config, "PROJECTS": kernel_projects},
-        {
+        grid=grid,
+        parameters={**config, "PROJECTS": kernel_projects},
+        tensors={
             "order_ptr": f"{name}_order",
             "first_ptr": f"{name}_first",
             "ddoc_ptr": out,
@@ -805,7 +815,7 @@ def _add_gradient(steps: MaxSimSteps, of_documents: bool) -> None:
         },
     )
     if project_afterwards:
-        steps.over_rows(
+        builder.over_rows(
             norms.unit_gradient_kernel,
             n_rows,
             {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilefold.ops._shared.plan import Plan, Setting, Steps, contiguous, power_of_two
+from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting, power_of_two
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
 from tilefold.ops.sparse_search._triton.search import best_kernel, block_scores_kernel
@@ -51,7 +51,7 @@ def forward(
     if k <= CHUNK // GROUP:
         max_listed = min(max_listed, CHUNK // GROUP)
     n_programs = n_blocks * n_queries
-    steps = Steps(
+    builder = PlanBuilder(
         {
             "T": n_query_terms,
             "V": options.n_terms,
@@ -72,16 +72,16 @@ def forward(
             "num_stages": 3,
         },
     )
-    steps.steps += contiguous(**tensors._asdict())
-    steps.buffer("score", (n_queries, n_documents), torch.int32)
-    steps.buffer("group", (n_queries, n_groups), torch.int32)
-    steps.buffer("high", (n_queries, n_high_groups), torch.int32)
-    steps.buffer("member", (n_queries, 3 * max_listed), torch.int32)
-    steps.buffer("listed", (n_queries, max_listed), torch.int32)
-    steps.launch(
+    builder.make_contiguous(tensors._asdict())
+    builder.add_buffer("score", (n_queries, n_documents), torch.int32)
+    builder.add_buffer("group", (n_queries, n_groups), torch.int32)
+    builder.add_buffer("high", (n_queries, n_high_groups), torch.int32)
+    builder.add_buffer("member", (n_queries, 3 * max_listed), torch.int32)
+    builder.add_buffer("listed", (n_queries, max_listed), torch.int32)
+    builder.add_launch(
         block_scores_kernel,
-        (n_programs,),
-        lookup(SCORES, capability=setting.capability, programs=n_programs),
+        grid=(n_programs,),
+        parameters=lookup(SCORES, capability=setting.capability, programs=n_programs),
     )
-    steps.launch(best_kernel, (n_queries,))
-    return steps.plan()
+    builder.add_launch(best_kernel, grid=(n_queries,))
+    return builder.build()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.plan import Buffer, Launch, Plan, Setting, contiguous
+from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.token_scatter._problem import (
     ScatterOptions,
@@ -19,6 +19,15 @@ from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_ke
 
 SCAN = 256  # offsets that are checked at a time
 UINT16_POSITIONS = 1 << 16  # positions that the memory of a 16-bit score can hold
+# Tensors of kernel parameters that do not have the names of their tensors.
+PARAMETER_TENSORS = {
+    "ids_ptr": "input_ids",
+    "mask_ptr": "attention_mask",
+    "cu_ptr": "cu_seqlens",
+    "out_ptr": "scores",
+    "slot_ptr": "slots",
+    "meet_ptr": "meets",
+}
 COMPILED = "at most 2 tokens a thread: compiled without spills for 8.0, 9.0 and 10.0"
 # A program instance handles one sequence, BLOCK tokens at a time.
 CONFIGS = (
@@ -58,20 +67,24 @@ def forward(
         return Plan(fills={"scores": 0})
     sequences = _sequences(tensors.weights, is_packed, setting)
     is_sum = options.reduce == "sum"
-    buffers: dict[str, Buffer | None] = {}
+    builder = PlanBuilder(tensors=PARAMETER_TENSORS)
+    builder.fill("scores", 0)
+    builder.make_contiguous(tensors._asdict())
     table = "scores"
     if options.out_dtype.itemsize == 2 and sequences.length_bound > UINT16_POSITIONS:
-        table = "table"
-        buffers[table] = Buffer((batch, options.vocab_size), torch.int32)
-    buffers["slots"] = Buffer((n_tokens,), torch.int64)
+        table = builder.add_buffer("table", (batch, options.vocab_size), torch.int32)
+    builder.add_buffer("slots", (n_tokens,), torch.int64)
     # Sums need three numbers per token, maxima one.
-    buffers["meets"] = Buffer((3 * n_tokens if is_sum else n_tokens,), torch.int32)
-    scatter = Launch(
-        kernel=scatter_kernel,
-        grid=(batch, 1, 1),
-        tensors=f"weights input_ids attention_mask cu_seqlens scores {table} slots meets counted",
-        numbers=(batch, sequences.length, n_tokens, options.vocab_size),
-        constants={
+    builder.add_buffer("meets", (3 * n_tokens if is_sum else n_tokens,), torch.int32)
+    builder.add_launch(
+        scatter_kernel,
+        grid=(batch,),
+        tensors={"table_ptr": table},
+        parameters={
+            "B": batch,
+            "S": sequences.length,
+            "T": n_tokens,
+            "V": options.vocab_size,
             "SUM": is_sum,
             "ACTIVATION": options.activation,
             "IGNORE": tuple(options.ignore_ids),
@@ -83,7 +96,7 @@ def forward(
             **sequences.config,
         },
     )
-    return Plan((*contiguous(**tensors._asdict()), scatter), buffers, {"scores": 0})
+    return builder.build()
 
 
 def backward(
@@ -113,19 +126,25 @@ def backward(
     # Program instances of a sequence, each for one block of tokens at a time. The lengths of packed
     # sequences are unknown here: a sequence gets as many as the average one needs, up to 16.
     n_instances = max(1, min(16, n_tokens // (batch * sequences.config["BLOCK"])))
-    gather = Launch(
-        kernel=gather_kernel,
-        grid=(batch, n_instances, 1),
-        tensors="dscores weights input_ids counted cu_seqlens dweights",
-        numbers=(batch, sequences.length, n_tokens, *dscores.stride()),
-        constants={
+    stride_b, stride_v = dscores.stride()
+    builder = PlanBuilder(tensors=PARAMETER_TENSORS)
+    builder.make_contiguous(saved._asdict())
+    builder.add_launch(
+        gather_kernel,
+        grid=(batch, n_instances),
+        parameters={
+            "B": batch,
+            "S": sequences.length,
+            "T": n_tokens,
+            "stride_db": stride_b,
+            "stride_dv": stride_v,
             "ACTIVATION": options.activation,
             "PACKED": is_packed,
             "SCAN": SCAN,
             **sequences.config,
         },
     )
-    return Plan((*contiguous(**saved._asdict()), gather))
+    return builder.build()
 
 
 class _Sequences(NamedTuple):

@@ -198,9 +198,8 @@ class KernelLauncher:
         self._n_bindable_runs = 0
         self._tma: list[Tma | None] = []
         if planned.tma:
-            names = planned.tensors.split()
-            for position, name in enumerate(names):
-                is_first = names.index(name) == position
+            for position, name in enumerate(planned.tensors):
+                is_first = planned.tensors.index(name) == position
                 self._tma.append(planned.tma.get(name) if is_first else None)
         self.bound: LaunchAt | None = None
 
@@ -268,7 +267,7 @@ def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> 
     """Run ``kernel[grid](*arguments, **constants)`` once, of tensors, then numbers."""
     tensors = [x for x in arguments if x is None or isinstance(x, Tensor)]
     numbers = arguments[len(tensors) :]
-    launcher = KernelLauncher(Launch(kernel, grid, "", numbers, constants))
+    launcher = KernelLauncher(Launch(kernel, grid, (), numbers, constants))
     addresses = tuple(None if x is None else x.data_ptr() for x in tensors)
     dtypes = tuple(None if x is None else x.dtype for x in tensors)
     launcher(False, addresses, dtypes)

@@ -205,7 +205,7 @@ def _first_uses(plan: Plan) -> dict[str, int]:
     """Return the number of the first step that uses a tensor, by the tensor's name."""
     first_uses: dict[str, int] = {}
     for number, step in enumerate(plan.steps):
-        for name in step.tensors.split():
+        for name in step.tensors:
             first_uses.setdefault(name, number)
     return first_uses
 
@@ -226,25 +226,21 @@ def _layout_memory(
     computed_results = {
         name: buffer
         for name, buffer in results.items()
-        if buffer is not None and plan.buffers.get(name, buffer) is not None
+        if buffer is not None and name not in plan.skipped_results
     }
-    scratch = {
-        name: buffer
-        for name, buffer in plan.buffers.items()
-        if buffer is not None and name in first_uses
-    }
+    scratch = {name: buffer for name, buffer in plan.buffers.items() if name in first_uses}
 
     is_little = sum(_piece_size(buffer) for buffer in scratch.values()) <= MAX_SCRATCH_BLOCK
     pieces: dict[str, Buffer] = {}
     if is_little:
         # A result outlives the call, and torch functions read tensors, not addresses.
-        read_by_torch = {name for step in torch_steps for name in step.tensors.split()}
+        read_by_torch = {name for step in torch_steps for name in step.tensors}
         no_pieces = computed_results.keys() | read_by_torch
         pieces = {name: scratch[name] for name in scratch if name not in no_pieces}
         pieces = dict(sorted(pieces.items(), key=lambda item: _piece_size(item[1])))
     piece_offsets, block_size = _piece_offsets(pieces)
 
-    created_by_torch = {step.makes for step in torch_steps} - scratch.keys()
+    created_by_torch = {step.output for step in torch_steps} - scratch.keys()
     buffers = {
         name: buffer
         for name, buffer in {**computed_results, **scratch}.items()
@@ -312,7 +308,7 @@ def _bind_steps(
     last_users: dict[int, _ProgramStep] = {}  # the last step that uses a tensor, by its position
     next_output_position = layout.first_output_position
     for step, planned in zip(steps, plan.steps, strict=False):
-        for name in planned.tensors.split():
+        for name in planned.tensors:
             if name in tensor_positions:
                 last_users[tensor_positions[name]] = step
         if isinstance(planned, Launch):
@@ -323,8 +319,8 @@ def _bind_steps(
             step.select_arguments = _select(planned.tensors, tensor_positions, layout)
             step.output_position = next_output_position
             # From here on the name is that of the output.
-            tensor_positions[planned.makes] = next_output_position
-            address_positions[planned.makes] = next_output_position
+            tensor_positions[planned.output] = next_output_position
+            address_positions[planned.output] = next_output_position
             last_users[next_output_position] = step
             next_output_position += 1
 
@@ -338,9 +334,9 @@ def _bind_steps(
     return steps, result_positions
 
 
-def _select(names: str, positions: Mapping[str, int], layout: _Layout) -> Selector:
+def _select(names: Sequence[str], positions: Mapping[str, int], layout: _Layout) -> Selector:
     """Return a function that selects a step's arguments; ``None`` for names without a position."""
-    return selector([positions.get(name, layout.none_position) for name in names.split()])
+    return selector([positions.get(name, layout.none_position) for name in names])
 
 
 def _assign_buffers(
