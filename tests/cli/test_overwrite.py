@@ -253,7 +253,7 @@ def test_new_documents_come_with_their_metadata_into_an_index_that_keeps_some(
     first = ("--vectors", "articles", "--data", "articles.jsonl", "--backend", backend)
     done(call("index", *first, "--output", "index"))
     update = ("index", "--update", "--vectors", "new-articles", "--output", "index")
-    message = "--data: expected the fields of the new documents, because the index keeps metadata"
+    message = "--data: expected the fields of the new documents, because the index stores metadata"
     fails(call(*update), 2, message)
     search = ("search", "kettles", "--index", "index", "--model", masked_lm, "--where", "lang=en")
     hits = measured(call(*search, "--json"))["hits"]

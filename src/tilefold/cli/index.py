@@ -883,7 +883,11 @@ def _change_qdrant(
         documents = Documents(
             vectors.ids,
             vectors,
-            payloads=fields_by_id(metadata or {}, vectors.ids, vectors.provenance.passages),
+            payloads=fields_by_id(
+                metadata or {},
+                vectors.ids,
+                ids_are_passages=vectors.provenance.passages is not None,
+            ),
         )
     try:
         index = QdrantIndex.load(output)

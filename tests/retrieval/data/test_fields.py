@@ -151,13 +151,13 @@ def test_processes_that_read_a_large_file_take_the_names_of_its_fields(
         pytest.param(
             {"docid": "a", "doc_id": "b", "text": "x"},
             r.DocumentFields(),
-            r"one field with an id, got 'docid', 'doc_id'. Name one: --id-field",
+            r"one field with an id, got 'docid', 'doc_id'. Choose one: --id-field",
             id="two ids",
         ),
         pytest.param(
             {"id": "a", "contents": "x", "body": "y"},
             r.DocumentFields(),
-            r"one field with a text, got 'contents', 'body'. Name one: --text-field",
+            r"one field with a text, got 'contents', 'body'. Choose one: --text-field",
             id="two texts",
         ),
         pytest.param(
@@ -198,11 +198,17 @@ def test_csv_keeps_commas_quotes_line_breaks_and_long_fields(tmp_path: Path) -> 
     ("content", "message"),
     [
         pytest.param('id,text\na,"x\n', r":2: expected comma-separated values", id="open quote"),
-        pytest.param("id,text\na,x\nb\n", r":3: expected 2 fields as in the first", id="few"),
+        pytest.param("id,text\na,x\nb\n", r":3: expected 2 fields as in the header", id="few"),
         pytest.param("id,text\n\na,x,y\n", r":3: expected 2 fields .* got 3", id="many"),
-        pytest.param("id,id,text\na,b,x\n", r":1: .*differ, got 'id' twice", id="name twice"),
+        pytest.param(
+            "id,id,text\na,b,x\n",
+            r":1: expected distinct column names, got 'id' twice",
+            id="name twice",
+        ),
         pytest.param("id;text\na;x\n", r":2: expected fields .*got 'id;text'", id="semicolons"),
-        pytest.param('id,text\n"a\nb",x\n"a\nb",y\n', r":4: 'id' 'a\\nb' was given", id="id twice"),
+        pytest.param(
+            'id,text\n"a\nb",x\n"a\nb",y\n', r":4: 'id' 'a\\nb' is a duplicate", id="id twice"
+        ),
         pytest.param("id,text\n", "expected at least one line", id="names alone"),
     ],
 )
@@ -323,7 +329,7 @@ def test_grades_that_are_not_whole_are_refused_alike_in_every_format(
         ),
         pytest.param(
             {"qid": "q1", "topic": "q2", "docid": "d1", "rel": 1},
-            "expected one field that is the query-id, got 'qid', 'topic'",
+            "expected one query-id field, got 'qid', 'topic'",
             id="two queries",
         ),
     ],

@@ -51,7 +51,7 @@ def test_compressed_files_are_read_and_damaged_or_double_ones_are_named(beir: Pa
 
     compressed = beir / "corpus.jsonl.gz"
     compressed.write_bytes(compressed.read_bytes()[:-12])
-    with pytest.raises(DataError, match=r"corpus\.jsonl\.gz: expected a whole gzip file"):
+    with pytest.raises(DataError, match=r"corpus\.jsonl\.gz: expected a complete gzip file"):
         r.load_beir(beir)
     (beir / "corpus.jsonl").write_text("")
     message = r"expected one of corpus\.jsonl, corpus\.jsonl\.gz, got all"
@@ -79,7 +79,7 @@ def test_parquet_files_and_folders_of_them_are_read(beir: Path) -> None:
 def test_a_bad_row_or_file_of_parquet_is_named(beir: Path) -> None:
     (beir / "queries.jsonl").unlink()
     write_parquet(beir / "queries.parquet", [*QUERIES, {"_id": "q2", "text": "again"}])
-    with pytest.raises(DataError, match=r"queries\.parquet, row 3: '_id' 'q2' was given before"):
+    with pytest.raises(DataError, match=r"queries\.parquet, row 3: '_id' 'q2' is a duplicate"):
         r.load_beir(beir)
     (beir / "queries.parquet").write_bytes(b"no Parquet")
     with pytest.raises(DataError, match=r"queries\.parquet: expected a Parquet file"):
@@ -130,7 +130,7 @@ def test_the_files_of_ms_marco_are_read(ms_marco: Path) -> None:
 
 def test_a_query_with_two_texts_is_refused(ms_marco: Path) -> None:
     (ms_marco / "queries.dev.tsv").write_text("1048585\tanother\n")
-    with pytest.raises(ValueError, match="query '1048585' has another text in a file before"):
+    with pytest.raises(ValueError, match="query '1048585' has a different text in an earlier file"):
         r.load_beir(ms_marco)
 
 
@@ -258,9 +258,7 @@ def test_a_first_line_that_may_be_a_row_or_names_of_columns_is_refused(
     header: str,
 ) -> None:
     path = write_table(tmp_path / name, header + "2\tdogs\n")
-    message = (
-        f"{name}:1: expected a row, or names of columns .* put it below another one, if it is a row"
-    )
+    message = f"{name}:1: expected a row, or names of columns .* If they are a row, put it below another one"
     with pytest.raises(DataError, match=message):
         r.load_collection(path)
 
@@ -268,7 +266,7 @@ def test_a_first_line_that_may_be_a_row_or_names_of_columns_is_refused(
 @TABLE_NAMES
 def test_a_row_with_too_few_fields_is_refused(tmp_path: Path, name: str) -> None:
     path = write_table(tmp_path / name, "id\ttitle\ttext\n1\tCats\n")
-    message = f"{name}:2: expected 3 fields as in the first line, which names them, got 2"
+    message = f"{name}:2: expected 3 fields as in the header, got 2"
     with pytest.raises(DataError, match=message):
         r.load_collection(path)
 

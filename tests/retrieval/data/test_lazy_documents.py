@@ -167,7 +167,7 @@ def test_lines_that_a_process_did_not_read_are_read(
 
 def test_a_message_that_is_shorter_than_its_header_says_is_not_used() -> None:
     header = document_lines._HEADER.pack(document_lines._MARK, 1, 0)
-    assert document_lines._received(io.BytesIO(header + b"1")) is None
+    assert document_lines._receive_lines(io.BytesIO(header + b"1")) is None
 
 
 def test_a_link_to_a_file_without_an_ending_is_read_by_the_name_of_the_link(
@@ -209,10 +209,12 @@ def test_lines_have_their_offsets_and_keys_in_ranges_of_any_size(
 
     parts = list(document_lines.all_lines(tmp_path / "c.tsv", len(content)))
 
-    offsets, id_keys, text_keys = np.concatenate([part.numbers for part in parts], 1).tolist()
-    assert offsets == line_offsets
-    assert id_keys == [id_key(name) for name in TEXTS_OF_MANY_KINDS]
-    assert text_keys == [id_key(text) for text in TEXTS_OF_MANY_KINDS.values()]
+    offsets = np.concatenate([part.offsets for part in parts])
+    id_keys = np.concatenate([part.id_keys for part in parts])
+    text_keys = np.concatenate([part.text_keys for part in parts])
+    assert offsets.tolist() == line_offsets
+    assert id_keys.tolist() == [id_key(name) for name in TEXTS_OF_MANY_KINDS]
+    assert text_keys.tolist() == [id_key(text) for text in TEXTS_OF_MANY_KINDS.values()]
     digest = TextsDigest()
     digest.add_encoded(b"".join(part.encoded for part in parts))
     assert digest.hexdigest() == texts_digest(TEXTS_OF_MANY_KINDS)

@@ -207,7 +207,7 @@ def test_an_index_without_metadata_refuses_a_filter(
 ) -> None:
     parts = make_parts(backend, make_vectors, tmp_path)
     index = build(backend, parts.second, None)
-    with pytest.raises(ValueError, match="where: expected an index that keeps metadata"):
+    with pytest.raises(ValueError, match="where: expected an index that stores metadata"):
         index.search(parts.queries, 3, where={"lang": "de"})
 
 
@@ -342,7 +342,7 @@ def metadata_of_two() -> Metadata:
         "a": {"lang": "de", "zip": "01234", "year": 1999, "a b": {"c": 2.5}},
         "b": {"zip": "99", "all": [{"n": 1}]},
     }
-    metadata = Metadata.of(rows, list(rows), None)
+    metadata = Metadata.from_fields(rows, list(rows), None)
     assert metadata is not None
     return metadata
 

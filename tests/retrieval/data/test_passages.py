@@ -106,7 +106,7 @@ def test_passages_record_their_options_and_the_texts_that_were_cut() -> None:
 
 @pytest.mark.parametrize("name", ["a", "a#", "a#1", "#1:2-"])
 def test_an_id_that_names_no_range_is_not_that_of_a_passage(name: str) -> None:
-    with pytest.raises(DataError, match="ids: expected that of a passage"):
+    with pytest.raises(DataError, match="ids: expected a passage id"):
         Passage.of(name)
 
 
@@ -133,7 +133,7 @@ def test_wrong_options_of_passages_are_refused(options: tuple[Any, ...], message
 
 
 def test_options_of_passages_that_cannot_be_parsed_are_refused() -> None:
-    with pytest.raises(DataError, match="expected such as '128/64/sentences', got '5'"):
+    with pytest.raises(DataError, match="expected a text such as '128/64/sentences', got '5'"):
         r.Passages.parse("5")
 
 

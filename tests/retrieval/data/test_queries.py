@@ -117,5 +117,5 @@ def test_a_first_line_that_may_be_a_query_or_names_of_columns_is_refused(tmp_pat
 
 
 def test_a_missing_file_of_queries_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"gone\.txt: no such file with queries"):
+    with pytest.raises(FileNotFoundError, match=r"gone\.txt: no such file of queries"):
         r.load_queries(tmp_path / "gone.txt")

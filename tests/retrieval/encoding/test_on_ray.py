@@ -261,7 +261,7 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
     assert [len(part.rows) for part in survey.ranges] == [1, 2, 1, 1]
     with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"_id": "d1", "text": "again"}\n')
-    refused(DataError, r"b.jsonl:5: '_id' 'd1' was given before", FileTexts(table).plan_shards, 2)
+    refused(DataError, r"b.jsonl:5: '_id' 'd1' is a duplicate", FileTexts(table).plan_shards, 2)
 
 
 def test_parquet_and_saved_datasets_are_read_by_ranges(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_table_that_changes_while_it_is_encoded_is_refused(
     assert held.ask(held.worker(), 0, 1) == ["", ""]
     (problem,) = held.ask(held.worker(), 2)
     assert (
-        "b.jsonl: from row 2 on, the 2 rows are not those that were read at the beginning"
+        "b.jsonl: from row 2 on, the 2 rows differ from those that were read at the beginning"
         in problem
     )
 

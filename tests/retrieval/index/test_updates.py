@@ -387,7 +387,7 @@ def test_an_updated_seismic_index_says_that_it_searches_on_the_cpu_only(tmp_path
 
 METADATA = {"d0": {"lang": "de"}}
 METADATA_MISSING = (
-    r"metadata: expected the fields of the new documents.*keeps metadata \(lang\), got none"
+    r"metadata: expected the fields of the new documents.*stores metadata \(lang\), got none"
 )
 
 

@@ -43,8 +43,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_IDS = ("_id", "id")  # where one is the id of a row, the other one is not metadata
-_ANSERINI = {"id", "contents", "vector"}  # fields of a line for Anserini; the vector is no metadata
+_IDS = ("_id", "id")  # if one is the id of a row, the other one is not metadata
+_ANSERINI = {"id", "contents", "vector"}  # fields of Anserini's rows; the vector is not metadata
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and "
@@ -61,7 +61,7 @@ class Document:
         id: unique id.
         title: title, which may be empty.
         text: text without the title.
-        metadata: field -> value, which an index may keep, so that ``where`` can filter by them.
+        metadata: field -> value. An index may store them, so that ``where`` can filter by them.
 
     Raises:
         TypeError: if id, title or text is not a string.
@@ -96,20 +96,20 @@ def documents_by_id(
     """Convert documents that are passed as texts to :class:`Document`.
 
     Args:
-        name: the argument, for the error.
+        name: name of the argument, for the error.
         documents: document id -> :class:`Document` or text.
 
     Returns:
-        Document id -> :class:`Document`. Documents in a file, which are a mapping but no ``dict``,
-        are not read.
+        Document id -> :class:`Document`. A mapping that is not a ``dict`` stays lazy.
 
     Raises:
-        TypeError: `documents` is no mapping, or a value is neither a :class:`Document` nor a
+        TypeError: if `documents` is not a mapping, or a value is neither a :class:`Document` nor a
             string.
     """
     check_mapping(name, documents, "id -> Document or text")
     if not isinstance(documents, dict):
-        # The documents are in a file, which would take long to read. The first one shows the type.
+        # Another mapping, such as LazyDocuments, reads its values from a file. Reading all of them
+        # would take long, so the first one decides the type.
         first = next(iter(documents.values()), None)
         if isinstance(first, str):
             return _DocumentsOfTexts(cast("Mapping[str, str]", documents))
@@ -141,7 +141,7 @@ def _as_document(name: str, identifier: str, document: object) -> Document:
 
 
 class _DocumentsOfTexts(Mapping[str, Document]):
-    """Documents without titles, made of texts that are read from their file one by one."""
+    """Documents without titles, created from the texts of a lazy mapping one by one."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self._texts = texts
@@ -165,12 +165,12 @@ class Collection:
 
     Attributes:
         name: a short name for reports.
-        documents: document id -> :class:`Document`, in corpus order; one without a title may be
-            given as its text.
+        documents: document id -> :class:`Document`, in corpus order. A document without a title
+            may be passed as its text.
         queries: query id -> text, of all splits.
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
-        passages: :class:`tilefold.retrieval.Passages` that the documents are, as a text; None for
-            whole documents.
+        passages: settings by which documents were divided into passages
+            (:class:`tilefold.retrieval.Passages` as a text); None for whole documents.
     """
 
     name: str
@@ -180,13 +180,15 @@ class Collection:
     passages: str | None = None
 
     def __post_init__(self) -> None:
-        """Turn texts into documents, and check all ids and mappings."""
+        self._check()
+
+    def _check(self) -> None:
+        """Convert texts to documents, and check all ids and mappings."""
         self.documents = documents_by_id("documents", self.documents)
         check_texts_by_id("queries", self.queries)
         check_mapping("qrels", self.qrels, "split -> query id -> grades by document")
-        if isinstance(self.documents, dict):  # other mappings check ids as they read a file
-            check_text_ids("documents", self.documents)
-            _check_keys_are_ids(self.documents)
+        if isinstance(self.documents, dict):  # lazy mappings check ids while reading
+            _check_document_ids(self.documents)
         check_text_ids("queries", self.queries)
         for split, qrels in self.qrels.items():
             check_mapping(f"qrels[{split!r}]", qrels, "query id -> grades by document")
@@ -196,7 +198,7 @@ class Collection:
                 check_text_ids("qrels", grades)
 
     def whole_document_of(self, name: str) -> str:
-        """Return the id of the whole document that `name` is, or is a passage of."""
+        """Return the id of the document that has the id `name`, or has a passage with it."""
         return name if self.passages is None else name.rpartition("#")[0]
 
     def contents(self) -> Mapping[str, str]:
@@ -211,7 +213,7 @@ class Collection:
         return {document.id: document.contents for document in self.documents.values()}
 
     def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Return the positions of n documents in the corpus, int64 ``[n]``; -1 is an unknown id."""
+        """Return the positions of n documents in the corpus, int64 ``[n]``; -1 if unknown."""
         look_up: Callable[[Iterable[str]], npt.NDArray[np.int64]] | None = getattr(
             self.documents,
             "positions_of",
@@ -223,7 +225,7 @@ class Collection:
         return np.fromiter((positions.get(name, -1) for name in names), np.int64)
 
     def metadata(self) -> dict[str, Mapping[str, object]]:
-        """Return document id -> metadata, of the documents that have any."""
+        """Return document id -> metadata, without the documents that have none."""
         return {
             name: document.metadata
             for name, document in self.documents.items()
@@ -231,9 +233,10 @@ class Collection:
         }
 
     def split_qrels(self, split: str) -> dict[str, dict[str, int]]:
-        """Return the judgements of a split.
+        """Return the judgements of a split: query id -> document id -> grade.
 
-        The error for an unknown split names the known ones.
+        Raises:
+            ValueError: if the split does not exist.
         """
         try:
             return self.qrels[split]
@@ -241,7 +244,7 @@ class Collection:
             splits = ", ".join(sorted(self.qrels)) or "none"
             raise ArgumentError(
                 "split",
-                f"{self.name} has {splits}, got {split!r}. Choose one of them.",
+                f"{self.name} has the splits {splits}, got {split!r}. Choose one of them.",
             ) from None
 
     def split_queries(self, split: str) -> dict[str, str]:
@@ -263,11 +266,10 @@ class Collection:
             overwrite: replace an earlier BEIR folder.
 
         Raises:
-            DataError: for an id that such a folder cannot hold.
-            FileExistsError: if there is something else at `path`, or a BEIR folder without
-                `overwrite`.
+            DataError: if the BEIR layout cannot represent an id.
+            FileExistsError: if `path` holds something else, or a BEIR folder without `overwrite`.
         """
-        self.__post_init__()  # the mappings may have changed since
+        self._check()  # the mappings may have changed since the collection was created
         self._check_beir_ids()
         with atomic_directory(
             path_of("path", path),
@@ -283,10 +285,10 @@ class Collection:
                 _write_qrels(folder / "qrels" / f"{split}.tsv", qrels)
 
     def _check_beir_ids(self) -> None:
-        """Raise ``DataError`` for an id that a BEIR folder cannot hold.
+        """Raise ``DataError`` if the BEIR layout cannot represent an id.
 
-        An id may not be empty, and must be text that UTF-8 can hold. Judgements are lines of
-        fields with tabs between them, so that their ids have no tab or line break.
+        Ids must be nonempty and valid Unicode. Judgements are tab-separated lines, so their ids
+        cannot contain tabs or line breaks.
         """
         judged: set[str] = set()
         for qrels in self.qrels.values():
@@ -296,16 +298,17 @@ class Collection:
             breaks_table = name in judged and any(mark in name for mark in "\t\r\n")
             if not name or not is_unicode(name) or breaks_table:
                 raise DataError(
-                    "ids: the BEIR layout holds no empty id, and in judgements none with a tab or "
-                    f"a line break, got {name!r}. Rename it.",
+                    "ids: expected nonempty Unicode, without tabs and line breaks in judgements, "
+                    f"because the BEIR layout cannot represent others, got {name!r}. Rename it.",
                 )
 
 
-def _check_keys_are_ids(documents: Mapping[str, Document]) -> None:
-    """Raise ``ValueError`` for a document under another key than its id.
+def _check_document_ids(documents: Mapping[str, Document]) -> None:
+    """Raise an error if an id is invalid, or the key of a document is not its id.
 
-    Two documents with one id would be one in a corpus file.
+    With other keys, two documents could have the same id, and a corpus file would lose one.
     """
+    check_text_ids("documents", documents)
     for key, document in documents.items():
         if document.id != key:
             raise ArgumentError(
@@ -359,16 +362,16 @@ def load_beir(
     Args:
         path: the folder, the file or the saved dataset.
         unknown: what to do with judgements of unknown queries or documents: ``"error"``, or
-            ``"drop"`` to leave them out, for instance where the corpus is a sample.
+            ``"drop"`` to leave them out, for instance if the corpus is a sample.
         documents_only: leave queries and judgements unread.
         splits: the splits whose judgements are read; all by default.
         documents: the documents, if they were read before; otherwise all are read into memory.
-        fields: names of the fields of documents that are not the usual ones.
+        fields: custom names of the document fields.
 
     Raises:
         FileNotFoundError: if the folder, the documents or the judged queries are missing.
-        DataError: for malformed rows, missing, repeated or unknown ids, or no row. It names file
-            and line.
+        DataError: if a row is malformed, an id is missing, repeated or unknown, or there are no
+            rows. The message names file and line.
     """
     check_choice("unknown", unknown, ("error", "drop"))
     splits = None if splits is None else list_of("splits", splits, ordered=False)
@@ -399,7 +402,7 @@ def load_beir(
 
 
 def _load_folder_queries(folder: Path) -> dict[str, str]:
-    """Read the queries of a BEIR folder, or of MS MARCO's files for each split.
+    """Read the queries of a BEIR folder, or MS MARCO's files ``queries.<split>.tsv``.
 
     Returns:
         Query id -> text; empty if the folder has neither queries nor judgements.
@@ -407,15 +410,16 @@ def _load_folder_queries(folder: Path) -> dict[str, str]:
     Raises:
         FileNotFoundError: if the folder has judgements without queries.
     """
-    table = find_table(folder, "queries", (*_tables.ROWS, ".tsv", _tables.TOPICS))
+    table = find_table(folder, "queries", (*_tables.ROW_SUFFIXES, ".tsv", _tables.TOPICS_SUFFIX))
     if table is not None:
-        return _texts(query_rows(table), table)
+        return _read_queries(table)
     files = sorted(folder.glob("queries.*.tsv"))
     if files:
         return _queries_of_splits(files)
     if (folder / "qrels").exists():
         raise FileNotFoundError(
-            f"{folder / 'queries.jsonl'}: no such file, but judgements. {BEIR_LAYOUT}",
+            f"{folder / 'queries.jsonl'}: no such file, although the folder has judgements. "
+            f"{BEIR_LAYOUT}",
         )
     return {}
 
@@ -424,16 +428,16 @@ def documents_table(folder: Path) -> Path:
     """Find the file or folder with the documents of a collection.
 
     Args:
-        folder: a BEIR folder, or a file or saved dataset, which is the corpus itself.
+        folder: a BEIR folder, or a file or saved dataset that is itself the corpus.
 
     Raises:
         FileNotFoundError: if a folder has no documents.
     """
     if folder.is_file() or _tables.is_saved_dataset(folder):
         return folder
-    corpus = find_table(folder, "corpus", _tables.ROWS)
+    corpus = find_table(folder, "corpus", _tables.ROW_SUFFIXES)
     if corpus is None:
-        corpus = find_table(folder, "collection", (".tsv", ".tsv.gz"))  # of MS MARCO
+        corpus = find_table(folder, "collection", (".tsv", ".tsv.gz"))  # MS MARCO
     if corpus is None:
         raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
     return corpus
@@ -445,23 +449,23 @@ def load_documents(
 ) -> dict[str, Document]:
     """Read documents from JSON lines, CSV, Parquet, text, a folder of files or a saved dataset.
 
-    Rows have ``_id``, ``text`` and optionally ``title``, under these names, other usual ones
-    (``id``, ``docid``, ``doc_id``; ``contents``, ``body``) or those that `fields` gives. Other
-    columns, and the fields of an object ``metadata``, are metadata; the ``vector`` of a line for
-    Anserini is left out. A ``.tsv`` or ``.txt`` file has lines of an id, a tab
-    and a text, or of the columns that its first line names (``id``, ``docid`` or another usual
-    name, and ``text``), which is logged.
+    * JSON lines, CSV, Parquet and saved datasets have rows with the fields ``_id``, ``text`` and
+      optionally ``title``. Other usual names are recognised, such as ``id``, ``docid``,
+      ``contents`` and ``body``. All other fields are metadata, and so are the fields of an object
+      ``metadata``. The ``vector`` of Anserini's rows is left out.
+    * A ``.tsv`` or ``.txt`` file has lines ``id<tab>text``. If its first line is a header with an
+      id and a text, the lines have the columns that it names, and a warning is logged.
 
     Args:
         path: the file, folder or saved dataset.
-        fields: names of the fields of documents that are not the usual ones.
+        fields: custom names of the document fields.
 
     Returns:
         Document id -> :class:`Document`.
 
     Raises:
-        DataError: for malformed rows, missing or repeated ids, no row, or a first line that may be
-            a row or names of columns. It names file and line.
+        DataError: if a row is malformed, an id is missing or repeated, there are no rows, or the
+            first line could be a header or a row. The message names file and line.
     """
     file = path_of("path", path)
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
@@ -469,7 +473,7 @@ def load_documents(
     for where, row in table_rows(file, fields=fields):
         document = document_of_row(row, where, documents, fields)
         documents[document.id] = document
-    return _some(documents, file)
+    return _require_rows(documents, file)
 
 
 def document_of_row(
@@ -478,39 +482,49 @@ def document_of_row(
     earlier_ids: Container[str],
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Document:
-    """Make a document of a row, and check its fields.
+    """Create a document from a row of a file.
 
     Args:
         row: field -> value.
         where: file and line, for the error.
-        earlier_ids: ids of the documents before it.
-        fields: names of fields that are not the usual ones.
+        earlier_ids: ids of the documents in earlier rows.
+        fields: custom names of the document fields.
 
     Raises:
-        DataError: missing fields, all of them in one error; an id or a text that is none, or an
-            id that an earlier document has.
+        DataError: if fields are missing, the id or the text is not a string, or an earlier row has
+            the same id.
     """
     columns = _columns(row, where, fields)
-    identifier = _id(row, columns.id, where, earlier_ids)
+    identifier = _unique_id(row, columns.id, where, earlier_ids)
     text = _string(row, columns.text, where)
     title = "" if columns.title is None else _string(row, columns.title, where, missing="")
-    # The other fields are metadata, except those that repeat the id or hold a vector for Anserini.
+    return Document(identifier, title, text, kept_fields(_metadata_of(row, columns)))
+
+
+def _metadata_of(row: Json, columns: TextColumns) -> Json:
+    """Return the fields of a row that are metadata: all but the id, the title and the text.
+
+    Fields that repeat the id are left out, and so are the vectors of Anserini's rows.
+
+    Args:
+        row: field -> value.
+        columns: names of the fields with the id, the title and the text.
+    """
     not_metadata = {*columns}
     if columns.id in _IDS:
         not_metadata.update(_IDS)
     if row.keys() == _ANSERINI and isinstance(row["vector"], dict):
         not_metadata.add("vector")
     metadata = {name: value for name, value in row.items() if name not in not_metadata}
-    nested = metadata.pop("metadata", None)  # the object in which BEIR has all metadata
-    if isinstance(nested, dict):
+    nested = metadata.get("metadata")
+    if isinstance(nested, dict):  # BEIR has all metadata in one object
+        del metadata["metadata"]
         metadata.update(nested)
-    else:
-        metadata["metadata"] = nested
-    return Document(identifier, title, text, kept_fields(metadata))
+    return metadata
 
 
 def _columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
-    """Find which fields of a row are the id, the title and the text."""
+    """Find which fields of a row hold the id, the title and the text."""
     try:
         return text_columns_of(tuple(row), fields)
     except FieldError as error:
@@ -520,32 +534,40 @@ def _columns(row: Json, where: str, fields: DocumentFields) -> TextColumns:
 def load_queries(path: str | Path) -> dict[str, str]:
     """Read queries from the files that :func:`load_beir` reads, or from lines of text.
 
-    A line is ``id<tab>text``, or a text whose id is the number of the line. Names of columns and
-    errors are as in :func:`load_documents`.
+    A line is ``id<tab>text``, or a text whose id is the number of the line. See
+    :func:`load_documents` for column names and errors.
 
     Returns:
         Query id -> text.
     """
     file = path_of("path", path)
     if not file.exists():
-        raise FileNotFoundError(f"{file}: no such file with queries.")
-    return _texts(query_rows(file, allow_missing_ids=True), file)
+        raise FileNotFoundError(f"{file}: no such file of queries.")
+    return _read_queries(file, allow_missing_ids=True)
 
 
-def _texts(rows: Iterable[_tables.Row], path: Path) -> dict[str, str]:
-    """Return id -> text of the rows of a file of queries."""
+def _read_queries(file: Path, *, allow_missing_ids: bool = False) -> dict[str, str]:
+    """Read a file of queries.
+
+    Args:
+        file: the file, or a folder of files.
+        allow_missing_ids: whether a line of a text file may be a query without an id.
+
+    Returns:
+        Query id -> text.
+    """
     texts: dict[str, str] = {}
-    for where, row in rows:
+    for where, row in query_rows(file, allow_missing_ids=allow_missing_ids):
         columns = _columns(row, where, USUAL_FIELDS)
-        texts[_id(row, columns.id, where, texts)] = _string(row, columns.text, where)
-    return _some(texts, path)
+        texts[_unique_id(row, columns.id, where, texts)] = _string(row, columns.text, where)
+    return _require_rows(texts, file)
 
 
 def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
     """Read the queries of all splits of MS MARCO.
 
     Args:
-        files: the file of each split, which may repeat queries of an earlier one.
+        files: the file of each split. A file may repeat queries of an earlier one.
 
     Returns:
         Query id -> text.
@@ -555,49 +577,50 @@ def _queries_of_splits(files: Sequence[Path]) -> dict[str, str]:
     """
     texts: dict[str, str] = {}
     for file in files:
-        file_texts = _texts(query_rows(file), file)
+        file_texts = _read_queries(file)
         for name in texts.keys() & file_texts.keys():
             if texts[name] != file_texts[name]:
                 raise DataError(
-                    f"{file}: query {name!r} has another text in a file before. Keep one of the "
-                    "two.",
+                    f"{file}: query {name!r} has a different text in an earlier file. Keep one of "
+                    "the two.",
                 )
         texts.update(file_texts)
     return texts
 
 
-def _some(rows: dict[str, T], path: Path) -> dict[str, T]:
-    """Return the rows of a file.
-
-    Raises ``DataError`` if there are none.
-    """
+def _require_rows(rows: dict[str, T], path: Path) -> dict[str, T]:
+    """Return the rows of a file, or raise ``DataError`` if there are none."""
     if not rows:
         raise DataError(f"{path}: expected at least one line, got an empty file. {BEIR_LAYOUT}")
     return rows
 
 
-def _id(row: Json, field: str, where: str, earlier_ids: Container[str]) -> str:
-    """Return the id in a field of a row, text or a whole number, that no earlier row has.
+def _unique_id(row: Json, field: str, where: str, earlier_ids: Container[str]) -> str:
+    """Read the id of a row as a string, and check that no earlier row has it.
 
     Args:
         row: field -> value.
-        field: the field with the id.
+        field: the field with the id, which is a string or an integer.
         where: file and line, for the error.
         earlier_ids: ids of earlier rows.
+
+    Raises:
+        DataError: if the id is missing, invalid or repeated.
     """
     value = row[field]
     if isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str) or not value:
         raise DataError(
-            f"{where}: {field!r} must be a non-empty string, got {value!r}. Give the line an id.",
+            f"{where}: {field!r} must be a non-empty string or an integer, got {value!r}. Give the "
+            "line an id.",
         )
     if not is_unicode(value):
         raise DataError(
-            f"{where}: {field!r} must be text that UTF-8 can hold, got {value!r}. Fix that line.",
+            f"{where}: {field!r} must be valid Unicode, got {value!r}. Fix that line.",
         )
     if value in earlier_ids:
-        raise DataError(f"{where}: {field!r} {value!r} was given before. Ids must be unique.")
+        raise DataError(f"{where}: {field!r} {value!r} is a duplicate. Ids must be unique.")
     return value
 
 
@@ -608,7 +631,7 @@ def _string(row: Json, field: str, where: str, missing: str | None = None) -> st
         row: field -> value.
         field: the field with the text.
         where: file and line, for the error.
-        missing: text for a null; None refuses nulls.
+        missing: text that replaces null. None refuses null.
     """
     value = row[field]
     if value is None:

@@ -31,7 +31,7 @@ from tilefold.retrieval.data.collection import (
     load_beir,
 )
 from tilefold.retrieval.data.fields import DocumentFields
-from tilefold.retrieval.data.lazy_documents import open_lazy_documents
+from tilefold.retrieval.data.lazy_documents import LazyDocuments, open_lazy_documents
 from tilefold.retrieval.data.tables import USUAL_FIELDS
 from tilefold.retrieval.errors import DataError
 
@@ -44,25 +44,82 @@ MAX_QUERY_WORDS = 40
 TEST_QUERIES = 400
 _QUERIES_PER_TEST_QUERY = 4  # a small collection has this many queries for each test query
 
-# Files and folders of the standard library that are no documentation of modules.
-_SKIP = (
-    "__phello__ __pycache__ dist-packages ensurepip idlelib lib-dynload lib2to3 site-packages "
-    "test tests turtledemo"
-)
-# Modules written in C, some with the public module that re-exports them.
-_C_MODULES = (
-    "builtins sys posix:os _io:io _thread _asyncio:asyncio _bisect:bisect _bz2:bz2 _codecs:codecs "
-    "_collections:collections _contextvars:contextvars _csv:csv _ctypes:ctypes _datetime:datetime "
-    "_decimal:decimal _elementtree:xml.etree.ElementTree _functools:functools _hashlib:hashlib "
-    "_heapq:heapq _json:json _lzma:lzma _operator:operator _pickle:pickle _queue:queue "
-    "_random:random _signal:signal _socket:socket _sqlite3:sqlite3 _sre:re _ssl:ssl "
-    "_statistics:statistics _struct:struct _tracemalloc:tracemalloc _weakref:weakref "
-    "_zoneinfo:zoneinfo array atexit binascii cmath errno faulthandler fcntl gc grp itertools "
-    "marshal math mmap pwd pyexpat:xml.parsers.expat resource select syslog termios time "
-    "unicodedata zlib"
-)
-# Pure-Python twins of C modules, under the name that users know.
-_TWINS = {"_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io"}
+# Files and folders of the standard library that are not modules for users.
+_SKIPPED_NAMES = {
+    "__phello__",
+    "__pycache__",
+    "dist-packages",
+    "ensurepip",
+    "idlelib",
+    "lib-dynload",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+# Modules written in C -> the public module that re-exports their contents.
+_C_MODULES = {
+    "builtins": "builtins",
+    "sys": "sys",
+    "posix": "os",
+    "_io": "io",
+    "_thread": "_thread",
+    "_asyncio": "asyncio",
+    "_bisect": "bisect",
+    "_bz2": "bz2",
+    "_codecs": "codecs",
+    "_collections": "collections",
+    "_contextvars": "contextvars",
+    "_csv": "csv",
+    "_ctypes": "ctypes",
+    "_datetime": "datetime",
+    "_decimal": "decimal",
+    "_elementtree": "xml.etree.ElementTree",
+    "_functools": "functools",
+    "_hashlib": "hashlib",
+    "_heapq": "heapq",
+    "_json": "json",
+    "_lzma": "lzma",
+    "_operator": "operator",
+    "_pickle": "pickle",
+    "_queue": "queue",
+    "_random": "random",
+    "_signal": "signal",
+    "_socket": "socket",
+    "_sqlite3": "sqlite3",
+    "_sre": "re",
+    "_ssl": "ssl",
+    "_statistics": "statistics",
+    "_struct": "struct",
+    "_tracemalloc": "tracemalloc",
+    "_weakref": "weakref",
+    "_zoneinfo": "zoneinfo",
+    "array": "array",
+    "atexit": "atexit",
+    "binascii": "binascii",
+    "cmath": "cmath",
+    "errno": "errno",
+    "faulthandler": "faulthandler",
+    "fcntl": "fcntl",
+    "gc": "gc",
+    "grp": "grp",
+    "itertools": "itertools",
+    "marshal": "marshal",
+    "math": "math",
+    "mmap": "mmap",
+    "pwd": "pwd",
+    "pyexpat": "xml.parsers.expat",
+    "resource": "resource",
+    "select": "select",
+    "syslog": "syslog",
+    "termios": "termios",
+    "time": "time",
+    "unicodedata": "unicodedata",
+    "zlib": "zlib",
+}
+# Pure-Python version of a C module -> name of the module that users import.
+_PUBLIC_NAMES = {"_pydatetime": "datetime", "_pydecimal": "decimal", "_pyio": "io"}
 _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 _logger = logging.getLogger(__name__)
@@ -93,8 +150,8 @@ def load_collection(
 ) -> Collection:
     """Load the built-in collection ``"pydocs"``, or a collection at a path.
 
-    ``pydocs`` is built once for each Python installation and kept as a BEIR folder in the cache. A
-    damaged or unwritable cache costs only the time to build again.
+    ``pydocs`` is built once for each Python installation and cached as a BEIR folder. If the cache
+    is damaged or cannot be written, the collection is built again.
 
     Args:
         name_or_path: ``"pydocs"``, or a path that :func:`tilefold.retrieval.load_beir` reads.
@@ -103,32 +160,29 @@ def load_collection(
             ``"drop"``.
         documents_only: leave queries and judgements unread.
         splits: the splits whose judgements are read; all by default.
-        stored: documents in a file of at least this many bytes are read one by one, from JSON lines
-            or lines of an id, a tab and a text. ``documents`` is then a mapping that cannot be
-            changed, and raises a ``DataError`` once the file has changed. The offsets of the lines
-            are kept in the cache. By default all documents are held in memory.
-        fields: names of the fields of documents that are not the usual ones.
+        stored: size in bytes from which a file of documents is not loaded into memory. Its
+            documents are then read one by one when they are needed. The file must have JSON lines
+            or lines ``id<tab>text``. ``documents`` is a read-only mapping, which raises a
+            ``DataError`` once the file has changed. The offsets of the lines are cached. By default
+            all documents are loaded into memory.
+        fields: custom names of the document fields.
 
     Raises:
-        FileNotFoundError: for an unknown name or a missing file.
-        DataError: for malformed files.
+        FileNotFoundError: if the name is unknown, or a file is missing.
+        DataError: if a file is malformed.
     """
     check_instance("name_or_path", name_or_path, (str, Path), "'pydocs', or a path")
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
     cache = default_cache_dir() if cache_dir is None else path_of("cache_dir", cache_dir)
 
     def load(path: Path) -> Collection:
-        """Load a folder or file, with documents that stay in the file if it is large."""
-        file = documents_table(path)
-        documents = None
-        if stored is not None and file.is_file() and file.stat().st_size >= stored:
-            documents = open_lazy_documents(file, cache, fields)
+        """Load a folder or file with the options of this call."""
         return load_beir(
             path,
             unknown,
             documents_only=documents_only,
             splits=splits,
-            documents=documents,
+            documents=_open_large_file(path, cache, min_bytes=stored, fields=fields),
             fields=fields,
         )
 
@@ -148,8 +202,39 @@ def load_collection(
     return load(path)
 
 
+def _open_large_file(
+    path: Path,
+    cache: Path,
+    *,
+    min_bytes: int | None,
+    fields: DocumentFields,
+) -> LazyDocuments[Document] | None:
+    """Open the documents of a collection without loading them, if their file is large.
+
+    Args:
+        path: folder or file of the collection.
+        cache: folder of the cache.
+        min_bytes: size from which a file is large; None loads every file into memory.
+        fields: custom names of the document fields.
+
+    Returns:
+        The documents, or None if they are to be loaded into memory.
+    """
+    if min_bytes is None:
+        return None
+    file = documents_table(path)
+    if not file.is_file() or file.stat().st_size < min_bytes:
+        return None
+    return open_lazy_documents(file, cache, fields)
+
+
 def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collection:
-    """Load the built-in collection from the cache, or build it and write it there."""
+    """Load the built-in collection from the cache, or build and cache it.
+
+    Args:
+        folder: folder of the collection in the cache.
+        load: loads a BEIR folder.
+    """
     if folder.is_dir():
         try:
             return replace(load(folder), name="pydocs")
@@ -157,14 +242,17 @@ def _cached_pydocs(folder: Path, load: Callable[[Path], Collection]) -> Collecti
             _logger.warning("cached pydocs is damaged and is built again: %s", error)
     collection = build_pydocs()
     try:
-        collection.save_beir(folder, overwrite=True)  # an earlier one is damaged
+        collection.save_beir(folder, overwrite=True)  # an existing folder is damaged
     except (OSError, InUseError) as error:
         _logger.warning("pydocs could not be cached: %s", error)
     return collection
 
 
 def cache_key() -> str:
-    """Return a key of the standard library and this builder: equal keys give equal collections."""
+    """Return a key of the Python installation and this builder.
+
+    Equal keys give equal collections.
+    """
     library = f"{sysconfig.get_paths()['stdlib']}\n{sys.version}"
     digest = hashlib.sha256(library.encode()).hexdigest()[:8]
     implementation = platform.python_implementation().lower()
@@ -181,7 +269,7 @@ def build_pydocs() -> Collection:
     time for one Python installation.
 
     Raises:
-        RuntimeError: for a Python without library sources.
+        RuntimeError: if Python was installed without library sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     texts = _distinct_docstrings(root)
@@ -194,7 +282,7 @@ def build_pydocs() -> Collection:
     documents = {}
     for name, text in texts.items():
         if name in queries:
-            _, text_of_document = _split(text)
+            _, text_of_document = _split_summary(text)
         else:
             text_of_document = text
         documents[name] = Document(name, name, text_of_document)
@@ -202,36 +290,37 @@ def build_pydocs() -> Collection:
         name="pydocs",
         documents=documents,
         queries={f"q-{name}": summary for name, summary in queries.items()},
-        qrels=_qrels_by_split(list(queries)),
+        qrels=_qrels_by_split_summary(list(queries)),
     )
 
 
 def _distinct_docstrings(root: Path) -> dict[str, str]:
-    """Return the docstrings of the standard library, without short and repeated ones.
+    """Return the docstrings of the standard library, without short and duplicate ones.
 
     Args:
         root: folder of the standard library.
 
     Returns:
-        Name of a definition -> its docstring of at least ``MIN_WORDS`` words. Of docstrings with
-        the same words, the first one is taken.
+        Name of a definition -> its docstring of at least ``MIN_WORDS`` words. If several docstrings
+        have the same words, the first one is kept.
     """
     texts: dict[str, str] = {}
-    normalized: set[str] = set()
+    normalized_texts: set[str] = set()
     for name, text in (*_from_sources(root), *_from_c_modules()):
-        key = _normal(text)
-        if name not in texts and key not in normalized and len(text.split()) >= MIN_WORDS:
+        normalized_text = _normalized(text)
+        is_duplicate = name in texts or normalized_text in normalized_texts
+        if not is_duplicate and len(text.split()) >= MIN_WORDS:
             texts[name] = text
-            normalized.add(key)
+            normalized_texts.add(normalized_text)
     return texts
 
 
-def _qrels_by_split(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """Divide queries into training and test queries, and judge one document relevant for each.
+def _qrels_by_split_summary(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:
+    """Divide queries into training and test queries, each with one relevant document.
 
     Args:
-        names: ids of the documents that have a query. The id of the query of a document ``name``
-            is ``q-name``.
+        names: ids of the documents that have a query. The query of the document ``name`` has the id
+            ``q-name``.
 
     Returns:
         Split -> query id -> document id -> grade.
@@ -250,9 +339,8 @@ def _qrels_by_split(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:
 def _summary_queries(texts: dict[str, str]) -> dict[str, str]:
     """Choose the summary lines of docstrings that can be queries.
 
-    A summary line is a query if no other docstring begins with the same words, and if the rest of
-    its docstring is long enough and in no other docstring. Otherwise several documents would
-    answer it.
+    No other docstring may begin with the same words, and the rest of the docstring must be long
+    enough and unique. Otherwise several documents would answer the query.
 
     Args:
         texts: name -> docstring.
@@ -260,22 +348,22 @@ def _summary_queries(texts: dict[str, str]) -> dict[str, str]:
     Returns:
         Name of a docstring -> its summary line without the full stop.
     """
-    parts = {name: _split(text) for name, text in texts.items()}
-    openings = Counter(_normal(summary) for summary, _ in parts.values())
-    bodies = Counter(_normal(body) for _, body in parts.values())
-    # A body may also be the entire docstring of another definition.
-    bodies.update(_normal(text) for text in texts.values())
+    parts = {name: _split_summary(text) for name, text in texts.items()}
+    openings = Counter(_normalized(summary) for summary, _ in parts.values())
+    bodies = Counter(_normalized(body) for _, body in parts.values())
+    # The body of one docstring may be the entire docstring of another definition.
+    bodies.update(_normalized(text) for text in texts.values())
     return {
         name: summary.rstrip(".").rstrip()
         for name, (summary, body) in parts.items()
         if _is_query(summary)
         and len(body.split()) >= MIN_WORDS
-        and openings[_normal(summary)] == 1
-        and bodies[_normal(body)] == 1
+        and openings[_normalized(summary)] == 1
+        and bodies[_normalized(body)] == 1
     }
 
 
-def _split(text: str) -> tuple[str, str]:
+def _split_summary(text: str) -> tuple[str, str]:
     """Split a docstring into its summary line and its body, which follows an empty line."""
     summary, _, body = text.partition("\n")
     if not body.startswith("\n"):
@@ -284,13 +372,13 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _is_query(summary: str) -> bool:
-    """Whether a summary line is a sentence of a fit length, and no signature of a function."""
+    """Whether a summary line is a sentence of suitable length, and not a function signature."""
     is_signature = "->" in summary or re.match(r"[\w.]+\s?\(", summary) is not None
     return not is_signature and MIN_QUERY_WORDS <= len(summary.split()) <= MAX_QUERY_WORDS
 
 
-def _normal(text: str) -> str:
-    """Return the words of a text in lower case, by which equal texts are recognised."""
+def _normalized(text: str) -> str:
+    """Return the words of a text in lower case, to recognise duplicates."""
     return " ".join(re.findall(r"\w+", text.casefold()))
 
 
@@ -305,32 +393,30 @@ def _from_sources(root: Path) -> Iterator[tuple[str, str]]:
     Yields:
         Dotted name, such as ``json.decoder.JSONDecoder``, and docstring.
     """
-    skipped = set(_SKIP.split())
-    files = []  # whether the module is private, its name and its path, by which they are sorted
+    modules = []  # (is_private, name, file): sorts public modules first
     for file in root.rglob("*.py"):
         parts = list(file.relative_to(root).with_suffix("").parts)
-        if skipped.intersection(parts) or parts[0].startswith("config-"):
+        if _SKIPPED_NAMES.intersection(parts) or parts[0].startswith("config-"):
             continue
         if parts[-1] == "__init__":
             del parts[-1]
+        if not parts:
+            continue
         is_private = any(part.startswith("_") for part in parts)
-        if parts:
-            parts[0] = _TWINS.get(parts[0], parts[0])
-        files.append((is_private, ".".join(parts), file))
-    for _, name, file in sorted(files):
+        parts[0] = _PUBLIC_NAMES.get(parts[0], parts[0])
+        modules.append((is_private, ".".join(parts), file))
+    for _, name, file in sorted(modules):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 tree = ast.parse(file.read_bytes())
-            except (SyntaxError, ValueError):  # fixtures of lib2to3 and the like
+            except (SyntaxError, ValueError):  # some files are invalid on purpose, as test data
                 continue
-        yield from _from_tree(tree, name)
+        yield from _from_definition(tree, name)
 
 
-def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
-    """Yield name and docstring of a definition and of those in it, in the order of the source.
-
-    Definitions within ``if``, ``try`` and ``with`` statements count, those in functions too.
+def _from_definition(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
+    """Yield name and docstring of a definition and of the definitions in it, in source order.
 
     Args:
         node: syntax tree of a module, class or function.
@@ -339,26 +425,31 @@ def _from_tree(node: _Definition, name: str) -> Iterator[tuple[str, str]]:
     docstring = ast.get_docstring(node)
     if docstring:
         yield name, _tidy(docstring)
-    # A stack: its last node is the next one in the order of the source.
-    pending: list[ast.AST] = list(reversed(node.body))
-    while pending:
-        child = pending.pop()
+    for child in _definitions_in(node):
+        yield from _from_definition(child, f"{name}.{child.name}")
+
+
+def _definitions_in(
+    node: ast.AST,
+) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Yield the definitions directly in a node or in its if, try and with statements."""
+    for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _from_tree(child, f"{name}.{child.name}")
+            yield child
         elif isinstance(child, (ast.If, ast.Try, ast.With, ast.ExceptHandler)):
-            pending.extend(reversed(list(ast.iter_child_nodes(child))))
+            yield from _definitions_in(child)
 
 
 def _from_c_modules() -> Iterator[tuple[str, str]]:
     """Yield name and docstring of modules written in C, and of their functions and classes.
 
-    The modules of ``_C_MODULES`` are imported, because C sources are not part of an installation.
+    The modules are imported, because C sources are not part of an installation.
 
     Yields:
-        Dotted name, below the public module that re-exports a private one, and docstring.
+        Dotted name and docstring. The contents of a private module are named after the public
+        module that re-exports them.
     """
-    for entry in _C_MODULES.split():
-        name, _, public_module = entry.partition(":")
+    for name, public_name in _C_MODULES.items():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -369,7 +460,7 @@ def _from_c_modules() -> Iterator[tuple[str, str]]:
         file = getattr(module, "__file__", None)
         if file and str(file).endswith(".py"):
             continue
-        yield from _from_c_module(module, name, public_module or name)
+        yield from _from_c_module(module, name, public_name)
 
 
 def _from_c_module(
@@ -381,8 +472,8 @@ def _from_c_module(
 
     Args:
         module: the imported module.
-        name: its name, such as ``_bisect``.
-        public_name: name of the module by which users import its contents, such as ``bisect``.
+        name: name of the module, such as ``_bisect``.
+        public_name: name of the public module that re-exports its contents, such as ``bisect``.
     """
     yield from _documented(module, public_name)
     for attribute, value in sorted(vars(module).items()):
@@ -399,7 +490,7 @@ def _from_c_module(
 
 
 def _documented(value: object, name: str) -> Iterator[tuple[str, str]]:
-    """Yield name and docstring of a value, unless it is a constant or has none."""
+    """Yield name and docstring of a value, if it is not a constant and has a docstring."""
     if not (callable(value) or inspect.ismodule(value) or inspect.isdatadescriptor(value)):
         return
     text = getattr(value, "__doc__", None)

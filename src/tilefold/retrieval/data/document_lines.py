@@ -1,6 +1,6 @@
 """Lines of a file of documents: their offsets, keys of ids and contents, and bytes to digest.
 
-A large file is read by several processes, which run :func:`main`.
+Several processes, which run :func:`main`, read a large file.
 """
 
 from __future__ import annotations
@@ -30,31 +30,51 @@ from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.data.tables import USUAL_FIELDS, json_object
 from tilefold.retrieval.errors import DataError
 
-RANGE_BYTES = 1 << 18  # read at once
-SINGLE_PROCESS_BYTES = 1 << 27  # smaller files are read by this process
+RANGE_BYTES = 1 << 18  # bytes of a file that are read at once
+SINGLE_PROCESS_BYTES = 1 << 27  # this process reads smaller files itself
 MAX_PROCESSES = 8
 _RANGES_AHEAD = 4  # ranges that fit into the pipe of a process
 
-# The message of a process for one range: the header, the numbers [3, n] and the bytes to digest.
+# A process writes a message for each range: the header, three uint64 arrays [n] (the offsets, the
+# keys of ids and the keys of contents), and the bytes to digest.
 _MARK = b"\0lines\0\0"
 _HEADER = struct.Struct("<8sQQ")  # the mark, the number of lines n, and the bytes to digest
-_BYTES_PER_LINE = 3 * 8  # three uint64 numbers
+_BYTES_PER_LINE = 3 * 8  # a number in each of the three arrays
 
-_LONGEST_NUMBER = 18  # digits that fit 64 bits
+_LONGEST_NUMBER = 18  # every number with so many digits fits 64 bits
+_FIRST_PRINTABLE = b"!"  # the first printable ASCII character after the space
+_LAST_PRINTABLE = b"~"
 _logger = logging.getLogger(__name__)
 
 
 class Lines(NamedTuple):
-    """The n lines of a range of bytes that are not blank.
+    """The n lines of a range of bytes, without blank lines.
 
     Attributes:
-        numbers: uint64 ``[3, n]``: the offset of each line in bytes, the :func:`id_key` of its id,
-            and that of its contents.
+        offsets: offset of each line in bytes, uint64 ``[n]``.
+        id_keys: :func:`id_key` of the id of each line, uint64 ``[n]``.
+        text_keys: :func:`id_key` of the contents of each line, uint64 ``[n]``.
         encoded: ids and contents as :func:`encoded_texts` encodes them for a digest.
     """
 
-    numbers: npt.NDArray[np.uint64]
+    offsets: npt.NDArray[np.uint64]
+    id_keys: npt.NDArray[np.uint64]
+    text_keys: npt.NDArray[np.uint64]
     encoded: bytes
+
+
+class _ParsedLines(NamedTuple):
+    """The n parsed lines of a range of bytes, without blank lines.
+
+    Attributes:
+        offsets: offset of each line in bytes ``[n]``.
+        ids: ids in UTF-8 ``[n]``.
+        contents: titles and texts in UTF-8 ``[n]``.
+    """
+
+    offsets: Sequence[int]
+    ids: Sequence[bytes]
+    contents: Sequence[bytes]
 
 
 def all_lines(
@@ -68,24 +88,25 @@ def all_lines(
     the remaining ranges.
 
     Args:
-        file: JSON lines, or lines of an id, a tab and a text.
-        size: bytes of the file.
-        fields: names of the fields of documents that are not the usual ones.
+        file: JSON lines, or lines ``id<tab>text``.
+        size: size of the file in bytes.
+        fields: custom names of the document fields.
     """
     n_processes = _number_of_processes(size)
     range_starts = range(0, size, RANGE_BYTES)
     n_received = 0
     if n_processes > 1:
-        from_processes = _lines_of_processes(file, size, n_processes, len(range_starts), fields)
-        with closing(from_processes):  # ends the processes if the caller stops early
-            for lines in from_processes:
+        received_lines = _lines_of_processes(file, size, n_processes, len(range_starts), fields)
+        with closing(received_lines):  # ends the processes if the caller stops early
+            for lines in received_lines:
                 yield lines
                 n_received += 1
     remaining = range_starts[n_received:]
     with file.open("rb") as stream:
         for start in remaining:
-            yield _lines(stream, str(file), start, start + RANGE_BYTES, fields)
-    if n_processes > 1 and remaining:  # a malformed line has raised its error by now
+            yield _read_lines(stream, str(file), start, start + RANGE_BYTES, fields)
+    # A process also ends at a malformed line, but then this process has raised the error above.
+    if n_processes > 1 and remaining:
         _logger.warning(
             "%s: a process that read its lines ended early; this one has read the rest.",
             file,
@@ -108,28 +129,30 @@ def _lines_of_processes(
     n_ranges: int,
     fields: DocumentFields,
 ) -> Generator[Lines, None, None]:
-    """Yield the lines that processes read, in order, until a process fails to deliver a range.
+    """Start processes that read a file, and yield its lines in order.
 
-    Process p reads the ranges p, p + n_processes, p + 2 n_processes, and so on. The caller reads
-    the ranges that are not delivered. All processes are ended at the end.
+    Process p reads the ranges p, p + n_processes, p + 2 n_processes, and so on. The generator stops
+    at the first range that a process does not deliver. It kills all processes at the end.
 
     Args:
         file: path of the file.
-        size: bytes of the file.
+        size: size of the file in bytes.
         n_processes: number of processes.
         n_ranges: number of ranges of the file.
-        fields: names of the fields of documents that are not the usual ones.
+        fields: custom names of the document fields.
     """
     workers: list[subprocess.Popen[bytes]] = []
     try:
-        with suppress(OSError, ValueError):  # no further process can be started, or a broken pipe
+        with suppress(OSError, ValueError):  # a process cannot be started
             for number in range(n_processes):
                 workers.append(_start(file, size, number, n_processes, fields))
-            for range_number in range(n_ranges):
-                lines = _received(workers[range_number % n_processes].stdout)
-                if lines is None:
-                    return
-                yield lines
+        if len(workers) < n_processes:
+            return
+        for range_number in range(n_ranges):
+            lines = _receive_lines(workers[range_number % n_processes].stdout)
+            if lines is None:
+                return
+            yield lines
     finally:
         for worker in workers:
             worker.kill()
@@ -143,19 +166,19 @@ def _start(
     n_processes: int,
     fields: DocumentFields,
 ) -> subprocess.Popen[bytes]:
-    """Start a process that reads every n-th range of a file by :func:`main`.
+    """Start a process that runs :func:`main` to read its share of a file.
 
     Args:
         file: path of the file.
-        size: bytes of the file.
+        size: size of the file in bytes.
         number: number of this process, from 0.
         n_processes: number of all processes.
-        fields: names of the fields of documents that are not the usual ones.
+        fields: custom names of the document fields.
 
     Returns:
-        The process, whose stdout has the lines.
+        The process, which writes the lines to its stdout.
     """
-    # The process imports this module from the same folders as the present one.
+    # Give the child this process's import path.
     import_path = [entry for entry in sys.path if isinstance(entry, str)]
     code = (
         f"import sys; sys.path[:] = {import_path!r}; "
@@ -176,79 +199,87 @@ def _start(
     if sys.platform == "linux" and worker.stdout:
         import fcntl
 
-        # A larger pipe lets a process work ahead. A user may not be allowed to have one.
+        # A larger pipe lets the process work ahead. The limit on pipe size may forbid it.
         pipe_bytes = _RANGES_AHEAD * RANGE_BYTES
         with suppress(OSError):
             fcntl.fcntl(worker.stdout, fcntl.F_SETPIPE_SZ, pipe_bytes)
     return worker
 
 
-def _received(stream: IO[bytes] | None) -> Lines | None:
+def _receive_lines(stream: IO[bytes] | None) -> Lines | None:
     """Read the lines of the next range from the stdout of a process.
 
     Returns:
-        The lines, or None if the process has ended or wrote something else.
+        The lines, or None if the process has ended or wrote invalid data.
     """
     if stream is None:
         return None
-    header = stream.read(_HEADER.size)
-    if len(header) < _HEADER.size or not header.startswith(_MARK):
+    try:
+        header = stream.read(_HEADER.size)
+        if len(header) < _HEADER.size or not header.startswith(_MARK):
+            return None
+        _, n_lines, n_encoded = _HEADER.unpack(header)
+        arrays = stream.read(_BYTES_PER_LINE * n_lines)
+        encoded = stream.read(n_encoded)
+    except (OSError, ValueError):  # a broken pipe
         return None
-    _, n_lines, n_encoded = _HEADER.unpack(header)
-    numbers = stream.read(_BYTES_PER_LINE * n_lines)
-    encoded = stream.read(n_encoded)
-    if len(numbers) != _BYTES_PER_LINE * n_lines or len(encoded) != n_encoded:
+    if len(arrays) != _BYTES_PER_LINE * n_lines or len(encoded) != n_encoded:
         return None
-    return Lines(np.frombuffer(numbers, np.uint64).reshape(3, n_lines), encoded)
+    offsets, id_keys, text_keys = np.frombuffer(arrays, np.uint64).reshape(3, n_lines)
+    return Lines(offsets, id_keys, text_keys, encoded)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write every n-th range of a file to stdout.
+    """Write the lines of this process's share of a file to stdout.
 
     Args:
         arguments: the path, the size of the file, the number of this process, the number of
-            processes, the bytes of a range, and the named fields as JSON.
+            processes, the bytes of a range, and the custom field names as JSON.
     """
-    path, size, number, n_processes, range_bytes, named_fields = arguments
-    length = int(range_bytes)
-    fields = DocumentFields(**json.loads(named_fields))
+    path, size, number, n_processes, range_bytes, custom_names = arguments
+    range_length = int(range_bytes)
+    first_start = int(number) * range_length
+    stride = int(n_processes) * range_length
+    fields = DocumentFields(**json.loads(custom_names))
     with Path(path).open("rb") as stream:
-        for start in range(int(number) * length, int(size), int(n_processes) * length):
-            numbers, encoded = _lines(stream, path, start, start + length, fields)
-            header = _HEADER.pack(_MARK, numbers.shape[1], len(encoded))
-            sys.stdout.buffer.write(header + numbers.tobytes() + encoded)
+        for start in range(first_start, int(size), stride):
+            lines = _read_lines(stream, path, start, start + range_length, fields)
+            sys.stdout.buffer.write(_HEADER.pack(_MARK, len(lines.offsets), len(lines.encoded)))
+            sys.stdout.buffer.write(lines.offsets.tobytes())
+            sys.stdout.buffer.write(lines.id_keys.tobytes())
+            sys.stdout.buffer.write(lines.text_keys.tobytes())
+            sys.stdout.buffer.write(lines.encoded)
     sys.stdout.buffer.flush()
 
 
-def _lines(
+def _read_lines(
     stream: IO[bytes],
     path: str,
     start: int,
     stop: int,
     fields: DocumentFields,
 ) -> Lines:
-    """Read the lines that begin in a range of bytes.
+    """Read the lines that begin in a range of bytes, and compute their keys.
 
     Args:
         stream: the open file.
-        path: its path, whose suffix says what its lines are.
+        path: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
         start: first byte of the range.
         stop: the byte after the range.
-        fields: names of the fields of documents that are not the usual ones.
-
-    Returns:
-        Three numbers of each line (its offset, the key of its id and the key of its text), and the
-        ids and texts in the form that a digest reads.
+        fields: custom names of the document fields.
     """
-    offset, lines = _lines_beginning_in(stream, start, stop)
-    *offsets, _ = accumulate(map(len, lines), initial=offset)
-    # Most lines with tabs can be split without parsing. None means that they are parsed one by one.
-    columns = None if path.endswith(".jsonl") else _split_plain_lines(lines)
-    if columns is None:
-        offsets, columns = _parse_lines(offsets, lines, path, fields)
-    ids, contents = columns
-    numbers = [offsets, [id_key(name) for name in ids], [id_key(text) for text in contents]]
-    return Lines(np.array(numbers, np.uint64), encoded_texts(ids, contents))
+    first_offset, lines = _lines_beginning_in(stream, start, stop)
+    line_ends = list(accumulate(map(len, lines), initial=first_offset))
+    offsets = line_ends[:-1]  # a line begins where the line before it ends
+    parsed = None if path.endswith(".jsonl") else _split_plain_lines(offsets, lines)
+    if parsed is None:
+        parsed = _parse_lines(offsets, lines, path, fields)
+    return Lines(
+        offsets=np.array(parsed.offsets, np.uint64),
+        id_keys=np.array([id_key(name) for name in parsed.ids], np.uint64),
+        text_keys=np.array([id_key(text) for text in parsed.contents], np.uint64),
+        encoded=encoded_texts(parsed.ids, parsed.contents),
+    )
 
 
 def _lines_beginning_in(stream: IO[bytes], start: int, stop: int) -> tuple[int, list[bytes]]:
@@ -260,97 +291,100 @@ def _lines_beginning_in(stream: IO[bytes], start: int, stop: int) -> tuple[int, 
         stop: the byte after the range.
 
     Returns:
-        The offset of the first line, and the lines with their ends.
+        The offset of the first line, and the lines with their line breaks.
     """
+    first_offset = start
     if start:
-        # The line that begins before the range may end in it. The byte before the range is read
-        # too, because it may be the line break after which the range's first line begins.
+        # Skip the line that begins before the range and ends in it. The byte before the range is
+        # read too, because it may be the line break after which the first line begins.
         stream.seek(start - 1)
-        start += len(stream.readline()) - 1
-    n_bytes = stop - start
+        first_offset += len(stream.readline()) - 1
+    n_bytes = stop - first_offset
     if n_bytes < 1:
-        return start, []
-    if n_bytes == 1:
-        return start, [stream.readline()]
-    return start, stream.readlines(n_bytes - 1)  # stops once more bytes than that are read
+        return first_offset, []
+    if n_bytes == 1:  # readlines(0) would read the rest of the file
+        return first_offset, [stream.readline()]
+    return first_offset, stream.readlines(n_bytes - 1)  # stops after more bytes than this
 
 
 def _parse_lines(
-    offsets: list[int],
+    offsets: Sequence[int],
     lines: list[bytes],
     path: str,
     fields: DocumentFields,
-) -> tuple[list[int], tuple[Sequence[bytes], Sequence[bytes]]]:
+) -> _ParsedLines:
     """Parse lines one by one, and leave out blank lines.
 
     Args:
         offsets: offset of each line in the file.
         lines: the lines.
-        path: path of the file, whose suffix says what its lines are.
-        fields: names of the fields of documents that are not the usual ones.
-
-    Returns:
-        Offsets of the lines that are not blank, and their ids and contents in UTF-8.
+        path: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        fields: custom names of the document fields.
     """
-    kept_offsets: list[int] = []
+    filled_offsets: list[int] = []
     ids: list[str] = []
     contents: list[bytes] = []
     for offset, line in zip(offsets, lines, strict=True):
-        text = line.decode(encoding(offset))
+        text = line.decode(encoding_at(offset))
         if text.strip():
-            name, content = contents_of_line(text, path, fields)
-            kept_offsets.append(offset)
+            name, content = id_and_contents_of_line(text, path, fields)
+            filled_offsets.append(offset)
             ids.append(name)
             contents.append(_bytes(content))
     if any("\0" in name for name in ids):
-        check_text_ids("documents", ids)
-    return kept_offsets, ([_bytes(name) for name in ids], contents)
+        check_text_ids("documents", ids)  # raises an error that names the id
+    return _ParsedLines(filled_offsets, [_bytes(name) for name in ids], contents)
 
 
-def _split_plain_lines(lines: list[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]] | None:
-    """Split lines of an id, a tab and a text without decoding each, which is much faster.
+def _split_plain_lines(offsets: Sequence[int], lines: list[bytes]) -> _ParsedLines | None:
+    """Split lines ``id<tab>text`` as bytes, which is much faster than to decode each.
+
+    Args:
+        offsets: offset of each line in the file.
+        lines: the lines.
 
     Returns:
-        Ids and texts; None if a line is blank or has no tab, a zero byte or an id that does not
-        begin with a printable ASCII character.
+        The lines. None if they must be parsed one by one, because one is blank, has no tab, has a
+        zero byte, or has an id that does not begin with a printable ASCII character.
 
     Raises:
-        UnicodeDecodeError: for lines that are not UTF-8.
+        UnicodeDecodeError: if the lines are not UTF-8.
     """
     if not lines:
-        return (), ()
-    # The columns of all lines. A text may contain further tabs.
+        return _ParsedLines((), (), ())
+    # A text may contain more tabs.
     ids, tabs, texts = zip(
         *(line.rstrip(b"\r\n").partition(b"\t") for line in lines),
         strict=True,
     )
-    joined = b"".join(lines)
-    # "!" and "~" are the first and the last printable ASCII characters after the blank. The
-    # smallest of the tabs is empty if a line has none.
-    if min(ids) < b"!" or max(ids) > b"~" or not min(tabs) or b"\0" in joined:
+    joined_lines = b"".join(lines)
+    # The least and the greatest id show how all ids begin, without a loop over them.
+    ids_begin_printable = min(ids) >= _FIRST_PRINTABLE and max(ids) <= _LAST_PRINTABLE
+    all_have_tabs = all(tabs)
+    has_zero_byte = b"\0" in joined_lines
+    if not ids_begin_printable or not all_have_tabs or has_zero_byte:
         return None
-    if not joined.isascii():
-        joined.decode()  # raises UnicodeDecodeError for lines that are not UTF-8
-    return ids, texts
+    if not joined_lines.isascii():
+        joined_lines.decode()  # raises UnicodeDecodeError if the lines are not UTF-8
+    return _ParsedLines(offsets, ids, texts)
 
 
-def encoding(offset: int) -> str:
-    """Return the encoding of a line: only the first one of a file may have a byte order mark."""
+def encoding_at(offset: int) -> str:
+    """Return the encoding of the line at an offset: only a file's first line may have a BOM."""
     return "utf-8" if offset else "utf-8-sig"
 
 
-def document_of_line(
+def id_and_document_of_line(
     text: str,
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, Document]:
-    """Parse a line of a file that has a document per line.
+    """Parse the id and the document in a line of a file.
 
     Args:
         text: the line.
-        file: path of the file. Lines of ``.jsonl`` are JSON, and others have an id, a tab and a
-            text.
-        fields: names of the fields of documents that are not the usual ones.
+        file: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        fields: custom names of the document fields.
 
     Returns:
         Id of the document, and the document.
@@ -360,31 +394,34 @@ def document_of_line(
     else:
         name, content = _id_and_text(text)
         row = {"_id": name, "text": content}
-    # Repeated ids are found later, when the ids of all lines are known.
+    # Repeated ids raise an error later, when the ids of all lines are known.
     document = document_of_row(row, file, earlier_ids=(), fields=fields)
     return document.id, document
 
 
-def contents_of_line(
+def id_and_contents_of_line(
     text: str,
     file: str,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> tuple[str, str]:
-    """Parse a line of a file that has a document per line, for the text to encode.
+    """Parse the id and the text to encode in a line of a file.
 
-    The arguments are those of :func:`document_of_line`.
+    Args:
+        text: the line.
+        file: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        fields: custom names of the document fields.
 
     Returns:
         Id of the document, and its contents: title and text.
     """
     if not file.endswith(".jsonl"):
         return _id_and_text(text)
-    name, document = document_of_line(text, file, fields)
+    name, document = id_and_document_of_line(text, file, fields)
     return name, document.contents
 
 
 def _id_and_text(line: str) -> tuple[str, str]:
-    """Split a line at its first tab."""
+    """Split a line ``id<tab>text`` at its first tab."""
     name, tab, text = line.rstrip("\r\n").partition("\t")
     if not (name and tab):
         raise DataError(f"expected an id, a tab and a text, got {line!r}.")
@@ -398,8 +435,8 @@ def _bytes(text: str) -> bytes:
 def id_key(name: str | bytes) -> int:
     """Return a 64-bit key of an id or a text.
 
-    The key of a number of up to 18 digits without a leading zero is the number itself. Others have
-    a digest, which two different texts share with a probability of 2^-64.
+    The key of a number of up to 18 digits without a leading zero is the number itself. The key of
+    another text is a digest, which two different texts share with a probability of 2^-64.
     """
     text = name if isinstance(name, bytes) else _bytes(name)
     if len(text) <= _LONGEST_NUMBER and text.isdigit() and not text.startswith(b"0"):

@@ -24,40 +24,80 @@ _DOCUMENT_IDS = (
     "passage_id",
 )
 _QUERY_IDS = ("query-id", "query_id", "qid", "queryid", "topic_id", "topic-id")
-TEXTS = {
-    "_id": ("_id", "id", *_DOCUMENT_IDS, *_QUERY_IDS),
-    "title": ("title",),
-    "text": ("text", "contents", "content", "body", "passage", "document", "query", "question"),
+
+
+class _TextField(NamedTuple):
+    """A field of a document or a query, and how it is recognised.
+
+    Attributes:
+        meaning: the field in words, for errors.
+        option: the command-line option that gives a custom name.
+        preferred_names: names that win over other recognised names of the same row.
+        recognised_names: all names that the field may have.
+    """
+
+    meaning: str
+    option: str
+    preferred_names: tuple[str, ...]
+    recognised_names: tuple[str, ...]
+
+
+_TEXT_FIELDS = {
+    "_id": _TextField(
+        meaning="an id",
+        option="--id-field",
+        preferred_names=("_id", "id"),
+        recognised_names=("_id", "id", *_DOCUMENT_IDS, *_QUERY_IDS),
+    ),
+    "title": _TextField(
+        meaning="a title",
+        option="--title-field",
+        preferred_names=("title",),
+        recognised_names=("title",),
+    ),
+    "text": _TextField(
+        meaning="a text",
+        option="--text-field",
+        preferred_names=("text",),
+        recognised_names=(
+            "text",
+            "contents",
+            "content",
+            "body",
+            "passage",
+            "document",
+            "query",
+            "question",
+        ),
+    ),
 }
+TEXT_NAMES = {name: field.recognised_names for name, field in _TEXT_FIELDS.items()}
 """Field of a document or a query -> names that it may have."""
 
-JUDGEMENTS = {
+JUDGEMENT_NAMES = {
     "query-id": (*_QUERY_IDS, "query", "topic"),
     "corpus-id": (*_DOCUMENT_IDS, "document", "passage", "id"),
     "score": ("score", "grade", "relevance", "rel", "label", "judgment", "judgement"),
 }
 """Field of a judgement -> names that it may have."""
 
-_PREFERRED = {"_id": ("_id", "id"), "title": ("title",), "text": ("text",)}
-_OPTIONS = {"_id": "--id-field", "title": "--title-field", "text": "--text-field"}
-_MEANINGS = {"_id": "an id", "title": "a title", "text": "a text"}
-_CACHED_ROWS = 1024  # sets of names of fields; rows of one file have few
+_CACHED_ROWS = 1024  # distinct tuples of field names; the rows of a file have only a few
 
 
 class FieldError(ValueError):
-    """Fields of a row that are missing or may be either.
+    """Fields of a row are missing or ambiguous.
 
-    The text names no file and no line.
+    The caller adds the file and the line to the message.
     """
 
 
 @dataclass(frozen=True)
 class DocumentFields:
-    """Names of the fields of documents in a file, where they are not the usual ones.
+    """Custom names of the document fields in a file.
 
     Attributes:
         id: field of the id; None recognises ``_id``, ``id``, ``docid`` and other usual names.
-        title: field of the title; None takes ``title`` where it is there.
+        title: field of the title; None uses ``title`` if it exists.
         text: field of the text; None recognises ``text``, ``contents``, ``body`` and other usual
             names.
     """
@@ -73,9 +113,9 @@ class DocumentFields:
 
     @property
     def names(self) -> dict[str, str]:
-        """Field (``_id``, ``title``, ``text``) -> its name, of those that are named."""
-        named = {"_id": self.id, "title": self.title, "text": self.text}
-        return {field: name for field, name in named.items() if name is not None}
+        """Field (``_id``, ``title``, ``text``) -> custom name, if it has one."""
+        names = {"_id": self.id, "title": self.title, "text": self.text}
+        return {field: name for field, name in names.items() if name is not None}
 
 
 class TextColumns(NamedTuple):
@@ -87,7 +127,7 @@ class TextColumns(NamedTuple):
 
 
 def _recognised(names: Sequence[str], aliases: Sequence[str]) -> list[str]:
-    """The names that are, without case and surrounding blanks or quotes, one of the aliases."""
+    """Return the names that equal an alias, ignoring case and surrounding blanks and quotes."""
     return [name for name in names if name.strip().strip('"').lower() in aliases]
 
 
@@ -97,53 +137,74 @@ def _quoted(names: Sequence[str]) -> str:
 
 @functools.lru_cache(maxsize=_CACHED_ROWS)
 def text_columns_of(names: tuple[str, ...], fields: DocumentFields) -> TextColumns:
-    """Find the fields of a row with the id, the title and the text of a document.
+    """Find which fields of a row hold the id, the title and the text of a document.
 
-    A field that `fields` names must exist. Otherwise the names ``_id``, ``id``, ``title`` and
-    ``text`` are looked for first, and then other usual names, of which the row may have one.
+    A field with a custom name must exist. Other fields are recognised by their usual names, of
+    which the row may have at most one. ``_id``, ``id``, ``title`` and ``text`` are preferred.
 
     Args:
         names: names of the fields of the row.
-        fields: names of fields that are not the usual ones.
+        fields: custom names of the document fields.
 
     Raises:
-        FieldError: fields that the row lacks, all of them in one error, or a field that several
-            names may mean.
+        FieldError: if fields are missing, or several fields could be the same one.
     """
-    chosen: dict[str, str] = {}
+    columns: dict[str, str] = {}
     missing: list[str] = []
-    for field, aliases in TEXTS.items():
-        explicit = fields.names.get(field)
-        preferred = [name for name in _PREFERRED[field] if name in names]
-        candidates = preferred[:1] or _recognised(names, aliases)
-        if explicit is not None:
-            candidates = [explicit] if explicit in names else []
-        if len(candidates) > 1:
-            raise FieldError(
-                f"expected one field with {_MEANINGS[field]}, got {_quoted(candidates)}. Name one: "
-                f"{_OPTIONS[field]}.",
-            )
-        if candidates:
-            chosen[field] = candidates[0]
-        elif explicit is not None:
-            missing.append(f"{_MEANINGS[field]} ({explicit!r})")
+    for field, description in _TEXT_FIELDS.items():
+        custom_name = fields.names.get(field)
+        if custom_name is not None:
+            if custom_name in names:
+                columns[field] = custom_name
+            else:
+                missing.append(f"{description.meaning} ({custom_name!r})")
+            continue
+        usual_name = _usual_name(names, description)
+        if usual_name is not None:
+            columns[field] = usual_name
         elif field != "title":
-            missing.append(f"{_MEANINGS[field]} ({_quoted(aliases[:4])} or another usual name)")
+            examples = _quoted(description.recognised_names[:4])
+            missing.append(f"{description.meaning} ({examples} or another usual name)")
     if missing:
-        options = ", ".join(_OPTIONS.values())
+        options = ", ".join(description.option for description in _TEXT_FIELDS.values())
         raise FieldError(
-            f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename them, or "
-            f"name those that are there: {options} (from Python DocumentFields).",
+            f"expected fields with {' and '.join(missing)}, got {_quoted(names)}. Rename the "
+            f"fields, or pass their names: {options} (from Python DocumentFields).",
         )
-    return TextColumns(chosen["_id"], chosen.get("title"), chosen["text"])
+    return TextColumns(columns["_id"], columns.get("title"), columns["text"])
+
+
+def _usual_name(names: Sequence[str], field: _TextField) -> str | None:
+    """Find the name of a row's field that is a usual name of a document field.
+
+    Args:
+        names: names of the fields of the row.
+        field: the document field.
+
+    Returns:
+        The name, or None if the row does not have the field.
+
+    Raises:
+        FieldError: if several names are usual and none of them is preferred.
+    """
+    for preferred_name in field.preferred_names:
+        if preferred_name in names:
+            return preferred_name
+    candidates = _recognised(names, field.recognised_names)
+    if len(candidates) > 1:
+        raise FieldError(
+            f"expected one field with {field.meaning}, got {_quoted(candidates)}. Choose one: "
+            f"{field.option}.",
+        )
+    return candidates[0] if candidates else None
 
 
 @functools.lru_cache(maxsize=_CACHED_ROWS)
 def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
-    """Find the fields of a row with the query's id, the document's id and the grade.
+    """Find which fields of a row hold the query's id, the document's id and the grade.
 
-    The names ``query-id``, ``corpus-id`` and ``score`` are looked for first, and then other usual
-    names, of which the row may have one.
+    The names ``query-id``, ``corpus-id`` and ``score`` are preferred. Without them, the row may
+    have at most one of the other usual names.
 
     Args:
         names: names of the fields of the row.
@@ -152,26 +213,24 @@ def judgement_columns(names: tuple[str, ...]) -> Mapping[str, str]:
         ``query-id``, ``corpus-id`` and ``score`` -> name of the field in the row.
 
     Raises:
-        FieldError: fields that the row lacks, all of them in one error, or a field that several
-            names may mean.
+        FieldError: if fields are missing, or several fields could be the same one.
     """
-    chosen: dict[str, str] = {}
+    columns: dict[str, str] = {}
     missing: list[str] = []
-    for field, aliases in JUDGEMENTS.items():
+    for field, aliases in JUDGEMENT_NAMES.items():
         candidates = [field] if field in names else _recognised(names, aliases)
         if len(candidates) > 1:
             raise FieldError(
-                f"expected one field that is the {field}, got {_quoted(candidates)}. Rename one to "
-                f"{field!r}.",
+                f"expected one {field} field, got {_quoted(candidates)}. Rename one to {field!r}.",
             )
         if candidates:
-            chosen[field] = candidates[0]
+            columns[field] = candidates[0]
         else:
-            others = [alias for alias in aliases if alias != field]
-            missing.append(f"{field} (or {_quoted(others[:3])})")
+            examples = [alias for alias in aliases if alias != field][:3]
+            missing.append(f"{field} (or {_quoted(examples)})")
     if missing:
         raise FieldError(
-            f"expected the fields {', '.join(missing)}, got {_quoted(names)}. Rename those that "
-            "are there, or add them.",
+            f"expected the fields {', '.join(missing)}, got {_quoted(names)}. Rename the fields, "
+            "or add the missing ones.",
         )
-    return chosen
+    return columns

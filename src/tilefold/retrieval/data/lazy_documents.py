@@ -1,8 +1,7 @@
 """Documents that are read from their file when they are needed.
 
-The file has JSON lines, or lines of an id, a tab and a text. A cache has the offset of each line,
-and 8-byte keys of ids and texts. Its arrays are mapped into memory, and take 250 MB for 8.8 million
-passages.
+The file has JSON lines, or lines ``id<tab>text``. A cache has the offset of each line, and 8-byte
+keys of ids and texts. Its arrays are mapped into memory. They take 250 MB for 8.8 million passages.
 """
 
 from __future__ import annotations
@@ -27,25 +26,24 @@ from tilefold.retrieval.common.provenance import TextsDigest
 from tilefold.retrieval.data.collection import Document, load_documents
 from tilefold.retrieval.data.document_lines import (
     all_lines,
-    contents_of_line,
-    document_of_line,
-    encoding,
+    encoding_at,
+    id_and_contents_of_line,
+    id_and_document_of_line,
     id_key,
 )
 from tilefold.retrieval.data.fields import DocumentFields
-from tilefold.retrieval.data.tables import USUAL_FIELDS, numbered_lines, text_columns
+from tilefold.retrieval.data.tables import USUAL_FIELDS, is_header, numbered_lines
 from tilefold.retrieval.errors import DataError
 
 __all__ = ["LazyDocuments", "id_key", "open_lazy_documents"]
 
-# A file that was written just now may be written again within the resolution of its times.
+# A file that was written just now may be written again without a change of its timestamps.
 SETTLED_SECONDS = 2.0
-_ARRAYS = ("keys.npy", "order.npy", "starts.npy", "texts.npy")
-_FACTS = "facts.json"
-_KEYS_VERSION = 2  # of :func:`id_key`, whose keys the arrays hold
+_DESCRIPTION_FILE = "facts.json"  # the state of the documents' file, and what the cache holds
+_KEYS_VERSION = 2  # version of :func:`id_key`, which computed the keys in a cache
 
-V = TypeVar("V")
-Parse = Callable[..., tuple[str, V]]  # a line, its file, and names of fields -> id and value
+V = TypeVar("V")  # value of an id: a Document, or its contents
+Parse = Callable[..., tuple[str, V]]  # (line, path of its file, fields=custom names) -> id, value
 _logger = logging.getLogger(__name__)
 
 
@@ -64,26 +62,49 @@ class FileState(NamedTuple):
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
     def same_contents(self, other: FileState) -> bool:
-        """Whether only a link or the owner of the file may have changed."""
+        """Whether at most links or the owner of the file have changed."""
         return self._replace(changed_ns=0) == other._replace(changed_ns=0)
 
 
-class LazyDocuments(Mapping[str, V]):
-    """Document id -> value, which `parse` makes of the document's line when it is asked for.
+class LineIndex(NamedTuple):
+    """Where the N documents of a file are, and 64-bit keys of them (:func:`id_key`).
 
-    A ``DataError`` is raised once the file has changed. A position is that of a document in the
-    file, from 0.
-
-    Args:
-        path: the file.
-        state: its size, times and inode when it was indexed.
-        sha256: :func:`tilefold.retrieval.texts_digest` of all contents.
-        arrays: sorted keys of ids ``[N]``, the position of each ``[N]``, the offset of each line
-            and the size of the file ``[N + 1]``, and keys of contents ``[N]``.
-        parse: returns id and value of a line.
-        fields: names of the fields of documents that are not the usual ones.
+    A position is the number of a document in the file, from 0.
 
     Attributes:
+        sorted_id_keys: keys of the ids in ascending order, uint64 ``[N]``.
+        positions: position of the document of each of these keys, int32 ``[N]``.
+        offsets: byte offset of each document in the file, and the size of the file, int64
+            ``[N + 1]``.
+        text_keys: key of the contents of each document, uint64 ``[N]``.
+    """
+
+    sorted_id_keys: npt.NDArray[Any]
+    positions: npt.NDArray[Any]
+    offsets: npt.NDArray[Any]
+    text_keys: npt.NDArray[Any]
+
+
+# Field of a LineIndex -> its file in the cache.
+_ARRAY_FILES = {
+    "sorted_id_keys": "keys.npy",
+    "positions": "order.npy",
+    "offsets": "starts.npy",
+    "text_keys": "texts.npy",
+}
+
+
+class LazyDocuments(Mapping[str, V]):
+    """Document id -> value, which is parsed from the document's line on access.
+
+    A position is the number of a document in the file, from 0. A ``DataError`` is raised once the
+    file has changed.
+
+    Attributes:
+        path: the file.
+        state: size, times and inode of the file when it was indexed.
+        sha256: :func:`tilefold.retrieval.texts_digest` of all contents.
+        line_index: where the documents are in the file, and their keys.
         text_keys: :func:`id_key` of the contents at each position ``[N]``.
     """
 
@@ -92,7 +113,7 @@ class LazyDocuments(Mapping[str, V]):
         path: Path,
         state: FileState,
         sha256: str,
-        arrays: Sequence[npt.NDArray[Any]],
+        line_index: LineIndex,
         parse: Parse[V],
         fields: DocumentFields = USUAL_FIELDS,
     ) -> None:
@@ -100,20 +121,19 @@ class LazyDocuments(Mapping[str, V]):
 
         Args:
             path: the file.
-            state: size and times of the file when it was read.
-            sha256: digest of ids and texts.
-            arrays: four arrays about the N documents. Keys of their ids in ascending order ``[N]``,
-                position of the document of each key ``[N]``, offset of each document in the file
-                and the size of the file ``[N + 1]``, and keys of their texts ``[N]``. A key is a
-                64-bit hash.
-            parse: reads the id and the value in a line.
-            fields: names of the fields of documents that are not the usual ones.
+            state: size, times and inode of the file when it was indexed.
+            sha256: digest of ids and contents.
+            line_index: where the documents are in the file, and their keys.
+            parse: returns the id and the value in a line.
+            fields: custom names of the document fields.
         """
         self.path = path
         self.state = state
         self.sha256 = sha256
-        self.arrays = arrays
-        self._keys, self._order, self._offsets, self.text_keys = arrays
+        self.line_index = line_index
+        self.text_keys = line_index.text_keys
+        self._sorted_id_keys = line_index.sorted_id_keys
+        self._offsets = line_index.offsets
         self._fields = fields
         self._parse: Callable[[str, str], tuple[str, V]] = functools.partial(parse, fields=fields)
 
@@ -123,8 +143,8 @@ class LazyDocuments(Mapping[str, V]):
             self.path,
             self.state,
             self.sha256,
-            self.arrays,
-            contents_of_line,
+            self.line_index,
+            id_and_contents_of_line,
             self._fields,
         )
 
@@ -133,28 +153,28 @@ class LazyDocuments(Mapping[str, V]):
         return [value for _, value in self.pairs_at(positions)]
 
     def sizes(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the bytes of the lines at n positions, ``[n]``, without reading them."""
+        """Return the number of bytes of the lines at n positions, ``[n]``, without reading them."""
         return np.asarray(self._offsets[positions + 1] - self._offsets[positions])
 
     def pairs_at(self, positions: Sequence[int]) -> list[tuple[str, V]]:
-        """Read the ids and values at some positions from the file.
+        """Read the ids and values at the given positions from the file.
 
         Args:
-            positions: positions of documents in the file, counted from 0.
+            positions: positions of documents in the file, from 0.
 
         Raises:
             DataError: if the file has changed since it was opened.
         """
         self.check()
-        chosen = np.asarray(positions)
-        starts = self._offsets[chosen].tolist()
-        stops = self._offsets[chosen + 1].tolist()
+        position_array = np.asarray(positions)
+        starts = self._offsets[position_array].tolist()
+        stops = self._offsets[position_array + 1].tolist()
         pairs = []
         with self.path.open("rb", buffering=0) as stream:
             for start, stop in zip(starts, stops, strict=True):
                 stream.seek(start)
-                text = stream.read(stop - start).decode(encoding(start))
-                line = text.partition("\n")[0]  # blank lines may follow
+                text = stream.read(stop - start).decode(encoding_at(start))
+                line = text.partition("\n")[0]  # without the blank lines that may follow
                 pairs.append(self._parse(line, str(self.path)))
         return pairs
 
@@ -183,33 +203,39 @@ class LazyDocuments(Mapping[str, V]):
             Position of each document in the file, int64 ``[n]``, and -1 for an unknown id.
         """
         if not self._keys_are_unique:
-            positions = [self._position(name) for name in names]
-            return np.array(
-                [-1 if position is None else position for position in positions],
-                np.int64,
-            )
+            return self._positions_one_by_one(names)
         keys = np.fromiter(map(id_key, names), np.uint64)
         # Keys are looked up in sorted order, because neighbours are in one page of the mapped file.
         order = np.argsort(keys)
         ranks = np.empty(len(keys), np.int64)
-        ranks[order] = np.searchsorted(self._keys, keys[order])
-        ranks[ranks == len(self._keys)] = 0  # any valid rank, because the keys differ anyway
-        return np.where(self._keys[ranks] == keys, self._order[ranks], -1).astype(np.int64)
+        ranks[order] = np.searchsorted(self._sorted_id_keys, keys[order])
+        # A key above all others has the rank N. It is unknown, and differs from the last key.
+        ranks = np.minimum(ranks, len(self) - 1)
+        is_known = self._sorted_id_keys[ranks] == keys
+        return np.where(is_known, self.line_index.positions[ranks], -1).astype(np.int64)
+
+    def _positions_one_by_one(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
+        """Look up the positions of n ids that may share keys, int64 ``[n]``; -1 if unknown."""
+        positions: list[int] = []
+        for name in names:
+            position = self._position(name)
+            positions.append(-1 if position is None else position)
+        return np.array(positions, np.int64)
 
     @cached_property
     def _keys_are_unique(self) -> bool:
-        """Whether no two ids have one key."""
-        return not bool((self._keys[1:] == self._keys[:-1]).any())
+        """Whether no two ids share a key."""
+        return not bool((self._sorted_id_keys[1:] == self._sorted_id_keys[:-1]).any())
 
     def _position(self, name: str) -> int | None:
-        """Return the position of an id, or None for an unknown one.
+        """Return the position of an id, or None if it is unknown.
 
-        Several ids may share a key, so the id in the file is compared too.
+        Several ids may share a key, so the ids in the file are compared too.
         """
         key = np.uint64(id_key(name))
-        first = int(np.searchsorted(self._keys, key))
-        last = int(np.searchsorted(self._keys, key, side="right"))
-        for position in self._order[first:last].tolist():
+        first = int(np.searchsorted(self._sorted_id_keys, key))
+        last = int(np.searchsorted(self._sorted_id_keys, key, side="right"))
+        for position in self.line_index.positions[first:last].tolist():
             ((stored_name, _),) = self.pairs_at([position])
             if stored_name == name:
                 return int(position)
@@ -227,14 +253,14 @@ class LazyDocuments(Mapping[str, V]):
         if not self._keys_are_unique:
             return self._position(name) is not None
         key = np.uint64(id_key(name))
-        rank = int(self._keys.searchsorted(key))
-        return rank < len(self._keys) and bool(self._keys[rank] == key)
+        rank = int(self._sorted_id_keys.searchsorted(key))
+        return rank < len(self) and bool(self._sorted_id_keys[rank] == key)
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._sorted_id_keys)
 
     def pairs(self) -> Iterator[tuple[str, V]]:
-        """Return all ids and values in the order of the file, which is read once."""
+        """Return all ids and values in file order, in one pass over the file."""
         self.check()
         return (self._parse(text, str(self.path)) for text in _filled_lines(self.path))
 
@@ -251,7 +277,7 @@ class LazyDocuments(Mapping[str, V]):
 class _Items(ItemsView[str, V]):
     """Ids and values in one pass over the file.
 
-    The usual view would look up each id.
+    ``ItemsView`` would look up each id.
     """
 
     _mapping: LazyDocuments[V]
@@ -263,7 +289,7 @@ class _Items(ItemsView[str, V]):
 class _Values(ValuesView[V]):
     """Values in one pass over the file.
 
-    The usual view would look up each id.
+    ``ValuesView`` would look up each id.
     """
 
     _mapping: LazyDocuments[V]
@@ -279,27 +305,24 @@ def open_lazy_documents(
 ) -> LazyDocuments[Document] | None:
     """Open a file of documents without holding them in memory.
 
-    The file is read once. Offsets and keys of its lines are kept in the cache, and used until the
-    size, the times or the inode of the file change.
+    The file is read once. Offsets and keys of its lines are cached until the size, the times or
+    the inode of the file change.
 
     Args:
-        file: JSON lines, or lines of an id, a tab and a text.
+        file: JSON lines, or lines ``id<tab>text``.
         cache: folder of the cache.
-        fields: names of the fields of documents that are not the usual ones.
+        fields: custom names of the document fields.
 
     Returns:
-        The documents, or None for a file of another kind.
+        The documents, or None if the file has another format.
 
     Raises:
-        DataError: as :func:`tilefold.retrieval.load_documents`.
+        DataError: if a line is invalid, or an id is missing or repeated.
     """
     if not _has_a_document_per_line(file, fields):
         return None
     state = FileState.of(file)
-    key = os.fsencode(file.resolve())
-    if fields != USUAL_FIELDS:
-        key += b"\0" + json.dumps(fields.names).encode()
-    folder = cache / "stored" / hashlib.sha256(key).hexdigest()[:32]
+    folder = _cache_folder(cache, file, fields)
     documents = _read_cache(folder, file, state, fields)
     if documents is None:
         documents = _index_file(file, state, fields)
@@ -307,14 +330,22 @@ def open_lazy_documents(
     return documents
 
 
+def _cache_folder(cache: Path, file: Path, fields: DocumentFields) -> Path:
+    """Return the folder of the cache for a file that is read with some names of fields."""
+    key = os.fsencode(file.resolve())
+    if fields != USUAL_FIELDS:
+        key += b"\0" + json.dumps(fields.names).encode()
+    return cache / "stored" / hashlib.sha256(key).hexdigest()[:32]
+
+
 def _has_a_document_per_line(file: Path, fields: DocumentFields) -> bool:
-    """Whether a file has JSON lines, or lines of an id, a tab and a text without column names."""
+    """Whether a file has JSON lines, or lines ``id<tab>text`` without a header."""
     if file.name.endswith(".jsonl"):
         return True
     if not file.name.endswith((".tsv", ".txt")) or fields != USUAL_FIELDS:
         return False
     first_line = next((text for _, text in numbered_lines(file) if text.strip()), "")
-    return not text_columns(first_line.rstrip("\r\n").split("\t"), f"{file}:1")
+    return not is_header(first_line.rstrip("\r\n").split("\t"), f"{file}:1")
 
 
 def _index_file(
@@ -324,49 +355,57 @@ def _index_file(
 ) -> LazyDocuments[Document]:
     """Read a file once, and record where its documents are.
 
-    A key is a 64-bit hash of an id or of a text.
-
     Args:
-        file: JSON lines, or lines of an id, a tab and a text.
-        state: size and times of the file.
-        fields: names of the fields of documents that are not the usual ones.
-
-    Returns:
-        The documents, with sorted keys of their ids, the position of each key's document, and the
-        offset of each document in the file.
+        file: JSON lines, or lines ``id<tab>text``.
+        state: size, times and inode of the file.
+        fields: custom names of the document fields.
 
     Raises:
-        DataError: for a malformed line, or missing or repeated ids.
+        DataError: if a line is malformed, or an id is missing or repeated.
     """
-    parts = [np.empty((3, 0), np.uint64)]
+    nothing = np.empty(0, np.uint64)
+    offset_parts = [nothing]
+    id_key_parts = [nothing]
+    text_key_parts = [nothing]
     digest = TextsDigest()
     try:
         # hashlib releases the interpreter lock, so that a thread can compute the digest of a range
         # while the next range is read. At most one range waits for it.
         with ThreadPoolExecutor(1) as executor:
             pending: Future[None] | None = None
-            for numbers, encoded in all_lines(file, state.size, fields):
-                parts.append(numbers)
+            for lines in all_lines(file, state.size, fields):
+                offset_parts.append(lines.offsets)
+                id_key_parts.append(lines.id_keys)
+                text_key_parts.append(lines.text_keys)
                 if pending is not None:
                     pending.result()
-                pending = executor.submit(digest.add_encoded, encoded)
+                pending = executor.submit(digest.add_encoded, lines.encoded)
             if pending is not None:
                 pending.result()
     except (ValueError, RecursionError, UnicodeError):
         load_documents(file, fields)  # raises an error that names the line
         raise
-    offsets, id_keys, text_keys = np.concatenate(parts, axis=1)
-    order = np.argsort(id_keys, kind="stable")
-    has_equal_keys = bool((np.diff(id_keys[order]) == 0).any())
+    id_keys = np.concatenate(id_key_parts)
+    offsets = np.concatenate(offset_parts).astype(np.int64)
+    positions = np.argsort(id_keys, kind="stable")
+    sorted_id_keys = id_keys[positions]
+    has_equal_keys = bool((np.diff(sorted_id_keys) == 0).any())
     if not len(id_keys) or has_equal_keys:
-        load_documents(file, fields)  # raises an error, unless two ids share one key
-    arrays = (
-        id_keys[order],
-        order.astype(np.int32),
-        np.append(offsets.astype(np.int64), state.size),
-        text_keys,
+        load_documents(file, fields)  # raises an error, unless two different ids share a key
+    line_index = LineIndex(
+        sorted_id_keys=sorted_id_keys,
+        positions=positions.astype(np.int32),
+        offsets=np.append(offsets, state.size),
+        text_keys=np.concatenate(text_key_parts),
     )
-    return LazyDocuments(file, state, digest.hexdigest(), arrays, document_of_line, fields)
+    return LazyDocuments(
+        file,
+        state,
+        digest.hexdigest(),
+        line_index,
+        id_and_document_of_line,
+        fields,
+    )
 
 
 def _filled_lines(file: Path) -> Iterator[str]:
@@ -374,7 +413,7 @@ def _filled_lines(file: Path) -> Iterator[str]:
     offset = 0
     with file.open("rb") as stream:
         for line in stream:
-            text = line.decode(encoding(offset))
+            text = line.decode(encoding_at(offset))
             if text.strip():
                 yield text
             offset += len(line)
@@ -391,50 +430,49 @@ def _read_cache(
     Args:
         folder: folder of the file in the cache.
         file: the file of documents.
-        state: present size and times of the file.
-        fields: names of the fields of documents that are not the usual ones.
+        state: current size, times and inode of the file.
+        fields: custom names of the document fields.
 
     Returns:
-        The documents, or None if they are not in the cache, or the file or the way in which keys
-        are computed has changed since.
+        The documents, or None if the cache does not have them or is outdated.
     """
-    facts = read_json(folder / _FACTS) or {}
-    count = facts.get("documents")
-    sha256 = facts.get("texts_sha256")
-    if (
-        facts.get("keys") != _KEYS_VERSION
-        or facts.get("state") != list(state)
-        or not isinstance(sha256, str)
-        or not isinstance(count, int)
-    ):
+    description = read_json(folder / _DESCRIPTION_FILE) or {}
+    count = description.get("documents")
+    sha256 = description.get("texts_sha256")
+    is_current = description.get("keys") == _KEYS_VERSION and description.get("state") == list(
+        state
+    )
+    if not is_current or not isinstance(sha256, str) or not isinstance(count, int):
         return None
+    arrays: dict[str, npt.NDArray[Any]] = {}
     try:
-        arrays = [
-            np.asarray(np.load(folder / name, mmap_mode="r", allow_pickle=False))
-            for name in _ARRAYS
-        ]
+        for name, array_file in _ARRAY_FILES.items():
+            array = np.load(folder / array_file, mmap_mode="r", allow_pickle=False)
+            arrays[name] = np.asarray(array)
     except (OSError, ValueError, EOFError):
         return None
-    if [array.shape for array in arrays] != [(count,), (count,), (count + 1,), (count,)]:
+    line_index = LineIndex(**arrays)
+    shapes = [array.shape for array in line_index]
+    if shapes != [(count,), (count,), (count + 1,), (count,)]:
         return None
-    return LazyDocuments(file, state, sha256, arrays, document_of_line, fields)
+    return LazyDocuments(file, state, sha256, line_index, id_and_document_of_line, fields)
 
 
 def _write_cache(folder: Path, documents: LazyDocuments[Document]) -> None:
-    """Write the arrays of documents into the cache.
+    """Write the line index of documents into the cache.
 
-    Nothing is written if the file has changed since it was read. The same holds if it was written
-    in the last seconds, because another change could leave its times as they are.
+    Nothing is written if the file has changed since it was read. Nothing is written either if the
+    file was modified in the last seconds, because another change might not alter its timestamps.
 
     Args:
         folder: folder of the file in the cache.
-        documents: documents of the file.
+        documents: the documents of the file.
     """
     state = documents.state
     last_written = max(state.modified_ns, state.changed_ns) / 1e9
     if FileState.of(documents.path) != state or time.time() - last_written < SETTLED_SECONDS:
         return
-    facts = {
+    description = {
         "state": list(state),
         "documents": len(documents),
         "texts_sha256": documents.sha256,
@@ -443,15 +481,16 @@ def _write_cache(folder: Path, documents: LazyDocuments[Document]) -> None:
     try:
         with atomic_directory(
             folder,
-            own_names=(*_ARRAYS, _FACTS),
+            own_names=(*_ARRAY_FILES.values(), _DESCRIPTION_FILE),
             overwrite=True,
         ) as temporary:
-            for name, array in zip(_ARRAYS, documents.arrays, strict=True):
-                np.save(temporary / name, array, allow_pickle=False)
-            write_json(temporary / _FACTS, facts)
+            for name, array_file in _ARRAY_FILES.items():
+                array = getattr(documents.line_index, name)
+                np.save(temporary / array_file, array, allow_pickle=False)
+            write_json(temporary / _DESCRIPTION_FILE, description)
     except (OSError, InUseError) as error:
         _logger.warning(
-            "where the documents of %s lie could not be kept: %s",
+            "the offsets of the documents in %s could not be cached: %s",
             documents.path,
             error,
         )

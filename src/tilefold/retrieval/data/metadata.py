@@ -39,12 +39,11 @@ __all__ = [
 ]
 
 FILE = "metadata.parquet"
-# Kind of a value -> its Arrow type.
+# Kind of a value -> name of its Arrow type.
 _KINDS = {"text": "string", "integer": "int64", "float": "float64", "boolean": "bool_"}
 _NUMBERS = ("integer", "float")
-# Characters of a text, and values of a list, that an index stores at most.
-_LONGEST_TEXT = 1000
-_LONGEST_LIST = 100
+_LONGEST_TEXT = 1000  # characters of a text that an index stores
+_LONGEST_LIST = 100  # values of a list that an index stores
 # A path to a field is names, such as by, "a name" or authors[], with dots between them.
 _STEP = r'(?:[\w-]+|"[^"]+")(?:\[\d*\])*'
 _FIELD = re.compile(rf"{_STEP}(?:\.{_STEP})*")
@@ -56,13 +55,13 @@ _FORMS = "lang=de, lang=de,en, lang!=de, year>=2000 or lang=null"
 Mask = npt.NDArray[np.bool_]
 # Fields of a document and their values.
 Fields = Mapping[str, object]
-# Condition on a field: the values of which it must have one, or the bounds of its numbers. An empty
-# list is the condition of a document without the field.
+# Condition on a field: a list of accepted values, or the bounds of a range. An empty list accepts
+# documents without the field.
 Condition = list[object] | dict[str, Number]
 
 
 def check_field(name: object, argument: str) -> None:
-    """Raise ``ValueError`` for a name that is not a path to a field of metadata.
+    """Raise ``ValueError`` if a name is not a path to a field of metadata.
 
     Args:
         name: the path, such as ``year``, ``by.name`` or ``"a name"``.
@@ -70,9 +69,9 @@ def check_field(name: object, argument: str) -> None:
     """
     if not isinstance(name, str) or not _FIELD.fullmatch(name):
         raise ValueError(
-            f'{argument}: expected names of fields, with quotes ("a name") around what holds more '
-            f"than letters, digits, - and _, got {name!r}. A dot reaches into an object, [] into a "
-            "list.",
+            f"{argument}: expected field names, got {name!r}. Quote a name that has other "
+            'characters than letters, digits, - and _ ("a name"). Use . for a member of an object '
+            "and [] for the items of a list.",
         )
 
 
@@ -82,22 +81,22 @@ class Filter:
 
     The value of a condition has one of these forms:
 
-    * A text, an integer or a boolean, which may be numpy's. The field must equal it.
+    * A text, an integer or a boolean, also of numpy. The field must equal it.
     * A list of texts or of integers. The field must equal one of them.
     * A range such as ``{"gte": 2000, "lt": 2010}``.
     * None, for documents without the field.
 
     Numbers are compared by value, whatever their type: 5 matches 5.0, and 2^53 + 1 does not match
-    2^53. A field that is a list matches if any of its values does. ``"by.name"`` is a field in an
-    object. A name with more than letters, digits, ``-`` and ``_`` is in quotes (``'"a name"'``). An
-    object is a field, but has no value to match.
+    2^53. A field that is a list matches if any of its values matches. ``"by.name"`` is a field in
+    an object. A name with other characters than letters, digits, ``-`` and ``_`` is in quotes
+    (``'"a name"'``). An object is a field, but has no value to match.
 
     Attributes:
         must: field -> value. A document must meet all of these conditions.
         must_not: field -> value. A document may meet none of these conditions.
 
     Raises:
-        ValueError: without any condition, or for a condition of another form.
+        ValueError: if there is no condition, or a condition has another form.
     """
 
     must: Fields = field(default_factory=dict)
@@ -113,10 +112,10 @@ class Filter:
             )
 
     def conditions(self) -> tuple[list[tuple[str, Condition]], ...]:
-        """Check the conditions.
+        """Check the conditions, and convert them to one form.
 
         Returns:
-            Fields and conditions of `must`, and of `must_not`.
+            ``(field, condition)`` for each condition of `must`, and for each one of `must_not`.
         """
         must = [(name, _parse_condition(name, value)) for name, value in self.must.items()]
         must_not = [(name, _parse_condition(name, value)) for name, value in self.must_not.items()]
@@ -124,9 +123,10 @@ class Filter:
 
     @classmethod
     def of(cls, where: Filter | Fields | None) -> Filter | None:
-        """Return a filter, which may be passed as its `must`.
+        """Return an argument as a filter.
 
-        It is None without any filter.
+        Args:
+            where: a filter, the `must` of a filter, or None for no filter.
         """
         if where is None or isinstance(where, Filter):
             return where
@@ -146,11 +146,11 @@ class Filter:
 
         Args:
             conditions: the conditions, one text each.
-            kinds: field -> kinds of its values. Values of a field that has only texts are texts,
-                also those that look like numbers. None if the kinds are unknown.
+            kinds: field -> kinds of its values; None if unknown. If a field has only texts, its
+                values are read as texts, even if they look like numbers.
 
         Raises:
-            ValueError: for a text that is no such condition, and for two conditions on one field
+            ValueError: if a text is not a condition of these forms, or a field has two conditions
                 that are not a lower and an upper bound.
         """
         must: dict[str, Any] = {}
@@ -161,19 +161,11 @@ class Filter:
                 raise ArgumentError(
                     "where", f"expected a condition such as {_FORMS}, got {text!r}."
                 )
-            name, operator, written = match.groups()
-            value = _parse_value(operator, written, (kinds or {}).get(name))
+            name, operator, right_side = match.groups()
+            value = _parse_right_side(operator, right_side, (kinds or {}).get(name))
             fields = must_not if operator == "!=" else must
-            # A second condition on a field must be the other bound of a range.
             if name in fields:
-                both_ranges = isinstance(value, dict) and isinstance(fields[name], dict)
-                if not both_ranges or not value.keys().isdisjoint(fields[name]):
-                    raise ArgumentError(
-                        "where",
-                        f"expected one condition for {name!r}, got {text!r} too. Join values by "
-                        "commas.",
-                    )
-                value.update(fields[name])
+                value = _joined_range(fields[name], value, name, text)
             fields[name] = value
         return cls(must, must_not)
 
@@ -181,51 +173,74 @@ class Filter:
 Where = Filter | Fields | None
 
 
-def _parse_value(operator: str, written: str, kinds: Sequence[str] | None) -> Any:
-    """Read the right side of a condition.
+def _joined_range(earlier: Any, value: Any, name: str, text: str) -> dict[str, object]:
+    """Join two conditions on a field, which must be the two bounds of a range.
 
     Args:
-        operator: ``=``, ``!=`` or a bound.
-        written: the values, separated by commas.
-        kinds: kinds of the values of the field, None if unknown.
+        earlier: value of the first condition.
+        value: value of the second condition.
+        name: the field.
+        text: the second condition, for the error.
+
+    Raises:
+        ValueError: if the conditions are not a lower and an upper bound.
+    """
+    are_bounds = isinstance(earlier, dict) and isinstance(value, dict)
+    if not are_bounds or not value.keys().isdisjoint(earlier):
+        raise ArgumentError(
+            "where",
+            f"expected one condition for {name!r}, got {text!r} too. Join values by commas.",
+        )
+    return {**value, **earlier}
+
+
+def _parse_right_side(operator: str, text: str, kinds: Sequence[str] | None) -> Any:
+    """Parse the right side of a condition, such as ``de,en`` or ``2000``.
+
+    Args:
+        operator: ``=``, ``!=``, ``>``, ``>=``, ``<`` or ``<=``.
+        text: the values, separated by commas.
+        kinds: kinds of the values of the field; None if unknown.
 
     Returns:
-        A value, a list of several, or bounds.
+        A value such as ``"de"``, a list such as ``["de", "en"]``, or a range such as
+        ``{"gte": 2000}``.
     """
     is_bound = operator in _BOUNDS
-    items = _VALUE.findall(written) or [""]
-    values = [_typed(item.strip(), None if is_bound else kinds) for item in items]
+    is_text_field = kinds == ["text"] and not is_bound  # a bound is a number in any field
+    items = _VALUE.findall(text) or [""]
+    values = [_parse_value(item.strip(), is_text_field=is_text_field) for item in items]
     value = values if len(values) > 1 else values[0]
     if is_bound:
         return {_BOUNDS[operator]: value}
-    # Conditions list no floats. The range that holds one float is equal to it.
     if isinstance(value, float):
+        # Filters do not match lists of floats, so one float becomes a range that contains only it.
         return {"gte": value, "lte": value}
     return value
 
 
-def _typed(text: str, kinds: Sequence[str] | None) -> object:
-    """Interpret a value of a condition as a number, boolean, null or quoted text.
+def _parse_value(text: str, *, is_text_field: bool) -> object:
+    """Parse one value of a condition: a number, a boolean, null or a quoted text.
 
-    Any other value is a text without quotes.
+    Anything else is kept as a text, also JSON's lists and objects.
 
     Args:
-        text: one value of a condition.
-        kinds: kinds of the values of the field; a field of texts has no numbers or booleans.
+        text: the value.
+        is_text_field: whether the field has only texts. Numbers and booleans are then texts.
     """
     try:
-        value = json.loads(text, parse_constant=str)
+        value = json.loads(text, parse_constant=str)  # NaN and Infinity stay texts
     except (ValueError, RecursionError):
         return text
     if isinstance(value, dict | list):
         return text
-    if kinds == ["text"] and not isinstance(value, str) and value is not None:
+    if is_text_field and value is not None and not isinstance(value, str):
         return text
     return value
 
 
 def _is_bound(value: object) -> bool:
-    """Whether a value is a number that float64 can hold, rounded or not."""
+    """Whether a value is a finite number in the range of float64."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -235,7 +250,7 @@ def _is_bound(value: object) -> bool:
 
 
 def _without_numpy(value: object) -> object:
-    """Return the value of a condition with Python's scalars and lists in place of numpy's."""
+    """Convert numpy's scalars and arrays in the value of a condition to Python's."""
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, Mapping):
@@ -246,17 +261,17 @@ def _without_numpy(value: object) -> object:
 
 
 def _parse_condition(name: str, value: object) -> Condition:
-    """Check the value of a condition.
+    """Check the value of a condition, and convert it to a list or a range.
 
     Args:
         name: the field.
         value: a text, integer, boolean, list of texts or of integers, range or None.
 
     Returns:
-        The condition.
+        A list of accepted values, or the bounds of a range. The list is empty for None.
 
     Raises:
-        ValueError: for another value.
+        ValueError: if the value has another type, or is out of range.
     """
     check_field(name, "where")
     value = _without_numpy(value)
@@ -284,36 +299,35 @@ def _parse_condition(name: str, value: object) -> Condition:
                 f"range or None for {name!r}, got {value!r}.",
             )
     for item in values:
-        is_stored = is_unicode(item) if isinstance(item, str) else item in INT64
-        if not is_stored:
+        is_storable = is_unicode(item) if isinstance(item, str) else item in INT64
+        if not is_storable:
             raise ArgumentError(
                 "where",
-                f"expected Unicode or an integer of 64 bits for {name!r}, got {item!r}.",
+                f"expected Unicode text or a 64-bit integer for {name!r}, got {item!r}.",
             )
     return values
 
 
 def kept_fields(fields: Fields) -> dict[str, Any]:
-    """Return the fields that an index stores.
+    """Return the fields that an index stores, in the form in which it stores them.
 
-    These are texts, integers, floats and booleans, lists of them, and objects of such fields.
-    Dates become texts (ISO 8601), tuples lists, and numpy's numbers Python's. Lists in a list
-    become part of it. Texts that are empty or above 1,000 characters, lists of floats or of more
-    than 100 values, integers above 64 bits, numbers that are not finite, and other values are left
-    out.
+    Texts, integers, floats, booleans, lists of them, and objects of such fields are stored. Dates
+    become ISO 8601 strings, and tuples become lists. Lists in a list are flattened. Left out are
+    empty texts, texts of more than 1,000 characters, lists with floats or more than 100 values,
+    integers of more than 64 bits, numbers that are not finite, and values of other types.
+
+    Args:
+        fields: field -> value.
     """
     stored = {str(name): _stored_value(value) for name, value in fields.items()}
     return {name: value for name, value in stored.items() if value is not None}
 
 
 def _stored_value(value: object) -> object:
-    """Convert a value of metadata to the form that an index stores.
-
-    numpy's scalars become Python's, and dates become texts in ISO format. Long lists, lists with
-    floats and values of other types are not stored.
+    """Convert a value of metadata to the form in which an index stores it.
 
     Returns:
-        The value, or None if it is not stored.
+        The value, or None if an index does not store it (see :func:`kept_fields`).
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -321,7 +335,11 @@ def _stored_value(value: object) -> object:
         return kept_fields(value) or None
     if isinstance(value, list | tuple):
         items = list(itertools.islice(_stored_items(value), _LONGEST_LIST + 1))
-        if len(items) > _LONGEST_LIST or any(isinstance(item, float) for item in items):
+        is_too_long = len(items) > _LONGEST_LIST
+        has_floats = any(
+            isinstance(item, float) for item in items
+        )  # filters match no lists of them
+        if is_too_long or has_floats:
             return None
         return items or None
     if isinstance(value, date | time):
@@ -330,7 +348,7 @@ def _stored_value(value: object) -> object:
 
 
 def _is_storable(value: object) -> bool:
-    """Whether an index stores a single value."""
+    """Whether an index stores a text, a number or a boolean."""
     if isinstance(value, str):
         return 0 < len(value) <= _LONGEST_TEXT and is_unicode(value)
     if isinstance(value, float):
@@ -339,7 +357,7 @@ def _is_storable(value: object) -> bool:
 
 
 def _stored_items(values: Iterable[object]) -> Iterator[object]:
-    """Yield the items of a list, and of lists in it, as an index stores them."""
+    """Yield the items of a list as an index stores them. Lists in the list are flattened."""
     for value in values:
         if isinstance(value, list | tuple):
             yield from _stored_items(value)
@@ -350,11 +368,11 @@ def _stored_items(values: Iterable[object]) -> Iterator[object]:
 
 
 def check_fields_by_id(argument: str, metadata: object) -> None:
-    """Raise ``TypeError`` for metadata that is not a mapping document id -> fields.
+    """Raise ``TypeError`` if metadata is neither a mapping document id -> fields nor None.
 
     Args:
         argument: name of the argument, for the error.
-        metadata: value of the argument. None is valid, too.
+        metadata: value of the argument.
     """
     if metadata is None:
         return
@@ -366,35 +384,39 @@ def check_fields_by_id(argument: str, metadata: object) -> None:
 def fields_by_id(
     metadata: Mapping[str, Fields],
     ids: Iterable[str],
-    passages: str | None,
+    *,
+    ids_are_passages: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return the metadata that an index stores for its entries.
+    """Return the fields that an index stores for its entries.
 
     Args:
         metadata: document id -> fields.
-        ids: ids of documents or passages.
-        passages: how documents were cut; None for ids of documents. A passage has the fields of its
+        ids: ids of the entries.
+        ids_are_passages: whether the entries are passages. A passage has the fields of its
             document.
 
     Returns:
-        Id -> stored fields, for the entries that have any.
+        Id of an entry -> fields. Entries without fields are left out.
     """
-    by_id: dict[str, dict[str, Any]] = {}
-    for name in ids:
+    fields_of_entries: dict[str, dict[str, Any]] = {}
+    for entry_id in ids:
         # The id of a passage is the id of its document, "#" and the range of the passage.
-        document = name if passages is None else name.rpartition("#")[0]
-        stored = kept_fields(metadata.get(document, {}))
-        if stored:
-            by_id[name] = stored
-    return by_id
+        document_id = entry_id.rpartition("#")[0] if ids_are_passages else entry_id
+        fields = kept_fields(metadata.get(document_id, {}))
+        if fields:
+            fields_of_entries[entry_id] = fields
+    return fields_of_entries
 
 
 def field_values(fields: object, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value in the fields of a document, with its path.
 
+    A path has names joined by dots. A name with other characters than letters, digits, ``-`` and
+    ``_`` is in quotes. ``[]`` marks a list of objects, as in ``authors[].name``.
+
     Args:
-        fields: the fields, or in a recursive call a part of them: an object, a list or a value.
-        path: path of `fields`, such as ``by.name`` or ``authors[].name``; empty for all fields.
+        fields: the fields of a document, or an object, a list or a value in them.
+        path: path of `fields`; empty for the fields of a document.
 
     Yields:
         Path and value.
@@ -420,7 +442,14 @@ def _kind(value: object) -> str:
 
 
 def kinds_by_field(rows: Iterable[Fields]) -> dict[str, list[str]]:
-    """Return field -> kinds of its values in some documents: text, integer, float, boolean."""
+    """Return the kinds of the values of each field: text, integer, float or boolean.
+
+    Args:
+        rows: the fields of documents.
+
+    Returns:
+        Field -> kinds of its values in all documents.
+    """
     kinds: dict[str, set[str]] = {}
     for fields in rows:
         for path, value in field_values(fields):
@@ -433,7 +462,15 @@ def joined_kinds(
     left: Mapping[str, Iterable[str]],
     right: Mapping[str, Iterable[str]],
 ) -> dict[str, list[str]]:
-    """Return the kinds of fields that either side has, sorted by field."""
+    """Return the kinds of the values of each field in either of two collections.
+
+    Args:
+        left: field -> kinds of its values in the first collection.
+        right: field -> kinds of its values in the second collection.
+
+    Returns:
+        Field -> kinds, sorted by field.
+    """
     joined = {}
     for name in sorted({*left, *right}):
         kinds = {*left.get(name, ()), *right.get(name, ())}
@@ -448,8 +485,8 @@ def paths_of(name: str, known_paths: Iterable[str]) -> list[str]:
         name: the field.
         known_paths: paths of the values of all documents.
     """
-    inside = (f"{name}.", f"{name}[")
-    return [path for path in known_paths if path == name or path.startswith(inside)]
+    prefixes = (f"{name}.", f"{name}[")
+    return [path for path in known_paths if path == name or path.startswith(prefixes)]
 
 
 def comparable_kinds(
@@ -459,19 +496,23 @@ def comparable_kinds(
 
     Args:
         name: the field.
-        condition: on the field; not an empty list.
-        kinds: field -> kinds of its values, of all documents.
+        condition: a nonempty list of accepted values, or the bounds of a range.
+        kinds: field -> kinds of its values in all documents.
 
     Raises:
-        ValueError: for a field that no document has, or without values of a comparable kind.
+        ValueError: if no document has the field, or none of its values has a comparable kind.
     """
     if name not in kinds:
         raise _unknown_field(name, kinds)
-    value_kind = "float" if isinstance(condition, dict) else _kind(condition[0])
-    comparable = _NUMBERS if value_kind in _NUMBERS else (value_kind,)
+    if isinstance(condition, dict):
+        comparable: tuple[str, ...] = _NUMBERS
+        got = "a range"
+    else:
+        value_kind = _kind(condition[0])
+        comparable = _NUMBERS if value_kind in _NUMBERS else (value_kind,)
+        got = f"{condition[0]!r} ({value_kind})"
     compared_kinds = [kind for kind in kinds[name] if kind in comparable]
     if not compared_kinds:
-        got = "a range" if isinstance(condition, dict) else f"{condition[0]!r} ({value_kind})"
         raise ArgumentError(
             "where",
             f"expected a value of {name!r}, which is {' or '.join(kinds[name])}, got {got}.",
@@ -479,28 +520,29 @@ def comparable_kinds(
     return compared_kinds
 
 
-def check_condition(
+def check_comparable(
     name: str,
     condition: Condition,
     kinds: Mapping[str, Sequence[str]] | None,
 ) -> None:
-    """Raise ``ValueError`` for a field, or a kind of values, that no document has.
+    """Raise ``ValueError`` if no document has a value that a condition can be compared with.
 
     Args:
         name: the field.
-        condition: on the field.
-        kinds: field -> kinds of its values, of all documents; None if they are unknown.
+        condition: a list of accepted values, or the bounds of a range. An empty list accepts
+            documents without the field, so the field only has to exist.
+        kinds: field -> kinds of its values in all documents; None if unknown.
     """
     if kinds is None:
         return
     if condition:
-        comparable_kinds(name, condition, kinds)
+        comparable_kinds(name, condition, kinds)  # raises the error
     elif not paths_of(name, kinds):
         raise _unknown_field(name, kinds)
 
 
 def _unknown_field(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
-    """Return the error for a field that no document has."""
+    """Create the error for a field that no document has."""
     if not kinds:
         return no_metadata_error()
     fields = ", ".join(
@@ -510,23 +552,23 @@ def _unknown_field(name: str, kinds: Mapping[str, Sequence[str]]) -> ValueError:
 
 
 def no_metadata_error() -> ValueError:
-    """Return the error for a filter on an index without metadata."""
+    """Create the error for a filter on an index without metadata."""
     return ArgumentError(
         "where",
-        "expected an index that keeps metadata of its documents, got one without. Build "
-        "it again with them: tilefold index --data, or metadata= in Python.",
+        "expected an index that stores metadata of its documents, got one without metadata. Build "
+        "it again with metadata: tilefold index --data, or metadata= in Python.",
     )
 
 
 def _matching(column: Any, kind: str, condition: Condition) -> Mask:
     """Compute which values of a column satisfy a condition.
 
-    Numbers are compared exactly. Integers are not rounded to floats, nor floats to integers.
+    Numbers are compared exactly: neither integers nor floats are rounded.
 
     Args:
         column: Arrow array ``[rows]``.
         kind: kind of its values, such as ``"text"``, ``"integer"`` or ``"float"``.
-        condition: a list of values of which one must be equal, not empty, or bounds of a range.
+        condition: a nonempty list of accepted values, or the bounds of a range.
 
     Returns:
         bool ``[rows]``.
@@ -540,7 +582,7 @@ def _matching(column: Any, kind: str, condition: Condition) -> Mask:
         return _within_bounds(numbers, kind, condition)
     if kind == "integer":
         return np.isin(numbers, np.array(condition, np.int64))
-    # A condition has integers here. One that no float64 represents equals none of the values.
+    # The accepted values are integers. Those that float64 cannot represent equal no value.
     integers: list[Any] = condition
     exact_floats = [float(number) for number in integers if float(number) == number]
     return np.isin(numbers, np.array(exact_floats, np.float64))
@@ -578,49 +620,52 @@ class Metadata:
     """The metadata of the N documents of an index.
 
     Args:
-        table: Arrow table with a row per value: its field, the row of its document, and the value
-            in the column of its kind.
-        n_documents: N.
+        table: Arrow table with a row per value. The columns are the field, the number of the
+            document, and one column per kind of value. The value is in the column of its kind, and
+            the other columns are null.
+        n_documents: number of documents, N.
     """
 
     def __init__(self, table: Any, n_documents: int) -> None:
         self.table = table
         self.n_documents = n_documents
-        self._rows_by_field: dict[str, Any] = {}  # field -> the rows of the table
+        self._rows_by_field: dict[str, Any] = {}  # field -> its rows of the table
 
     @classmethod
-    def of(
+    def from_fields(
         cls,
         metadata: Mapping[str, Fields] | None,
         ids: Iterable[str],
         passages: str | None,
     ) -> Metadata | None:
-        """Make the metadata of an index from the fields of documents.
+        """Create the metadata of an index from the fields of documents.
 
         Args:
             metadata: document id -> fields.
             ids: ids of the documents or passages, in the order of the index.
-            passages: how documents were cut; None for ids of documents.
+            passages: settings of the passages; None if `ids` are ids of documents.
 
         Returns:
-            The metadata, or None if no document has any.
+            The metadata, or None if no document has fields that an index stores.
         """
         check_fields_by_id("metadata", metadata)
         if not metadata:
             return None
-        names = list(ids)
-        stored = fields_by_id(metadata, names, passages)
-        if not stored:
+        entry_ids = list(ids)
+        fields_of_entries = fields_by_id(
+            metadata,
+            entry_ids,
+            ids_are_passages=passages is not None,
+        )
+        if not fields_of_entries:
             return None
-        # The table has a row for each value: its field, its document, and a column for each kind
-        # of value, of which all but one are null.
         columns: dict[str, list[Any]] = {column: [] for column in _schema().names}
-        for row, name in enumerate(names):
-            for path, value in field_values(stored.get(name, {})):
-                entry = {"field": path, "document": row, _kind(value): value}
+        for document, entry_id in enumerate(entry_ids):
+            for path, value in field_values(fields_of_entries.get(entry_id, {})):
+                row = {"field": path, "document": document, _kind(value): value}
                 for column, values in columns.items():
-                    values.append(entry.get(column))
-        return cls(_arrow().table(columns, _schema()), len(names))
+                    values.append(row.get(column))  # None in the columns of other kinds
+        return cls(_arrow().table(columns, _schema()), len(entry_ids))
 
     @cached_property
     def kinds(self) -> dict[str, list[str]]:
@@ -632,7 +677,7 @@ class Metadata:
         return kinds
 
     def _rows_of(self, name: str) -> Any:
-        """Return the rows of the table with values of a field."""
+        """Return the rows of the table that have values of a field."""
         if name not in self._rows_by_field:
             is_field = _arrow(".compute").equal(self.table["field"], name)
             self._rows_by_field[name] = self.table.filter(is_field)
@@ -642,7 +687,7 @@ class Metadata:
         """Return which documents match a filter, bool ``[N]``.
 
         Raises:
-            ValueError: for a field, or a kind of values, that no document has.
+            ValueError: if no document has a field, or a value of a comparable kind.
         """
         matching = np.ones(self.n_documents, bool)
         must, must_not = where.conditions()
@@ -659,13 +704,17 @@ class Metadata:
         return self._mask_of(self._documents_matching(name, condition))
 
     def _mask_of(self, documents: npt.NDArray[np.int64]) -> Mask:
-        """Return bool ``[N]`` that is true for the rows of some documents."""
+        """Return a mask bool ``[N]`` that is true for the given documents."""
         mask = np.zeros(self.n_documents, bool)
         mask[documents] = True
         return mask
 
     def _documents_having(self, name: str) -> npt.NDArray[np.int64]:
-        """Return the rows of documents with a field: a value, an object or a list of objects."""
+        """Return the numbers of the documents that have a field, int64.
+
+        Args:
+            name: the field: a value, an object or a list of objects.
+        """
         paths = paths_of(name, self.kinds)
         if not paths:
             raise _unknown_field(name, self.kinds)
@@ -676,13 +725,13 @@ class Metadata:
 
         Args:
             name: the field.
-            condition: a list of values of which one must be equal, not empty, or bounds of a range.
+            condition: a nonempty list of accepted values, or the bounds of a range.
 
         Returns:
-            Rows of the documents, int64. A document with several matching values is repeated.
+            Numbers of the documents, int64. A document with several matching values is repeated.
 
         Raises:
-            ValueError: for an unknown field, or a field without values of this kind.
+            ValueError: if no document has the field, or none of its values has a comparable kind.
         """
         compared_kinds = comparable_kinds(name, condition, self.kinds)
         field_rows = self._rows_of(name)
@@ -702,7 +751,11 @@ class Metadata:
         return Metadata(self._with_documents(documents), len(rows))
 
     def _with_documents(self, documents: npt.NDArray[np.int64]) -> Any:
-        """Return the table with other rows of documents, without the values whose row is -1."""
+        """Return the table with other numbers of documents.
+
+        Args:
+            documents: new number of the document of each row; -1 removes the row.
+        """
         arrow = _arrow()
         return self.table.set_column(1, "document", arrow.array(documents)).filter(
             arrow.array(documents >= 0),
@@ -710,14 +763,14 @@ class Metadata:
 
     @classmethod
     def concatenate(cls, parts: Sequence[Metadata | None], sizes: Sequence[int]) -> Metadata | None:
-        """Join the metadata of several indexes, whose documents follow one another.
+        """Join the metadata of several indexes into the metadata of one.
 
         Args:
-            parts: metadata of each index, None for an index without.
+            parts: metadata of each index; None for an index without metadata.
             sizes: number of documents of each index.
 
         Returns:
-            The metadata, or None if no index has any.
+            The metadata, or None if no index has metadata.
         """
         *first_rows, n_documents = np.cumsum([0, *sizes]).tolist()
         tables = []
@@ -728,12 +781,12 @@ class Metadata:
         return cls(_arrow().concat_tables(tables), n_documents) if tables else None
 
     def save(self, folder: Path) -> None:
-        """Write the table into a folder."""
+        """Write the metadata into the folder of an index."""
         _arrow(".parquet").write_table(self.table, folder / FILE)
 
     @classmethod
     def load(cls, folder: Path, n_documents: int) -> Metadata | None:
-        """Read the table that :meth:`save` wrote.
+        """Read the metadata that :meth:`save` wrote.
 
         Args:
             folder: the folder of the index.
@@ -743,21 +796,28 @@ class Metadata:
             The metadata, or None if the folder has none.
 
         Raises:
-            DataError: for another file, or metadata of another number of documents.
+            DataError: if the file is damaged, or has metadata of more documents.
         """
-        if not (folder / FILE).exists():
+        file = folder / FILE
+        if not file.exists():
             return None
         try:
-            table = _arrow(".parquet").read_table(folder / FILE)
+            table = _arrow(".parquet").read_table(file)
         except _arrow().ArrowException as error:
             raise DataError(
-                f"{folder / FILE}: expected metadata of an index, got ({error}).",
+                f"{file}: expected metadata of an index, which could not be read ({error}).",
             ) from error
-        # -1 is the row of no document, so that a table of another schema is refused below.
-        rows = table["document"].to_numpy() if table.schema.equals(_schema()) else np.array([-1])
-        if rows.size and not 0 <= rows.min() <= rows.max() < n_documents:
+        if not table.schema.equals(_schema()):
             raise DataError(
-                f"{folder / FILE}: expected metadata of {n_documents} documents, got others.",
+                f"{file}: expected metadata of an index with the columns "
+                f"{', '.join(_schema().names)}, got other columns: "
+                f"{', '.join(table.schema.names)}.",
+            )
+        documents = table["document"].to_numpy()
+        if documents.size and not 0 <= documents.min() <= documents.max() < n_documents:
+            raise DataError(
+                f"{file}: expected metadata of {n_documents} documents, got document numbers from "
+                f"{documents.min()} to {documents.max()}.",
             )
         return cls(table, n_documents)
 
@@ -766,15 +826,15 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
     """Combine a filter and a mask into a mask of the documents that a search may return.
 
     Args:
-        metadata: metadata of the N documents, None for an index without.
+        metadata: metadata of the N documents; None for an index without metadata.
         where: the filter; None for all documents.
-        allowed: bool ``[N]``, documents to which the search is restricted; None for all.
+        allowed: documents to which the search is restricted, bool ``[N]``; None for all.
 
     Returns:
-        bool ``[N]``, or None for all documents.
+        The documents, bool ``[N]``; None for all.
 
     Raises:
-        ValueError: for a filter, where the index has no metadata.
+        ValueError: if there is a filter, but the index has no metadata.
     """
     parsed_filter = Filter.of(where)
     if parsed_filter is None:
@@ -786,10 +846,10 @@ def allowed_by(metadata: Metadata | None, where: Where, allowed: Mask | None = N
 
 
 def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) -> None:
-    """Raise ``ValueError`` if new documents lack metadata and the index they are added to has some.
+    """Raise ``ValueError`` if documents without metadata are added to an index with metadata.
 
     Args:
-        stored: metadata of the documents of the index; None if it has none.
+        stored: metadata of the index; None if it has none.
         new: document id -> fields of the new documents. None means that the caller passed no
             metadata. An empty mapping means that the documents have no fields, and is accepted.
     """
@@ -797,14 +857,18 @@ def check_metadata(stored: Metadata | None, new: Mapping[str, Fields] | None) ->
         return
     raise ArgumentError(
         "metadata",
-        f"expected the fields of the new documents, because the index keeps metadata "
+        f"expected the fields of the new documents, because the index stores metadata "
         f"({', '.join(stored.kinds)}), got none. Without them, filters would not find the "
         "documents.",
     )
 
 
 def _arrow(module: str = "") -> Any:
-    """Import pyarrow, or a module of it such as ``.compute``."""
+    """Import pyarrow, or one of its modules.
+
+    Args:
+        module: the module, such as ``.compute``; empty for pyarrow itself.
+    """
     return require(f"pyarrow{module}", "pyarrow", "Metadata of documents")
 
 

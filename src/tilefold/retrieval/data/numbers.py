@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 Number = int | float
-Bounds = Mapping[str, Number]  # any of gt, gte, lt and lte -> a finite number
+Bounds = Mapping[str, Number]  # some of gt, gte, lt and lte -> a finite number
 INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -48,10 +48,10 @@ def integers_within(bounds: Bounds) -> range:
 
 
 def floats_within(bounds: Bounds) -> FloatInterval:
-    """Return the float64 values that satisfy all bounds, which are compared without rounding.
+    """Return the interval of float64 values that satisfy all bounds. Comparisons are exact.
 
-    A bound may be an integer that float64 cannot represent. Its nearest float64 is then on one side
-    of it. If that value violates the bound, the interval ends at the next float64.
+    A bound may be an integer that float64 cannot represent. Its nearest float64 may lie on either
+    side of the bound. If that value violates the bound, the interval ends at the next float64.
 
     Args:
         bounds: ``gt``, ``gte``, ``lt`` or ``lte`` -> number.
@@ -99,48 +99,61 @@ class RoundedRange(NamedTuple):
 def rounded_range(bounds: Bounds) -> RoundedRange:
     """Return bounds for an engine that rounds stored integers to float64.
 
-    Such an engine may take an integer for one on the other side of a bound. Rounding keeps the
-    order, so this happens only to integers that round to a float64 at or next to an end of the
-    range. Below 2^53 there are none, because float64 represents all of them.
+    Rounding may move an integer across a bound. For ``{"lt": 2**53 + 1}``, the engine would match
+    the integer 2^53 + 1, because it rounds to 2^53, which is below the bound. So the interval ends
+    before 2^53, the integer 2^53 is matched exactly, and 2^53 becomes a boundary that excludes the
+    integer 2^53 + 1.
+
+    Rounding keeps the order, so only integers that round to a float64 at or next to an end of the
+    range need this. Below 2^53 there are none, because float64 represents all integers there.
 
     Args:
         bounds: ``gt``, ``gte``, ``lt`` or ``lte`` -> number.
-
-    Returns:
-        An interval that the engine can compare correctly, integers that must be added to it, and
-        float64 values at its ends with the integers that round to them but violate a bound.
     """
     integers_inside = integers_within(bounds)
     interval = floats_within(bounds)
-    low, high = interval
     extra_integers: list[int] = []
     boundaries: list[tuple[float, list[int]]] = []
-    # The float64 values at the ends of the range and next to them outside, where rounding may move
-    # an integer across a bound.
-    nearby = {math.nextafter(low, -math.inf), low, high, math.nextafter(high, math.inf)}
-    for value in sorted(nearby):
+    for value in _values_at_ends(interval):
         rounded = integers_rounding_to(value)
-        inside = [number for number in rounded if number in integers_inside]
-        outside = [number for number in rounded if number not in integers_inside]
+        satisfying = [number for number in rounded if number in integers_inside]
+        violating = [number for number in rounded if number not in integers_inside]
         if value not in interval:
-            # The engine would miss these integers.
-            extra_integers += inside
-        elif outside:
-            # Integers that violate a bound round to this value. It leaves the interval, and
-            # becomes a boundary that excludes them.
-            extra_integers += inside
-            boundaries.append((value, outside))
-    excluded = {value for value, _ in boundaries}
-    if low in excluded:
+            extra_integers += satisfying  # the interval would miss them
+        elif violating:
+            # The interval would match them, so the value is removed from it.
+            extra_integers += satisfying
+            boundaries.append((value, violating))
+    removed_values = {value for value, _ in boundaries}
+    return RoundedRange(_without_ends(interval, removed_values), extra_integers, boundaries)
+
+
+def _values_at_ends(interval: FloatInterval) -> list[float]:
+    """Return the float64 values at both ends of an interval and next to them outside, sorted."""
+    low, high = interval
+    below = math.nextafter(low, -math.inf)
+    above = math.nextafter(high, math.inf)
+    return sorted({below, low, high, above})
+
+
+def _without_ends(interval: FloatInterval, removed_values: set[float]) -> FloatInterval | None:
+    """Shrink an interval by the ends that are removed.
+
+    Args:
+        interval: the interval.
+        removed_values: ends to remove.
+
+    Returns:
+        The interval, or None if it has no finite value.
+    """
+    low, high = interval
+    if low in removed_values:
         low = math.nextafter(low, math.inf)
-    if high in excluded:
+    if high in removed_values:
         high = math.nextafter(high, -math.inf)
-    possible = low <= high and low != math.inf and high != -math.inf
-    return RoundedRange(
-        FloatInterval(low, high) if possible else None,
-        extra_integers,
-        boundaries,
-    )
+    if low > high or low == math.inf or high == -math.inf:
+        return None
+    return FloatInterval(low, high)
 
 
 def canonical_number(number: Number) -> Number:

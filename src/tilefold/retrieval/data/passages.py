@@ -1,4 +1,4 @@
-"""Passages of long documents: where texts are cut, and ids that name document and characters."""
+"""Passages of long documents: where texts are divided, and ids with document and characters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tilefold.retrieval.errors import DataError
 __all__ = ["Passage", "PassageTexts", "Passages"]
 
 CUTS = ("sentences", "words")
-_LONGEST_WORD = 32  # characters; the rest of a longer word is another word
+_LONGEST_WORD = 32  # characters; the rest of a longer word counts as another word
 _WORD = re.compile(rf"[{UNSPACED}]{{1,2}}|[^\W{UNSPACED}]{{1,{_LONGEST_WORD}}}")
 _CLOSING = "\"'\u2019\u201d\u00bb)\\]"
 _SENTENCE_END = re.compile(
@@ -59,27 +59,28 @@ class Passage(NamedTuple):
         """Parse the id of a passage, such as ``d#1:0-90``.
 
         Args:
-            name: id of the document, ``#``, number of the passage, and the range of its characters.
+            name: id of the passage: id of the document, ``#``, number of the passage, and the range
+                of its characters.
 
         Raises:
-            DataError: for an id that is not of a passage.
+            DataError: if `name` is not a passage id.
         """
         check_instance("name", name, str, "the id of a passage, such as 'd#1:0-90'")
         match = _ID.fullmatch(name)
         if match is None:
             raise DataError(
-                f"ids: expected that of a passage, such as 'd#1:0-90', got {name!r}. Make the "
-                "index again.",
+                f"ids: expected a passage id, such as 'd#1:0-90', got {name!r}. Build the index "
+                "again.",
             )
         document, number, start, stop = match.groups()
         return cls(document, int(number), int(start), int(stop))
 
     def of_document(self, document: Document) -> Document:
-        """Return the passage as a document with the title of its document."""
+        """Return the passage as a document, with the title of the document it is from."""
         return Document(self.id, document.title, document.text[self.start : self.stop])
 
     def shown(self, document: Document | None) -> Json:
-        """Return a JSON object for a result, with the text where the document is known."""
+        """Return the passage as a JSON object, with its text if the document is passed."""
         value: Json = {"number": self.number, "start": self.start, "stop": self.stop}
         if document is not None:
             value["text"] = document.text[self.start : self.stop]
@@ -90,7 +91,7 @@ class PassageTexts(dict[str, str]):
     """Passage id -> text, in the order of the documents.
 
     Attributes:
-        provenance: fingerprint of the documents, and how they were cut.
+        provenance: fingerprint of the documents, and how they were divided into passages.
     """
 
     def __init__(self, texts: Mapping[str, str], provenance: Provenance) -> None:
@@ -99,21 +100,37 @@ class PassageTexts(dict[str, str]):
         self.provenance = provenance
 
 
-@dataclass(frozen=True)
-class Passages:
-    """How texts are cut into passages (Dai and Callan, arXiv 1905.09217).
-
-    All models and BM25 get the same passages. A word is a run of letters and digits, at most 32 of
-    them, or two characters of a script without spaces. Passages begin and end with sentences. A
-    sentence of more than `length` words is cut between words.
+class _Break(NamedTuple):
+    """A point of a text at which a passage may begin or end.
 
     Attributes:
-        length: the most words of a passage, without the title, which is put before each.
-        stride: words from the beginning of a passage to that of the next, at least, as far as
-            passages leave no gap; by default `length`, without overlap.
+        word: number of the word after the break, from 0. At the end of the text, the number of
+            words.
+        character: character offset at which a passage that begins at the break starts.
+    """
+
+    word: int
+    character: int
+
+
+@dataclass(frozen=True)
+class Passages:
+    """How texts are divided into passages (Dai and Callan, arXiv 1905.09217).
+
+    All models and BM25 get the same passages. A word is a run of at most 32 letters and digits, or
+    two characters of a script without spaces. Passages begin and end at sentence boundaries. A
+    sentence of more than `length` words is divided between words.
+
+    Attributes:
+        length: maximum number of words per passage, without the title that is put before each
+            passage.
+        stride: minimum number of words from the beginning of a passage to the beginning of the next
+            one. It is smaller if words would otherwise be skipped. The default is `length`: no
+            overlap.
         cut: ``"sentences"``, or ``"words"`` for passages of `length` words each.
 
-    A number below 1, a stride above the length, or another cut is a ``ValueError``.
+    Raises:
+        ValueError: if a number is below 1, the stride is above the length, or the cut is unknown.
     """
 
     length: int
@@ -126,28 +143,28 @@ class Passages:
         if self.stride is not None:
             check_count("stride", self.stride)
             if self.stride > self.length:
-                lost = f"above which words between two passages would be lost, got {self.stride}"
                 raise ArgumentError(
                     "stride",
-                    f"expected at most the length of a passage ({self.length}), {lost}.",
+                    f"expected at most the length of a passage ({self.length}), because a larger "
+                    f"stride skips words, got {self.stride}.",
                 )
         check_choice("cut", self.cut, CUTS)
 
     def __str__(self) -> str:
-        """Return the name of the cut in manifests and runs, such as ``128/64/sentences``."""
+        """Return the settings as in manifests and runs, such as ``128/64/sentences``."""
         return f"{self.length}/{self.stride or self.length}/{self.cut}"
 
     @classmethod
     def parse(cls, text: str) -> Passages:
-        """Parse the text form of these options, such as ``128/64/sentences``.
+        """Parse the text form of these settings, such as ``128/64/sentences``.
 
-        It is the inverse of ``str()``.
+        This is the inverse of ``str()``.
 
         Args:
-            text: length, stride and cut, with slashes between them.
+            text: length, stride and cut, separated by slashes.
 
         Raises:
-            DataError: for another text.
+            DataError: if the text has another form.
         """
         check_instance("text", text, str, "a text such as '128/64/sentences'")
         try:
@@ -155,11 +172,11 @@ class Passages:
             return cls(int(length), int(stride), cut)  # type: ignore[arg-type]
         except ValueError as error:
             raise DataError(
-                f"passages: expected such as '128/64/sentences', got {text!r} ({error}).",
+                f"passages: expected a text such as '128/64/sentences', got {text!r} ({error}).",
             ) from error
 
     def ranges(self, text: str) -> list[tuple[int, int]]:
-        """Cut a text into passages.
+        """Divide a text into passages.
 
         A passage ends at the last break (the end of a sentence, or the gap between two words) that
         leaves it at most `length` words. The next passage begins about `stride` words after the
@@ -175,56 +192,68 @@ class Passages:
         word_starts = [match.start() for match in _WORD.finditer(text)]
         if not word_starts:
             return [(0, len(text.rstrip()))]
-        n_words = len(word_starts)
-        stride = self.stride or self.length
-        characters = self._break_characters(text, word_starts)
-        # Breaks are numbers of words: a passage may begin with such a word, or end before it.
-        breaks = sorted(characters)
+        breaks = self._breaks(text, word_starts)
+        break_words = [point.word for point in breaks]
         ranges = []
-        begin = 0  # position in `breaks` of the break at which the passage begins
+        begin = 0  # index of the break at which the passage begins
         while True:
-            # Position in `breaks` of the last break within `length` words of the first word.
-            end = bisect_right(breaks, breaks[begin] + self.length) - 1
-            start = characters[breaks[begin]]
-            stop = characters[breaks[end]]
+            # Index of the last break within `length` words of the beginning.
+            end = bisect_right(break_words, break_words[begin] + self.length) - 1
+            start = breaks[begin].character
+            stop = breaks[end].character
             ranges.append((start, start + len(text[start:stop].rstrip())))
-            if breaks[end] >= n_words:
+            if end == len(breaks) - 1:
                 return ranges
-            # The next passage begins `stride` words later, at the end of this one at the latest.
-            begin = bisect_left(breaks, breaks[begin] + stride, hi=end)
-            # It is moved on while it would end where this one ends, because it would add no word.
-            while begin < end and breaks[end + 1] - breaks[begin] > self.length:
-                begin += 1
+            begin = self._next_begin(break_words, begin, end)
 
-    def _break_characters(self, text: str, word_starts: list[int]) -> dict[int, int]:
-        """Find the words at which passages may begin and end.
+    def _next_begin(self, break_words: list[int], begin: int, end: int) -> int:
+        """Choose the break at which the next passage begins.
+
+        Args:
+            break_words: number of the word after each break, ascending.
+            begin: index of the break at which this passage begins.
+            end: index of the break at which this passage ends; not the last break.
+
+        Returns:
+            Index of the break, at most `end`, so that no word is skipped.
+        """
+        stride = self.stride or self.length
+        next_begin = bisect_left(break_words, break_words[begin] + stride, hi=end)
+        # Skip breaks whose passage would end where this one ends, because it would add no word.
+        while next_begin < end and break_words[end + 1] - break_words[next_begin] > self.length:
+            next_begin += 1
+        return next_begin
+
+    def _breaks(self, text: str, word_starts: list[int]) -> list[_Break]:
+        """Return the breaks of a text in order, with its beginning and its end.
 
         Args:
             text: the text.
-            word_starts: first character of each word ``[n_words]``.
-
-        Returns:
-            Number of a word, from 0 -> character at which a passage that begins with the word
-            starts. The key ``n_words`` maps to the end of the text.
+            word_starts: character offset of each word.
         """
-        n_words = len(word_starts)
-        text_ends = {0: 0, n_words: len(text)}
+        text_end = _Break(len(word_starts), len(text))
         if self.cut == "words":
-            return {**dict(enumerate(word_starts)), **text_ends}
-        sentence_ends = [match.end() for match in _SENTENCE_END.finditer(text)]
-        # First word of each sentence -> character at which the sentence starts.
-        sentences = {bisect_left(word_starts, end): end for end in sentence_ends}
-        sentences.update(text_ends)
-        characters = {}
-        for first_word, end_word in pairwise(sorted(sentences)):
-            if end_word - first_word > self.length:  # a long sentence is cut between words
-                for word in range(first_word, end_word):
-                    characters[word] = word_starts[word]
-        characters.update(sentences)
-        return characters
+            word_breaks = [_Break(word, start) for word, start in enumerate(word_starts)]
+            return [_Break(0, 0), *word_breaks[1:], text_end]
+        breaks: list[_Break] = []
+        for sentence, next_sentence in pairwise(_sentence_breaks(text, word_starts)):
+            breaks.append(sentence)
+            if next_sentence.word - sentence.word > self.length:
+                # A sentence that is longer than a passage may be divided between any two words.
+                for word in range(sentence.word + 1, next_sentence.word):
+                    breaks.append(_Break(word, word_starts[word]))
+        breaks.append(text_end)
+        return breaks
 
     def of(self, documents: Mapping[str, Document]) -> PassageTexts:
-        """Cut all documents, and return passage id -> title and text of the passage."""
+        """Divide documents into passages.
+
+        Args:
+            documents: document id -> :class:`Document` or text.
+
+        Returns:
+            Passage id -> title and text of the passage.
+        """
         documents = documents_by_id("documents", documents)
         texts: dict[str, str] = {}
         for name, document in documents.items():
@@ -235,10 +264,27 @@ class Passages:
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
 
 
-def document_of(name: str) -> str:
-    """Return the document in a passage's id.
+def _sentence_breaks(text: str, word_starts: list[int]) -> list[_Break]:
+    """Return the breaks between the sentences of a text, with its beginning and its end.
 
-    Raises ``DataError`` for an id that is not of a passage.
+    Args:
+        text: the text.
+        word_starts: character offset of each word.
+    """
+    # First word of a sentence -> character offset of the sentence.
+    sentence_starts = {
+        bisect_left(word_starts, match.end()): match.end() for match in _SENTENCE_END.finditer(text)
+    }
+    sentence_starts[0] = 0
+    sentence_starts[len(word_starts)] = len(text)
+    return [_Break(word, sentence_starts[word]) for word in sorted(sentence_starts)]
+
+
+def document_of(name: str) -> str:
+    """Return the id of the document in the id of a passage.
+
+    Raises:
+        DataError: if `name` is not a passage id.
     """
     document, mark, _ = name.rpartition("#")
     return document if mark else Passage.of(name).document

@@ -31,32 +31,39 @@ class RowRange(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A text with its id, and where it was read."""
+    """A text with its id, and the row of a file that it is from.
 
-    file: Path | None  # None for a text in memory
-    number: int  # of the row in the file, from 0
+    Attributes:
+        id: id of the text.
+        text: the text.
+        file: the file; None for a text in memory.
+        number: number of the row in the file, from 0.
+    """
+
     id: str
     text: str
+    file: Path | None = None
+    number: int = 0
 
 
 @dataclass(frozen=True)
 class ShardTexts:
-    """The texts of one shard: rows of files, or `held` for texts in memory.
+    """The texts of one shard, in files or in memory.
 
     Attributes:
         number: number of the shard.
         count: number of texts.
         sha256: :func:`texts_digest` of the texts.
-        rows: ranges of rows, of one or several files.
-        held: id -> text, for texts that are in no file.
-        fields: names of the fields of the rows that are not the usual ones.
+        row_ranges: rows of one or several files.
+        in_memory: id -> text; None for texts in files.
+        fields: custom names of the document fields.
     """
 
     number: int
     count: int
     sha256: str
-    rows: tuple[RowRange, ...] = ()
-    held: Mapping[str, str] | None = None
+    row_ranges: tuple[RowRange, ...] = ()
+    in_memory: Mapping[str, str] | None = None
     fields: DocumentFields = USUAL_FIELDS
 
     def read(self) -> dict[str, str]:
@@ -68,19 +75,19 @@ class ShardTexts:
         Raises:
             DataError: if the texts have changed since the shards were planned.
         """
-        if self.held is not None:
-            return dict(self.held)
+        if self.in_memory is not None:
+            return dict(self.in_memory)
         texts: dict[str, str] = {}
-        for file, start, stop in self.rows:
+        for file, start, stop in self.row_ranges:
             rows = table_rows(file, start, self.fields)
             for where, row in islice(rows, stop - start):
                 document = document_of_row(row, where, texts, self.fields)
                 texts[document.id] = document.contents
         if texts_digest(texts) != self.sha256:
-            file, start, _ = self.rows[0]
+            file, start, _ = self.row_ranges[0]
             raise DataError(
-                f"{file}: from row {start + 1} on, the {self.count} rows are not those that were "
-                "read at the beginning: the file has changed, or is another one on this machine. "
+                f"{file}: from row {start + 1} on, the {self.count} rows differ from those that "
+                "were read at the beginning: the file has changed, or differs on this machine. "
                 "Start again.",
             )
         return texts
@@ -88,7 +95,7 @@ class ShardTexts:
 
 @dataclass
 class ShardPlan:
-    """Shards of texts, from one pass over them.
+    """Texts divided into shards, in one pass over them.
 
     Attributes:
         ranges: the texts of each shard.
@@ -114,18 +121,19 @@ class InMemoryTexts:
         self.texts = texts
 
     def plan_shards(self, shard_size: int, sample: int = 0) -> ShardPlan:
-        """Cut the texts into shards.
+        """Divide the texts into shards.
 
         Args:
-            shard_size: texts of a shard.
-            sample: how many texts to sample at least, where there are that many. At most twice as
-                many are kept.
+            shard_size: number of texts per shard.
+            sample: minimum number of texts in the sample, or all texts if there are fewer. Up to
+                twice as many may be returned.
 
         Raises:
             ValueError: if there are no texts.
         """
-        rows = (_Row(file=None, number=0, id=name, text=text) for name, text in self.texts.items())
-        return _plan_shards(rows, shard_size, sample, USUAL_FIELDS)
+        rows = (_Row(name, text) for name, text in self.texts.items())
+        plan, _ = _plan_shards(rows, shard_size, sample, USUAL_FIELDS)
+        return plan
 
 
 class FileTexts:
@@ -135,7 +143,7 @@ class FileTexts:
 
     Args:
         path: file, folder or saved dataset.
-        fields: names of the fields of documents that are not the usual ones.
+        fields: custom names of the document fields.
     """
 
     def __init__(self, path: Path, fields: DocumentFields = USUAL_FIELDS) -> None:
@@ -143,36 +151,39 @@ class FileTexts:
         self.fields = fields
 
     def plan_shards(self, shard_size: int, sample: int = 0) -> ShardPlan:
-        """Read all texts once and cut them into shards, as :meth:`InMemoryTexts.plan_shards`.
+        """Read all texts once and divide them into shards.
+
+        Args:
+            shard_size: number of texts per shard.
+            sample: minimum number of texts in the sample, or all texts if there are fewer. Up to
+                twice as many may be returned.
 
         Raises:
-            DataError: for a malformed row, or a missing or repeated id; it names file and line.
+            DataError: if a row is malformed, or an id is missing or repeated. The message names
+                file and line.
             ValueError: if there are no texts.
         """
-        # 64-bit hashes, because the ids themselves may need much memory. _rows() appends them.
-        id_keys = array("Q")
-        plan = _plan_shards(self._rows(id_keys), shard_size, sample, self.fields)
-        n_different = len(np.unique(np.frombuffer(id_keys, np.uint64)))
-        if n_different < len(id_keys):  # an id twice, or two ids that share a key
+        plan, id_keys = _plan_shards(self._rows(), shard_size, sample, self.fields)
+        n_distinct = len(np.unique(np.frombuffer(id_keys, np.uint64)))
+        if n_distinct < len(id_keys):  # a repeated id, or two ids that share a key
             self._check_ids_differ()
         return plan
 
-    def _rows(self, id_keys: array[int]) -> Iterator[_Row]:
-        """Yield the rows of all files, and append the key of each id to `id_keys`."""
+    def _rows(self) -> Iterator[_Row]:
+        """Yield the rows of all files."""
         for file in table_files(self.path):
             for number, (where, row) in enumerate(table_rows(file, fields=self.fields)):
                 document = document_of_row(row, where, (), self.fields)
-                id_keys.append(id_key(document.id))
-                yield _Row(file, number, document.id, document.contents)
+                yield _Row(document.id, document.contents, file, number)
 
     def _check_ids_differ(self) -> None:
-        """Raise ``DataError`` for the first row whose id an earlier row has."""
+        """Raise ``DataError`` if two rows have the same id."""
         ids: set[str] = set()
         for where, row in table_rows(self.path, fields=self.fields):
             ids.add(document_of_row(row, where, ids, self.fields).id)
 
 
-Texts = InMemoryTexts | FileTexts  # that can be given to other processes
+Texts = InMemoryTexts | FileTexts  # texts that can be sent to other processes
 
 
 class _Sample:
@@ -182,7 +193,7 @@ class _Sample:
     dropped, and n doubles.
 
     Args:
-        size: texts to keep; 0 for none.
+        size: minimum number of texts to keep; 0 keeps none.
     """
 
     def __init__(self, size: int) -> None:
@@ -191,7 +202,7 @@ class _Sample:
         self._step = 1
 
     def add(self, position: int, text: str) -> None:
-        """Keep the text at a position of the stream if it is in the sample."""
+        """Add the text at a position of the stream, if the position is in the sample."""
         if not self._size or position % self._step:
             return
         self.texts.append(text)
@@ -205,22 +216,23 @@ def _plan_shards(
     shard_size: int,
     sample_size: int,
     fields: DocumentFields,
-) -> ShardPlan:
-    """Cut rows into shards, and compute the digests of their texts.
+) -> tuple[ShardPlan, array[int]]:
+    """Divide rows into shards, and compute the digests of their texts.
 
     Args:
-        rows: id, text and position in a file of each text, in order.
-        shard_size: texts per shard.
-        sample_size: how many texts to sample.
-        fields: names of the fields of documents that are not the usual ones.
+        rows: the texts, in order.
+        shard_size: number of texts per shard.
+        sample_size: minimum number of texts in the sample.
+        fields: custom names of the document fields.
 
     Returns:
-        The shards, the number and the digest of all texts, and the sample.
+        The plan, and the :func:`id_key` of each text. Keys take less memory than ids.
 
     Raises:
         ValueError: if there are no texts.
     """
     plan = ShardPlan()
+    id_keys = array("Q")
     digest = TextsDigest()
     sample = _Sample(sample_size)
     while shard_rows := list(islice(rows, shard_size)):
@@ -228,28 +240,29 @@ def _plan_shards(
         for row in shard_rows:
             digest.add(row.id, row.text)
             shard_digest.add(row.id, row.text)
+            id_keys.append(id_key(row.id))
             if isinstance(row.text, str):
                 sample.add(plan.count, row.text)
             plan.count += 1
-        held = {row.id: row.text for row in shard_rows if row.file is None}
+        texts_in_memory = {row.id: row.text for row in shard_rows if row.file is None}
         shard = ShardTexts(
-            len(plan.ranges),
-            len(shard_rows),
-            shard_digest.hexdigest(),
-            _row_ranges(shard_rows),
-            held or None,
-            fields,
+            number=len(plan.ranges),
+            count=len(shard_rows),
+            sha256=shard_digest.hexdigest(),
+            row_ranges=_row_ranges(shard_rows),
+            in_memory=texts_in_memory or None,
+            fields=fields,
         )
         plan.ranges.append(shard)
     if not plan.count:
         raise ArgumentError("texts", "expected at least one, got an empty collection.")
     plan.sha256 = digest.hexdigest()
     plan.sample = sample.texts
-    return plan
+    return plan, id_keys
 
 
 def _row_ranges(rows: list[_Row]) -> tuple[RowRange, ...]:
-    """Return the range of consecutive rows of each file."""
+    """Return the range of the rows of each file. The rows of a file must be consecutive."""
     ranges = []
     for file, group in groupby(rows, key=lambda row: row.file):
         if file is not None:

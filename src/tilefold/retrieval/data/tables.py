@@ -13,12 +13,13 @@ import zlib
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from tilefold._internal.arguments import check_instance
 from tilefold.retrieval.common.files import Json, arrow, require
 from tilefold.retrieval.data.fields import (
-    JUDGEMENTS,
-    TEXTS,
+    JUDGEMENT_NAMES,
+    TEXT_NAMES,
     DocumentFields,
     FieldError,
     judgement_columns,
@@ -28,30 +29,52 @@ from tilefold.retrieval.errors import DataError
 
 _logger = logging.getLogger(__name__)
 
-Row = tuple[str, Json]  # where it was read, for errors; field -> value
+Row = tuple[str, Json]  # file and line, for errors; field -> value
 Qrels = dict[str, dict[str, int]]
-Judgement = tuple[str, str, str, int]  # where, query, document, grade
 
-TEXT = (".tsv", ".tsv.gz", ".txt", ".txt.gz")
-CSV = (".csv", ".csv.gz")
-ROWS = (".jsonl", ".jsonl.gz", ".parquet", *CSV)
+
+class Judgement(NamedTuple):
+    """A line of a file of judgements.
+
+    Attributes:
+        where: file and line, for errors.
+        query: id of the query.
+        document: id of the document.
+        grade: how relevant the document is; 0 is not relevant.
+    """
+
+    where: str
+    query: str
+    document: str
+    grade: int
+
+
+TEXT_SUFFIXES = (".tsv", ".tsv.gz", ".txt", ".txt.gz")
+CSV_SUFFIXES = (".csv", ".csv.gz")
+ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", *CSV_SUFFIXES)
 USUAL_FIELDS = DocumentFields()
-TOPICS = ".trec"
-_SAVED = ("dataset_dict.json", "state.json")  # of a DatasetDict, of a Dataset
+TOPICS_SUFFIX = ".trec"
+_SAVED = ("dataset_dict.json", "state.json")  # files of a DatasetDict and of a Dataset
 _ROWS_PER_BATCH = 1024
-_TOPIC = re.compile(r"<top(?:ic)?\b([^>]*)>(.*?)</top(?:ic)?>", re.DOTALL | re.IGNORECASE)
+_TOPIC = re.compile(
+    r"<top(?:ic)?\b[^>]*>(?P<content>.*?)</top(?:ic)?>",
+    re.DOTALL | re.IGNORECASE,
+)
 _NUMBER = re.compile(
-    r"<num(?:ber)?>\s*(?:Number:)?\s*([^\s<]+)|\bnumber=[\"']([^\"']+)",
+    r"<num(?:ber)?>\s*(?:Number:)?\s*(?P<element>[^\s<]+)|\bnumber=[\"'](?P<attribute>[^\"']+)",
     re.IGNORECASE,
 )
-_TITLE = re.compile(r"<(?:title|query)>\s*(?:Topic:)?(.*?)(?=<|\Z)", re.DOTALL | re.IGNORECASE)
+_TITLE = re.compile(
+    r"<(?:title|query)>\s*(?:Topic:)?(?P<text>.*?)(?=<|\Z)",
+    re.DOTALL | re.IGNORECASE,
+)
 _LINE_BREAK = re.compile(r"[^\S\n]*\n\s*")  # in a topic, with the blanks around it
-_SUFFIXES = (*TEXT, ".qrels", TOPICS, *ROWS)
-_COLUMNS = tuple(JUDGEMENTS)
-_NAMED = f"Fix that line; names of columns are {', '.join(_COLUMNS)}."
+_SUFFIXES = (*TEXT_SUFFIXES, ".qrels", TOPICS_SUFFIX, *ROW_SUFFIXES)
+_JUDGEMENT_COLUMNS = tuple(JUDGEMENT_NAMES)
+_TREC_FIELDS = 4  # query, iteration, document, grade
 _GRADE = re.compile(r"[+-]?[0-9]{1,18}(?:\.0*)?")
-_LONGEST_CELL = (1 << 31) - 1  # characters of a field of CSV, where the csv module allows 131,072
-_SHOWN_PAIRS = 10  # of those with contradictory judgements
+_LONGEST_CELL = (1 << 31) - 1  # characters of a CSV field; the csv module's default is 131,072
+_SHOWN_PAIRS = 10  # pairs with contradictory judgements that an error lists
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -60,7 +83,7 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | None:
-    """Find a table in a folder, which is a file with one of some suffixes, or a folder of files.
+    """Find a table of a collection: a file with one of the suffixes, or a folder of files.
 
     Args:
         folder: the folder of the collection.
@@ -68,10 +91,10 @@ def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | Non
         suffixes: suffixes that the file may have.
 
     Returns:
-        Path of the table, or None if there is none.
+        Path of the table, or None if it does not exist.
 
     Raises:
-        DataError: if there are several.
+        DataError: if several files or folders match.
     """
     files = [folder / f"{name}{suffix}" for suffix in suffixes]
     tables = [file for file in files if file.is_file()]
@@ -79,19 +102,19 @@ def find_table(folder: Path, name: str, suffixes: tuple[str, ...]) -> Path | Non
         tables.append(folder / name)
     if len(tables) > 1:
         names = ", ".join(path.name for path in tables)
-        raise DataError(f"{folder}: expected one of {names}, got all. Keep one.")
+        raise DataError(f"{folder}: expected one of {names}, got all of them. Keep one.")
     return tables[0] if tables else None
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the lines of a text file with their numbers from 1.
 
-    A file whose name ends in ``.gz`` is decompressed. A byte order mark is left out.
+    A file whose name ends in ``.gz`` is decompressed. A byte order mark is removed.
 
     Raises:
-        DataError: for text that is not UTF-8, and a damaged gzip file.
+        DataError: if the text is not UTF-8, or the gzip file is damaged.
     """
-    start = 0  # position of the line's first byte in the text
+    line_start = 0  # byte offset of the line in the decompressed text
     is_gzip = path.name.endswith(".gz")
     try:
         with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
@@ -99,17 +122,16 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
                 try:
                     text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 except UnicodeDecodeError as error:
-                    byte, position = line[error.start], start + error.start
-                    got = f"the byte {byte:#04x} at byte {position} of the text"
-                    remedy = "Convert it: iconv -f LATIN1 -t UTF-8"
                     raise DataError(
-                        f"{path}:{number}: expected UTF-8 text, got {got}. {remedy}",
+                        f"{path}:{number}: expected UTF-8 text, got the byte "
+                        f"{line[error.start]:#04x} at byte {line_start + error.start} of the text. "
+                        "Convert it: iconv -f LATIN1 -t UTF-8",
                     ) from error
                 yield number, text
-                start += len(line)
+                line_start += len(line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(
-            f"{path}: expected a whole gzip file, got ({error}). Fetch it again.",
+            f"{path}: expected a complete gzip file, got a damaged one ({error}). Fetch it again.",
         ) from error
 
 
@@ -117,11 +139,12 @@ def table_files(path: Path) -> list[Path]:
     """Return the files, or the saved dataset, whose rows :func:`table_rows` yields in turn."""
     if not path.is_dir() or is_saved_dataset(path):
         return [path]
-    files = sorted(file for file in path.iterdir() if file.name.endswith(ROWS))
+    files = sorted(file for file in path.iterdir() if file.name.endswith(ROW_SUFFIXES))
     if not files:
         got = sorted(file.name for file in path.iterdir())[:3] or "an empty folder"
         raise DataError(
-            f"{path}: expected files that end in {', '.join(ROWS)}, or a saved dataset, got {got}.",
+            f"{path}: expected files that end in {', '.join(ROW_SUFFIXES)}, or a saved dataset, "
+            f"got {got}.",
         )
     return files
 
@@ -134,9 +157,10 @@ def table_rows(
     """Yield ``(where, row)`` of each row of a file, a folder of files or a saved dataset.
 
     Args:
-        path: the file or folder, whose suffix says of which kind it is.
+        path: the file or folder. The suffix of a file gives its format.
         skip: number of rows to leave out at the beginning of each file.
-        fields: names of fields that the first line of a table with tabs may have.
+        fields: custom names of the document fields, which the header of a ``.tsv`` or ``.txt`` file
+            must then have.
     """
     if path.is_dir():
         if is_saved_dataset(path):
@@ -146,16 +170,17 @@ def table_rows(
             yield from table_rows(file, skip, fields)
     elif path.name.endswith(".parquet"):
         yield from _parquet_rows(path, skip)
-    elif path.name.endswith(CSV):
+    elif path.name.endswith(CSV_SUFFIXES):
         yield from islice(_csv_rows(path), skip, None)
-    elif path.name.endswith(ROWS):
+    elif path.name.endswith(ROW_SUFFIXES):
         for number, line in islice(_filled_lines(numbered_lines(path)), skip, None):
             yield f"{path}:{number}", json_object(line, f"{path}:{number}")
-    elif path.name.endswith(TEXT):
+    elif path.name.endswith(TEXT_SUFFIXES):
         yield from islice(text_rows(numbered_lines(path), path, fields=fields), skip, None)
     else:
         raise DataError(
-            f"{path}: expected a file that ends in {', '.join((*ROWS, *TEXT))}, got {path.name!r}.",
+            f"{path}: expected a file that ends in {', '.join((*ROW_SUFFIXES, *TEXT_SUFFIXES))}, "
+            f"got {path.name!r}.",
         )
 
 
@@ -166,20 +191,20 @@ def text_rows(
     allow_missing_ids: bool = False,
     fields: DocumentFields = USUAL_FIELDS,
 ) -> Iterator[Row]:
-    """Yield the rows of a text file whose lines have fields with tabs between them.
+    """Yield the rows of a text file with tab-separated fields.
 
-    The first line may name the columns. Without such a line, a row has an id and a text. Blanks
-    belong to ids and texts. Only the end of a line is left out.
+    The first line may be a header. Without a header, a row has an id and a text. Blanks are part of
+    ids and texts. Only line breaks are removed.
 
     Args:
         lines: lines with their numbers.
         path: name of the file, for errors.
-        allow_missing_ids: whether a line may be a text without a tab, whose id is the number of
+        allow_missing_ids: whether a line may be a text without a tab. Its id is then the number of
             the line. By default such a line is an error.
-        fields: names of columns that are not the usual ones.
+        fields: custom names of the document fields.
 
     Yields:
-        File and line, and the fields of the row by name.
+        ``(where, row)``: file and line, and the fields of the row by name.
     """
     names: list[str] = []
     is_first = True
@@ -188,9 +213,9 @@ def text_rows(
         values = _fields_of(line)
         if is_first:
             is_first = False
-            columns = text_columns(values, where, fields)
+            columns = header_columns(values, where, fields)
             if columns:
-                _log_column_names(where, tuple(values), tuple(columns))
+                _warn_of_header(where, tuple(values), tuple(columns))
                 names = [name.strip().strip('"') for name in values]
                 if fields == USUAL_FIELDS:  # usual names of any case become _id, title and text
                     names = [column or name for column, name in zip(columns, names, strict=True)]
@@ -219,46 +244,60 @@ def _csv_rows(path: Path) -> Iterator[Row]:
         path: the file.
 
     Yields:
-        File and first line of the record, and its fields by name, all as strings.
+        ``(where, row)``: file and first line of the record, and its fields by name. All values are
+        strings.
 
     Raises:
-        DataError: for malformed CSV, or two columns of one name.
+        DataError: if the CSV is malformed, or two columns have the same name.
+    """
+    records = _csv_records(path)
+    where, header = next(records, ("", []))
+    names = [name.strip() for name in header]
+    if len(set(names)) < len(names):
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise DataError(
+            f"{where}: expected distinct column names, got {repeated!r} twice. Rename one.",
+        )
+    for where, record in records:
+        yield where, row_of(record, names, where)
+
+
+def _csv_records(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the records of a CSV file that are not blank.
+
+    Yields:
+        File and first line of the record, and its fields.
+
+    Raises:
+        DataError: if the CSV is malformed.
     """
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     records = csv.reader((line for _, line in numbered_lines(path)), strict=True)
-    names: list[str] = []
-    end = 0  # last line of the previous record
     while True:
-        where = f"{path}:{end + 1}"
+        where = f"{path}:{records.line_num + 1}"
         try:
             record = next(records, None)
         except csv.Error as error:
             raise DataError(
-                f"{where}: expected comma-separated values (RFC 4180), got ({error}). Put a field "
-                "with "
-                'a comma, a quote or a line break in quotes, and write a quote in it as "".',
+                f"{where}: expected comma-separated values (RFC 4180), got malformed CSV "
+                f"({error}). Put a field with a comma, a quote or a line break in quotes, and "
+                'write a quote in it as "".',
             ) from error
         if record is None:
             return
-        end = records.line_num
-        if not record:  # a blank line
-            continue
-        if not names:
-            names = [name.strip() for name in record]
-            if len(set(names)) < len(names):
-                twice = next(name for name in names if names.count(name) > 1)
-                raise DataError(
-                    f"{where}: expected names of columns that differ, got {twice!r} twice. Rename "
-                    "one.",
-                )
-            continue
-        yield where, row_of(record, names, where)
+        if record:
+            yield where, record
 
 
 def json_object(line: str, where: str) -> Json:
-    """Return the JSON object in a line.
+    """Parse a line as a JSON object.
 
-    The ``DataError`` for anything else begins with `where`.
+    Args:
+        line: the line.
+        where: file and line, for the error.
+
+    Raises:
+        DataError: if the line is not a JSON object.
     """
     try:
         row = json.loads(line)
@@ -284,27 +323,27 @@ def _parquet_rows(path: Path, skip: int) -> Iterator[Row]:
         skip: number of rows to leave out at the beginning.
 
     Yields:
-        File and number of the row, from 1, and the fields of the row by name.
+        ``(where, row)``: file and number of the row, from 1, and its fields by name.
     """
     pa, parquet = arrow("Reading Parquet")
-    number = 0  # of the last row that was read or skipped
+    row_number = 0  # number of the last row that was read or skipped
     try:
         with parquet.ParquetFile(path) as file:
             groups = list(range(file.num_row_groups))
             while groups:
                 group_rows = file.metadata.row_group(groups[0]).num_rows
-                if number + group_rows > skip:
+                if row_number + group_rows > skip:
                     break
-                number += group_rows
+                row_number += group_rows
                 del groups[0]
             for batch in file.iter_batches(_ROWS_PER_BATCH, row_groups=groups):
                 for row in batch.to_pylist():
-                    number += 1
-                    if number > skip:
-                        yield f"{path}, row {number}", row
+                    row_number += 1
+                    if row_number > skip:
+                        yield f"{path}, row {row_number}", row
     except pa.ArrowException as error:
         raise DataError(
-            f"{path}: expected a Parquet file, got ({error}). Fetch it again.",
+            f"{path}: expected a Parquet file, which could not be read ({error}). Fetch it again.",
         ) from error
 
 
@@ -316,14 +355,13 @@ def _dataset_rows(path: Path, skip: int) -> Iterator[Row]:
         skip: number of rows to leave out at the beginning.
 
     Yields:
-        Folder and number of the row, from 1, and the fields of the row by name.
+        ``(where, row)``: folder and number of the row, from 1, and its fields by name.
     """
     saved = require("datasets", "datasets", "Reading a saved dataset").load_from_disk(str(path))
     if hasattr(saved, "keys"):  # a DatasetDict
         if len(saved) != 1:
             raise DataError(
-                f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one of "
-                "them.",
+                f"{path}: expected a dataset of one split, got {', '.join(saved)}. Save one split.",
             )
         (saved,) = saved.values()
     rows = saved.skip(skip) if skip else saved
@@ -335,108 +373,144 @@ def named_columns(
     fields: Sequence[str],
     names_by_column: Mapping[str, Sequence[str]],
 ) -> list[str | None]:
-    """Return the column that each field of a first line names, None for a field that names none.
+    """Return which column each field of a header line names.
 
     Args:
         fields: the fields of the line.
-        names_by_column: column -> names that it may have.
+        names_by_column: column -> names that it may have, in lower case.
+
+    Returns:
+        For each field its column, or None if the name is unknown.
     """
     columns = {name: column for column, names in names_by_column.items() for name in names}
     return [columns.get(field.strip().strip('"').lower()) for field in fields]
 
 
-def text_columns(
-    fields: Sequence[str],
-    where: str,
-    named: DocumentFields = USUAL_FIELDS,
-) -> list[str | None] | None:
-    """Find the columns that a first line names.
+def is_header(fields: Sequence[str], where: str) -> bool:
+    """Whether the first line of a text file names columns, and is not a row.
 
     Args:
         fields: the fields of the line.
         where: file and line, for the error.
-        named: names of columns that are not the usual ones; with any, the line must have them.
-
-    Returns:
-        For each field ``"_id"``, ``"title"``, ``"text"`` or None for another column. None instead
-        of the list if the line names no columns, and so is a row.
 
     Raises:
-        DataError: for a line that may be either, or without a column that is `named`.
+        DataError: if the line could be a header or a row.
     """
-    if named != USUAL_FIELDS:
-        return _named_text_columns(fields, where, named)
-    kinds = named_columns(fields, TEXTS)
-    if kinds.count("_id") == kinds.count("text") == 1 and kinds.count("title") <= 1:
-        return kinds
-    if len(fields) > 1 and (kinds[0] == "_id" or "text" in kinds[1:]):
-        raise DataError(
-            f"{where}: expected a row, or names of columns with one id and one text, got {fields}, "
-            "which may be either. Name the columns id, title and text; remove the line; or put it "
-            "below another one, if it is a row.",
-        )
-    return None
+    return bool(header_columns(fields, where))
 
 
-def _named_text_columns(
+def header_columns(
     fields: Sequence[str],
     where: str,
-    named: DocumentFields,
+    custom_names: DocumentFields = USUAL_FIELDS,
 ) -> list[str | None]:
-    """Find the columns of a first line that must have names which the caller gave.
+    """Return which column each field of a header line names.
 
     Args:
-        fields: the fields of the line.
+        fields: the fields of the first line of a file.
         where: file and line, for the error.
-        named: names of the fields of documents.
+        custom_names: custom names of the document fields. If there are any, the line must be a
+            header that has them.
 
     Returns:
-        For each field ``"_id"``, ``"title"``, ``"text"`` or None for another column.
+        For each field ``"_id"``, ``"title"``, ``"text"`` or None for a column of metadata. The list
+        is empty if the line is a row, and not a header.
+
+    Raises:
+        DataError: if the line could be a header or a row, or lacks a custom name.
+    """
+    if custom_names != USUAL_FIELDS:
+        return _custom_header_columns(fields, where, custom_names)
+    columns = named_columns(fields, TEXT_NAMES)
+    if columns.count("_id") == columns.count("text") == 1 and columns.count("title") <= 1:
+        return columns
+    # Such as "id", "txt": a header with a misspelled name, or a row whose id is "id".
+    is_ambiguous = columns[0] == "_id" or "text" in columns[1:]
+    if len(fields) > 1 and is_ambiguous:
+        raise DataError(
+            f"{where}: expected a row, or names of columns with one id and one text, got {fields}, "
+            "which may be either. If they are names, use id, title and text, or remove the line. "
+            "If they are a row, put it below another one.",
+        )
+    return []
+
+
+def _custom_header_columns(
+    fields: Sequence[str],
+    where: str,
+    custom_names: DocumentFields,
+) -> list[str | None]:
+    """Return which column each field of a header names, if the caller gave names of columns.
+
+    Args:
+        fields: the fields of the header.
+        where: file and line, for the error.
+        custom_names: custom names of the document fields.
+
+    Returns:
+        For each field ``"_id"``, ``"title"``, ``"text"`` or None for a column of metadata.
+
+    Raises:
+        DataError: if the header lacks a column.
     """
     names = tuple(field.strip().strip('"') for field in fields)
     try:
-        chosen = text_columns_of(names, named)
+        text_columns = text_columns_of(names, custom_names)
     except FieldError as error:
         raise DataError(f"{where}: {error}") from error
-    kinds = {chosen.id: "_id", chosen.text: "text"}
-    if chosen.title is not None:
-        kinds[chosen.title] = "title"
-    return [kinds.get(name) for name in names]
+    column_of_name = {text_columns.id: "_id", text_columns.text: "text"}
+    if text_columns.title is not None:
+        column_of_name[text_columns.title] = "title"
+    return [column_of_name.get(name) for name in names]
 
 
 @functools.cache
-def _log_column_names(
+def _warn_of_header(
     where: str,
     fields: tuple[str, ...],
     columns: tuple[str | None, ...],
 ) -> None:
-    """Log that a line is taken as names of columns, once for a file that is read several times.
+    """Warn that a line is read as a header.
 
-    The cache of the function skips a repeated call.
+    ``functools.cache`` makes it warn once for a file that is read several times.
 
     Args:
         where: file and line.
         fields: the names in the line.
-        columns: for each name, the column that it means, None for a column of metadata.
+        columns: for each name, the column that it means, or None for a column of metadata.
     """
-    names = [field.strip() for field in fields]
-    used = [name for name, column in zip(names, columns, strict=True) if column]
-    metadata = [repr(name) for name, column in zip(names, columns, strict=True) if not column]
-    others = f", {', '.join(metadata)} as metadata" if metadata else ""
+    document_columns: list[str] = []
+    metadata_columns: list[str] = []
+    for field, column in zip(fields, columns, strict=True):
+        name = field.strip()
+        if column:
+            document_columns.append(name)
+        else:
+            metadata_columns.append(repr(name))
+    metadata = f", {', '.join(metadata_columns)} as metadata" if metadata_columns else ""
     _logger.warning(
         "%s: this line is taken as names of columns (%s)%s",
         where,
-        ", ".join(used),
-        others,
+        ", ".join(document_columns),
+        metadata,
     )
 
 
 def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> dict[str, str]:
-    """Return column -> field of a line, without the columns that have no name."""
+    """Return column -> field of a line.
+
+    Args:
+        fields: the fields of the line.
+        columns: name of each column. Columns without a name are left out.
+        where: file and line, for the error.
+
+    Raises:
+        DataError: if the line does not have a field for each column.
+    """
     if len(fields) != len(columns):
         raise DataError(
-            f"{where}: expected {len(columns)} fields as in the first line, which names them, got "
-            f"{len(fields)}. Fix that line.",
+            f"{where}: expected {len(columns)} fields as in the header, got {len(fields)}. Fix "
+            "that line.",
         )
     return {column: field for column, field in zip(columns, fields, strict=True) if column}
 
@@ -444,25 +518,31 @@ def row_of(fields: Sequence[str], columns: Sequence[str | None], where: str) -> 
 def _topic_rows(path: Path) -> Iterator[Row]:
     """Yield rows of ``_id`` and ``text`` for TREC topics.
 
-    A topic is ``<top>`` or ``<topic>`` with a number, and a title or query. Blanks next to a tag
-    are layout, and a line break is one blank. Blanks within a line are kept.
+    A topic is ``<top>`` or ``<topic>`` with a number, and a title or query. White space next to a
+    tag is dropped, and a line break becomes a space. Other blanks are kept.
     """
     text = "".join(line for _, line in numbered_lines(path))
     n_topics = 0
     for n_topics, topic in enumerate(_TOPIC.finditer(text), start=1):
         where = f"{path}, topic {n_topics}"
         number = _NUMBER.search(topic[0])
-        title = _TITLE.search(topic[2])
-        if number is None or title is None or not title[1].strip():
+        title = _TITLE.search(topic["content"])
+        if number is None or title is None or not title["text"].strip():
             raise DataError(
-                f"{where}: expected a <num> and a <title> (or <query>), got one without.",
+                f"{where}: expected a <num> and a <title> (or <query>), but one is missing.",
             )
-        on_one_line = _LINE_BREAK.sub(" ", title[1].strip())
-        yield where, {"_id": number[1] or number[2], "text": html.unescape(on_one_line)}
+        on_one_line = _LINE_BREAK.sub(" ", title["text"].strip())
+        yield (
+            where,
+            {
+                "_id": number["element"] or number["attribute"],
+                "text": html.unescape(on_one_line),
+            },
+        )
     if not n_topics:
         raise DataError(
-            f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. Name a table "
-            ".tsv.",
+            f"{path}: expected TREC topics (<top> ... </top>), got {text[:40]!r}. If the "
+            "file is a table, give it the ending .tsv.",
         )
 
 
@@ -475,42 +555,51 @@ def query_rows(path: Path, *, allow_missing_ids: bool = False) -> Iterator[Row]:
             :func:`text_rows`. It has no effect on topics, JSON, CSV and Parquet.
 
     Yields:
-        File and line, and the fields of the query by name.
+        ``(where, row)``: file and line, and the fields of the query by name.
     """
-    if path.name.endswith(TOPICS) and not path.is_dir():
+    if _is_topics_file(path):
         return _topic_rows(path)
-    if allow_missing_ids and not path.is_dir() and not path.name.endswith(ROWS):
+    if allow_missing_ids and _is_text_file(path):
         return text_rows(numbered_lines(path), path, allow_missing_ids=True)
     return table_rows(path)
 
 
+def _is_topics_file(path: Path) -> bool:
+    """Whether a path is a file of TREC topics."""
+    return path.name.endswith(TOPICS_SUFFIX) and not path.is_dir()
+
+
+def _is_text_file(path: Path) -> bool:
+    """Whether a path is a file of lines, and not of JSON, CSV, Parquet or TREC topics."""
+    return not path.is_dir() and not path.name.endswith((TOPICS_SUFFIX, *ROW_SUFFIXES))
+
+
 def check_queries_have_ids(path: Path) -> None:
-    """Raise ``DataError`` for a file with a query that is a line without an id."""
-    is_text = not path.is_dir() and not path.name.endswith((TOPICS, *ROWS))
-    if is_text:
+    """Raise ``DataError`` if a line of a file of queries has no id."""
+    if _is_text_file(path):
         for _ in text_rows(numbered_lines(path), path, allow_missing_ids=False):
             pass
 
 
 def query_of_line(line: str, number: int) -> tuple[str, str]:
-    """Read a query from a line: ``id<tab>text``, or a text alone, whose id is the line's number.
+    """Read a query from a line: ``id<tab>text``, or a text without an id.
 
-    Blanks belong to the id and the text, as in a file of queries.
+    Blanks are part of the id and the text, as in a file of queries.
 
     Args:
-        line: the line, with or without its end.
-        number: of the line, from 1; the id of a text without one.
+        line: the line, with or without its line break.
+        number: line number, from 1. It is used as the id if the line has none.
 
     Returns:
-        The id and the text, which is empty where nothing follows the tab.
+        The id and the text. The text is empty if nothing follows the tab.
 
     Raises:
-        DataError: if the first line names columns, or nothing precedes the tab.
+        DataError: if the first line is a header, or nothing precedes the tab.
     """
     check_instance("line", line, str, "a line of text")
     fields = _fields_of(line.removeprefix("\ufeff") if number == 1 else line)
     shown = "\t".join(fields)
-    if number == 1 and text_columns(fields, "line 1"):
+    if number == 1 and is_header(fields, "line 1"):
         raise DataError(
             f"line 1: expected a query, got names of columns, {shown!r}. Leave that line out.",
         )
@@ -543,16 +632,16 @@ def read_splits(
         folder: the folder ``qrels``. Without it, MS MARCO's files ``qrels.<split>.tsv`` are read.
         queries: ids of the queries.
         documents: ids of the documents.
-        drop_unknown: leave out judgements of other ids, which are an error otherwise.
-        names: the splits to read. None reads all. All are also read if one of the names is not
-            a split, so that the caller can list the existing ones in an error.
+        drop_unknown: leave out judgements of other ids, which otherwise raise an error.
+        names: the splits to read; None reads all. If a name is unknown, all splits are read, and
+            :meth:`Collection.split_qrels` later raises an error that lists them.
 
     Returns:
         Split -> query id -> document id -> grade.
     """
     files = _files_by_split(folder)
-    chosen = names if names and all(split in files for split in names) else files
-    return {split: _read_split(files[split], queries, documents, drop_unknown) for split in chosen}
+    splits = names if names and all(split in files for split in names) else files
+    return {split: _read_split(files[split], queries, documents, drop_unknown) for split in splits}
 
 
 def _files_by_split(folder: Path) -> dict[str, list[Path]]:
@@ -561,22 +650,26 @@ def _files_by_split(folder: Path) -> dict[str, list[Path]]:
     A split may be divided into files whose names end in ``-00000-of-00002`` and so on.
 
     Args:
-        folder: the folder ``qrels``. If there is none, files such as ``qrels.dev.tsv`` next to it
-            are found.
+        folder: the folder ``qrels``. If it does not exist, files such as ``qrels.dev.tsv`` in its
+            parent folder are used.
 
     Returns:
         Split -> its files, in order.
     """
-    prefix = "" if folder.is_dir() else f"{folder.name}."
-    files = folder.iterdir() if folder.is_dir() else folder.parent.glob(f"{prefix}*.tsv")
-    splits: dict[str, list[Path]] = {}
-    for file in sorted(files):
-        suffixes = [suffix for suffix in _SUFFIXES if file.name.endswith(suffix)]
-        if suffixes and not file.name.startswith("."):
-            name = file.name.removeprefix(prefix).removesuffix(max(suffixes, key=len))
-            split = re.sub(r"-\d{5}-of-\d{5}$", "", name)
-            splits.setdefault(split, []).append(file)
-    return splits
+    if folder.is_dir():
+        named_files = [(file.name, file) for file in folder.iterdir()]
+    else:  # MS MARCO's files
+        prefix = f"{folder.name}."
+        files = folder.parent.glob(f"{prefix}*.tsv")
+        named_files = [(file.name.removeprefix(prefix), file) for file in files]
+    files_by_split: dict[str, list[Path]] = {}
+    for name, file in sorted(named_files):
+        suffixes = [suffix for suffix in _SUFFIXES if name.endswith(suffix)]
+        if suffixes and not name.startswith("."):
+            stem = name.removesuffix(max(suffixes, key=len))
+            split = re.sub(r"-\d{5}-of-\d{5}$", "", stem)
+            files_by_split.setdefault(split, []).append(file)
+    return files_by_split
 
 
 def _read_split(
@@ -597,8 +690,8 @@ def _read_split(
         Query id -> document id -> grade.
 
     Raises:
-        DataError: for judgements of unknown ids, unless they are dropped, for pairs with several
-            grades, and where no judgement is left.
+        DataError: if a pair has several grades, an id is unknown and is not to be dropped, or no
+            judgement remains.
     """
     qrels: Qrels = {}
     unknown: list[str] = []
@@ -614,7 +707,7 @@ def _read_split(
         raise _contradiction(files, list(contradictory))
     if unknown and drop_unknown:
         _logger.warning(
-            "%s; %d judgement(s) of what the collection lacks are left out",
+            "%s; %d judgement(s) of unknown queries or documents are left out",
             unknown[0],
             len(unknown),
         )
@@ -625,7 +718,7 @@ def _read_split(
             "them out (unknown='drop').",
         )
     if not qrels:
-        got = f"{len(unknown)} of others, the first in {unknown[0]}" if unknown else "no judgement"
+        got = f"{len(unknown)} unknown, the first in {unknown[0]}" if unknown else "no judgement"
         raise DataError(
             f"{files[0]}: expected at least one judgement of a known query and document, got "
             f"{got}.",
@@ -634,67 +727,85 @@ def _read_split(
 
 
 def _contradiction(files: list[Path], pairs: list[tuple[str, str]]) -> DataError:
-    """Create the error for pairs that are judged with several grades, with all their lines.
+    """Create the error for pairs that are judged with several grades.
+
+    The files are read again, to list all grades of a pair with their lines.
 
     Args:
-        files: the files of the split, which are read again.
+        files: the files of the split.
         pairs: queries and documents, in the order of their first contradictory line.
     """
-    shown = pairs[:_SHOWN_PAIRS]
-    lines: dict[tuple[str, str], list[str]] = {pair: [] for pair in shown}
+    grades: dict[tuple[str, str], list[str]] = {pair: [] for pair in pairs[:_SHOWN_PAIRS]}
     for file in files:
         for where, query, document, grade in _judgements(file):
-            if (query, document) in lines:
-                lines[query, document].append(f"{grade} in {where}")
-    described = [
-        f"query {query!r} and document {document!r}: {', '.join(judged)}"
-        for (query, document), judged in lines.items()
+            if (query, document) in grades:
+                grades[query, document].append(f"{grade} in {where}")
+    descriptions = [
+        f"query {query!r} and document {document!r}: {', '.join(pair_grades)}"
+        for (query, document), pair_grades in grades.items()
     ]
-    others = len(pairs) - len(shown)
-    more = f"; and {others} more pairs" if others else ""
+    n_unlisted = len(pairs) - len(grades)
+    if n_unlisted:
+        descriptions.append(f"and {n_unlisted} more pairs")
     return DataError(
         f"{files[0]}: expected one grade of a query and a document, got several of {len(pairs)} "
-        f"pair(s): {'; '.join(described)}{more}. Keep one line of each.",
+        f"pair(s): {'; '.join(descriptions)}. Keep one line of each.",
     )
 
 
 def _judgements(path: Path) -> Iterator[Judgement]:
-    """Read the judgements in a file.
+    """Yield the judgements in a file.
 
-    Files of JSON, CSV or Parquet have rows. Other files have lines of three fields, or of four as
-    in TREC, which tabs or blanks separate. Their first line may name columns.
-
-    Yields:
-        File and line, query id, document id and grade.
+    Files of JSON, CSV or Parquet have rows. Other files have lines of three fields, or four (TREC),
+    which are separated by tabs or spaces. Their first line may be a header.
     """
-    if path.name.endswith(ROWS):
+    if path.name.endswith(ROW_SUFFIXES):
         for where, row in table_rows(path):
             yield _judgement_of_row(row, where)
         return
-    columns: list[str | None] | None = None
-    for number, line in numbered_lines(path):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
+    header: list[str | None] = []
+    is_first = True
+    for number, line in _filled_lines(numbered_lines(path)):
         fields = _fields_of(line)
-        if len(fields) == 1:  # separated by blanks
+        if len(fields) == 1:  # separated by spaces
             fields = line.split()
-        if columns is None:
-            columns = named_columns(fields, JUDGEMENTS)
-            if all(columns.count(name) == 1 for name in _COLUMNS):
+        if is_first:
+            is_first = False
+            columns = named_columns(fields, JUDGEMENT_NAMES)
+            if all(columns.count(name) == 1 for name in _JUDGEMENT_COLUMNS):
+                header = columns
                 continue
-            columns = []
-        if columns:
-            row = row_of(fields, columns, where)
-            fields = [row[name] for name in _COLUMNS]
-        if len(fields) == 4:  # TREC: query, iteration, document, grade
-            del fields[1]
-        if len(fields) != 3:
-            raise DataError(
-                f"{where}: expected 3 tab-separated fields (query-id, corpus-id, score), or the 4 "
-                f"fields of TREC (with an iteration), got {len(fields)}. Fix that line.",
-            )
-        yield where, fields[0], fields[1], _grade(fields[2], "score", where)
+        yield _judgement_of_fields(fields, header, f"{path}:{number}")
+
+
+def _judgement_of_fields(
+    fields: list[str],
+    header: Sequence[str | None],
+    where: str,
+) -> Judgement:
+    """Return the judgement in the fields of a line.
+
+    Args:
+        fields: fields of the line.
+        header: the column of each field; empty if the file has no header.
+        where: file and line, for the error.
+
+    Raises:
+        DataError: if the number of fields is wrong, or the grade is not an integer.
+    """
+    if header:
+        row = row_of(fields, header, where)
+        fields = [row[name] for name in _JUDGEMENT_COLUMNS]
+    if len(fields) == _TREC_FIELDS:
+        query, _iteration, document, grade = fields
+    elif len(fields) == len(_JUDGEMENT_COLUMNS):
+        query, document, grade = fields
+    else:
+        raise DataError(
+            f"{where}: expected 3 tab-separated fields (query-id, corpus-id, score), or the 4 "
+            f"fields of TREC (with an iteration), got {len(fields)}. Fix that line.",
+        )
+    return Judgement(where, query, document, _grade(grade, "score", where))
 
 
 def _judgement_of_row(row: Json, where: str) -> Judgement:
@@ -703,20 +814,19 @@ def _judgement_of_row(row: Json, where: str) -> Judgement:
     Args:
         row: field -> value.
         where: file and line, for the error.
-
-    Returns:
-        File and line, query id, document id and grade.
     """
     try:
         columns = judgement_columns(tuple(row))
     except FieldError as error:
         raise DataError(f"{where}: {error}") from error
-    query, document, score = (columns[name] for name in _COLUMNS)
-    return (
+    query_column = columns["query-id"]
+    document_column = columns["corpus-id"]
+    score_column = columns["score"]
+    return Judgement(
         where,
-        _judged_id(row[query], query, where),
-        _judged_id(row[document], document, where),
-        _grade(row[score], score, where),
+        query=_judged_id(row[query_column], query_column, where),
+        document=_judged_id(row[document_column], document_column, where),
+        grade=_grade(row[score_column], score_column, where),
     )
 
 
@@ -724,7 +834,7 @@ def _judged_id(value: object, field: str, where: str) -> str:
     """Return the id in a field of a judgement as text.
 
     Args:
-        value: text or a whole number. It may be a float such as 1.0, which data frames write.
+        value: a string or a whole number, also as a float such as 1.0, as data frames write it.
         field: name of the field, for the error.
         where: file and line, for the error.
     """
@@ -741,19 +851,28 @@ def _judged_id(value: object, field: str, where: str) -> str:
 
 
 def _grade(value: object, field: str, where: str) -> int:
-    """Return the grade in a field of a judgement, by one rule for all formats.
+    """Return the grade in a field of a judgement.
 
-    A grade is a whole number or its decimal digits, also as ``1.0``, which data frames write.
-    Everything else that Python's ``int()`` would read, such as ``1_0`` or True, is refused.
+    A grade is a whole number or its decimal digits. It may have a zero fraction, as in ``1.0``,
+    because data frames write it. Everything else that Python's ``int()`` would accept, such as
+    ``1_0`` or True, is refused.
+
+    Args:
+        value: value of the field.
+        field: name of the field, for the error.
+        where: file and line, for the error.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if isinstance(value, float) and value.is_integer():
         return int(value)
-    if isinstance(value, str) and _GRADE.fullmatch(value.strip(" ")):
-        return int(value.strip(" ").partition(".")[0])
+    if isinstance(value, str):
+        digits = value.strip(" ")
+        if _GRADE.fullmatch(digits):
+            return int(digits.partition(".")[0])
     raise DataError(
-        f"{where}: expected an integer grade, got {_shown(value)} in {field!r}. {_NAMED}",
+        f"{where}: expected an integer grade, got {_shown(value)} in {field!r}. Fix that line; "
+        f"names of columns are {', '.join(_JUDGEMENT_COLUMNS)}.",
     )
 
 

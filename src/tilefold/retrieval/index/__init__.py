@@ -69,7 +69,7 @@ def build_index(
     if backend == "qdrant":
         return cast("SparseIndex", index_type.build(vectors, metadata=metadata, **options))
     index = index_type.build(vectors, **options)
-    index.metadata = Metadata.of(metadata, vectors.ids, vectors.provenance.passages)
+    index.metadata = Metadata.from_fields(metadata, vectors.ids, vectors.provenance.passages)
     return cast("SparseIndex", index)
 
 

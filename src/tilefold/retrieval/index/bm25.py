@@ -360,7 +360,7 @@ class BM25Index(FolderIndex):
             )
         stemming = tokenize.stemming(documents.values())
         index = cls._of_words(corpus, options, provenance_of(documents), stemming)
-        index.metadata = Metadata.of(metadata, index.ids, index.provenance.passages)
+        index.metadata = Metadata.from_fields(metadata, index.ids, index.provenance.passages)
         return index
 
     @classmethod
@@ -447,7 +447,7 @@ class BM25Index(FolderIndex):
             stemming = self._tokenize.stemming(documents.values(), stemming.stems)
         index = self._of_words(corpus, self.options, Provenance(passages=passages), stemming)
         retained_metadata = self.metadata and self.metadata.take(retained_rows)
-        new_metadata = Metadata.of(metadata, list(documents), passages)
+        new_metadata = Metadata.from_fields(metadata, list(documents), passages)
         index.metadata = Metadata.concatenate(
             (retained_metadata, new_metadata),
             [len(retained_rows), len(documents)],

@@ -149,7 +149,7 @@ class DenseIndex(TorchIndex):
                 [vectors.shard(number) for number in range(len(manifest.shards))],
             )
         index = cls(vectors.ids, vectors.values, vectors.scales, similarity, provenance)
-        index.metadata = Metadata.of(metadata, index.ids, provenance.passages)
+        index.metadata = Metadata.from_fields(metadata, index.ids, provenance.passages)
         return index
 
     def search(

@@ -270,7 +270,7 @@ class LateIndex(TorchIndex):
             if isinstance(metadata, Metadata):
                 index.metadata = metadata
             else:
-                index.metadata = Metadata.of(metadata, ids, provenance.passages)
+                index.metadata = Metadata.from_fields(metadata, ids, provenance.passages)
             index._finish(new_folder)
         return cls.load(folder)
 

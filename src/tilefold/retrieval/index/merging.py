@@ -378,7 +378,7 @@ def _build_segment(
     # Sparse vectors of an update may all be empty, which the public build() refuses.
     build = index_type.of_any if isinstance(vectors, SparseVectors) else index_type.build
     part = build(vectors, **first_part.settings)
-    part.metadata = Metadata.of(metadata, part.ids, segments.provenance.passages)
+    part.metadata = Metadata.from_fields(metadata, part.ids, segments.provenance.passages)
     return part
 
 

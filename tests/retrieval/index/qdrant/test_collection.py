@@ -350,7 +350,7 @@ def test_filters_refuse_names_without_quotes(
     collection_with_odd_fields: QdrantCollection,
     name: str,
 ) -> None:
-    with pytest.raises(ValueError, match=r"where: expected names of fields, with quotes"):
+    with pytest.raises(ValueError, match=r"where: expected field names, got"):
         collection_with_odd_fields.count({name: 1})
 
 

@@ -28,7 +28,7 @@ from tilefold.retrieval.data.metadata import (
     Condition,
     Filter,
     Where,
-    check_condition,
+    check_comparable,
     joined_kinds,
     paths_of,
 )
@@ -407,7 +407,7 @@ class QdrantCollection:
         must, must_not = parsed.conditions()
         for name, condition in [*must, *must_not]:
             try:
-                check_condition(name, condition, self.field_kinds)
+                check_comparable(name, condition, self.field_kinds)
             except ValueError:
                 if self._may_hold(name, condition):
                     continue
@@ -432,7 +432,7 @@ class QdrantCollection:
             # No document is known to have the field. The engine counts those that have it.
             return self._engine.count(Filter(must_not={name: None})) > 0
         with suppress(ValueError):
-            check_condition(name, condition, kinds)
+            check_comparable(name, condition, kinds)
             return True
         return False
 

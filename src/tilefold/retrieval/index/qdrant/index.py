@@ -168,7 +168,11 @@ class QdrantIndex:
             weights=options.get("weights", "float32"),
             passages=passages,
         )
-        payloads = fields_by_id(options.get("metadata") or {}, vectors.ids, passages)
+        payloads = fields_by_id(
+            options.get("metadata") or {},
+            vectors.ids,
+            ids_are_passages=passages is not None,
+        )
         documents = Documents(vectors.ids, vectors, payloads=payloads)
         callbacks = _Callbacks(options.get("progress"), options.get("resumes"))
         overwrite = bool(options.get("overwrite"))
