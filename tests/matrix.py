@@ -53,12 +53,12 @@ def run(arguments: Sequence[str], variables: Mapping[str, str]) -> tuple[bool, s
         stdout=subprocess.PIPE,
         text=True,
     )
-    found = ""
+    result = ""
     for line in child.stdout or ():
         print(line, end="", flush=True)  # noqa: T201
-        found = ", ".join(COUNTS.findall(line)) or found
+        result = ", ".join(COUNTS.findall(line)) or result
     status = child.wait()
-    return status == 0, found or f"ended with {status}"
+    return status == 0, result or f"ended with {status}"
 
 
 # what multiplies; not what is built for GPUs, and not the files that only read errors and documents
@@ -146,7 +146,7 @@ def cpus(chosen: Sequence[str], arguments: Sequence[str]) -> Outcomes:
     for name in VARIABLES:
         os.environ.pop(name, None)
     here = instructions()
-    found: Outcomes = []
+    results: Outcomes = []
     for name in chosen or ROWS:
         row, start = ROWS[name], time.monotonic()
         passed, outcome = True, f"not run: this CPU has no {row.needs}"
@@ -156,8 +156,8 @@ def cpus(chosen: Sequence[str], arguments: Sequence[str]) -> Outcomes:
                 [*(f"--ignore-glob={each}" for each in NOT), *(arguments or WHAT)],
                 row.sets,
             )
-        found.append((passed, (name, row.is_like, outcome, f"{time.monotonic() - start:.0f} s")))
-    return found
+        results.append((passed, (name, row.is_like, outcome, f"{time.monotonic() - start:.0f} s")))
+    return results
 
 
 RELEASES = ("3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
@@ -196,7 +196,7 @@ def triton(chosen: Sequence[str], arguments: Sequence[str]) -> Outcomes:
     built += [
         str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/ops/*/test_compile.py"))
     ]
-    found: Outcomes = []
+    results: Outcomes = []
     for release in chosen or RELEASES:
         start, folder = time.monotonic(), folder_of(release)
         print(f"\n== Triton {release}", flush=True)  # noqa: T201
@@ -209,10 +209,10 @@ def triton(chosen: Sequence[str], arguments: Sequence[str]) -> Outcomes:
         if release in (RELEASES[0], RELEASES[-1]):
             ran, outcome = run([INTERPRETED, *arguments], variables)
             ran &= "passed" in outcome
-        found.append(
+        results.append(
             (passed and ran, (release, cells, outcome, f"{time.monotonic() - start:.0f} s")),
         )
-    return found
+    return results
 
 
 WAYS = {
@@ -237,11 +237,11 @@ def main() -> int:
     rows, known, head = WAYS[options.way]
     if options.way == "cpus" and (unknown := set(options.row) - set(known)):
         parser.error(f"--row: expected one of {', '.join(known)}, got {', '.join(unknown)}")
-    found = rows(options.row, arguments)
+    result = rows(options.row, arguments)
     print(f"\n{head}\n|---|---|---|---|")  # noqa: T201
-    for _, row in found:
+    for _, row in result:
         print(f"| {' | '.join(row)} |")  # noqa: T201
-    return int(not all(passed for passed, _ in found))
+    return int(not all(passed for passed, _ in result))
 
 
 if __name__ == "__main__":

@@ -74,14 +74,14 @@ def shell_commands(path: Path) -> list[list[str]]:
 
 def words_of(lines: list[str]) -> list[list[str]]:
     """The words of the lines that are commands, without comments and variables."""
-    found: list[list[str]] = []
+    results: list[list[str]] = []
     for line in lines:
         words = line.removeprefix("$ ").partition(" #")[0].split()
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
             words = words[1:]
         if words and words[0] in ("tilefold", "python", "torchrun"):
-            found.append(words)
-    return found
+            results.append(words)
+    return results
 
 
 def options_of(script: Path) -> set[str]:
@@ -108,8 +108,8 @@ def options_of(script: Path) -> set[str]:
         for parts in paths
         if parts[0] == folder and len(parts) == 2
     ]
-    found = {text for text in texts if text.startswith("--")}
-    return found.union(*(options_of(path) for path in shared if path.exists()))
+    result = {text for text in texts if text.startswith("--")}
+    return result.union(*(options_of(path) for path in shared if path.exists()))
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=label)
@@ -138,7 +138,11 @@ def test_commands_in_the_documents_have_the_verbs_and_options_of_the_program(pat
             continue
         assert verb in group.commands, f"{label(path)}: tilefold {verb} does not exist"
         parameters = group.commands[verb].params
-        known = {option for each in parameters for option in (*each.opts, *each.secondary_opts)}
+        known = {
+            option
+            for parameter in parameters
+            for option in (*parameter.opts, *parameter.secondary_opts)
+        }
         used = {word.partition("=")[0] for word in rest if word.startswith("--")} - {"--help"}
         assert used <= known, f"{label(path)}: tilefold {verb} has no option {sorted(used - known)}"
         if verb == "bench" and rest and re.match(r"[a-z]", rest[0]):
@@ -212,13 +216,13 @@ def test_the_example_of_an_operator_in_the_readme_runs_on_this_machine(
 
 def tables(path: Path) -> list[list[str]]:
     """The tables of a document, each the list of its lines."""
-    found: list[list[str]] = [[]]
+    result: list[list[str]] = [[]]
     for line in FENCE.sub("", path.read_text(encoding="utf-8")).splitlines():
         if line.startswith("|"):
-            found[-1].append(line)
-        elif found[-1]:
-            found.append([])
-    return [table for table in found if table]
+            result[-1].append(line)
+        elif result[-1]:
+            result.append([])
+    return [table for table in result if table]
 
 
 def cells(line: str) -> list[str]:
@@ -314,8 +318,8 @@ def test_each_result_that_the_readme_names_has_a_claim_with_committed_rows() -> 
     shown: set[str] = set()
     for claim in (claim for claim in claims.CLAIMS if any(claim.shown)):
         rows = claims.read_rows(claims_table.RESULTS / claim.device / f"{claim.file}.csv")
-        found = claims.judge(claim, rows)
-        for text, value in zip(claim.shown, (found.other, found.ours), strict=True):
+        actual = claims.judge(claim, rows)
+        for text, value in zip(claim.shown, (actual.other, actual.ours), strict=True):
             half = 0.5 * 10 ** -len(text.partition(".")[2])
             assert abs(float(text.replace(",", "")) - value) <= half + 1e-9, (claim, text, value)
             assert text in first
@@ -361,13 +365,13 @@ def room(path: Path) -> Path:
 
 def named(readme: Path) -> list[str]:
     """Names and patterns in the first cells of the tables whose first column is headed "file"."""
-    found: list[str] = []
+    results: list[str] = []
     in_table = False
     for line in readme.read_text(encoding="utf-8").splitlines():
         first = line.split("|")[1].strip() if line.startswith("|") else ""
         in_table = bool(first) and (in_table or first == "file")
-        found += re.findall(r"`([^`]+)`", first) if in_table else []
-    return found
+        results += re.findall(r"`([^`]+)`", first) if in_table else []
+    return results
 
 
 def missing(folder: Path) -> list[str]:

@@ -191,11 +191,11 @@ Graph = Mapping[str, frozenset[str]]
 @functools.cache
 def sources() -> dict[str, Path]:
     """Module name -> file; a package has the name of its folder."""
-    found: dict[str, Path] = {}
+    results: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        results[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return results
 
 
 @functools.cache

@@ -39,20 +39,20 @@ def public_definitions(tree: ast.Module) -> list[tuple[str, ast.AST]]:
     """Module-level functions and classes, and the methods of those classes, whose name has no
     leading underscore.
     """
-    found: list[tuple[str, ast.AST]] = []
+    results: list[tuple[str, ast.AST]] = []
     for node in tree.body:
         if (
             isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
             and node.name[0] != "_"
         ):
-            found.append((node.name, node))
+            results.append((node.name, node))
             if isinstance(node, ast.ClassDef):
-                found += [
+                results += [
                     (f"{node.name}.{item.name}", item)
                     for item in node.body
                     if isinstance(item, ast.FunctionDef) and item.name[0] != "_"
                 ]
-    return found
+    return results
 
 
 def test_the_package_exports_exactly_what_it_lists() -> None:
@@ -140,7 +140,7 @@ def test_public_functions_and_classes_have_docstrings_and_annotations(path: Path
 
 
 def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
-    found = [
+    actual = [
         f"{label(path)}:{node.body[0].lineno}: {first}"
         for path in FILES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -150,7 +150,7 @@ def test_docstrings_begin_with_what_a_thing_is_or_does() -> None:
             first := (ast.get_docstring(node) or "").partition("\n")[0],
         )
     ]
-    assert not found, "begin with a noun or an imperative:\n" + "\n".join(found)
+    assert not actual, "begin with a noun or an imperative:\n" + "\n".join(actual)
 
 
 @pytest.mark.parametrize("path", FILES, ids=label)

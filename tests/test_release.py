@@ -60,12 +60,12 @@ def test_every_extra_that_users_install_has_a_smoke_test() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_have_limits_and_run_what_exists(path: Path) -> None:
-    found: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    actual: dict[Any, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert (
-        found["permissions"] == {"contents": "read"} and True in found
+        actual["permissions"] == {"contents": "read"} and True in actual
     )  # "on" is a truth value in YAML 1.1
-    for name, job in found["jobs"].items():
+    for name, job in actual["jobs"].items():
         assert 0 < job["timeout-minutes"] <= 180, name
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step) and "secrets." not in str(step)

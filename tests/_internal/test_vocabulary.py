@@ -143,8 +143,8 @@ def test_commands_write_and_export_terms_without_a_token(folder: Path, tmp_path:
     r.Collection("gapped", documents, {}, {}).save_beir(tmp_path / "data")
     vectors, lines = tmp_path / "vectors", tmp_path / "lines.jsonl"
     made_by = ("--model", folder)
-    asked = ("--data", tmp_path / "data", "--output", vectors, "--jsonl", lines)
-    assert run_cli("encode", *made_by, *asked) == 0
+    arguments = ("--data", tmp_path / "data", "--output", vectors, "--jsonl", lines)
+    assert run_cli("encode", *made_by, *arguments) == 0
     for line in lines.read_text().splitlines():
         assert set(json.loads(line)["vector"]) == NAMES
     output = tmp_path / "opensearch"

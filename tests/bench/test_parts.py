@@ -68,8 +68,8 @@ def test_rows_of_a_csv_are_replaced_by_key_and_a_csv_of_something_else_stays(
         "a temporary file was left behind"
     )
     (notes := tmp_path / "notes.csv").write_text("a,b\n1,2\n")
-    said = r"notes\.csv must have the columns op, case, dtype, impl"
-    refused(ValueError, said, results.write_csv, notes, first, stamp, CSV_KEY)
+    message = r"notes\.csv must have the columns op, case, dtype, impl"
+    refused(ValueError, message, results.write_csv, notes, first, stamp, CSV_KEY)
     assert notes.read_text() == "a,b\n1,2\n"
     notes.write_text("a,b\n1,2,3\n")
     refused(

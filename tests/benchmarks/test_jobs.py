@@ -216,10 +216,10 @@ def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> No
 
 
 def test_a_curve_is_compared_with_that_of_one_device(tmp_path: Path) -> None:
-    asked = ["--device", "cpu", "--tiny", "--output", str(tmp_path / "a"), "--run", "curve-0"]
-    assert train_scale.main([*asked, "--run", "curve-1"]) == 0
-    asked[asked.index(str(tmp_path / "a"))] = str(tmp_path / "b")
-    assert train_scale.main([*asked, "--one", str(tmp_path / "a")]) == 0
+    arguments = ["--device", "cpu", "--tiny", "--output", str(tmp_path / "a"), "--run", "curve-0"]
+    assert train_scale.main([*arguments, "--run", "curve-1"]) == 0
+    arguments[arguments.index(str(tmp_path / "a"))] = str(tmp_path / "b")
+    assert train_scale.main([*arguments, "--one", str(tmp_path / "a")]) == 0
     (row,) = read_csv(tmp_path / "b" / "train_scale.csv")
     assert (row["gate"], row["curve_error"], row["batch"]) == ("ok", "0", "8") and float(
         row["spread_of_seeds"],

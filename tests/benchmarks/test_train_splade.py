@@ -82,24 +82,24 @@ def test_the_largest_batch_fits_and_one_a_little_larger_does_not(
     cap: int,
 ) -> None:
     peak = linear_memory(fixed, a_pair, floor)
-    found = largest_batch(peak, LIMIT, max_batch=cap)
-    assert all(batch <= cap for batch, _ in found.probes)
-    if found.batch == 0:
+    actual = largest_batch(peak, LIMIT, max_batch=cap)
+    assert all(batch <= cap for batch, _ in actual.probes)
+    if actual.batch == 0:
         assert peak(1) is None
         return
-    assert found.peak_bytes == peak(found.batch)
-    if found.capped:
-        assert found.batch == cap
+    assert actual.peak_bytes == peak(actual.batch)
+    if actual.capped:
+        assert actual.batch == cap
     else:
-        assert peak(max(found.batch + 1, int(RESOLUTION * found.batch))) is None
+        assert peak(max(actual.batch + 1, int(RESOLUTION * actual.batch))) is None
 
 
 @pytest.mark.parametrize(("a_pair", "most"), [(10**6, 6), (2 * 10**8, 4), (3 * 10**5, 7)])
 def test_memory_that_grows_linearly_takes_few_steps_to_search(a_pair: int, most: int) -> None:
-    found = largest_batch(linear_memory(10**8, a_pair), LIMIT)
-    assert len(found.probes) <= most
-    assert found.bytes_per_pair == pytest.approx(a_pair)
-    assert found.batch >= 0.95 * (9 * 10**8 // a_pair)
+    actual = largest_batch(linear_memory(10**8, a_pair), LIMIT)
+    assert len(actual.probes) <= most
+    assert actual.bytes_per_pair == pytest.approx(a_pair)
+    assert actual.batch >= 0.95 * (9 * 10**8 // a_pair)
 
 
 def test_only_errors_about_memory_count_as_not_fitting() -> None:
@@ -201,8 +201,8 @@ def test_a_step_leaves_the_trainers_own_weights(
                 step.close()
         states.append({name: value.clone() for name, value in encoder.state_dict().items()})
         assert not torch.equal(before, states[-1]["0.model.cls.predictions.transform.dense.weight"])
-    theirs, ours = states
-    for name, value in theirs.items():
+    stock_result, ours = states
+    for name, value in stock_result.items():
         # the first step of Adam moves every weight by about the learning rate, whatever the
         # gradient's size: rounding of a gradient near zero decides its sign, so all but a few
         # entries have to agree
@@ -292,9 +292,9 @@ def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
         str(tmp_path),
         "--quick",
     ]
-    code, said = main(arguments), capsys.readouterr().out
-    assert code == 0, said
-    assert said.count("the paper has") == 2 * 3, "batch, step and throughput of two cells"
+    code, message = main(arguments), capsys.readouterr().out
+    assert code == 0, message
+    assert message.count("the paper has") == 2 * 3, "batch, step and throughput of two cells"
     (path,) = tmp_path.glob("cpu-*/train_splade.csv")
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     rows = read_csv(path)
@@ -343,9 +343,9 @@ def test_nothing_of_a_model_is_left_to_the_next(
         data=str(beir),
         memory_gib=1.0,
     )
-    seen: list[list[TrainRow]] = []
-    rows = run(options, on_rows=seen.append)
-    assert len(rows) == 4 and len(seen) == 2 and len(alive) == 2
+    recorded: list[list[TrainRow]] = []
+    rows = run(options, on_rows=recorded.append)
+    assert len(rows) == 4 and len(recorded) == 2 and len(alive) == 2
     assert {row.status for row in rows} == {"ok"}
     assert {row.largest_capped for row in rows} == {"yes"}
 

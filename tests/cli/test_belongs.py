@@ -49,8 +49,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, shared: Path, masked_lm: str)
     elsewhere.save_beir(folder / "elsewhere")
     small_masked_lm(folder / "other", seed=1)
     encode = ("encode", "--model", folder / "other", "--data", folder / "data", "--top-k", "64")
-    places = ("--data", folder / "data", "--index", folder / "index", "--model", masked_lm)
-    evaluate = ("evaluate", *places, "--save-run", folder / "run.trec")
+    folder_options = ("--data", folder / "data", "--index", folder / "index", "--model", masked_lm)
+    evaluate = ("evaluate", *folder_options, "--save-run", folder / "run.trec")
     run_steps((*encode, "--output", folder / "other-vectors"), evaluate)
     return folder
 
@@ -61,9 +61,9 @@ def test_an_index_answers_only_to_the_model_that_made_it(
     masked_lm: str,
 ) -> None:
     for verb in (("evaluate", "--data", work / "data"), ("search", "csv files")):
-        said = f"other is not the model that made the index {work / 'index'}"
+        message = f"other is not the model that made the index {work / 'index'}"
         refused = call(*verb, "--index", work / "index", "--model", work / "other")
-        fails(refused, 1, said, f"tilefold encode --model {work / 'other'}")
+        fails(refused, 1, message, f"tilefold encode --model {work / 'other'}")
         assert call(*verb, "--index", work / "index", "--model", masked_lm).err == ""
     asked = done(
         call(
@@ -78,8 +78,8 @@ def test_an_index_answers_only_to_the_model_that_made_it(
     )
     assert "is not the model that made the index" in asked.err
     search = ("search", "csv files", "--index", work / "index", "--model", masked_lm, "--vectors")
-    said = "holds vectors of another model or of other documents than the index"
-    fails(call(*search, work / "other-vectors"), 1, said)
+    message = "holds vectors of another model or of other documents than the index"
+    fails(call(*search, work / "other-vectors"), 1, message)
     assert call(*search, work / "vectors").code == 0
 
 
@@ -95,9 +95,9 @@ def test_an_index_carries_model_and_texts_or_neither(
         assert described[name] == vectors[name]
     shutil.copytree(work / "index", tmp_path / "old")
     edit(tmp_path / "old" / "index.json", model_fingerprint=None, texts_sha256=None)
-    places = ("--data", work / "data", "--model", masked_lm)
+    folder_options = ("--data", work / "data", "--model", masked_lm)
     old, new = (
-        call("evaluate", *places, "--index", at, "--json")
+        call("evaluate", *folder_options, "--index", at, "--json")
         for at in (tmp_path / "old", work / "index")
     )
     assert json.loads(old.out) == json.loads(new.out)
@@ -114,11 +114,11 @@ def test_an_index_and_a_run_answer_only_for_their_documents(
     masked_lm: str,
     data: str,
 ) -> None:
-    places = ("--index", work / "index", "--model", masked_lm, "--data", work / data)
+    folder_options = ("--index", work / "index", "--model", masked_lm, "--data", work / data)
     runs = ("--run", work / "run.trec")
     for args in (
-        ("evaluate", *places),
-        ("search", "csv files", *places),
+        ("evaluate", *folder_options),
+        ("search", "csv files", *folder_options),
         ("evaluate", "--data", work / data, *runs),
         ("fuse", "--data", work / data, *runs, *runs),
     ):
@@ -205,7 +205,7 @@ def test_a_cut_off_deeper_than_k_is_searched_as_deep(
     masked_lm: str,
     tmp_path: Path,
 ) -> None:
-    places = (
+    folder_options = (
         "--data",
         work / "data",
         "--index",
@@ -216,10 +216,10 @@ def test_a_cut_off_deeper_than_k_is_searched_as_deep(
         "R@16",
         "--json",
     )
-    shallow = call("evaluate", *places, "--k", "1", "--save-run", tmp_path / "one.trec")
+    shallow = call("evaluate", *folder_options, "--k", "1", "--save-run", tmp_path / "one.trec")
     assert (
         json.loads(shallow.out)["measures"]
-        == measured(call("evaluate", *places, "--k", "16"))["measures"]
+        == measured(call("evaluate", *folder_options, "--k", "16"))["measures"]
     )
     assert (
         len((tmp_path / "one.trec").read_text().splitlines()) == 4
@@ -300,11 +300,11 @@ def test_a_dense_model_is_refused_with_a_remedy_that_works(
         "--output",
         tmp_path / "v",
     )
-    said = f"{dense} is a dense model; expected a SparseEncoder. "
+    message = f"{dense} is a dense model; expected a SparseEncoder. "
     remedies = (
         f"tilefold {each} --model {dense}" for each in ("evaluate", "train --recipe colbert")
     )
-    fails(call(*encode), 2, said, *remedies, "--model minilm")
+    fails(call(*encode), 2, message, *remedies, "--model minilm")
     data = ("--data", work / "data")
     assert call("evaluate", "--model", dense, *data).code == 0
     own = ("--recipe", "colbert", "--model", dense, "--steps", "0", "--dimension", "0")
@@ -344,10 +344,10 @@ def test_a_name_that_is_no_folder_asks_the_hub_once(
     work: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[str] = []
+    arguments: list[str] = []
 
     def offline(url: str, **_: Any) -> None:
-        asked.append(url)
+        arguments.append(url)
         raise ConnectionError("no route to host")
 
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", offline)
@@ -365,7 +365,7 @@ def test_a_name_that_is_no_folder_asks_the_hub_once(
         "there is no folder nowhere/asked-once, and the Hugging Face hub could not be asked"
         in refused.err
     )
-    assert len(asked) == 1
+    assert len(arguments) == 1
 
 
 Parts = tuple[str | Path, ...]
@@ -406,8 +406,8 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
         assert (
             f"in sample: the weights were chosen on {count} of the 4 queries of test" in shown.out
         )
-        found = measured(call(*tuned, split, "--in-sample", "--json"))
-        assert (found["tuned_on"], found["in_sample"]) == (split, {"test": count})
+        measures = measured(call(*tuned, split, "--in-sample", "--json"))
+        assert (measures["tuned_on"], measures["in_sample"]) == (split, {"test": count})
     clean = call(*tuned, "train", "--json")
     assert (json.loads(clean.out)["tuned_on"], json.loads(clean.out)["in_sample"]) == ("train", {})
     assert "in sample" not in call(*tuned, "train").out
@@ -448,9 +448,9 @@ def test_a_query_of_junk_alone_counts_as_one_without_a_relevant_document(
         (runs, 3 / 3 / 4),
         ((*runs, "--method", "interpolation", "--tune", "train"), 3 / 4),
     ):
-        found = done(call(*verb, "--measure", "RR", "--json"))
-        assert "1 of the 4 queries of test have no relevant document and count as 0" in found.err
-        assert json.loads(found.out)["measures"]["RR"] == pytest.approx(value)
+        actual = done(call(*verb, "--measure", "RR", "--json"))
+        assert "1 of the 4 queries of test have no relevant document and count as 0" in actual.err
+        assert json.loads(actual.out)["measures"]["RR"] == pytest.approx(value)
 
 
 def test_ids_that_no_run_holds_are_refused_first(

@@ -96,15 +96,15 @@ def test_bm25_and_dense_runs_are_those_of_the_python_functions(call: Call, work:
 
 
 def test_search_answers_from_words_without_a_model(call: Call, work: Path, masked_lm: str) -> None:
-    place = ("--index", work / "bm25")
-    hits = measured(call("search", "random numbers", *place, "--data", work / "data", "--json"))[
-        "hits"
-    ]
+    folder_options = ("--index", work / "bm25")
+    hits = measured(
+        call("search", "random numbers", *folder_options, "--data", work / "data", "--json")
+    )["hits"]
     assert (hits[0]["id"], hits[0]["title"], hits[0]["terms"]) == ("d8", "module8", [])
     reranked = call(
         "search",
         "random numbers",
-        *place,
+        *folder_options,
         "--rerank",
         work / "tokens",
         "--rerank-weight",
@@ -171,23 +171,31 @@ def test_interpolated_reranking_is_that_of_python(
     tmp_path: Path,
 ) -> None:
     whole_run = ("--data", work / "data", "--index", work / "index", "--model", masked_lm, "--json")
-    places = (*whole_run, "--k", "8")
+    folder_options = (*whole_run, "--k", "8")
     late = ("--rerank", work / "tokens", "--rerank-depth", "4")
     first, dropped, mixed = (tmp_path / name for name in ("first", "dropped", "mixed"))
-    assert call("evaluate", *places, "--save-run", first).code == 0
+    assert call("evaluate", *folder_options, "--save-run", first).code == 0
     assert (
-        call("evaluate", *places, *late, "--rerank-tail", "drop", "--save-run", dropped).code == 0
+        call(
+            "evaluate", *folder_options, *late, "--rerank-tail", "drop", "--save-run", dropped
+        ).code
+        == 0
     )
-    assert call("evaluate", *places, *late, "--rerank-weight", "0.3", "--save-run", mixed).code == 0
-    plain, reranked, found = (r.read_trec_run(path) for path in (first, dropped, mixed))
+    assert (
+        call("evaluate", *folder_options, *late, "--rerank-weight", "0.3", "--save-run", mixed).code
+        == 0
+    )
+    plain, reranked, actual = (r.read_trec_run(path) for path in (first, dropped, mixed))
     assert {len(scores) for scores in reranked.values()} == {4}
-    whole = measured(call("evaluate", *whole_run, "--k", "16", "--save-run", tmp_path / "whole"))
-    assert whole["collection"] == "data"
+    full = measured(call("evaluate", *whole_run, "--k", "16", "--save-run", tmp_path / "whole"))
+    assert full["collection"] == "data"
     # 100 candidates are there for recall@100, so that the floor of the first scores is that of all
     # 16
     expected = r.interpolate([r.read_trec_run(tmp_path / "whole"), reranked], [0.7, 0.3], k=8)
-    assert {q: pytest.approx(scores, rel=1e-6, abs=1e-6) for q, scores in found.items()} == expected
-    assert found.keys() == plain.keys()
+    assert {
+        q: pytest.approx(scores, rel=1e-6, abs=1e-6) for q, scores in actual.items()
+    } == expected
+    assert actual.keys() == plain.keys()
 
 
 def test_seismic_takes_options_and_is_advised_against(
@@ -301,11 +309,18 @@ def test_search_explains_queries_after_feedback(
     run = r.hits_to_run(queries, index.search(queries, 10))
     expanded = r.expand_sparse(queries, vectors, run, r.Feedback("average", 2, top_terms=40))
     expected = r.hits_to_run(expanded, index.search(expanded, 10))["query"]
-    place = ("--index", work / "index-of-words", "--model", masked_lm, "--vectors", work / "words")
-    asked = (
+    folder_options = (
+        "--index",
+        work / "index-of-words",
+        "--model",
+        masked_lm,
+        "--vectors",
+        work / "words",
+    )
+    arguments = (
         "search",
         QUERY,
-        *place,
+        *folder_options,
         "--prf",
         "average",
         "--prf-depth",
@@ -315,7 +330,7 @@ def test_search_explains_queries_after_feedback(
         "--query-top-k",
         "4",
     )
-    hits = measured(call(*asked, "--json"))["hits"]
+    hits = measured(call(*arguments, "--json"))["hits"]
     assert {hit["id"]: hit["score"] for hit in hits} == pytest.approx(expected)
     own = set(encoder.tokenizer.convert_ids_to_tokens(queries.row(0)[0].tolist()))
     for hit in hits:  # no special token is stored, so that the terms are the whole score
@@ -326,15 +341,15 @@ def test_search_explains_queries_after_feedback(
         assert sum(term["share"] for term in hit["terms"]) == pytest.approx(1, rel=1e-5)
         assert all(term["feedback"] == (term["term"] not in own) for term in hit["terms"])
     added = [term["term"] for term in hits[0]["terms"][:6] if term["feedback"]]
-    shown = call(*asked)
+    shown = call(*arguments)
     assert added and shown.code == 0 and all(f"+{term}" in shown.out for term in added)
     mixed = ("--prf", "rocchio", "--prf-with", shared / "bm25", "--prf-weight", "0.9", "--json")
-    hits = measured(call("search", QUERY, *place, *mixed, "--k", "3"))["hits"]
+    hits = measured(call("search", QUERY, *folder_options, *mixed, "--k", "3"))["hits"]
     assert hits[0]["id"] == "d0" and hits[0]["score"] == pytest.approx(1, abs=0.1), (
         "normalised scores, not products"
     )
     assert sum(term["share"] for term in hits[0]["terms"]) == pytest.approx(1, rel=1e-5)
-    late = call("search", QUERY, *place, *mixed, "--prf-place", "before", "--k", "3")
+    late = call("search", QUERY, *folder_options, *mixed, "--prf-place", "before", "--k", "3")
     assert measured(late)["hits"][0]["score"] > 1, "the last ranking is not interpolated"
 
 
@@ -392,8 +407,8 @@ def test_evaluate_with_dense_feedback_is_the_python_functions(
     index, asked = r.encoded_index(model, texts), r.encode_dense(model, queries, kind="query")
 
     def search(vectors_of_queries: Any) -> Any:
-        found = zip(queries, index.search(vectors_of_queries, 1000), strict=True)
-        return {query: {hit.id: hit.score for hit in hits} for query, hits in found}
+        actual = zip(queries, index.search(vectors_of_queries, 1000), strict=True)
+        return {query: {hit.id: hit.score for hit in hits} for query, hits in actual}
 
     def again(basis: Any) -> Any:
         return search(

@@ -107,10 +107,18 @@ def test_a_search_in_another_precision_than_that_of_the_index_says_so(
 
 
 def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Path) -> None:
-    places = ("--model", work / "model", "--index", work / "index")
+    folder_options = ("--model", work / "model", "--index", work / "index")
     explained = ("--data", work / "data", "--vectors", work / "vectors")
     hits = measured(
-        call("search", "how do I work with csv files", *places, *explained, "--k", "3", "--json"),
+        call(
+            "search",
+            "how do I work with csv files",
+            *folder_options,
+            *explained,
+            "--k",
+            "3",
+            "--json",
+        ),
     )["hits"]
     assert [hit["rank"] for hit in hits] == [1, 2, 3]
     for hit in hits:
@@ -123,10 +131,13 @@ def test_search_explains_a_score_by_the_terms_that_matched(call: Call, work: Pat
         )
         assert not {"[CLS]", "[SEP]"} & {term["term"] for term in hit["terms"]}
         assert hit["title"].startswith("module")
-    table = done(call("search", "how do I work with csv files", *places, *explained))
+    table = done(call("search", "how do I work with csv files", *folder_options, *explained))
     first = hits[0]["terms"][0]
     assert hits[0]["title"] in table.out and f"{first['term']} {first['share']:.0%}" in table.out
-    assert hits[0]["id"] in table.out and hits[0]["id"] in call("search", "csv files", *places).out
+    assert (
+        hits[0]["id"] in table.out
+        and hits[0]["id"] in call("search", "csv files", *folder_options).out
+    )
 
 
 def test_search_agrees_with_evaluate(
@@ -135,7 +146,7 @@ def test_search_agrees_with_evaluate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    places = ("--model", work / "model", "--index", work / "index")
+    folder_options = ("--model", work / "model", "--index", work / "index")
     run, query = tmp_path / "run.trec", small_collection().queries["q13"]
     alone = small_collection()  # a query in a larger batch may round otherwise
     alone.qrels = {"test": {"q13": {"d13": 1}}}
@@ -148,7 +159,7 @@ def test_search_agrees_with_evaluate(
                 "evaluate",
                 "--data",
                 tmp_path / "data",
-                *places,
+                *folder_options,
                 "--k",
                 "3",
                 "--overwrite",
@@ -157,7 +168,7 @@ def test_search_agrees_with_evaluate(
             ).code
             == 0
         )
-        hits = measured(call("search", query, *places, "--k", "3", "--json"))["hits"]
+        hits = measured(call("search", query, *folder_options, "--k", "3", "--json"))["hits"]
         scores[bf16] = {hit["id"]: hit["score"] for hit in hits}
         assert scores[bf16] == read_trec_run(run)["q13"]
     assert scores[True] != scores[False]
@@ -166,7 +177,7 @@ def test_search_agrees_with_evaluate(
 def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_path: Path) -> None:
     stored = read_vectors(work / "vectors")
     write_vectors(stored, tmp_path / "vectors", shard_size=4)
-    places = (
+    folder_options = (
         "--model",
         work / "model",
         "--index",
@@ -174,19 +185,19 @@ def test_search_reads_the_vectors_of_its_hits_only(call: Call, work: Path, tmp_p
         "--vectors",
         tmp_path / "vectors",
     )
-    search = ("search", "how do I work with csv files", *places, "--k", "2", "--json")
-    whole = measured(call(*search))["hits"]
+    search = ("search", "how do I work with csv files", *folder_options, "--k", "2", "--json")
+    full = measured(call(*search))["hits"]
     others = [
         at
         for at in range(4)
-        if not {hit["id"] for hit in whole} & set(stored.ids[4 * at : 4 * at + 4])
+        if not {hit["id"] for hit in full} & set(stored.ids[4 * at : 4 * at + 4])
     ]
     for at in others:
         shard = tmp_path / "vectors" / f"part-{at:05d}.parquet"
         content = bytearray(shard.read_bytes())
         content[len(content) // 2] ^= 1  # among the weights
         shard.write_bytes(content)
-    assert others and measured(call(*search))["hits"] == whole
+    assert others and measured(call(*search))["hits"] == full
 
 
 def test_search_reads_the_documents_of_its_hits_only(
@@ -223,7 +234,7 @@ def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(
     tmp_path: Path,
 ) -> None:
     vectors = tmp_path / "queries"
-    asked = ("--queries", "--split", "test", "--jsonl", tmp_path / "q.jsonl", "--json")
+    arguments = ("--queries", "--split", "test", "--jsonl", tmp_path / "q.jsonl", "--json")
     outcome = call(
         "encode",
         "--model",
@@ -232,7 +243,7 @@ def test_queries_of_one_split_are_encoded_and_cannot_be_indexed(
         work / "data",
         "--output",
         vectors,
-        *asked,
+        *arguments,
     )
     assert json.loads(outcome.out)["n"] == 4
     lines = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
@@ -530,21 +541,24 @@ def test_a_kernel_that_was_given_up_is_shown(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_plan_says_what_fits_and_what_encoding_takes(call: Call, tmp_path: Path) -> None:
     transformers.BertConfig(vocab_size=250002).save_pretrained(str(tmp_path))
-    asked = ("info", "plan", "--model", str(tmp_path), "--length", "256", "--gpu-memory", "40")
-    found = measured(call(*asked, "--json"))
-    assert found["training"]["largest_batch"] == pytest.approx(306, rel=0.05), (
+    arguments = ("info", "plan", "--model", str(tmp_path), "--length", "256", "--gpu-memory", "40")
+    measures = measured(call(*arguments, "--json"))
+    assert measures["training"]["largest_batch"] == pytest.approx(306, rel=0.05), (
         "as measured with XLM-R-base"
     )
-    assert found["training_checkpointed"]["largest_batch"] > 4 * found["training"]["largest_batch"]
+    assert (
+        measures["training_checkpointed"]["largest_batch"]
+        > 4 * measures["training"]["largest_batch"]
+    )
     for step in (
         "training",
         "training_checkpointed",
     ):  # the loss of all rows is the limit: 37 rows of V in fp32
-        assert found[step]["largest_in_mini_batches"] == pytest.approx(
+        assert measures[step]["largest_in_mini_batches"] == pytest.approx(
             36.6 * 2**30 / 37 / 250002,
             rel=0.1,
         )
-    printed = call(*asked, "--documents", "1000000000").out
+    printed = call(*arguments, "--documents", "1000000000").out
     assert (
         "at most 3" in printed
         and "encoding 1,000,000,000 documents" in printed

@@ -102,13 +102,14 @@ def test_a_demo_goes_on_and_its_commands_repeat_its_rows(
         during.setattr("tilefold.retrieval.encode_collection", interrupted)
         stopped = call("demo", "--full", "--output", tmp_path)
     assert stopped.code == 130 and "run the same command again to resume" in stopped.err
-    made = done(call("demo", "--full", "--output", tmp_path))
+    output = done(call("demo", "--full", "--output", tmp_path))
     assert (
-        re.search(r"2 steps, \w+, reused", made.err) and "token vectors in int8, reused" in made.err
+        re.search(r"2 steps, \w+, reused", output.err)
+        and "token vectors in int8, reused" in output.err
     )
     shown = [
         line.strip()
-        for line in made.out.splitlines()
+        for line in output.out.splitlines()
         if line.strip().startswith(("cd ", "tilefold "))
     ]
     first, *commands = [shlex.split(line) for line in shown if "tilefold search" not in line]
@@ -125,8 +126,8 @@ def test_a_demo_goes_on_and_its_commands_repeat_its_rows(
     rows = [
         {name: row[name] for name in ("nDCG@10", "R@100")} for row in record["systems"].values()
     ]
-    found = [{name: values[name] for name in ("nDCG@10", "R@100")} for values in repeated]
-    assert found == [pytest.approx(row) for row in rows]
+    actual = [{name: values[name] for name in ("nDCG@10", "R@100")} for values in repeated]
+    assert actual == [pytest.approx(row) for row in rows]
 
 
 def test_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> None:
@@ -210,14 +211,14 @@ def test_figures_are_computed_over_every_judged_query_even_those_without_answers
     right = {"q1": {"a": 1.0}, "q2": {"b": 1.0}}
     half = {"q1": {"a": 1.0}, "unjudged": {"b": 1.0}}
     names = demo.SYSTEMS
-    found = demo.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
-    assert found["queries"] == 2
-    assert found["systems"][names[0]] == {
+    actual = demo.figures(dict(zip(names, (half, half, right, right, right), strict=True)), qrels)
+    assert actual["queries"] == 2
+    assert actual["systems"][names[0]] == {
         "nDCG@10": 0.5,
         "standard_error": pytest.approx(0.5),
         "R@100": 0.5,
     }
-    compared = [(row["system"], row["over"], row["difference"]) for row in found["comparisons"]]
+    compared = [(row["system"], row["over"], row["difference"]) for row in actual["comparisons"]]
     pairs = ((2, 0, 0.5), (2, 1, 0.5), (3, 2, 0.0), (4, 2, 0.0))
     assert compared == [(names[one], names[other], difference) for one, other, difference in pairs]
 

@@ -42,7 +42,7 @@ def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> 
             json.dumps({"_id": f"d{i}", "text": "cats sleep " * (i % 5 + 1)}) for i in range(20)
         ),
     )
-    asked = (
+    arguments = (
         "encode",
         "--model",
         "minilm",
@@ -54,11 +54,11 @@ def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> 
         "16",
         "--json",
     )
-    assert run_cli(*asked, "--output", tmp_path / "one") == 0
+    assert run_cli(*arguments, "--output", tmp_path / "one") == 0
     done = programs.run(
         "-m",
         "tilefold.cli",
-        *asked,
+        *arguments,
         "--output",
         tmp_path / "two",
         "--devices",
@@ -68,8 +68,8 @@ def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> 
         0,
         "",
     )  # the ranks are interpreters of their own, which say nothing
-    said = json.loads(done.stdout)
-    assert (said["n"], said["shards"]) == (20, 5)
+    message = json.loads(done.stdout)
+    assert (message["n"], message["shards"]) == (20, 5)
     one, two = (
         {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}
         for name in ("one", "two")
@@ -83,15 +83,15 @@ def test_numbers_of_devices_that_make_no_sense_are_refused(
     monkeypatch: Any,
 ) -> None:
     data = ("--data", tmp_path / "data")
-    asked = ("encode", *data, "--model", "minilm", "--output", tmp_path / "v", "--devices")
+    arguments = ("encode", *data, "--model", "minilm", "--output", tmp_path / "v", "--devices")
     for devices in ("0", "none", "1.5"):
-        assert run_cli(*asked, devices) == 2
+        assert run_cli(*arguments, devices) == 2
         gpus = torch.cuda.device_count()
         most = f"from 1 to {gpus}, the GPUs of this machine" if gpus else "1 or more"
         error = f"--devices: expected 'all' or a whole number, {most}, got '{devices}'"
         assert error in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert run_cli(*asked, "2") == 2 and "leave --devices out" in capsys.readouterr().err
+    assert run_cli(*arguments, "2") == 2 and "leave --devices out" in capsys.readouterr().err
 
 
 FAILS = """
@@ -163,9 +163,17 @@ def test_a_dry_run_says_all_that_a_run_writes(
     shared: Path,
     tmp_path: Path,
 ) -> None:
-    place = ("encode", "--model", masked_lm, "--data", shared / "data", "--output", tmp_path / "v")
-    asked = (*place, "--shard-size", "5", "--dry-run")
-    printed = call(*asked)
+    folder_options = (
+        "encode",
+        "--model",
+        masked_lm,
+        "--data",
+        shared / "data",
+        "--output",
+        tmp_path / "v",
+    )
+    arguments = (*folder_options, "--shard-size", "5", "--dry-run")
+    printed = call(*arguments)
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu with"
     assert printed.code == 0 and "16 texts in 4 shards of 5" in printed.out
     assert (
@@ -173,28 +181,33 @@ def test_a_dry_run_says_all_that_a_run_writes(
         and f"measured here on {where}" in printed.out
         and "assumed:" in printed.out
     )
-    found = measured(call(*asked, "--json", "--engine", "ray", "--workers", "8", "--rate", "2"))
-    assert (found["texts"], found["shards"], found["workers"]) == (16, 4, 8)
+    measures = measured(
+        call(*arguments, "--json", "--engine", "ray", "--workers", "8", "--rate", "2")
+    )
+    assert (measures["texts"], measures["shards"], measures["workers"]) == (16, 4, 8)
     assert (
-        found["hours"] == pytest.approx(16 / (2 * 8) / 3600)
-        and found["rate_from"] == "given with --rate"
+        measures["hours"] == pytest.approx(16 / (2 * 8) / 3600)
+        and measures["rate_from"] == "given with --rate"
     )
     assert (
-        found["tokens"] == round(found["tokens_per_text"] * 16)
-        and 8 < found["tokens_per_text"] < 30
+        measures["tokens"] == round(measures["tokens_per_text"] * 16)
+        and 8 < measures["tokens_per_text"] < 30
     )
-    assert found["gigabytes"] == pytest.approx(found["bytes_per_text"] * 16 / 1e9)
-    assert "4 texts in 1 shards" in call(*place, "--queries", "--split", "test", "--dry-run").out
+    assert measures["gigabytes"] == pytest.approx(measures["bytes_per_text"] * 16 / 1e9)
+    assert (
+        "4 texts in 1 shards"
+        in call(*folder_options, "--queries", "--split", "test", "--dry-run").out
+    )
     assert not (tmp_path / "v").exists()
-    finished = call(*place).out
+    finished = call(*folder_options).out
     assert "16 vectors" in finished and "not encoded" not in finished
     assert f"next: tilefold index --vectors {tmp_path / 'v'} --output INDEX" in finished
-    assert measured(call(*place, "--json"))["texts"] == 16
+    assert measured(call(*folder_options, "--json"))["texts"] == 16
     assert (
         json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16
     )
     written = sum(file.stat().st_size for file in (tmp_path / "v").glob("*.parquet"))
-    assert written / 16 == pytest.approx(found["bytes_per_text"], rel=0.01), (
+    assert written / 16 == pytest.approx(measures["bytes_per_text"], rel=0.01), (
         "all texts are in the sample"
     )
 
@@ -209,7 +222,7 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(
     ]
     rows.insert(1, {"_id": "half", "title": "", "text": "half a character \ud800"})
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    asked = (
+    arguments = (
         "encode",
         "--model",
         masked_lm,
@@ -219,12 +232,12 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(
         "v",
         "--dry-run",
     )
-    printed = done(call(*asked))
+    printed = done(call(*arguments))
     assert "4 texts in 1 shards" in printed.out and "in 3 texts; 1 others are none" in printed.out
-    assert measured(call(*asked, "--json"))["refused_texts"] == 1
+    assert measured(call(*arguments, "--json"))["refused_texts"] == 1
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]))
     fails(
-        call(*asked),
+        call(*arguments),
         1,
         "--data: the tokenizer refuses all 1 texts of the sample (TextEncodeInput",
     )
@@ -238,7 +251,7 @@ def test_a_missing_cluster_is_said(
     monkeypatch: Any,
 ) -> None:
     pytest.importorskip("ray")
-    asked = (
+    arguments = (
         "encode",
         "--model",
         masked_lm,
@@ -249,9 +262,9 @@ def test_a_missing_cluster_is_said(
         "--engine",
         "ray",
     )
-    fails(call(*asked, "--address", "nowhere"), 2, "--address: expected host:port")
+    fails(call(*arguments, "--address", "nowhere"), 2, "--address: expected host:port")
     monkeypatch.setitem(sys.modules, "ray.data", None)
-    fails(call(*asked), 1, "pip install 'tilefold[ray]'")
+    fails(call(*arguments), 1, "pip install 'tilefold[ray]'")
     assert not (tmp_path / "v").exists()
 
 
@@ -261,9 +274,19 @@ def test_documents_are_exported_with_tokens_and_texts(
     masked_lm: str,
     tmp_path: Path,
 ) -> None:
-    places = ("--vectors", shared / "vectors", "--model", masked_lm, "--data", shared / "data")
+    folder_options = (
+        "--vectors",
+        shared / "vectors",
+        "--model",
+        masked_lm,
+        "--data",
+        shared / "data",
+    )
     vespa = ("--to", "vespa", "--output", tmp_path / "vespa", "--document", "article", "--json")
-    vectors, report = read_vectors(shared / "vectors"), measured(call("export", *vespa, *places))
+    vectors, report = (
+        read_vectors(shared / "vectors"),
+        measured(call("export", *vespa, *folder_options)),
+    )
     assert (report["n_documents"], report["n_weights"]) == (len(vectors), len(vectors.data))
     assert report["files"] == ["article.sd", "feed.jsonl"]
     puts = [
@@ -271,19 +294,19 @@ def test_documents_are_exported_with_tokens_and_texts(
     ]
     assert [put["put"] for put in puts] == [f"id:tilefold:article::{name}" for name in vectors.ids]
     assert puts[0]["fields"]["text"] == small_collection().contents()[vectors.ids[0]]
-    made = done(
+    output = done(
         call(
             "export",
             "--to",
             "opensearch",
-            *places,
+            *folder_options,
             "--output",
             tmp_path / "bulk",
             "--dots",
             "keep",
         ),
     )
-    assert f"{len(vectors)} documents written for opensearch" in made.out
+    assert f"{len(vectors)} documents written for opensearch" in output.out
     source = json.loads((tmp_path / "bulk" / "bulk-00000.ndjson").read_bytes().splitlines()[1])
     assert {
         "id": vectors.ids[0],
@@ -381,7 +404,7 @@ def test_vectors_are_mined_as_by_python_functions(
     tmp_path: Path,
 ) -> None:
     output, collection = tmp_path / "negatives.parquet", small_collection()
-    place = (
+    folder_options = (
         "--data",
         shared / "data",
         "--vectors",
@@ -392,8 +415,13 @@ def test_vectors_are_mined_as_by_python_functions(
         "3",
     )
     ranks = ("--ranks", "1-4", "--per-query", "2", "--ranks", "1-16", "--per-query", "3")
-    found = measured(call("mine", *place, *ranks, "--output", output, "--json"))
-    assert (found["queries"], found["relevant"], found["negatives"], found["queries_short"]) == (
+    measures = measured(call("mine", *folder_options, *ranks, "--output", output, "--json"))
+    assert (
+        measures["queries"],
+        measures["relevant"],
+        measures["negatives"],
+        measures["queries_short"],
+    ) == (
         12,
         12,
         60,
@@ -466,9 +494,9 @@ def test_possible_false_negatives_are_left_out_by_option(
         "--output",
         tmp_path / "negatives.parquet",
     )
-    found = measured(call(*command, "--max-score-share", "0.6", "--json"))
+    measures = measured(call(*command, "--max-score-share", "0.6", "--json"))
     rows = r.read_training_rows(tmp_path / "negatives.parquet")
-    assert found["left_out_by_score"] > 0 and rows.made_by["max_score_share"] == 0.6
+    assert measures["left_out_by_score"] > 0 and rows.made_by["max_score_share"] == 0.6
     for group in rows.groups():
         assert group.retrieved[~group.relevant].max() <= 0.6 * group.retrieved[group.relevant].max()
     again = (*command, "--overwrite")
@@ -491,7 +519,7 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
     work: Path,
 ) -> None:
     data, output = ("--data", work / "data"), work / "scored.parquet"
-    found = measured(
+    measures = measured(
         call(
             "score",
             work / "mined.parquet",
@@ -505,7 +533,7 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
             "--json",
         ),
     )
-    assert (found["rows"], found["teachers"]) == (60, ["bm25", "reranker"])
+    assert (measures["rows"], measures["teachers"]) == (60, ["bm25", "reranker"])
     mined, rows = r.read_training_rows(work / "mined.parquet"), r.read_training_rows(output)
     np.testing.assert_array_equal(rows.retrieved, mined.retrieved)
     run = r.BM25Index.build(small_collection().contents()).search(small_collection().queries, 16)
@@ -537,9 +565,9 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
     assert "rows were left out" in added.err and "scored by bm25, reranker, minilm" in added.out
     three = r.read_training_rows(work / "more.parquet")
     assert list(three.teachers) == ["bm25", "reranker", "minilm"]
-    whole = r.TrainingRows(**vars(rows) | {"teachers": rows.teachers | {"minilm": mined.retrieved}})
-    whole.target = ensemble(whole, whole.teachers, like="minilm")
-    left = drop_false_negatives(whole, FalseNegatives(max_share=0.7))
+    full = r.TrainingRows(**vars(rows) | {"teachers": rows.teachers | {"minilm": mined.retrieved}})
+    full.target = ensemble(full, full.teachers, like="minilm")
+    left = drop_false_negatives(full, FalseNegatives(max_share=0.7))
     assert [group.documents for group in three.groups()] == [
         group.documents for group in left.groups()
     ]
@@ -600,11 +628,11 @@ def test_a_length_limit_is_that_of_the_models(call: Call, work: Path, tmp_path: 
         tmp_path / "scored.parquet",
         "--overwrite",
     )
-    found = []
+    results = []
     for length in ("6", "64"):
         assert call(*command, "--teacher", work / "reranker", "--max-length", length).code == 0
-        found.append(r.read_training_rows(tmp_path / "scored.parquet").teachers["reranker"])
-    assert np.abs(found[0] - found[1]).max() > 0.01
+        results.append(r.read_training_rows(tmp_path / "scored.parquet").teachers["reranker"])
+    assert np.abs(results[0] - results[1]).max() > 0.01
     r.BM25Index.build(small_collection().contents()).save(tmp_path / "bm25")
     assert call(*command, "--teacher", tmp_path / "bm25").code == 0, (
         "the folder of an index is a teacher"
@@ -712,7 +740,7 @@ def test_the_page_of_a_recipe_says_what_each_field_does_and_the_command_that_cha
 
 def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path: Path) -> None:
     model = tiny_masked_lm(tmp_path / "base", small_collection())
-    given = (
+    arguments = (
         "--steps",
         "1",
         "--batch-size",
@@ -723,9 +751,9 @@ def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path:
         "0.5",
         "--fp32",
     )
-    place = ("--data", shared / "data", "--model", model, "--output", tmp_path / "m")
-    asked = ("train", "--recipe", "splade-doc", *place, *given)
-    made = done(
+    folder_options = ("--data", shared / "data", "--model", model, "--output", tmp_path / "m")
+    asked = ("train", "--recipe", "splade-doc", *folder_options, *arguments)
+    output = done(
         call(
             *asked,
             "--set",
@@ -742,7 +770,7 @@ def test_options_and_fields_reach_the_recipe(call: Call, shared: Path, tmp_path:
         recipe["document_regularizer"]["weight"] == 0.5
         and recipe["document_regularizer"]["threshold"] == 3
     )
-    assert "warning: document vectors have" in made.err
+    assert "warning: document vectors have" in output.err
 
 
 def test_what_mine_and_score_write_is_what_training_reads(
@@ -765,7 +793,7 @@ def test_what_mine_and_score_write_is_what_training_reads(
         ).code
         == 0
     )
-    given = (
+    arguments = (
         "--steps",
         "1",
         "--batch-size",
@@ -785,13 +813,15 @@ def test_what_mine_and_score_write_is_what_training_reads(
         shared / "data",
         "--set",
         "negatives=3",
-        *given,
+        *arguments,
     )
     fails(
         call(*asked, "--negatives", mined, "--output", tmp_path / "m"),
         2,
         "has no teachers' scores",
     )
-    made = done(call(*asked, "--negatives", scored, "--output", tmp_path / "m"))
-    assert json.loads(made.out)["steps"] == 1
-    assert "of 12 training pairs were left out" in made.err  # BM25 found no other document for them
+    output = done(call(*asked, "--negatives", scored, "--output", tmp_path / "m"))
+    assert json.loads(output.out)["steps"] == 1
+    assert (
+        "of 12 training pairs were left out" in output.err
+    )  # BM25 found no other document for them

@@ -34,10 +34,10 @@ def test_a_collection_with_named_fields_is_indexed_searched_and_evaluated(
 ) -> None:
     index = tmp_path / "words"
     done(call("index", "--backend", "bm25", "--data", papers, *FIELDS, "--output", index))
-    found = done(
+    actual = done(
         call("search", "sleep", "--index", index, "--data", papers, *FIELDS, "--json"),
     )
-    (hit,) = json.loads(found.out)["hits"]
+    (hit,) = json.loads(actual.out)["hits"]
     assert (hit["id"], hit["title"]) == ("a", "Cats")
     one_file = papers / "corpus.csv"
     of_file = done(

@@ -48,9 +48,9 @@ def test_evaluate_follows_beir_and_reports_ignored_hits(
 ) -> None:
     paths = [str(folder / part) if (folder / part).exists() else part for part in source]
     command = ["evaluate", *paths, "--data", folder / "data", "--measure", "RR@10"]
-    found = measured(call(*command, "--json"))
-    assert found["measures"]["RR@10"] == 1.0
-    assert found["conventions"]["test"]["ignored_identical_ids"] == 2
+    measures = measured(call(*command, "--json"))
+    assert measures["measures"]["RR@10"] == 1.0
+    assert measures["conventions"]["test"]["ignored_identical_ids"] == 2
     counted = measured(call(*command, "--identical-ids", "count", "--json"))
     assert counted["measures"]["RR@10"] == 0.5
     assert counted["conventions"]["test"]["counted_identical_ids"] == 2

@@ -27,21 +27,21 @@ def test_training_and_encoding_again_report_what_is_there(
     masked_lm: str,
 ) -> None:
     small = ("--steps", "2", "--batch-size", "4", "--dimension", "16", "--max-length", "24")
-    place = ("--data", shared / "data", "--model", masked_lm, "--output", shared / "late")
-    same = ("train", "--recipe", "colbert", *place)
+    folder_options = ("--data", shared / "data", "--model", masked_lm, "--output", shared / "late")
+    same = ("train", "--recipe", "colbert", *folder_options)
     trained = call(*same, *small, "--json")
     result = json.loads(trained.out)
     assert (trained.code, result["reused"], result["steps"], result["fused"]) == (0, True, 2, True)
     fails(call(*same, *small, "--query-length", "16"), 1, "differs in query_length")
     again = ("encode", "--model", shared / "late", "--data", shared / "data", "--shard-size", "10")
-    found = json.loads(call(*again, "--output", shared / "tokens", "--json").out)
-    assert (found["n"], found["dimension"], found["storage"], found["shards"]) == (
+    actual = json.loads(call(*again, "--output", shared / "tokens", "--json").out)
+    assert (actual["n"], actual["dimension"], actual["storage"], actual["shards"]) == (
         16,
         16,
         "fp16",
         2,
     )
-    assert (found["failed"], found["mean_tokens"] * 16) == ({}, found["n_tokens"])
+    assert (actual["failed"], actual["mean_tokens"] * 16) == ({}, actual["n_tokens"])
     fails(
         call(*again, "--output", shared / "tokens", "--storage", "int8"),
         1,
@@ -93,12 +93,12 @@ def test_a_reranked_index_and_run_have_the_same_numbers(
     tokens = ("encode", "--model", shared / "late", "--data", shared / "data", "--storage", "int8")
     assert call(*tokens, "--output", tmp_path / "tokens8").code == 0
     late = ("--rerank", tmp_path / "tokens8", "--json")
-    found = measured(call("evaluate", *places, *late, "--save-run", second))
-    assert found["rerank"] == str(tmp_path / "tokens8")
+    measures = measured(call("evaluate", *places, *late, "--save-run", second))
+    assert measures["rerank"] == str(tmp_path / "tokens8")
     read = call("evaluate", "--data", shared / "data", "--run", first, *late)
-    assert json.loads(read.out)["measures"] == found["measures"]
+    assert json.loads(read.out)["measures"] == measures["measures"]
     again = call("evaluate", "--data", shared / "data", "--run", second, "--json")
-    assert json.loads(again.out)["measures"] == found["measures"]
+    assert json.loads(again.out)["measures"] == measures["measures"]
     shallow = call("evaluate", *places, *late, "--rerank-depth", "1")
     untouched = measured(call("evaluate", "--data", shared / "data", "--run", first, "--json"))[
         "measures"
@@ -173,7 +173,7 @@ def test_a_collection_is_searched_by_late_interaction(
     again = done(call(*index, "--tokens", shared / "tokens", "--overwrite"))
     assert " kB of int8" in again.out
     assert f"next: tilefold search QUERY --index {place} --model MODEL" in again.out
-    asked = (
+    arguments = (
         "how do I work with csv files",
         "--index",
         place,
@@ -182,7 +182,7 @@ def test_a_collection_is_searched_by_late_interaction(
         shared / "data",
         "--json",
     )
-    hits = measured(call("search", *asked))["hits"]
+    hits = measured(call("search", *arguments))["hits"]
     assert len(hits) == 10 and hits[0]["title"]
     run = tmp_path / "all.trec"
     scored = measured(
@@ -230,13 +230,13 @@ def test_a_collection_is_searched_by_late_interaction(
     (tmp_path / "gone.txt").write_text(hits[0]["id"])
     change = ("index", "--output", place)
     assert measured(call(*change, "--delete", tmp_path / "gone.txt", "--json"))["deleted"] == 1
-    assert measured(call("search", *asked))["hits"][0]["id"] == hits[1]["id"]
+    assert measured(call("search", *arguments))["hits"][0]["id"] == hits[1]["id"]
     assert (
         measured(call(*change, "--update", "--tokens", shared / "tokens", "--json"))["written"]
         == 16
     )
     assert measured(call(*change, "--merge", "--json"))["n_documents"] == 16
-    assert measured(call("search", *asked))["hits"] == hits
+    assert measured(call("search", *arguments))["hits"] == hits
     fails(
         call("index", "--backend", "late", "--output", tmp_path / "x"),
         2,
@@ -264,7 +264,7 @@ def test_a_collection_is_searched_by_late_interaction(
         2,
         "is an index of backend late",
     )
-    fails(call("search", *asked, "--prf", "rocchio"), 2, "holds token vectors")
+    fails(call("search", *arguments, "--prf", "rocchio"), 2, "holds token vectors")
     fails(
         call("search", "x", "--index", place, "--model", "minilm"),
         1,
@@ -288,19 +288,27 @@ def test_qdrant_has_exact_figures(
     http.key = "sesame-77-open"
     monkeypatch.setenv("QDRANT_API_KEY", http.key)
     index = ("index", "--backend", "qdrant", "--vectors", shared / "vectors", "--output")
-    places = ("--data", shared / "data", "--model", masked_lm)
-    exact = measured(call("evaluate", *places, "--index", shared / "index", "--json"))
+    folder_options = ("--data", shared / "data", "--model", masked_lm)
+    exact = measured(call("evaluate", *folder_options, "--index", shared / "index", "--json"))
     for name, options in (("folder", ()), ("server", ("--url", http.url))):
-        made = done(call(*index, tmp_path / name, *options, "--json"))
-        assert json.loads(made.out)["n_documents"] == len(small_collection().documents)
-        found = call("evaluate", *places, "--index", tmp_path / name, "--json")
-        assert (found.code, json.loads(found.out)) == (0, exact), found.err
+        output = done(call(*index, tmp_path / name, *options, "--json"))
+        assert json.loads(output.out)["n_documents"] == len(small_collection().documents)
+        actual = call("evaluate", *folder_options, "--index", tmp_path / name, "--json")
+        assert (actual.code, json.loads(actual.out)) == (0, exact), actual.err
         vectors = ("--vectors", shared / "vectors")
         hits = done(
-            call("search", "csv files", *places, *vectors, "--index", tmp_path / name, "--json"),
+            call(
+                "search",
+                "csv files",
+                *folder_options,
+                *vectors,
+                "--index",
+                tmp_path / name,
+                "--json",
+            ),
         )
         assert json.loads(hits.out)["hits"][0]["terms"], hits.err
-        assert http.key not in made.err + found.err + hits.err
+        assert http.key not in output.err + actual.err + hits.err
     assert http.client.collection_exists("server")
     with QdrantCollection.embedded(tmp_path / "folder"):
         refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "folder")
@@ -383,7 +391,7 @@ def test_an_index_is_added_to_and_deleted_from(
             "deleted": 2,
         }
         assert json.loads(made.out).items() >= expected.items()
-        found = call(
+        actual = call(
             "search",
             "csv files",
             "--model",
@@ -394,7 +402,7 @@ def test_an_index_is_added_to_and_deleted_from(
             "50",
             "--json",
         )
-        names = {hit["id"] for hit in json.loads(found.out)["hits"]}
+        names = {hit["id"] for hit in json.loads(actual.out)["hits"]}
         assert "extra" in names and not {"d3", "d4"} & names
         assert (
             json.loads((place / "index.json").read_text())["n_documents"] == expected["n_documents"]

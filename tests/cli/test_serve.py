@@ -177,9 +177,9 @@ def test_more_connections_than_files_are_refused_and_fill_no_log(
         finally:
             process.kill()
     lines = log.read_text().splitlines()
-    (said,) = [line for line in lines if "max_connections" in line]
+    (message,) = [line for line in lines if "max_connections" in line]
     assert re.search(
         r"max_connections: \d+ instead of 1024, since this process may have 64 files open",
-        said,
+        message,
     )
     assert len(lines) < 8, lines[:20]

@@ -72,7 +72,7 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
     measured(
         call("evaluate", *data, *made, "--prf", "rocchio", "--prf-with", "my-bm25-index", "--json"),
     )
-    for words, said in (
+    for words, message in (
         (
             "evaluate --index cut-index --model minilm --data my-collection --query-top-k 3",
             "is for sparse queries",
@@ -88,7 +88,7 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
         ),
     ):
         refused: Any = call(*shlex.split(words))
-        assert refused.code == 2 and said in refused.err
+        assert refused.code == 2 and message in refused.err
 
 
 def test_an_index_that_grows(call: Call, here: Path) -> None:
@@ -138,7 +138,7 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
         ),
     )
     assert {hit["id"] for hit in hits["hits"][:2]} == set(new), "with feedback from parts"
-    for words_of, code, said in (
+    for words_of, code, message in (
         ("index --update --output growing-index", 2, "give them with --vectors"),
         (
             "index --update --data new-documents.jsonl --output growing-index",
@@ -159,7 +159,7 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
             "is in first-vectors and all-vectors",
         ),
     ):
-        fails(call(*shlex.split(words_of)), code, said)
+        fails(call(*shlex.split(words_of)), code, message)
 
 
 def test_ids_and_zeros_of_an_index_of_words_are_what_was_given(call: Call, here: Path) -> None:
@@ -245,7 +245,7 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         json.loads(nothing.out)["hits"] == []
         and "none of the 8 documents of the index matches" in nothing.err
     )
-    for refused, code, said in (
+    for refused, code, message in (
         (
             "search x --index article-words --where land=de",
             2,
@@ -272,7 +272,7 @@ def test_only_some_documents(call: Call, here: Path) -> None:
             "made from other documents",
         ),
     ):
-        fails(call(*shlex.split(refused)), code, said)
+        fails(call(*shlex.split(refused)), code, message)
     r.write_vectors(r.SparseVectors.from_rows({"k1": {1: 1.0}, "zz": {2: 1.0}}, 10), "foreign")
     made = call(
         "index",
@@ -295,12 +295,12 @@ def test_a_search_on_a_device_finds_the_same(
     index, data = tmp_path / "index", ("--data", shared / "data")
     done(call("index", "--vectors", shared / "vectors", *data, "--output", index))
     done(call("index", "--update", "--vectors", shared / "vectors", "--output", index))
-    asked = ("evaluate", *data, "--index", index, "--model", masked_lm, "--json")
+    arguments = ("evaluate", *data, "--index", index, "--model", masked_lm, "--json")
     prf = ("--vectors", shared / "vectors", "--prf", "rocchio")
     for more in ((), prf):
         assert (
-            measured(call(*asked, *more, "--device", "cpu"))["measures"]
-            == measured(call(*asked, *more))["measures"]
+            measured(call(*arguments, *more, "--device", "cpu"))["measures"]
+            == measured(call(*arguments, *more))["measures"]
         )
     searched = ("search", "csv files", "--model", masked_lm, "--json", "--index", index)
     hits, wanted = (

@@ -320,11 +320,11 @@ def test_a_rank_that_does_not_come_is_missed(
     tiny_folder: Path,
     tmp_path: Path,
 ) -> None:
-    (kind, told, _), _ = two_ranks.run(one_does_not_come, tiny_folder, tmp_path / "v")
+    (kind, message, _), _ = two_ranks.run(one_does_not_come, tiny_folder, tmp_path / "v")
     assert (
         kind == "RankError"
-        and "expected a call on every rank of the process group within 1 s" in told
-        and "group=None" in told
+        and "expected a call on every rank of the process group within 1 s" in message
+        and "group=None" in message
     )
     two_ranks.close()  # gloo is of no use after that
 
@@ -336,10 +336,10 @@ def test_a_rank_that_dies_is_told_at_once_and_nothing_that_was_reported_is_lost(
     tmp_path: Path,
 ) -> None:
     first, second = two_ranks.start(dies, tiny_folder, tmp_path)
-    waited, reported, told = first.result(timeout=100)
+    waited, reported, message = first.result(timeout=100)
     refused(BrokenProcessPool, "terminated abruptly", second.result)
     two_ranks.close()
-    assert waited < 5 and told == f"rank 1 ended before the work was done. {RESUME_HINT}"
+    assert waited < 5 and message == f"rank 1 ended before the work was done. {RESUME_HINT}"
     assert read_manifest(tmp_path / "v").n_documents >= reported - 2
     encode_collection(load(tiny_folder, True), TEXTS, tmp_path / "v", **OPTIONS)
     assert contents(tmp_path / "v") == contents(whole)
@@ -355,9 +355,9 @@ def test_of_several_errors_the_first_ends_the_work_of_all(tmp_path: Path) -> Non
     homes = [tmp_path / "first", tmp_path / "second"]
     locks = [lock_folder(home) for home in homes]
     ranks = [RankStore(rank, homes) for rank in (0, 1)]
-    for rank, said in ((1, "the cause"), (0, "a consequence")):
-        with pytest.raises(ValueError, match=said), ranks[rank].sharing_failures():
-            raise ValueError(said)
+    for rank, message in ((1, "the cause"), (0, "a consequence")):
+        with pytest.raises(ValueError, match=message), ranks[rank].sharing_failures():
+            raise ValueError(message)
     for each in ranks:
         refused(RankError, r"^rank 1: ValueError: the cause ", each.raise_failure)
     for lock in locks:

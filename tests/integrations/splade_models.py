@@ -169,8 +169,8 @@ def assert_same_training(stock: SparseEncoder, fused: SparseEncoder) -> None:
     exact, allowed = exact_and_allowed(lambda: results(wide), dtype)
     assert (exact["scores"] > 0).any()
     for model in (stock, fused):
-        found = results(model)
-        assert found.keys() == exact.keys()
-        for name, value in found.items():
+        result = results(model)
+        assert result.keys() == exact.keys()
+        for name, value in result.items():
             error = float((value.double() - exact[name]).norm())
             assert error <= allowed[name], f"{name}: error {error:.2e}, allowed {allowed[name]:.2e}"

@@ -66,14 +66,16 @@ def vectors(model: SparseEncoder, **options: Any) -> tuple[torch.Tensor, torch.T
 def trained_once(model: SparseEncoder) -> dict[str, torch.Tensor]:
     """Scores of queries and documents, and every gradient of a fixed sum of their products."""
     model.zero_grad()
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for task, texts in (("query", QUERIES), ("document", TEXTS[:2])):
-        found[task] = model(model.preprocess(texts, task=task), task=task)["sentence_embedding"]
-    weights = torch.rand(found["query"].shape, generator=torch.Generator().manual_seed(0)).double()
+        results[task] = model(model.preprocess(texts, task=task), task=task)["sentence_embedding"]
+    weights = torch.rand(
+        results["query"].shape, generator=torch.Generator().manual_seed(0)
+    ).double()
     (
-        (found["query"] * found["document"] * weights).sum() + (found["document"] ** 2).sum()
+        (results["query"] * results["document"] * weights).sum() + (results["document"] ** 2).sum()
     ).backward()
-    return found | {
+    return results | {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }
 

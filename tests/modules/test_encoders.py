@@ -81,11 +81,11 @@ def test_stock_stays_stock(
     )
     assert "tilefold" not in (tmp_path / "modules.json").read_text()
     if query is not None and query.kind == "mlm":  # networks of their own, which are equal
-        ours, theirs = (
+        ours, stock_result = (
             list(model[0].sub_modules[name][0].model.parameters()) for name in ("query", "document")
         )
-        assert {id(p) for p in ours}.isdisjoint(id(p) for p in theirs)
-        assert all(torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True))
+        assert {id(p) for p in ours}.isdisjoint(id(p) for p in stock_result)
+        assert all(torch.equal(mine, other) for mine, other in zip(ours, stock_result, strict=True))
 
 
 def test_a_shared_network_is_built_and_saved_once(tiny_lm: str, tmp_path: Path) -> None:
@@ -329,5 +329,5 @@ def test_files_of_weights_that_belong_elsewhere_are_refused(
 
 
 def test_document_frequencies_need_texts(tiny_lm: str) -> None:
-    told, base = "needs texts to count document frequencies in", Base(tiny_lm, max_length=32)
-    refused(ValueError, told, build_encoder, IdfSpec(), MlmSpec(), base)
+    message, base = "needs texts to count document frequencies in", Base(tiny_lm, max_length=32)
+    refused(ValueError, message, build_encoder, IdfSpec(), MlmSpec(), base)

@@ -35,12 +35,12 @@ REASON = re.compile(r"error: (.*)|LLVM ERROR: (.*)|(?:Error|Exception)[:(] ?(.*)
 
 def outcome(source: ASTSource, arch: str, options: dict[str, Any]) -> str:
     """:data:`BUILDS`, or why it does not: :data:`PTX` for instructions of NVIDIA's in the kernel."""
-    with tempfile.NamedTemporaryFile("w+") as said:
+    with tempfile.NamedTemporaryFile("w+") as message:
         context = multiprocessing.get_context("fork")
-        child = context.Process(target=_build, args=(source, arch, options, said.name))
+        child = context.Process(target=_build, args=(source, arch, options, message.name))
         child.start()
         child.join()
-        text = said.read()
+        text = message.read()
     if child.exitcode == 0:
         shared = int(text.rsplit("shared ", 1)[1])
         return BUILDS if shared <= SHARED_LIMIT[arch] else f"{shared // 1024} KB of shared memory"
@@ -48,8 +48,8 @@ def outcome(source: ASTSource, arch: str, options: dict[str, Any]) -> str:
         return PTX
     if products := PRODUCTS.search(text):
         return f"no {products[1]} products"
-    found = [next(filter(None, match.groups()), "") for match in REASON.finditer(text)]
-    return found[0] if found else f"the compiler ended with {child.exitcode}"
+    result = [next(filter(None, match.groups()), "") for match in REASON.finditer(text)]
+    return result[0] if result else f"the compiler ended with {child.exitcode}"
 
 
 def _build(source: ASTSource, arch: str, options: dict[str, Any], said: str) -> None:
@@ -78,10 +78,10 @@ class Gates:
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         def capability(item: Any) -> int:
-            found: int = (
+            result: int = (
                 item.callspec.params.get("capability", 90) if hasattr(item, "callspec") else 90
             )
-            return found
+            return result
 
         portable = {item.originalname for item in items if capability(item) == 80}
         items[:] = [
@@ -110,8 +110,8 @@ class Gates:
         room = kernel.fn.__module__.removeprefix("tilefold.ops.").replace("._triton", "")
         dtype = next(kind for kind in source.signature.values() if kind.startswith("*"))[1:]
         for arch in SHARED_LIMIT:
-            said = outcome(source, arch, {"num_warps": num_warps, "num_stages": num_stages})
-            self.found[f"{room}.{kernel.fn.__name__}", dtype, arch][said] += 1
+            message = outcome(source, arch, {"num_warps": num_warps, "num_stages": num_stages})
+            self.found[f"{room}.{kernel.fn.__name__}", dtype, arch][message] += 1
         return cross_compile.Compiled(0, 0, 0, wgmma=1, local_memory=0, looped=0.0, cubin=b"")
 
 
@@ -131,7 +131,7 @@ def main(arguments: list[str]) -> None:
     ]
     for kernel, dtype in sorted({key[:2] for key in gates.found}):
         cells = (gates.found[kernel, dtype, arch].items() for arch in SHARED_LIMIT)
-        cell = " | ".join(", ".join(f"{n} {said}" for said, n in each) for each in cells)
+        cell = " | ".join(", ".join(f"{n} {message}" for message, n in each) for each in cells)
         lines.append(f"| `{kernel}` | {dtype} | {cell} |")
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -50,8 +50,8 @@ def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
     from triton.runtime.interpreter import tl
 
     sizes = tuple([getattr(size, "value", size) for size in getattr(shape, "values", shape)])
-    found = _shapes.get(sizes)
-    if found is None:
+    result = _shapes.get(sizes)
+    if result is None:
         if not sizes:
             raise TypeError("0d block_type is forbidden")
         described, numbers = (
@@ -59,9 +59,9 @@ def describe_block(self: Any, element_ty: Any, shape: Any) -> None:
             tl.core.tuple([tl.constexpr(size) for size in sizes]),
         )
         numel = tl.core.validate_block_shape(described)
-        found = _shapes[sizes] = described, numel, str(described), (numbers, tl.constexpr(numel))
+        result = _shapes[sizes] = described, numel, str(described), (numbers, tl.constexpr(numel))
     self.element_ty = element_ty
-    self.shape, self.numel, text, self.of_tensors = found
+    self.shape, self.numel, text, self.of_tensors = result
     self.name = f"<{text}, {element_ty}>"
 
 

@@ -20,18 +20,18 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Rows of each product of the context that oneDNN made."""
-    seen: list[int] = []
+    recorded: list[int] = []
 
     def counting(
         rows: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
     ) -> torch.Tensor:
-        seen.append(rows.numel() // rows.size(-1))
+        recorded.append(rows.numel() // rows.size(-1))
         return onednn_linear(rows, weight, bias)
 
     monkeypatch.setattr(cpu_linear, "onednn_linear", counting)
-    yield seen
+    yield recorded
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -44,11 +44,11 @@ def test_layers_give_the_same_numbers_in_the_order_of_sums(
     torch.manual_seed(0)
     layer, rows = nn.Linear(40, 24, bias), torch.randn(shape)
     with torch.inference_mode(), fast_linear(layer, CPU):
-        found = layer(rows)
+        actual = layer(rows)
     right = layer.double()(rows.double())
     assert calls == [rows.numel() // 40]
-    assert found.shape == right.shape and found.dtype == torch.float32
-    assert (found - right).abs().max() <= 40 * torch.finfo(torch.float32).eps * rows.abs().max()
+    assert actual.shape == right.shape and actual.dtype == torch.float32
+    assert (actual - right).abs().max() <= 40 * torch.finfo(torch.float32).eps * rows.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the flags of torch
@@ -123,8 +123,8 @@ def test_layers_of_few_or_no_features_are_those_of_torch(inputs: int, outputs: i
 def test_a_nan_reaches_the_numbers_that_it_is_in() -> None:
     rows = torch.ones(ROWS, 16)
     rows[3, 5] = torch.nan
-    found = onednn_linear(rows, onednn_packed(torch.ones(8, 16), ROWS), None)
-    assert found[3].isnan().all() and found.isnan().sum() == 8
+    actual = onednn_linear(rows, onednn_packed(torch.ones(8, 16), ROWS), None)
+    assert actual[3].isnan().all() and actual.isnan().sum() == 8
 
 
 @pytest.mark.parametrize("lengths", [[300, 20, 0, 20], [1500]])
@@ -135,11 +135,11 @@ def test_the_head_of_many_tokens_gives_scores_and_winners_of_the_reference(
     hidden, weight, bias = torch.randn(sum(lengths), 16), torch.randn(5000, 16), torch.randn(5000)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     hidden.requires_grad_()
-    found = lsr_head(hidden, weight, bias, cu_seqlens=cu_seqlens, impl="tiled")
+    actual = lsr_head(hidden, weight, bias, cu_seqlens=cu_seqlens, impl="tiled")
     wide = hidden.detach().double().requires_grad_()
     right = lsr_head(wide, weight.double(), bias.double(), cu_seqlens=cu_seqlens, impl="reference")
-    torch.testing.assert_close(found.double(), right, atol=1e-5, rtol=1e-5)
-    found.sum().backward()
+    torch.testing.assert_close(actual.double(), right, atol=1e-5, rtol=1e-5)
+    actual.sum().backward()
     right.sum().backward()
     assert hidden.grad is not None and wide.grad is not None
     torch.testing.assert_close(hidden.grad.double(), wide.grad, atol=1e-2, rtol=1e-4)

@@ -51,17 +51,17 @@ def masked(draw: st.DrawFn, kind: str, whole_numbers: bool = False) -> Any:
             st.sampled_from([1, 7, 16, 24]),
         )  # each value is one more compilation of every kernel
         inputs = lsr_head_inputs(batch, length, dim, vocab, seed=seed, bias=draw(st.booleans()))
-        whole = {
+        full = {
             "hidden": inputs.hidden.round(),
             "weight": (2 * inputs.weight).round(),
             "bias": None,
         }
     else:
         inputs = token_scatter_inputs(batch, length, vocab, seed=seed)
-        whole = {"weights": (2 * inputs.weights).round()}
+        full = {"weights": (2 * inputs.weights).round()}
     rows = st.lists(st.booleans(), min_size=length, max_size=length)
     mask = torch.tensor(draw(st.lists(rows, min_size=batch, max_size=batch)))
-    inputs = dataclasses.replace(inputs, attention_mask=mask, **whole if whole_numbers else {})
+    inputs = dataclasses.replace(inputs, attention_mask=mask, **full if whole_numbers else {})
     return inputs.packed() if draw(st.booleans()) else inputs
 
 
@@ -97,11 +97,11 @@ def test_ties_are_settled_as_in_the_reference(
     activation: str,
 ) -> None:
     inputs = inputs.to(target.device)
-    found, truth = (
+    actual, truth = (
         lsr_head_results(inputs, activation=activation, impl=impl)
         for impl in (target.impl, "reference")
     )
-    close(found, truth, rtol=1e-4, atol=1e-5)
+    close(actual, truth, rtol=1e-4, atol=1e-5)
 
 
 @EXAMPLES

@@ -133,12 +133,12 @@ def test_every_text_is_in_one_batch_within_its_limits(
 def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_called() -> None:
     tokenizer, long = ByT5Tokenizer(), "many bytes" * 3
     cut: dict[str, Any] = {"truncation": True, "max_length": 10}
-    with counting_truncation() as found:
+    with counting_truncation() as actual:
         tokenizer([long, "a"], **cut)
         tokenizer(long, **cut, return_tensors="pt")
         tokenizer(["a", long], None, None, **cut, return_attention_mask=False)
         tokenizer([long], truncation="do_not_truncate")
-    assert [(call.n_texts, list(call.cut)) for call in found.calls] == [
+    assert [(call.n_texts, list(call.cut)) for call in actual.calls] == [
         (2, [0]),
         (1, [0]),
         (2, [1]),

@@ -124,11 +124,11 @@ def make_tokenizer_folder(folder: Path, words: int | None = None) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt"):
         shutil.copy(source / name, folder / name)
     if words is not None:
-        whole = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
-        whole["model"]["vocab"] = {
-            word: place for word, place in whole["model"]["vocab"].items() if place < words
+        full = json.loads((source / "tokenizer.json").read_text(encoding="utf-8"))
+        full["model"]["vocab"] = {
+            word: place for word, place in full["model"]["vocab"].items() if place < words
         }
-        (folder / "tokenizer.json").write_text(json.dumps(whole), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(json.dumps(full), encoding="utf-8")
         lines = (source / "vocab.txt").read_text(encoding="utf-8").split("\n")
         (folder / "vocab.txt").write_text("\n".join(lines[:words]) + "\n", encoding="utf-8")
     return folder
@@ -150,9 +150,9 @@ def tiny_network(
     name, head, own = NETWORKS[kind]
     torch.manual_seed(seed)
     sizes = {} if kind == "distilbert" else SIZES
-    given = {**sizes, "vocab_size": vocab_size, "max_position_embeddings": 64, **own, **options}
+    arguments = {**sizes, "vocab_size": vocab_size, "max_position_embeddings": 64, **own, **options}
     network = getattr(transformers, f"{name}For{head}")(
-        getattr(transformers, f"{name}Config")(**given),
+        getattr(transformers, f"{name}Config")(**arguments),
     )
     decoder = network.get_output_embeddings()
     if bias and decoder.bias is not None:
@@ -221,13 +221,13 @@ def tiny_masked_lm(
     if isinstance(texts, Collection):
         texts = [*texts.contents().values(), *texts.queries.values()]
     tokenizer = wordpiece(texts)
-    given = {
+    arguments = {
         "vocab_size": len(tokenizer),
         "num_hidden_layers": layers,
         "bias": bias,
         "pad_token_id": 0,
     }
-    model = tiny_network(kind, **given | options)
+    model = tiny_network(kind, **arguments | options)
     torch.nn.init.normal_(model.get_input_embeddings().weight, std=0.3)
     model.save_pretrained(str(folder))
     tokenizer.save_pretrained(str(folder))

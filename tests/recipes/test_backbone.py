@@ -269,8 +269,8 @@ def test_untrained_vectors_are_the_tokens_of_the_text_with_nearly_equal_weights(
     )
     for text, row in zip([*TEXTS, *QUERIES], rows, strict=True):
         assert set(row.nonzero().flatten().tolist()) == set(tokenizer(text)["input_ids"])
-        found = row[row > 0]
-        assert float(found.std() / found.mean()) < 0.1
+        actual = row[row > 0]
+        assert float(actual.std() / actual.mean()) < 0.1
     expected = torch.log1p(
         torch.tensor(0.02 * 192 / 2),
     )  # half of a token's own logit is above the bias

@@ -131,7 +131,7 @@ def test_two_steps_leave_a_model_that_searches(
     queries = retrieval.encode_queries(model, collection.split_queries("test"))
     assert len(queries) == 4 and queries.indices.size
     hits = retrieval.hits_to_run(queries, index.search(queries, k=16))
-    assert all(len(found) > 1 and max(found.values()) > 0 for found in hits.values())
+    assert all(len(actual) > 1 and max(actual.values()) > 0 for actual in hits.values())
 
 
 def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
@@ -168,8 +168,8 @@ def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
         "new": Document("new", "", "A text that changes every frequency."),
     }
     grown = replace(collection, documents=more)
-    told = "made from other documents than those of small"
-    refused(DataError, told, train, fixed, grown, tmp_path / "fixed", negatives=scores)
+    message = "made from other documents than those of small"
+    refused(DataError, message, train, fixed, grown, tmp_path / "fixed", negatives=scores)
     from_pairs = small_recipe(RECIPES["deepct"], bases)
     train(from_pairs, collection, tmp_path / "pairs")
     refused(
@@ -247,8 +247,8 @@ def test_a_dead_model_stops_the_training_with_a_remedy(
         network.cls.predictions.bias.fill_(-100.0)
     network.save_pretrained(dead)
     recipe = LsrRecipe(base_model=str(dead), **SMALL | {"max_steps": 12})
-    told = r"every query vector is zero after 10 steps: the model is dead.*smaller"
-    refused(recipes.TrainingError, told, train, recipe, collection, tmp_path / "m")
+    message = r"every query vector is zero after 10 steps: the model is dead.*smaller"
+    refused(recipes.TrainingError, message, train, recipe, collection, tmp_path / "m")
 
 
 def test_a_model_that_is_not_sparse_is_told_of(
@@ -527,9 +527,9 @@ def test_the_splade_recipe_goes_on_from_all_modules_of_a_sparse_encoder(
 
 
 def test_a_recipe_has_losses_of_its_own_and_the_names_of_the_module() -> None:
-    given = {"infonce": 1.0}
-    recipe = LsrRecipe(loss=MappingProxyType(given))
-    given["infonce"] = -1.0
+    arguments = {"infonce": 1.0}
+    recipe = LsrRecipe(loss=MappingProxyType(arguments))
+    arguments["infonce"] = -1.0
     assert recipe.loss == {"infonce": 1.0} and LsrRecipe.from_dict(recipe.to_dict()) == recipe
     assert (_masked_encoders.POOLINGS, _masked_encoders.ACTIVATIONS) == (
         head_pooling.POOLINGS,
@@ -665,16 +665,16 @@ def test_missing_data_are_named_with_their_commands(
 ) -> None:
     needed = "the recipe 'splade-v3' needs mined negatives with teachers' scores"
     for file, text in ((None, needed), (mined, "has no teachers' scores")):
-        with pytest.raises(ValueError, match=text) as told:
+        with pytest.raises(ValueError, match=text) as message:
             make_examples(get_recipe("splade-v3"), collection, file)
         assert "tilefold mine --data small --index bm25-index --output negatives.parquet" in str(
-            told.value,
+            message.value,
         )
         assert (
             "tilefold score negatives.parquet --data small --teacher minilm --teacher bm25"
-            in str(told.value)
+            in str(message.value)
         )
-        assert str(told.value).endswith("negatives=scores.parquet")
+        assert str(message.value).endswith("negatives=scores.parquet")
     file = write_rows(tmp_path / "test.parquet", [("q12", "d0", 1, 1.0, False)])
     text = "has no negatives of the training queries of 'small'"
     refused(ValueError, text, make_examples, LsrRecipe(negatives=1), collection, file)

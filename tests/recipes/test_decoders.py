@@ -207,17 +207,17 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
     network.config.tie_word_embeddings = False
     network.lm_head = head
     recipe = AdaptationRecipe(steps=12, learning_rate=2e-2, **SMALL)
-    seen: list[tuple[int, int]] = []
+    recorded: list[tuple[int, int]] = []
     result = adapt(
         network,
         tokenizer,
         TEXTS * 4,
         recipe,
-        progress=lambda step, steps, loss: seen.append((step, steps)),
+        progress=lambda step, steps, loss: recorded.append((step, steps)),
     )
     assert result.first_alive == 0.0 and not result.dying and result.alive > 0.9
     assert result.plain < result.first_plain and result.activated < result.first_activated
-    assert seen == [(step, 12) for step in range(1, 13)]
+    assert recorded == [(step, 12) for step in range(1, 13)]
     assert result.steps == 12
 
 
@@ -280,11 +280,11 @@ def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> No
         "m",
         "both",
     )
-    told = r"base_model must have a causal LM head, got .*BertForMaskedLM"
-    refused(ValueError, told, causal_splade, bases["masked"])
+    message = r"base_model must have a causal LM head, got .*BertForMaskedLM"
+    refused(ValueError, message, causal_splade, bases["masked"])
     model = causal_splade(bases["llama"], "causal", device="cpu")
-    told = r"needs a model whose attention reads config\.is_causal, got LlamaForCausal"
-    refused(ValueError, told, check_bidirectional, model[0].model)
+    message = r"needs a model whose attention reads config\.is_causal, got LlamaForCausal"
+    refused(ValueError, message, check_bidirectional, model[0].model)
     network, tokenizer = load(bases["qwen2"])
     network.config.is_causal = False
     recipe = AdaptationRecipe(steps=1, **SMALL)
@@ -307,10 +307,10 @@ def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> No
         intermediate_size=48,
         final_logit_softcapping=0.05,
     )
-    told = "logits must be those of the LM head, got changed ones in Gemma2ForCausalLM"
+    message = "logits must be those of the LM head, got changed ones in Gemma2ForCausalLM"
     refused(
         ValueError,
-        told,
+        message,
         adapt,
         transformers.Gemma2ForCausalLM(config),
         tokenizer,
@@ -399,15 +399,15 @@ def test_every_kind_is_built_and_reloads(
         document = SplateSpec(head_model=bases[base])
     model = built(bases[base], document, query)
     assert made is None or any(isinstance(module, made) for module in model.modules())
-    found = vectors(model)
-    assert all((rows > 0).any(dim=1).all() and torch.isfinite(rows).all() for rows in found)
+    actual = vectors(model)
+    assert all((rows > 0).any(dim=1).all() and torch.isfinite(rows).all() for rows in actual)
     model.save_pretrained(str(tmp_path))
     assert not list(tmp_path.rglob("*.bin"))
     if made is not None:
         refused(ValueError, "trust_remote_code", SparseEncoder, str(tmp_path), device="cpu")
     trusted = SparseEncoder(str(tmp_path), device="cpu", trust_remote_code=True)
     for loaded in (load_encoder(str(tmp_path), device="cpu"), trusted):
-        assert all(map(torch.equal, vectors(loaded), found))
+        assert all(map(torch.equal, vectors(loaded), actual))
     assert EncoderSpec.from_dict(document.to_dict()) == document
 
 
@@ -417,11 +417,13 @@ def test_training_reads_queries_as_encode_query_gives_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen: set[tuple[str | None, bool]] = set()
+    recorded: set[tuple[str | None, bool]] = set()
     stock = EchoTransformer.preprocess
 
     def preprocess(self: Any, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Any:
-        seen.add((kwargs.get("task"), all(text in collection.queries.values() for text in inputs)))
+        recorded.add(
+            (kwargs.get("task"), all(text in collection.queries.values() for text in inputs))
+        )
         return stock(self, inputs, prompt, **kwargs)
 
     monkeypatch.setattr(EchoTransformer, "preprocess", preprocess)
@@ -432,10 +434,10 @@ def test_training_reads_queries_as_encode_query_gives_them(
         **RUN | {"fused": False},
     )
     train(replace(recipe, max_steps=1), collection, tmp_path / "model")
-    assert {("query", True), ("document", False)} <= seen and not {
+    assert {("query", True), ("document", False)} <= recorded and not {
         ("query", False),
         ("document", True),
-    } & seen
+    } & recorded
     assert not any(
         "lora" in name
         for name, _ in load_encoder(str(tmp_path / "model"), device="cpu").named_parameters()
@@ -509,8 +511,8 @@ def test_a_pickle_of_more_than_tensors_is_not_run(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "sparse_linear.pt"
     torch.save({"weight": Harmful()}, path)
-    told = r"must hold tensors alone, .* it was not run\. Load it where you trust it"
-    refused(ValueError, told, load_sparse_linear, path)
+    message = r"must hold tensors alone, .* it was not run\. Load it where you trust it"
+    refused(ValueError, message, load_sparse_linear, path)
     path.write_bytes(pickle.dumps(Harmful(), protocol=2))
     refused(ValueError, "must hold tensors alone", load_sparse_linear, path)
     assert not (tmp_path / "harmed").exists()
@@ -541,10 +543,10 @@ def test_an_interrupted_run_of_adapters_goes_on(
     train(recipe, collection, tmp_path / "whole")
     refused(RuntimeError, "stopped", train, recipe, collection, tmp_path / "parts", progress=stop)
     assert train(recipe, collection, tmp_path / "parts").resumed_from > 0
-    whole, parts = (
+    full, parts = (
         vectors(load_encoder(str(tmp_path / name), device="cpu")) for name in ("whole", "parts")
     )
-    for got, expected in zip(parts, whole, strict=True):
+    for got, expected in zip(parts, full, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
     assert load_encoder(str(tmp_path / "parts"), device="cpu")[0].model.config.is_causal is False
 

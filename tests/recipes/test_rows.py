@@ -45,11 +45,11 @@ def put(path: Path, text: str) -> Path:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_negatives_are_read_as_they_are(tmp_path: Path, name: str) -> None:
     rows = read_training_rows(put(tmp_path / name, PUBLISHED[name]))
-    found = {
+    actual = {
         group.query: dict(zip(group.documents, group.relevant.tolist(), strict=True))
         for group in rows.groups()
     }
-    assert found == {"q0": {"d0": True, "d2": False, "d4": False}, "q1": {"d1": True, "d3": False}}
+    assert actual == {"q0": {"d0": True, "d2": False, "d4": False}, "q1": {"d1": True, "d3": False}}
     assert rows.scored == (name == "scores.json")
     recipe = LsrRecipe(
         negatives=1,

@@ -85,13 +85,13 @@ class OverHttp(ThreadingHTTPServer):
             )
         if what == ("POST", "points/scroll"):
             page = models.ScrollRequest.model_validate(body)
-            found, following = client.scroll(
+            result, following = client.scroll(
                 name,
                 limit=page.limit or 10,
                 offset=page.offset,
                 with_payload=True,
             )
-            return {"points": found, "next_page_offset": following}
+            return {"points": result, "next_page_offset": following}
         routes: dict[tuple[str, str], Callable[[], Any]] = {
             ("GET", ""): lambda: client.get_collection(name),
             ("PATCH", ""): lambda: client.update_collection(name, metadata=body["metadata"]),

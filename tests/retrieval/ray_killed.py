@@ -180,12 +180,12 @@ def main() -> None:
         return
     output, *workers = rest
     nodes = Path(output).with_name("nodes")
-    said = (
+    message = (
         functools.partial(load_and_say, place, str(nodes))
         if nodes.is_dir()
         else functools.partial(load, place)
     )
-    run(said, output, os.environ.get("RAY_ADDRESS"), *map(int, workers))
+    run(message, output, os.environ.get("RAY_ADDRESS"), *map(int, workers))
 
 
 if __name__ == "__main__":

@@ -563,9 +563,9 @@ def test_scores_and_ids_of_training_rows_are_read_by_position() -> None:
         rank=series(1, 2),
         retrieved=series(2.0, 1.0),
     )
-    (expected,), (found,) = plain.groups(), labelled.groups()
-    assert found.documents == expected.documents
-    assert found.retrieved.tolist() == expected.retrieved.tolist()
+    (expected,), (actual,) = plain.groups(), labelled.groups()
+    assert actual.documents == expected.documents
+    assert actual.retrieved.tolist() == expected.retrieved.tolist()
 
 
 def test_scores_of_teachers_are_read_by_position() -> None:

@@ -132,7 +132,7 @@ def test_a_manifest_that_is_changed_by_a_character_or_no_json_object_is_named(
 def test_a_manifest_that_does_not_agree_with_itself_is_refused(kind: str, copied: Any) -> None:
     folder = copied(kind)
     file = folder / "manifest.json"
-    whole = file.read_bytes()
+    full = file.read_bytes()
     reader = {"vectors": r.read_vectors, "tokens": r.open_tokens}[kind]
     shards = r.open_tokens(folder).manifest.shards if kind == "tokens" else None
     for changes, message in (
@@ -146,7 +146,7 @@ def test_a_manifest_that_does_not_agree_with_itself_is_refused(kind: str, copied
         ({"failed": "none", "complete": 1}, r"fields of other types \(failed, complete\)"),
         ({"shards": ["part"]}, r"fields of other types \(shards\)"),
     ):
-        file.write_bytes(whole)
+        file.write_bytes(full)
         edit(file, **changes)
         refused(DataError, rf"manifest.json: .*{message}", reader, folder)
 
@@ -303,8 +303,8 @@ def test_every_changed_byte_and_cut_file_of_an_embedded_collection_is_noticed(
     for file in (files[0], files[-1]):
         shutil.move(file, tmp_path / "aside")
         damaged(file.name)
-        whole = (tmp_path / "aside").read_bytes()
-        file.write_bytes(whole[: moments.randrange(len(whole))])
+        full = (tmp_path / "aside").read_bytes()
+        file.write_bytes(full[: moments.randrange(len(full))])
         damaged(file.name)
         shutil.move(tmp_path / "aside", file)
     use("qdrant", folder)  # as it was
@@ -362,12 +362,12 @@ if {changed}:
     assert (done.returncode, done.stderr) == (9 if end == "killed" else 0, "")
     unknown = changed and end == "killed"
     assert (folder / "checksums.json").exists() is not unknown
-    said = (
+    message = (
         pytest.warns(RuntimeWarning, match="a process that changed them did not close")
         if unknown
         else nullcontext()
     )
-    with said:
+    with message:
         assert ("d3" in {hit.id for hit in use("qdrant", folder, 40)[0]}) is not changed
     page = shard_files(folder)[-1]
     with page.open("r+b") as stream:
@@ -380,13 +380,13 @@ def test_a_closed_collection_ends_in_silence_as_python_does(
     copied: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[Any] = []
-    monkeypatch.setattr(sys, "unraisablehook", said.append)
+    message: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", message.append)
     collection = QdrantCollection.embedded(copied("qdrant"))
     collection.close()
     monkeypatch.setattr(qdrant_collection, "suppress", None)
     del collection
-    assert said == []
+    assert message == []
 
 
 def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(
@@ -451,8 +451,8 @@ def test_a_full_disk_is_said_first(
     )
     free[:] = [1000]
     index = r.build_index(vectors, "qdrant", folder=tmp_path / "index")
-    found = [[hit.id for hit in row] for row in index.search(queries, 10)]
-    assert found == [[hit.id for hit in row] for row in r.build_index(vectors).search(queries, 10)]
+    actual = [[hit.id for hit in row] for row in index.search(queries, 10)]
+    assert actual == [[hit.id for hit in row] for row in r.build_index(vectors).search(queries, 10)]
     assert [entry.name for entry in tmp_path.iterdir()] == ["index"]
 
 
@@ -468,8 +468,8 @@ def test_a_copy_asks_for_space_where_it_goes(
         "disk_usage",
         lambda place: usage(1 << 30 if Path(place) == folder else 0),
     )
-    said = rf"{tmp_path / 'copy'}: could not be written, .* 0 MB are free"
-    refused(DiskFullError, said, index.save, tmp_path / "copy")
+    message = rf"{tmp_path / 'copy'}: could not be written, .* 0 MB are free"
+    refused(DiskFullError, message, index.save, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     monkeypatch.setattr(
         shutil,

@@ -55,9 +55,9 @@ def test_model_and_server_give_the_vectors_of_the_side(
         SparseSource(url=url(server), api_key="sesam", batch_size=2),
         SparseSource(url=f"{url(server)}/{side}/", api_key="sesam", batch_size=2, sides=False),
     ):
-        found = source.encode(TEXTS, side)
-        assert len(found) == len(TEXTS)
-        for row, (indices, weights) in enumerate(found):
+        actual = source.encode(TEXTS, side)
+        assert len(actual) == len(TEXTS)
+        for row, (indices, weights) in enumerate(actual):
             assert indices == expected[row].nonzero().flatten().tolist()
             assert weights == pytest.approx(expected[row][indices].tolist(), rel=2e-2)
     cut = SparseSource(url=url(server), api_key="sesam", top_k=3).encode(TEXTS[:1], side)
@@ -98,14 +98,14 @@ def test_answers_that_are_none_are_refused(body: str, told: str) -> None:
 
 
 def test_errors_of_a_server_are_told_with_its_reason_and_the_time_waited(server: Client) -> None:
-    for path, key, texts, told in (
+    for path, key, texts, message in (
         ("", "wrong", 1, "answered 401: expected a valid key"),
         ("", "sesam", 3, "answered 422: batch size 3 > maximum allowed batch size 2"),
         ("/nowhere", "sesam", 1, "answered 404: there is no such route"),
     ):
         refused(
             ServerError,
-            told,
+            message,
             SparseSource(url=url(server) + path, api_key=key).encode,
             ["a"] * texts,
             "query",
@@ -114,8 +114,8 @@ def test_errors_of_a_server_are_told_with_its_reason_and_the_time_waited(server:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         source = SparseSource(url=address, timeout=0.3)
         refused(ServerError, r"gave no answer in 0\.[3-9] s", source.encode, ["a"], "query")
-    told = rf"{address} gave no answer in 0\.\d s .*refused.*tilefold serve"
-    refused(ServerError, told, SparseSource(url=address).encode, ["a"], "query")
+    message = rf"{address} gave no answer in 0\.\d s .*refused.*tilefold serve"
+    refused(ServerError, message, SparseSource(url=address).encode, ["a"], "query")
 
 
 def test_a_busy_server_is_asked_again_and_one_that_knows_nothing_of_top_k_gives_the_same_entries() -> (
@@ -220,14 +220,14 @@ def test_langchain_ranks_by_our_dot_products(
         sparse_embedding=embeddings,
         retrieval_mode=RetrievalMode.SPARSE,
     )
-    found = store.similarity_search_with_score("csv files", k=16)
+    actual = store.similarity_search_with_score("csv files", k=16)
     query = embeddings.embed_query("csv files")
     vectors = embeddings.embed_documents([each.page_content for each in documents])
     names = [document.metadata["id"] for document in documents]
     scores = {
         name: dot(as_dict(query), as_dict(row)) for name, row in zip(names, vectors, strict=True)
     }
-    assert {document.metadata["id"]: score for document, score in found} == pytest.approx(
+    assert {document.metadata["id"]: score for document, score in actual} == pytest.approx(
         scores,
         rel=1e-2,
     )
@@ -255,8 +255,8 @@ def test_embeddings_of_llama_index_are_dicts_of_the_model_s_terms(
         embedding.get_text_embedding_batch(TEXTS),
         asyncio.run(embedding.aget_text_embedding_batch(TEXTS)),
     ):
-        for found, row in zip(texts, served, strict=True):
-            assert found == pytest.approx(
+        for actual, row in zip(texts, served, strict=True):
+            assert actual == pytest.approx(
                 {entry["index"]: entry["value"] for entry in row},
                 rel=2e-2,
             )
@@ -290,12 +290,12 @@ def test_a_hybrid_qdrant_store_of_llama_index_finds_by_our_vectors(
     dense = [1.0, 0.0]
     documents = collection.documents.values()
     nodes = [
-        TextNode(text=each.contents, embedding=dense, metadata={"id": each.id})
-        for each in documents
+        TextNode(text=document.contents, embedding=dense, metadata={"id": document.id})
+        for document in documents
     ]
     store.add(nodes)
     sparse = VectorStoreQueryMode.SPARSE
-    found = store.query(
+    actual = store.query(
         VectorStoreQuery(query_embedding=dense, query_str="csv files", sparse_top_k=3, mode=sparse),
     )
     texts = [node.get_content(MetadataMode.EMBED) for node in nodes]  # what the store encodes
@@ -304,7 +304,7 @@ def test_a_hybrid_qdrant_store_of_llama_index_finds_by_our_vectors(
         (dot(query, row) for row in embedding.get_text_embedding_batch(texts)),
         reverse=True,
     )[:3]
-    assert sorted(found.similarities, reverse=True) == pytest.approx(best, rel=1e-2)
+    assert sorted(actual.similarities, reverse=True) == pytest.approx(best, rel=1e-2)
 
 
 def test_pipelines_of_haystack_find_and_survive_a_file(
@@ -340,10 +340,10 @@ def test_pipelines_of_haystack_find_and_survive_a_file(
     pipeline.add_component("text", TilefoldSparseTextEmbedder(url=url(client)))
     pipeline.add_component("retriever", QdrantSparseEmbeddingRetriever(document_store=store))
     pipeline.connect("text.sparse_embedding", "retriever.query_sparse_embedding")
-    found = pipeline.run({"text": {"text": "csv files"}})["retriever"]["documents"]
+    actual = pipeline.run({"text": {"text": "csv files"}})["retriever"]["documents"]
     query = TilefoldSparseTextEmbedder(url=url(client)).run("csv files")["sparse_embedding"]
     rows = {each.id: each.sparse_embedding for each in embedded["documents"]}
-    for document in found[:3]:
+    for document in actual[:3]:
         assert document.score == pytest.approx(
             dot(as_dict(query), as_dict(rows[document.id])),
             rel=1e-2,

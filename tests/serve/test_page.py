@@ -265,12 +265,12 @@ def test_the_keyboard_alone_reaches_everything(page: Any, client: Client) -> Non
     visit(page, client, "?q=dates")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "go"
-    seen = set()
+    recorded = set()
     for _ in range(12):
         page.keyboard.press("Tab")
-        seen.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
-    assert {"fusion", "prf", "rerank", "columns", "hits", "more-terms"} <= seen
-    assert any(each.startswith("result-") for each in seen)
+        recorded.add(page.evaluate("document.activeElement.id || document.activeElement.tagName"))
+    assert {"fusion", "prf", "rerank", "columns", "hits", "more-terms"} <= recorded
+    assert any(each.startswith("result-") for each in recorded)
     focused = "Array.from(document.querySelectorAll('article')).indexOf(document.activeElement)"
     before = page.evaluate(focused)
     page.keyboard.press("j")
@@ -356,13 +356,13 @@ def test_results_are_shown_whatever_the_server_lacks(
         page.fill("#query", "csv files")
         page.keyboard.press("Enter")
         page.wait_for_selector("#status >> text=ms in all")
-    found = answer["candidates"]
-    documents = [each["doc"] or {"title": "", "text": ""} for each in found]
-    assert page.inner_text("#status").startswith(f"{len(found)} results")
-    assert {each.id for each in EVIL_DOCUMENTS} <= {each["docid"] for each in found}
+    actual = answer["candidates"]
+    documents = [each["doc"] or {"title": "", "text": ""} for each in actual]
+    assert page.inner_text("#status").startswith(f"{len(actual)} results")
+    assert {each.id for each in EVIL_DOCUMENTS} <= {each["docid"] for each in actual}
     titles = [
         f"{at}. {document['title'] or each['docid']}"
-        for at, (each, document) in enumerate(zip(found, documents, strict=True), 1)
+        for at, (each, document) in enumerate(zip(actual, documents, strict=True), 1)
     ]
     assert page.locator("article h3").all_text_contents() == titles
     texts = [document["text"] for document in documents if document["text"]]

@@ -104,7 +104,7 @@ def test_dropout_inside_lora_is_exact(tokenizer_folder: Path) -> None:
 def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: Path) -> None:
     stock = with_lora(tokenizer_folder, "one", "two")
     fused = fused_copy(stock)
-    seen = []
+    recorded = []
     for action in (
         lambda model: model.set_adapter("one"),
         lambda model: model.set_adapter("two"),
@@ -117,8 +117,8 @@ def test_switching_disabling_and_merging_adapters_is_followed(tokenizer_folder: 
         action(fused)
         expected = encode(stock)
         assert_close(encode(fused), expected, 1e-5)
-        seen.append(expected)
-    assert not torch.equal(seen[0], seen[1]) and not torch.equal(seen[1], seen[2])
+        recorded.append(expected)
+    assert not torch.equal(recorded[0], recorded[1]) and not torch.equal(recorded[1], recorded[2])
 
 
 def test_adapters_in_fp32_on_a_half_precision_model_score_as_stock(tokenizer_folder: Path) -> None:
@@ -221,17 +221,17 @@ def test_a_screen_is_asked_for_in_encode_and_in_training(
     asked: dict[str, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seen = []
+    recorded = []
 
     def watched(*head: Any, screen: bool, **options: Any) -> torch.Tensor:
-        seen.append(screen)
+        recorded.append(screen)
         return lsr_head(*head, screen=screen, **options)
 
     accelerate(model, **asked)
     monkeypatch.setattr(_pooling, "lsr_head", watched)
     model.encode(TEXTS)
     model(model.preprocess(TEXTS))
-    assert set(seen) == {asked.get("screen", True)} and len(seen) > 1
+    assert set(recorded) == {asked.get("screen", True)} and len(recorded) > 1
 
 
 def test_what_cannot_be_rounded_is_said(model: SparseEncoder) -> None:

@@ -104,9 +104,9 @@ def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_
         assert warm_up(either).count == 0 and not impl.takes_kernels(torch.device("cuda"))
     assert len(warned) == 1
     if rows is not None:
-        found = encode_sparse(either, TEXTS, top_k=8, min_weight=0.01)
-        assert torch.equal(found.col_indices(), rows.col_indices())
-        assert_close(found.to_dense(), rows.to_dense(), FP32_BUDGET)
+        actual = encode_sparse(either, TEXTS, top_k=8, min_weight=0.01)
+        assert torch.equal(actual.col_indices(), rows.col_indices())
+        assert_close(actual.to_dense(), rows.to_dense(), FP32_BUDGET)
     monkeypatch.setenv("TILEFOLD_DISABLE", "0")
     assert accelerate(either) and is_accelerated(either)
 
@@ -294,8 +294,8 @@ def test_an_accelerated_sparse_encoder_refuses_to_be_copied(
 ) -> None:
     model = built(kind, tiny_folder)
     accelerate(model, packed=packed)
-    for found in (model, nn.Sequential(model), copy.deepcopy(model), through_pickle(model)):
-        refused(RuntimeError, REFUSED, copied, found)
+    for actual in (model, nn.Sequential(model), copy.deepcopy(model), through_pickle(model)):
+        refused(RuntimeError, REFUSED, copied, actual)
     restore(model)
     assert ASKED not in vars(model) and len(copied(model)) == len(list(model.modules()))
 
@@ -356,7 +356,7 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
 
     model = build_tiny_splade("bert", tokenizer_folder)
     accelerate(model, impl="triton", check=False)
-    found = []
+    results = []
     for training in (False, True):
         with recorded_builds() as launches:
             for step in steps(
@@ -368,9 +368,9 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
                 dtype=None,
             ):
                 step()
-        found.append({each.kernel.__name__ for each in launches.values()})
-    assert found[0] == {"copy_packed_kernel", "max_forward_kernel"}
-    assert found[1] > found[0] and "dhidden_kernel" in found[1]
+        results.append({each.kernel.__name__ for each in launches.values()})
+    assert results[0] == {"copy_packed_kernel", "max_forward_kernel"}
+    assert results[1] > results[0] and "dhidden_kernel" in results[1]
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

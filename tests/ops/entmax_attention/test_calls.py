@@ -54,12 +54,12 @@ def test_other_strides_are_other_calls_and_those_of_the_results(target: Target, 
     plain = entmax_attention_results(inputs, impl=target.impl)
     q, k, v = (laid_out(tensor, how) for tensor in (inputs.q, inputs.k, inputs.v))
     strange = EntmaxAttentionInputs(q, k, v, laid_out(inputs.dout, how), {})
-    found = assert_entmax_attention_matches(
+    actual = assert_entmax_attention_matches(
         strange,
         impl=target.impl,
     )  # other strides may add up in another order
     again = entmax_attention_results(strange, impl=target.impl)
-    assert all(torch.equal(again[name], value) for name, value in found.items())
+    assert all(torch.equal(again[name], value) for name, value in actual.items())
     dense = how != "last dimension first"
     assert (
         again["out"].stride() == (torch.empty_like(q) if dense else inputs.q.contiguous()).stride()
@@ -162,11 +162,11 @@ def test_no_call_waits_for_the_device() -> None:
                 torch.cuda.set_sync_debug_mode(
                     "error" if again else "default",
                 )  # the first call compiles
-                found = entmax_attention(*leaves, **inputs.layout, **options)
-                if isinstance(found, tuple):
-                    found[1].live_share()
+                actual = entmax_attention(*leaves, **inputs.layout, **options)
+                if isinstance(actual, tuple):
+                    actual[1].live_share()
                 torch.autograd.grad(
-                    found if isinstance(found, Tensor) else found[0],
+                    actual if isinstance(actual, Tensor) else actual[0],
                     leaves,
                     inputs.dout,
                 )

@@ -63,8 +63,8 @@ def test_03_the_default_root_is_found_to_its_tolerance_whatever_the_scores(
             correlated=kind == "smooth",
             device=target.device,
         )
-        found = entmax_attention_results(inputs, impl=target.impl, alpha=alpha, needs=())
-        assert float(found["residual"].max()) <= 1e-5
+        results = entmax_attention_results(inputs, impl=target.impl, alpha=alpha, needs=())
+        assert float(results["residual"].max()) <= 1e-5
 
 
 def test_04_no_block_with_a_positive_weight_is_dropped(target: Target) -> None:
@@ -86,11 +86,11 @@ def test_04_no_block_with_a_positive_weight_is_dropped(target: Target) -> None:
             .float()[None, None]
             .to(target.device)
         )
-        found = output(inputs.q, inputs.k, of_block, impl=target.impl)
+        actual = output(inputs.q, inputs.k, of_block, impl=target.impl)
         truth = output(inputs.q.double(), inputs.k.double(), of_block.double(), impl="reference")
         assert bool((truth == 0).any())  # there are blocks to drop
-        assert float((found.double() - truth).abs().max()) <= 1e-4
-        assert bool((found[truth > 1e-4] > 0).all())
+        assert float((actual.double() - truth).abs().max()) <= 1e-4
+        assert bool((actual[truth > 1e-4] > 0).all())
 
 
 @interpreted_elsewhere
@@ -206,7 +206,7 @@ def test_15_alpha_from_softmax_on_as_a_tensor_never_lacks_its_gradient(
     inputs = entmax_attention_inputs(1, 2, LENGTHS[0], 16, device=target.device)
     assert_entmax_attention_matches(inputs, impl=target.impl, alpha=alpha, needs=("v",))
     per_head = torch.full((2,), alpha, device=target.device)
-    found = entmax_attention_results(inputs, impl=target.impl, alpha=per_head, needs=())
+    results = entmax_attention_results(inputs, impl=target.impl, alpha=per_head, needs=())
     truth = entmax_attention_results(
         inputs.cast(torch.float64),
         impl="reference",
@@ -215,11 +215,11 @@ def test_15_alpha_from_softmax_on_as_a_tensor_never_lacks_its_gradient(
     )
     exact = truth["dalpha"]
     assert (
-        bool(found["out"].isfinite().all())
-        and found["dalpha"].shape == (2,)
+        bool(results["out"].isfinite().all())
+        and results["dalpha"].shape == (2,)
         and bool((exact != 0).all())
     )
-    error = float((found["dalpha"].double() - exact).norm() / exact.norm())
+    error = float((results["dalpha"].double() - exact).norm() / exact.norm())
     assert error <= 10 * budget(torch.float32, "gradient_bound")
 
 
@@ -235,8 +235,8 @@ def test_entmax_32_peaked_rows_have_their_root_before_anything_is_normalised(
     # one winner: the bracket's end is the root
     inputs = entmax_attention_inputs(1, 1, LENGTHS[0], 16, sharpness=200.0, device=target.device)
     for alpha in (2.0,) if INTERPRETED else (1.5, 1.9, 2.0):
-        found = entmax_attention_results(inputs, impl=target.impl, alpha=alpha, needs=())
-        assert float(found["residual"].max()) <= 1e-5 and int(found["support"].min()) >= 1
+        results = entmax_attention_results(inputs, impl=target.impl, alpha=alpha, needs=())
+        assert float(results["residual"].max()) <= 1e-5 and int(results["support"].min()) >= 1
     x = torch.tensor([[60.0, 0.0, -60.0]], device=target.device)
     for alpha in (1.1, 1.9, 2.0):
         assert torch.equal(
@@ -248,7 +248,7 @@ def test_entmax_32_peaked_rows_have_their_root_before_anything_is_normalised(
 def test_entmax_36_near_ties_at_a_large_alpha_are_stable(target: Target) -> None:
     x = torch.tensor([[1.0, 1.0 + 1e-6, 1.0 - 1e-6, 0.999999]], device=target.device)
     for alpha in (1.9, 2.0):
-        found = entmax_results(
+        results = entmax_results(
             x,
             alpha,
             torch.tensor([[1.0, 2.0, 3.0, 4.0]], device=target.device),
@@ -256,8 +256,8 @@ def test_entmax_36_near_ties_at_a_large_alpha_are_stable(target: Target) -> None
         )
         truth = entmax(x.double(), alpha, impl="reference")
         assert isinstance(truth, Tensor)
-        assert_within_budget(found["p"], truth)
-        assert bool(found["dx"].isfinite().all())
+        assert_within_budget(results["p"], truth)
+        assert bool(results["dx"].isfinite().all())
 
 
 @here_only

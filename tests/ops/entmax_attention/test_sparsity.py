@@ -40,7 +40,7 @@ def dense(
     window: int | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Probabilities ``[H, nq, nk]`` and which pairs may attend, of every sequence."""
-    found = []
+    results = []
     packed = "cu_seqlens_q" in inputs.layout
     ends = [inputs.layout[f"cu_seqlens_{side}"].tolist() for side in "qk"] if packed else []
     for b in range(len(ends[0]) - 1 if packed else inputs.q.size(0)):
@@ -63,8 +63,8 @@ def dense(
         scores = (q.double() @ k.double().mT) * q.size(-1) ** -0.5
         p = entmax(scores.masked_fill(~pairs, -math.inf), alpha, impl="reference") if nk else scores
         assert isinstance(p, Tensor)
-        found.append((p, pairs))
-    return found
+        results.append((p, pairs))
+    return results
 
 
 def blocks(table: Tensor) -> int:
@@ -156,10 +156,10 @@ def test_shares_are_fp32_whatever_torchs_default_dtype() -> None:
     expected = [share() for share in (stats.nonzero_share, stats.mean_support, stats.live_share)]
     torch.set_default_dtype(torch.float64)
     try:
-        found = [share() for share in (stats.nonzero_share, stats.mean_support, stats.live_share)]
+        actual = [share() for share in (stats.nonzero_share, stats.mean_support, stats.live_share)]
     finally:
         torch.set_default_dtype(torch.float32)
-    for share, wanted in zip(found, expected, strict=True):
+    for share, wanted in zip(actual, expected, strict=True):
         assert share.dtype == torch.float32 and torch.equal(share, wanted)
 
 

@@ -36,7 +36,7 @@ def within_budget(
 
 def leaves_of(inputs: LSRHeadInputs) -> list[Any]:
     """Hidden, weight and bias as leaves of their own."""
-    given = (inputs.hidden, inputs.weight, inputs.bias)
+    arguments = (inputs.hidden, inputs.weight, inputs.bias)
     return [
-        None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in given
+        None if tensor is None else tensor.detach().clone().requires_grad_() for tensor in arguments
     ]

@@ -39,9 +39,9 @@ def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) ->
     inputs = lsr_head_inputs(*SHAPE, layout="holes", dtype=DTYPE, device=kernels.device)
     results, leaves = lsr_head_results(inputs, impl="triton"), leaves_of(inputs)
     main_grad = torch.zeros(SHAPE[3], SHAPE[2], device=kernels.device)
-    given: dict[str, Any] = {**inputs.layout, "impl": "triton"}
+    arguments: dict[str, Any] = {**inputs.layout, "impl": "triton"}
     for round_ in range(1, 5):
-        scores = lsr_head(*leaves, **given, weight_main_grad=main_grad)
+        scores = lsr_head(*leaves, **arguments, weight_main_grad=main_grad)
         dhidden, dbias = torch.autograd.grad(scores, [leaves[0], leaves[2]], inputs.dscores)
         assert torch.equal(dhidden, results["dhidden"]) and torch.equal(dbias, results["dbias"])
         if round_ == 1:
@@ -52,17 +52,17 @@ def test_main_grad_is_added_to_and_checked_when_calls_repeat(kernels: Target) ->
             ValueError,
             match="weight_main_grad must be contiguous and must not require a gradient",
         ):
-            lsr_head(*leaves, **given, weight_main_grad=wrong)
+            lsr_head(*leaves, **arguments, weight_main_grad=wrong)
     refused(
         TypeError,
         "weight_main_grad",
         lsr_head,
         *leaves,
-        **given,
+        **arguments,
         weight_main_grad=main_grad.half(),
     )
     with pytest.raises(ValueError, match="weight needs no gradient"):
-        lsr_head(leaves[0], leaves[1].detach(), leaves[2], **given, weight_main_grad=main_grad)
+        lsr_head(leaves[0], leaves[1].detach(), leaves[2], **arguments, weight_main_grad=main_grad)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -271,8 +271,8 @@ def test_scratch_never_shows_where_a_repeated_row_wins_by_an_ulp(
     inputs = with_one_answer(lsr_head_inputs(5, 19, 16, 21, layout=layout, device=kernels.device))
     expected = lsr_head_results(inputs, impl="tiled")
     with nan_poisoned_empty():
-        found = lsr_head_results(inputs, impl="triton")
-    close(found, expected, rtol=1e-3, atol=1e-3)
+        results = lsr_head_results(inputs, impl="triton")
+    close(results, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.gpu

@@ -123,11 +123,11 @@ def test_a_bias_of_minus_infinity_switches_an_entry_off(
     inputs.bias[3] = -math.inf
     inputs.dscores[:, 3] = 0  # what a softmax over the scores sends back
     inputs = with_one_answer(inputs, pooling, activation)
-    found = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=target.impl)
+    results = lsr_head_results(inputs, pooling=pooling, activation=activation, impl=target.impl)
     truth = lsr_head_truth(inputs, pooling=pooling, activation=activation)
-    assert torch.equal(found["scores"][:, 3].cpu(), truth["scores"][:, 3].float().cpu())
+    assert torch.equal(results["scores"][:, 3].cpu(), truth["scores"][:, 3].float().cpu())
     del truth["scores"]
-    within_budget(found, truth)
+    within_budget(results, truth)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -149,10 +149,10 @@ def test_infinite_logits_have_the_gradient_of_the_reference(
     if target.device == "cuda":  # in three TF32 parts, an fp32 product overflows to inf - inf
         inputs, tolerance = inputs.cast(torch.bfloat16), 3e-2
     options = {"pooling": pooling, "activation": activation, "out_dtype": torch.float32}
-    found, truth = (
+    actual, truth = (
         lsr_head_results(inputs, impl=impl, **options) for impl in (target.impl, "reference")
     )
-    close(found, truth, rtol=tolerance, atol=0, equal_nan=True)
+    close(actual, truth, rtol=tolerance, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_the_one_token_is_found_under_every_mask(
     inputs = lsr_head_inputs(3, length, 8, 17, layout=layout, device=target.device)
     assert inputs.attention_mask is not None
     inputs.attention_mask[1] = 0  # a sequence without a token
-    found = assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
+    actual = assert_lsr_head_matches(inputs, pooling=pooling, impl=target.impl)
     with torch.no_grad():
         scores = lsr_head(
             inputs.hidden,
@@ -180,7 +180,7 @@ def test_the_one_token_is_found_under_every_mask(
             pooling=pooling,
             impl=target.impl,
         )
-    assert torch.equal(scores, found["scores"])
+    assert torch.equal(scores, actual["scores"])
 
 
 def saved_winners(inputs: LSRHeadInputs, **options: Any) -> Tensor:
@@ -224,11 +224,11 @@ def test_scores_and_winners_are_kept_for_backward_and_nothing_without_one(target
     winners = saved_winners(inputs, impl=target.impl)
     assert winners.dtype == torch.uint16 and winners.shape == (SMALL[0], SMALL[3])
     for pooling in POOLINGS:
-        given = {**inputs.layout, "pooling": pooling, "impl": target.impl}
-        trained = lsr_head(*leaves_of(inputs), **given)
+        arguments = {**inputs.layout, "pooling": pooling, "impl": target.impl}
+        trained = lsr_head(*leaves_of(inputs), **arguments)
         for context in (torch.no_grad(), torch.inference_mode()):
             with context:
-                scores = lsr_head(inputs.hidden, inputs.weight, inputs.bias, **given)
+                scores = lsr_head(inputs.hidden, inputs.weight, inputs.bias, **arguments)
             assert not scores.requires_grad and (
                 target.device == "cuda" or torch.equal(scores, trained)
             )
@@ -264,15 +264,15 @@ def test_broken_offsets_on_a_gpu_give_nan_or_an_error_where_they_are_read(
     pooling: str,
 ) -> None:
     hidden, weight = torch.randn(11, 24, device="cuda"), torch.randn(21, 24, device="cuda")
-    given = {"cu_seqlens": offsets_of(offsets, "cuda"), "pooling": pooling}
-    assert lsr_head(hidden, weight, **given, impl="triton").isnan().all()
+    arguments = {"cu_seqlens": offsets_of(offsets, "cuda"), "pooling": pooling}
+    assert lsr_head(hidden, weight, **arguments, impl="triton").isnan().all()
     refused(
         ValueError,
         r"cu_seqlens must start with 0",
         lsr_head,
         hidden,
         weight,
-        **given,
+        **arguments,
         impl="tiled",
     )
 

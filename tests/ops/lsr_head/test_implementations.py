@@ -161,9 +161,9 @@ def test_nan_in_a_valid_token_gives_nan_for_every_activation(
     token = {"cls": 0, "last": 8}.get(pooling, 4)
     inputs.hidden[1, token, 5] = torch.nan
     for given, impl in itertools.product((inputs, inputs.packed()), (target.impl, "reference")):
-        found = lsr_head_results(given, pooling=pooling, activation=activation, impl=impl)
-        assert found["scores"].isnan().all(dim=1).tolist() == [False, True, False], impl
-        poisoned = found["dhidden"].view(3, 9, 16).isnan()
+        results = lsr_head_results(given, pooling=pooling, activation=activation, impl=impl)
+        assert results["scores"].isnan().all(dim=1).tolist() == [False, True, False], impl
+        poisoned = results["dhidden"].view(3, 9, 16).isnan()
         assert not poisoned[[0, 2]].any() and poisoned[1].any(), impl
         if (
             pooling != "max"
@@ -173,7 +173,7 @@ def test_nan_in_a_valid_token_gives_nan_for_every_activation(
                 == poisoned[1].any(dim=1).nonzero().tolist()
                 == [[token]]
             )
-        assert found["dbias"].isnan().all() and found["dweight"].isnan().all(), impl
+        assert results["dbias"].isnan().all() and results["dweight"].isnan().all(), impl
 
 
 @pytest.mark.parametrize("pooling", ["max", "mean"])
@@ -256,8 +256,8 @@ def test_the_weight_gradient_can_be_added_to_a_buffer_in_fp32(target: Target, la
         )
         scores.backward(inputs.dscores)
     assert weight.grad is None
-    found = {"dweight": main_grad - before, "dhidden": hidden.grad, "dbias": bias.grad}
-    for name, gradient in found.items():
+    actual = {"dweight": main_grad - before, "dhidden": hidden.grad, "dbias": bias.grad}
+    for name, gradient in actual.items():
         assert_within_budget(gradient, 2 * truth[name], dtype, "gradient_bound", name=name)
 
 
@@ -318,9 +318,9 @@ def test_gradients_of_any_size_are_kept_under_autocast_and_in_fp16(
     inputs = with_one_answer(fp16_problem(target, layout), pooling)
     truth = lsr_head_truth(inputs, pooling=pooling)
     for size in (1e-12, 1e5, 1e12):
-        found = fp32_gradients(target, inputs, size * inputs.dscores.float(), pooling)
+        actual = fp32_gradients(target, inputs, size * inputs.dscores.float(), pooling)
         for name in ("dhidden", "dweight", "dbias"):
-            assert_within_budget(found[name] / size, truth[name], F16, kind="gradient", name=name)
+            assert_within_budget(actual[name] / size, truth[name], F16, kind="gradient", name=name)
     for name, result in lsr_head_results(inputs, pooling=pooling, impl=target.impl).items():
         kind = "forward" if name == "scores" else "gradient"
         assert_within_budget(result, truth[name], F16, kind=kind, name=name)
@@ -340,10 +340,10 @@ def test_with_one_token_every_row_of_gradients_has_its_own_range(
         ("dweight", torch.logspace(-12, 9, 21, device=target.device)),
     ):
         truth = lsr_head_truth(inputs, pooling=pooling, needs=(name[1:],))[name]
-        found = fp32_gradients(target, inputs, sizes * dscores, pooling)[name]
+        actual = fp32_gradients(target, inputs, sizes * dscores, pooling)[name]
         rows = name == "dhidden" and inputs.cu_seqlens is not None
         each = sizes[:, 0].repeat_interleave(inputs.cu_seqlens.diff()) if rows else sizes
-        assert_within_budget(found / each[:, None], truth, F16, kind="gradient", name=name)
+        assert_within_budget(actual / each[:, None], truth, F16, kind="gradient", name=name)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -351,10 +351,10 @@ def test_an_infinite_gradient_does_not_hide_in_the_range(target: Target, pooling
     inputs = fp16_problem(target, "full")
     dscores = inputs.dscores.float()
     dscores[1, 3], dscores[2, 5] = math.inf, math.nan
-    found = fp32_gradients(target, inputs, dscores, pooling)
+    actual = fp32_gradients(target, inputs, dscores, pooling)
     expected = lsr_head_truth(inputs, pooling=pooling)
-    assert not found["dhidden"][1].isfinite().all()
-    assert found["dhidden"][2].isnan().any()
-    assert not found["dweight"][[3, 5]].isfinite().any()
+    assert not actual["dhidden"][1].isfinite().all()
+    assert actual["dhidden"][2].isnan().any()
+    assert not actual["dweight"][[3, 5]].isfinite().any()
     rest = [v for v in range(21) if v not in (3, 5)]
-    assert_within_budget(found["dweight"][rest], expected["dweight"][rest], F16, kind="gradient")
+    assert_within_budget(actual["dweight"][rest], expected["dweight"][rest], F16, kind="gradient")

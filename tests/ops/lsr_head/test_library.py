@@ -58,11 +58,11 @@ def test_inductor_compiles_the_head_among_others(
         scores = lsr_head(torch.nn.functional.gelu(hidden), weight, bias, **inputs.layout)
         return (scores.mean(dim=0) ** 2).sum()
 
-    mine, theirs = leaves_of(inputs), leaves_of(inputs)
+    mine, stock_result = leaves_of(inputs), leaves_of(inputs)
     loss(*mine).backward()
-    scores = lsr_head(torch.nn.functional.gelu(theirs[0]), *theirs[1:], **inputs.layout)
+    scores = lsr_head(torch.nn.functional.gelu(stock_result[0]), *stock_result[1:], **inputs.layout)
     (scores.mean(dim=0) ** 2).sum().backward()
-    for a, b in zip(mine, theirs, strict=True):
+    for a, b in zip(mine, stock_result, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
 
 
@@ -169,10 +169,10 @@ def stated_bound(lengths: list[int], lists: bool) -> float:
 
 @pytest.mark.skipif(not _reset_high_water(), reason="the peak of a process cannot be reset here")
 def test_memory_stays_below_the_stated_bound_in_every_layout() -> None:
-    found = in_fresh_process(peaks)
+    actual = in_fresh_process(peaks)
     for name, (pooling, training, lengths) in CASES.items():
         bound = stated_bound(lengths, lists=training and pooling == "max")
-        assert found[name] <= bound, name
+        assert actual[name] <= bound, name
         # else the case would pass with all logits in memory
         assert bound < sum(lengths) * VOCAB * 4 / MIB or max(lengths) < 10_000, name
 
@@ -211,10 +211,10 @@ def test_ties_and_nan_across_the_parts_of_a_sequence_are_settled_as_in_one(
     dscores = torch.randn(3, 30, generator=torch.Generator().manual_seed(1))
     weight = torch.randint(-2, 3, (30, 3), generator=torch.Generator().manual_seed(2)).float()
     inputs = LSRHeadInputs(hidden, weight, None, None, None, dscores)
-    found = lsr_head_results(inputs, impl="tiled", needs=("hidden",), activation="none")
+    results = lsr_head_results(inputs, impl="tiled", needs=("hidden",), activation="none")
     truth = lsr_head_results(inputs, impl="reference", needs=("hidden",), activation="none")
     for name, value in truth.items():
-        torch.testing.assert_close(found[name], value, equal_nan=True)
+        torch.testing.assert_close(results[name], value, equal_nan=True)
 
 
 @pytest.mark.parametrize(("batch", "blocks"), [(64, 2), (1, 1)])

@@ -69,8 +69,8 @@ def test_scores_are_of_rounded_operands(
     )
     weight = quantize_weight(inputs.weight)
     options = {"activation": activation, "logit_scale": 0.7}
-    given = {**inputs.layout, "out_dtype": F32, "impl": target.impl}
-    scores = lsr_head(inputs.hidden, weight, inputs.bias, **given, **options)
+    arguments = {**inputs.layout, "out_dtype": F32, "impl": target.impl}
+    scores = lsr_head(inputs.hidden, weight, inputs.bias, **arguments, **options)
     assert relative_error(scores, rounded_truth(inputs, weight, **options)) <= FP8_PRODUCTS
 
 
@@ -139,14 +139,14 @@ def test_every_entry_is_within_the_stated_rounding(
 def test_a_weight_larger_than_a_slab_is_quantized_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(50, 16)
     hidden = torch.randn(2, 5, 16)
-    whole = quantize_weight(weight)
-    expected = lsr_head(hidden, whole)
+    full = quantize_weight(weight)
+    expected = lsr_head(hidden, full)
     monkeypatch.setattr(_quantized, "SLAB_V", 16)
     monkeypatch.setattr(_tiled, "SLAB_V", 16)
     parts = quantize_weight(weight)
-    assert torch.equal(whole.values.view(torch.uint8), parts.values.view(torch.uint8))
-    assert torch.equal(whole.scale, parts.scale)
-    torch.testing.assert_close(lsr_head(hidden, whole), expected)
+    assert torch.equal(full.values.view(torch.uint8), parts.values.view(torch.uint8))
+    assert torch.equal(full.scale, parts.scale)
+    torch.testing.assert_close(lsr_head(hidden, full), expected)
 
 
 WEIGHT = quantize_weight(torch.ones(5, 4))

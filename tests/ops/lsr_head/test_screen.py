@@ -87,7 +87,7 @@ def assert_same_bits(
     bias: Tensor | None,
     **options: object,
 ) -> None:
-    found = []
+    results = []
     for screen in (False, True):
         named = {"weight": weight, "bias": bias, **given}
         named = {
@@ -101,10 +101,10 @@ def assert_same_bits(
             .view_as(scores)
             .to(scores.dtype),
         )
-        found.append(
+        results.append(
             [scores.detach(), *[leaf.grad for leaf in named.values() if leaf.grad is not None]],
         )
-    for plain, screened in zip(*found, strict=True):
+    for plain, screened in zip(*results, strict=True):
         torch.testing.assert_close(screened, plain, rtol=0, atol=0, equal_nan=True)
 
 

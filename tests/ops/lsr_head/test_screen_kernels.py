@@ -183,7 +183,7 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
         **BUILD_OPTIONS,
     )
     logits = [rows[part].double() @ weight.double().T + bias.double() for part in parts]
-    exact = torch.stack([each.amax(0) for each in logits])
+    exact = torch.stack([logit.amax(0) for logit in logits])
     assert bool(kept[~(exact <= 0)].all())  # NaN stays, too
     if kind in ("trained", "small"):
         assert kept.float().mean() < 0.6  # and the bound is of use
@@ -243,7 +243,7 @@ def test_what_is_positive_stays_and_has_its_score(kind: str, uniform: bool) -> N
     usual = expected.isfinite()
     assert torch.equal(out.isfinite(), usual) and torch.equal(out.isnan(), expected.isnan())
     assert_within_budget(out[usual], expected[usual], torch.float32)
-    places = torch.stack([each.argmax(0) for each in logits])
+    places = torch.stack([logit.argmax(0) for logit in logits])
     active = usual & (expected > 0)
     assert torch.equal(winner[active].long(), places[active])
 

@@ -212,31 +212,31 @@ def test_rows_of_a_capacity_hold_the_kept(
 ) -> None:
     inputs = lsr_head_inputs(5, 9, 16, 70, layout=layout, device=kernels.device)
     options = {"top_k": top_k, "min_weight": min_weight, "impl": kernels.impl}
-    found, expected = rows(inputs, 80, **options), run(inputs, **options).cpu()
-    assert found.vocab_size == 70 and bool((found.counts <= 80).all())
+    actual, expected = rows(inputs, 80, **options), run(inputs, **options).cpu()
+    assert actual.vocab_size == 70 and bool((actual.counts <= 80).all())
     counts = expected.crow_indices().diff()
-    assert found.n_stored.tolist() == counts.tolist()
-    inside = torch.arange(found.columns.size(1)) < counts[:, None]
-    assert found.columns.cpu()[inside].tolist() == expected.col_indices().tolist()
-    torch.testing.assert_close(found.values.cpu()[inside], expected.values(), rtol=1e-6, atol=1e-6)
+    assert actual.n_stored.tolist() == counts.tolist()
+    inside = torch.arange(actual.columns.size(1)) < counts[:, None]
+    assert actual.columns.cpu()[inside].tolist() == expected.col_indices().tolist()
+    torch.testing.assert_close(actual.values.cpu()[inside], expected.values(), rtol=1e-6, atol=1e-6)
 
 
 def test_a_row_that_does_not_fit_says_how_many_there_were_and_nan_is_kept(kernels: Target) -> None:
     inputs = lsr_head_inputs(4, 6, 16, 70, layout="packed", device=kernels.device)
-    found, expected = (
+    actual, expected = (
         rows(inputs, 3, impl=kernels.impl),
         entries(run(inputs, impl=kernels.impl).cpu()),
     )
     counts = [len(row) for row in expected]
-    assert found.counts.tolist() == counts and found.n_stored.tolist() == [
+    assert actual.counts.tolist() == counts and actual.n_stored.tolist() == [
         min(count, 3) for count in counts
     ]
-    for columns, kept, row in zip(found.columns, found.n_stored, expected, strict=True):
+    for columns, kept, row in zip(actual.columns, actual.n_stored, expected, strict=True):
         assert columns[:kept].tolist() == row[:3]
     inputs.hidden[0, :] = math.nan
     first = next(b for b, count in enumerate(counts) if count)
-    found = rows(inputs, 80, impl=kernels.impl)
-    assert int(found.counts[first]) == 70 and bool(found.values[first, :70].isnan().all())
+    actual = rows(inputs, 80, impl=kernels.impl)
+    assert int(actual.counts[first]) == 70 and bool(actual.values[first, :70].isnan().all())
 
 
 def test_where_no_kernels_run_there_are_no_rows_of_a_capacity() -> None:

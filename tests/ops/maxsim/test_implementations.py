@@ -178,8 +178,8 @@ def test_nan_is_seen_where_it_is_kept_and_nowhere_else(
     )
     poisoned.queries[inputs.query_mask == 0] = math.nan
     poisoned.documents[inputs.document_mask == 0] = math.nan
-    found = maxsim_results(poisoned, impl=target.impl, **options)
-    assert_same_bits(found, maxsim_results(inputs, impl=target.impl, **options))
+    results = maxsim_results(poisoned, impl=target.impl, **options)
+    assert_same_bits(results, maxsim_results(inputs, impl=target.impl, **options))
     if isinstance(inputs.pairing, torch.Tensor):
         inputs.pairing[0] = 0  # the first query and the first document keep all their tokens
     poisoned.documents.view(-1, *inputs.documents.shape[-2:])[0, 1, 3] = math.nan
@@ -231,15 +231,15 @@ def test_documents_of_very_different_lengths(target: Target) -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(int(lengths.sum()), 16, generator=generator).to(target.device)
     queries = torch.randn(3, 4, 16, generator=generator).to(target.device)
-    found = maxsim(queries, rows, cu_seqlens_d=offsets.to(target.device), impl=target.impl)
+    actual = maxsim(queries, rows, cu_seqlens_d=offsets.to(target.device), impl=target.impl)
     exact = maxsim(
         queries.double(),
         rows.double(),
         cu_seqlens_d=offsets.to(target.device),
         impl="reference",
     )
-    assert_within_budget(found, exact)
-    assert not found[:, lengths.to(target.device) == 0].any()
+    assert_within_budget(actual, exact)
+    assert not actual[:, lengths.to(target.device) == 0].any()
 
 
 def test_empty_sides(target: Target) -> None:

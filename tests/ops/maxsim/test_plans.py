@@ -61,11 +61,11 @@ def test_inference_is_one_launch(case: str, rebound_kernels: list[str]) -> None:
         inputs.cu_seqlens_q[1] = 0  # queries without a token at either end
         inputs.cu_seqlens_q[3:] = inputs.cu_seqlens_q[-1].clone()
     with nan_poisoned_empty():
-        found = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
+        actual = maxsim(inputs.queries, inputs.documents, **inputs.layout, **options, impl="triton")
     assert len(rebound_kernels) == 1
     wide = inputs.cast(torch.float64)
     assert_within_budget(
-        found,
+        actual,
         maxsim(wide.queries, wide.documents, **wide.layout, **options, impl="reference"),
     )
 
@@ -79,16 +79,16 @@ def test_rows_find_their_query_as_a_search_does(offsets: list[int], target: Targ
     if target.impl != "triton":
         pytest.skip("a kernel's test")
     cu = torch.tensor(offsets, dtype=torch.int32, device=target.device)
-    found = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
+    actual = torch.empty(offsets[-1], dtype=torch.int32, device=target.device)
     count = cu.numel() - 1
     numbers = (offsets[-1], count, count.bit_length())
     shared_launch.launch(
         owner_kernel,
         (-(-offsets[-1] // 256), 1, 1),
-        (cu, found, *numbers),
+        (cu, actual, *numbers),
         {"BLOCK": 256},
     )
-    assert torch.equal(found, plans.row_queries(offsets[-1], cu))
+    assert torch.equal(actual, plans.row_queries(offsets[-1], cu))
 
 
 @kernels
@@ -124,11 +124,11 @@ def test_the_longest_of_packed_queries_is_looked_at_in_every_call() -> None:
     for middle in (1, rows - 1, rows // 2, 1):
         offsets = torch.tensor([0, middle, rows], dtype=torch.int32, device=DEVICE)
         layout = inputs.layout | {"cu_seqlens_q": offsets}
-        found, expected = (
+        actual, expected = (
             torch.autograd.grad(maxsim(*leaves, **layout, impl=impl), leaves, inputs.dscores)
             for impl in ("triton", "tiled")
         )
-        for a, b in zip(found, expected, strict=True):
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
@@ -194,14 +194,14 @@ def test_kernels_without_tma_follow_where_those_with_it_cannot_be_built(
         lambda arguments: any(hasattr(argument, "block_shape") for argument in arguments),
     )
     with pytest.warns(FallbackWarning, match="maxsim's kernels with TMA cannot run"):
-        found = maxsim_results(inputs, impl="triton")
-    for name, value in found.items():
+        results = maxsim_results(inputs, impl="triton")
+    for name, value in results.items():
         torch.testing.assert_close(value, expected[name])
     with warnings.catch_warnings():
         warnings.simplefilter("error", FallbackWarning)
         for _ in range(2):
             tried.clear()
-            assert_same_bits(maxsim_results(inputs, impl="triton"), found)
+            assert_same_bits(maxsim_results(inputs, impl="triton"), results)
             assert tried.count("all_pairs_kernel") <= 1, "the plan that failed was kept"
 
 
@@ -261,13 +261,13 @@ def test_rows_that_broken_offsets_give_to_no_document_have_no_gradient(
         layout["cu_seqlens_q"] = torch.arange(0, 13, 4, dtype=torch.int32, device=DEVICE)
         queries = queries.flatten(0, 1)
     leaves = [queries.detach().requires_grad_(), documents.detach().requires_grad_()]
-    whole = [
+    full = [
         (a, b)
         for i, (a, b) in enumerate(pairwise(offsets))
         if 0 <= a <= b <= 20 and (i > 0 or a == 0)
     ]
-    whole = [(a, b) for a, b in whole if (a, b) != (offsets[-2], offsets[-1]) or b == 20]
-    held = torch.tensor([any(a <= row < b for a, b in whole) for row in range(20)], device=DEVICE)
+    full = [(a, b) for a, b in full if (a, b) != (offsets[-2], offsets[-1]) or b == 20]
+    held = torch.tensor([any(a <= row < b for a, b in full) for row in range(20)], device=DEVICE)
     for _ in range(3):
         with nan_poisoned_empty():
             scores = maxsim(*leaves, **layout, impl="triton")

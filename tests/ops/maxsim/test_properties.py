@@ -136,15 +136,15 @@ def test_every_problem_stays_within_budget_and_what_a_masked_token_holds_reaches
     assert all(torch.equal(specified[name], value) for name, value in exact.items())
     with tiles_of(small):
         for needs in ("qd", "q", "d", ""):
-            found = maxsim_results(
+            results = maxsim_results(
                 dirty.to(target.device),
                 impl=target.impl,
                 needs=needs,
                 **options,
             )
             held_to_budgets(
-                found,
-                {name: exact[name].to(target.device) for name in found},
+                results,
+                {name: exact[name].to(target.device) for name in results},
                 "gradient",
             )
 
@@ -176,12 +176,12 @@ def test_what_a_masked_token_holds_reaches_neither_xtr_scores_nor_losses(
             (xtr_scores, {"top_k": 4}),
             (maxsim_contrastive_loss, {"labels": labels}),
         ):
-            for found, expected in zip(
+            for actual, expected in zip(
                 both(function, dirty, **options, **more),
                 both(function, clean, **options, **more),
                 strict=True,
             ):
-                assert torch.equal(found, expected)
+                assert torch.equal(actual, expected)
         layout = {name: value for name, value in clean.layout.items() if name != "pairing"}
         with torch.no_grad():
             scores = [
@@ -249,9 +249,9 @@ def test_ties_are_settled_as_in_the_reference(
     mode: str,
 ) -> None:
     inputs = inputs.to(target.device)
-    found = maxsim_results(inputs, mask_mode=mode, impl=target.impl)
+    results = maxsim_results(inputs, mask_mode=mode, impl=target.impl)
     for name, value in maxsim_results(inputs, mask_mode=mode, impl="reference").items():
-        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results[name], value, rtol=1e-4, atol=1e-5)
 
 
 @EXAMPLES

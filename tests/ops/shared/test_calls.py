@@ -134,13 +134,13 @@ def test_calls_that_others_must_see_have_no_key() -> None:
     with torch.autograd.forward_ad.dual_level():
         assert key(x) is None
     assert torch.func.vmap(lambda y: torch.tensor(key(y) is None))(torch.ones(3, 2)).all()
-    seen: Any = []
+    recorded: Any = []
     torch.compile(
-        lambda y: (seen.append(call_key((y,), ())), y + 1)[1],
+        lambda y: (recorded.append(call_key((y,), ())), y + 1)[1],
         backend="eager",
         fullgraph=True,
     )(x)
-    assert seen == [None]
+    assert recorded == [None]
 
 
 def test_gradients_are_told_apart_by_what_comes_back_of_a_call(

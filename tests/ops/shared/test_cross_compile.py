@@ -95,10 +95,12 @@ def check_amds_compiler() -> None:
         warps,
         3,
     )
-    found = {(kernel.split(".")[0], arch): said for (kernel, _, arch), said in gates.found.items()}
+    result = {
+        (kernel.split(".")[0], arch): message for (kernel, _, arch), message in gates.found.items()
+    }
     for arch in ("gfx942", "gfx950"):
-        assert found["token_scatter", arch] == {BUILDS: 1}
-        assert found["entmax", arch] == {BUILDS if release() >= (3, 8) else PTX: 1}
+        assert result["token_scatter", arch] == {BUILDS: 1}
+        assert result["entmax", arch] == {BUILDS if release() >= (3, 8) else PTX: 1}
 
 
 # an outer loop of 6 instructions around one of 3, then a branch that jumps over the end

@@ -140,14 +140,14 @@ def test_the_head_steps_down_from_kernel_to_kernel(
 ) -> None:
     monkeypatch.setattr(releases, "why_no_warp_roles", lambda: None)
     given_up: list[str] = []
-    seen = []
+    recorded = []
     while (launch := head_plan(dtype, *given_up)).fallback is not None:
         assert launch.fallback.sentence.endswith(
             "instead: the same results, a slower forward pass."
         )
         given_up.append(launch.fallback.kernel)
-        seen.append((launch.kernel.__name__, bool(launch.tma)))
-    assert seen == [("max_forward_hopper_kernel", True), ("max_forward_kernel", True)]
+        recorded.append((launch.kernel.__name__, bool(launch.tma)))
+    assert recorded == [("max_forward_hopper_kernel", True), ("max_forward_kernel", True)]
     assert launch.kernel.__name__ == "max_forward_kernel" and not launch.tma
 
 

@@ -218,7 +218,7 @@ def test_the_scores_serve_as_the_table_where_they_can_hold_positions(
 def test_scratch_is_twelve_bytes_a_token_and_twenty_for_sums() -> None:
     for reduce, expected in (("max", 12), ("sum", 20)):
         buffers = scattered(3, 7, reduce=reduce).buffers.values()
-        assert sum(each.shape[0] * each.dtype.itemsize for each in buffers) == expected * 21
+        assert sum(buffer.shape[0] * buffer.dtype.itemsize for buffer in buffers) == expected * 21
 
 
 def test_nothing_is_launched_for_nothing() -> None:

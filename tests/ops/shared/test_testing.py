@@ -101,14 +101,14 @@ def test_products_added_up_in_any_order_are_within_the_bound_and_the_budget(
     if values == "positive":
         a, b = a.abs(), b.abs()
     exact = a.double() @ b.double()
-    found = in_an_order((a.double().T[:, :, None] * b.double()[:, None, :]), order)
+    actual = in_an_order((a.double().T[:, :, None] * b.double()[:, None, :]), order)
     bound = CONFIDENCE * rounding_scale(exact, a.double() ** 2 @ b.double() ** 2, dim)
-    assert ((found - exact).abs() <= bound).all()
-    assert_within_budget(found, exact)
-    wrong = found - a[:, :1] * b[:1]  # without one of the terms
+    assert ((actual - exact).abs() <= bound).all()
+    assert_within_budget(actual, exact)
+    wrong = actual - a[:, :1] * b[:1]  # without one of the terms
     assert relative_error(wrong, exact) > budget(torch.float32)
     assert ((wrong - exact).abs() > bound).float().mean() > 0.5
-    assert ((1.01 * found - exact).abs() > bound).float().mean() > 0.5
+    assert ((1.01 * actual - exact).abs() > bound).float().mean() > 0.5
 
 
 def test_a_failure_names_the_tensor_the_error_the_budget_and_the_place() -> None:

@@ -137,8 +137,8 @@ def test_gradients_are_rounded_to_tf32_where_it_is_allowed_when_they_run() -> No
     out = attend(x, impl="triton")
     for allowed in (True, False, True, False):
         legacy(allowed)
-        (found,) = torch.autograd.grad(out, x, dout, retain_graph=True)
-        error = float((found.cpu() - expected).abs().max() / expected.abs().max())
+        (actual,) = torch.autograd.grad(out, x, dout, retain_graph=True)
+        error = float((actual.cpu() - expected).abs().max() / expected.abs().max())
         # the gradient of v is a weighted mean of dout: TF32 takes 2**-12 off it, fp32 less than 64
         # roundings of 2**-24
         assert (error > 2.0**-14) is allowed, error

@@ -50,8 +50,8 @@ def test_a_thread_without_a_context_repeats_a_call_with_tensors_at_other_address
     torch.cuda.synchronize()
     for _ in range(3):
         with ThreadPoolExecutor(1) as pool:
-            found = pool.submit(maxsim_results, moved).result()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+            actual = pool.submit(maxsim_results, moved).result()
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def test_the_first_call_of_a_thread_may_be_captured() -> None:

@@ -132,14 +132,14 @@ def test_whole_numbers_with_ties_agree_in_every_bit_with_the_reference(
     inputs = token_scatter_inputs(*SHAPE, layout=layout, device=target.device)
     inputs = dataclasses.replace(inputs, weights=inputs.weights.round())
     for activation in ("none",) if INTERPRETED else ("relu", "none"):
-        found = token_scatter_results(
+        results = token_scatter_results(
             inputs,
             reduce=reduce,
             activation=activation,
             impl=target.impl,
         )
         assert_same_bits(
-            found,
+            results,
             token_scatter_results(inputs, reduce=reduce, activation=activation, impl="reference"),
         )
 
@@ -202,19 +202,19 @@ def test_nan_makes_its_entry_nan_with_its_gradient_and_no_other_and_infinity_sco
     weights[0, 3] = math.nan
     inputs = dataclasses.replace(inputs, weights=weights)
     for impl in (target.impl, "reference"):
-        found = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=impl)
-        poisoned = torch.zeros_like(found["scores"], dtype=torch.bool)
+        results = token_scatter_results(inputs, reduce=reduce, activation=activation, impl=impl)
+        poisoned = torch.zeros_like(results["scores"], dtype=torch.bool)
         poisoned[0, inputs.input_ids[0, 3]] = True
-        assert torch.equal(found["scores"].isnan(), poisoned), impl
-        assert found["dweights"].isnan().nonzero().tolist() == [[0, 3]], impl
+        assert torch.equal(results["scores"].isnan(), poisoned), impl
+        assert results["dweights"].isnan().nonzero().tolist() == [[0, 3]], impl
     weights = torch.tensor([[math.inf, 1.0, -math.inf, -math.inf, math.inf, -math.inf, 2.0, -3.0]])
     ids = torch.tensor([[0, 0, 1, 2, 2, 3, 4, 4]])
     inputs = TokenScatterInputs(weights, ids, 6, None, None, torch.ones(1, 6)).to(target.device)
-    found, truth = (
+    results, truth = (
         token_scatter_results(inputs, reduce=reduce, activation=activation, impl=impl)
         for impl in (target.impl, "reference")
     )
-    torch.testing.assert_close(found, truth, rtol=1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(results, truth, rtol=1e-5, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("length", [2, 100])
@@ -266,9 +266,9 @@ def test_softplus_and_its_logarithm_hold_for_every_weight_beside_every_other(
         rtol=1e-5,
         atol=0,
     )  # of exp(x), which has |x| roundings
-    (found,) = torch.autograd.grad(scores.log().sum(), leaf)
+    (actual,) = torch.autograd.grad(scores.log().sum(), leaf)
     torch.testing.assert_close(
-        found.double().cpu(),
+        actual.double().cpu(),
         slopes,
         rtol=2e-5 if dtype == torch.float32 else 2**-7,
         atol=0,

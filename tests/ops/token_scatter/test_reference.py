@@ -154,11 +154,11 @@ def test_it_is_the_lexical_embedding_of_bge_m3(impl: str) -> None:
     unused = [0, 2, 1, 3]
     leaves = [inputs.weights.clone().requires_grad_() for _ in range(2)]
     mine = token_scatter(leaves[0], inputs.input_ids, 40, ignore_ids=unused, impl=impl)
-    theirs = bge_m3(leaves[1], inputs.input_ids, 40, unused, training=True)
-    assert torch.equal(mine, theirs)
+    stock_result = bge_m3(leaves[1], inputs.input_ids, 40, unused, training=True)
+    assert torch.equal(mine, stock_result)
     assert torch.equal(mine, bge_m3(inputs.weights, inputs.input_ids, 40, unused, training=False))
     mine.backward(inputs.dscores)
-    theirs.backward(inputs.dscores)
+    stock_result.backward(inputs.dscores)
     assert torch.equal(leaves[0].grad, leaves[1].grad)
     # its padding has a token of its own, which is not used
     inputs = token_scatter_inputs(4, 30, 40, layout="right")

@@ -48,10 +48,10 @@ def test_a_judgement_that_calls_the_query_relevant_counts_its_hit() -> None:
 
 
 def test_conventions_count_ignored_hits_and_look_at_the_others() -> None:
-    found = conventions(RUN, QRELS)
-    assert found["ignored_identical_ids"] == 2
-    assert found["counted_identical_ids"] == 0
-    assert found["judged@10"] == pytest.approx(1 / 2)
+    actual = conventions(RUN, QRELS)
+    assert actual["ignored_identical_ids"] == 2
+    assert actual["counted_identical_ids"] == 0
+    assert actual["judged@10"] == pytest.approx(1 / 2)
     counted = conventions(RUN, QRELS, ignore_identical_ids=False)
     assert counted["judged@10"] == pytest.approx((1 / 3 + 1 / 3 + 1 / 2) / 3)
     assert counted["counted_identical_ids"] == 2
@@ -128,8 +128,8 @@ def test_passages_of_the_document_with_the_id_of_the_query_are_no_negatives() ->
         "b": r.Document("b", "", "seven eight nine"),
     }
     queries = {"a": "one six"}
-    whole = r.Collection("c", documents, queries, {"train": {"a": {"b": 1}}})
-    cut = r.training_passages(r.Passages(3), whole)
+    full = r.Collection("c", documents, queries, {"train": {"a": {"b": 1}}})
+    cut = r.training_passages(r.Passages(3), full)
     assert len(cut.documents) == 3
     scores = {name: float(number) for number, name in enumerate(cut.documents)}
     mined = r.mine_negatives({"a": scores}.items(), cut, "train", [r.Window(1, 3, 3)])

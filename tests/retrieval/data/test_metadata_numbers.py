@@ -189,12 +189,12 @@ def test_intervals_agree_with_exact_comparison(seed: int) -> None:
     for integer in (n for n in near if n in INT64):
         assert (integer in integers) == matches(integer, bounds)
         stored = float(integer)
-        found = (
+        actual = (
             (rounded.interval is not None and stored in rounded.interval)
             or integer in rounded.integers
             or any(stored == value and integer not in out for value, out in rounded.boundaries)
         )
-        assert found == matches(integer, bounds), (integer, bounds)
+        assert actual == matches(integer, bounds), (integer, bounds)
     for value in map(float, near):
         assert (value in floats) == matches(value, bounds)
 

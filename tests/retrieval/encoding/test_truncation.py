@@ -207,8 +207,8 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
     with tally_truncation() as tally:
         encode_queries(splade, {"q": TEXTS["n200"]})
         encode_dense(dense, TEXTS, kind="document", batch_size=4)
-    said = f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens"
-    assert sorted(tally.lines()) == [f"1 of 1 queries was cut at {LIMIT} tokens", said]
+    message = f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens"
+    assert sorted(tally.lines()) == [f"1 of 1 queries was cut at {LIMIT} tokens", message]
 
 
 def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
@@ -216,13 +216,13 @@ def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
     pairs = [("cats", text) for text in TEXTS.values()]
     with counting_truncation() as cut:
         teacher.predict(pairs, batch_size=4, show_progress_bar=False)
-    whole = AutoTokenizer.from_pretrained(str(tmp_path))(
+    full = AutoTokenizer.from_pretrained(str(tmp_path))(
         [a for a, _ in pairs],
         [b for _, b in pairs],
         verbose=False,
     )
     assert (cut.count, cut.max_length) == (
-        sum(len(ids) > LIMIT for ids in whole["input_ids"]),
+        sum(len(ids) > LIMIT for ids in full["input_ids"]),
         LIMIT,
     )
 
@@ -253,8 +253,8 @@ def test_an_enormous_text_is_cut_and_read_as_before(
     fast = encode_queries(splade, {"q": long}, top_k=30)
     for module in ("encoding.sparse", "encoding.pending_shards"):
         monkeypatch.setattr(f"tilefold.retrieval.{module}.cut_texts", lambda model, texts: texts)
-    whole = encode_queries(splade, {"q": long}, top_k=30)
-    assert np.array_equal(fast.indices, whole.indices) and np.array_equal(fast.data, whole.data)
+    full = encode_queries(splade, {"q": long}, top_k=30)
+    assert np.array_equal(fast.indices, full.indices) and np.array_equal(fast.data, full.data)
 
 
 def test_a_text_is_cut_behind_as_many_tokens_as_the_model_reads(splade: Any) -> None:
@@ -332,11 +332,11 @@ def test_beginnings_of_one_endless_piece_are_those_of_the_whole(kind: str) -> No
         JAPANESE[:6000].replace("。", "").replace("、", ""),
         BASE64[:8000].replace("+", "").replace("/", ""),
     ):
-        whole = tokenizer(text, add_special_tokens=False)["input_ids"]
+        full = tokenizer(text, add_special_tokens=False)["input_ids"]
         for size, count in ((900, 10), (1400, 64), (2600, 200)):
             first = beginnings.first(text[:size], count)
             shown += first is not None
-            assert first in (None, whole[:count])
+            assert first in (None, full[:count])
     assert shown >= 20, "most beginnings decide their first tokens"
 
 

@@ -24,7 +24,7 @@ EXPORTERS = [export_opensearch, export_vespa]
 def read_back(folder: Path) -> dict[str, dict[str, float]]:
     """Id -> name -> weight, as the engine reads the files."""
     record = json.loads((folder / "export.json").read_text())
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     field = record["settings"]["field"]
     for name in record["files"]:
         if name.endswith((".sd", "mapping.json")):
@@ -33,7 +33,7 @@ def read_back(folder: Path) -> dict[str, dict[str, float]]:
         if record["engine"] == "opensearch":
             for action, source in zip(lines[::2], lines[1::2], strict=True):
                 assert source["id"] == action["index"]["_id"] and set(action) == {"index"}
-                found[source["id"]] = source[field]
+                results[source["id"]] = source[field]
         else:
             for put in lines:
                 document, namespace = (
@@ -41,8 +41,8 @@ def read_back(folder: Path) -> dict[str, dict[str, float]]:
                     record["settings"]["namespace"],
                 )
                 assert put["put"] == f"id:{namespace}:{document}::{put['fields']['id']}"
-                found[put["fields"]["id"]] = put["fields"][field]["cells"]
-    return found
+                results[put["fields"]["id"]] = put["fields"][field]["cells"]
+    return results
 
 
 def expected(
@@ -270,8 +270,10 @@ def test_wrong_options_are_named_and_a_dot_is_kept_on_request_or_where_it_is_not
             tmp_path / "out",
             **wrong,
         )
-    said, kind = "expected None with field_type='sparse_vector'", "sparse_vector"
-    refused(ValueError, said, export_opensearch, ONE, tmp_path / "out", ["a", "b"], field_type=kind)
+    message, kind = "expected None with field_type='sparse_vector'", "sparse_vector"
+    refused(
+        ValueError, message, export_opensearch, ONE, tmp_path / "out", ["a", "b"], field_type=kind
+    )
     export_opensearch(ONE, tmp_path / "out", ["3.5", "."], dots="keep")
     assert read_back(tmp_path / "out") == {"a": {"3.5": 1.0}}
     export_opensearch(ONE, tmp_path / "out", ["three", "."], overwrite=True)

@@ -188,11 +188,11 @@ def test_a_killed_writer_loses_only_its_last_shard(
     refused(DataError, r"2 shard\(s\) of an unfinished run", r.read_vectors, tmp_path)
     writer.finish()
     assert r.read_vectors(tmp_path).ids == ["d0", "e0", "e1"]
-    other, said = (
+    other, message = (
         r.VectorManifest(**OWN | {"vocab_size": 600}),
         "vocab_size: 500 before, 600 now.*resume=False",
     )
-    refused(DataError, said, r.SparseVectorWriter, tmp_path, other, resume=True)
+    refused(DataError, message, r.SparseVectorWriter, tmp_path, other, resume=True)
 
 
 def test_a_folder_of_other_files_is_never_written_to_nor_read(

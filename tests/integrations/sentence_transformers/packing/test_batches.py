@@ -106,9 +106,9 @@ def test_packed_features_are_not_cut_and_trainers_that_cut_collate_nothing(
 ) -> None:
     accelerate(tiny)
     with packed_inputs():
-        whole = tiny.preprocess(TEXTS)
+        full = tiny.preprocess(TEXTS)
     cut = {
-        key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in whole.items()
+        key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in full.items()
     }
     refused(ValueError, "must hold all offsets of their sequences, got 0 sequences", tiny, cut)
     arguments = five_steps(tmp_path, accelerator_config={"dispatch_batches": True})
@@ -155,14 +155,14 @@ def test_padding_is_taken_out_with_one_answer_from_the_device(rows: list[list[in
     ids = torch.arange(mask.numel()).view_as(mask) + 7
     types = ids % 2
     with torch.profiler.profile() as ran:
-        found = pack_features(
+        actual = pack_features(
             {"input_ids": ids, "attention_mask": mask, "token_type_ids": types},
             None,
         )
-    assert found["input_ids"].tolist() == [ids[mask == 1].tolist()]
-    assert found["cu_seq_lens_q"].tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
-    assert found["max_length_q"] == mask.sum(1).max()
-    assert found["token_type_ids"].tolist() == [types[mask == 1].tolist()]
+    assert actual["input_ids"].tolist() == [ids[mask == 1].tolist()]
+    assert actual["cu_seq_lens_q"].tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+    assert actual["max_length_q"] == mask.sum(1).max()
+    assert actual["token_type_ids"].tolist() == [types[mask == 1].tolist()]
     # the size of what these give is known on the device alone; on a GPU each waits for it
     waits = {"nonzero", "masked_select", "_local_scalar_dense", "item", "repeat_interleave"}
     names = {event.key.removeprefix("aten::") for event in ran.key_averages()}
@@ -200,8 +200,8 @@ def test_a_model_card_counts_tokens(tiny: SparseEncoder) -> None:
 def test_a_multi_vector_model_without_its_mask_module_stays_padded_with_a_reason() -> None:
     from sentence_transformers import MultiVectorEncoder
 
-    whole = build_colbert()
-    model = MultiVectorEncoder(modules=[whole[0], whole[1], whole[3]], device="cpu")
+    full = build_colbert()
+    model = MultiVectorEncoder(modules=[full[0], full[1], full[3]], device="cpu")
     expected = model.encode_document(POSITIVES)
     for check in (True, False):
         with pytest.warns(UserWarning, match="takes packed tokens with a MultiVectorMask only"):
@@ -241,19 +241,19 @@ def test_texts_without_tokens_have_rows_of_zeros_and_gradients(
     texts = ["fox fox", " ", "", "a"]
     full = model.encode(["fox fox", "a"]).to_dense()
     accelerate(model)
-    found = [
+    actual = [
         model.encode(texts, batch_size=2).to_dense(),
         encode_sparse(model, texts, batch_size=1).to_dense(),
     ]
     if kind == "roberta":
-        found.append(torch.stack([model.encode(text).to_dense() for text in texts]))
-        found.append(encode_sparse(model, texts * 9).to_dense()[:4])
+        actual.append(torch.stack([model.encode(text).to_dense() for text in texts]))
+        actual.append(encode_sparse(model, texts * 9).to_dense()[:4])
         columns = [model.preprocess(column) for column in (["", " "], ["a list", "b"])]
         value, gradients = gradients_of(model, splade_loss(model), columns)
         assert 0 < value < float("inf") and all(
             gradient.isfinite().all() for gradient in gradients.values()
         )
-    for rows in found:
+    for rows in actual:
         assert_close(rows[[0, 3]], full, 1e-5)
         assert not rows[1:3].any()
 
@@ -268,7 +268,7 @@ def test_texts_without_tokens_have_no_vectors() -> None:
     accelerate(model)
     texts = ["fox fox", " ", "", "a"]
     for size in (1, 2, 3, 4):
-        assert [len(found) for found in model.encode_document(texts, batch_size=size)] == [
+        assert [len(actual) for actual in model.encode_document(texts, batch_size=size)] == [
             2,
             0,
             0,

@@ -219,8 +219,8 @@ def train(
     data: Dataset = PAIRS,
     **options: Any,
 ) -> list[float]:
-    given = {"args": five_steps(folder, **options), "train_dataset": data, "eval_dataset": data}
-    trainer = SparseEncoderTrainer(model, loss=splade_loss(model), **given)
+    arguments = {"args": five_steps(folder, **options), "train_dataset": data, "eval_dataset": data}
+    trainer = SparseEncoderTrainer(model, loss=splade_loss(model), **arguments)
     if ahead:
         collate_ahead(trainer)
         collate_ahead(trainer)
@@ -344,17 +344,17 @@ def test_mini_batches_of_all_columns_have_the_gradients_of_the_whole_batch(
 
 def test_a_mini_batch_has_the_same_dropout_both_times(model: SparseEncoder) -> None:
     packed = fused_copy(model)
-    loss, seen = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=3), []
+    loss, recorded = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=3), []
     stock = loss.embed_minibatch
 
     def embedded(*args: Any, **more: Any) -> Any:
-        seen.append(stock(*args, **more))
-        return seen[-1]
+        recorded.append(stock(*args, **more))
+        return recorded[-1]
 
     loss.embed_minibatch = embedded
     for _ in range(2):
         gradients_of(packed, loss, joined(packed, [list(PAIRS["anchor"]), list(PAIRS["positive"])]))
-    vectors = [vector for vector, _ in seen]
+    vectors = [vector for vector, _ in recorded]
     for first in (0, 6):
         assert all(map(torch.equal, vectors[first : first + 3], vectors[first + 3 : first + 6]))
     assert not torch.equal(vectors[0], vectors[6])
@@ -372,10 +372,10 @@ def test_columns_of_several_encoders_are_not_joined(tokenizer_folder: Path, tmp_
 
 
 def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:
-    seen = []
+    recorded = []
 
     def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-        seen.append(threading.current_thread().name)
+        recorded.append(threading.current_thread().name)
         if not rows:
             raise ValueError("no rows")
         return {"x_input_ids": torch.tensor([row["x"] for row in rows]), "dataset_name": "a"}
@@ -386,7 +386,7 @@ def test_batches_are_made_in_a_thread_and_their_errors_come_out() -> None:
     assert isinstance(batch, PendingBatch)
     made = batch.to("cpu", non_blocking=True)
     assert made["x_input_ids"].tolist() == [1, 2] and made["dataset_name"] == "a"
-    assert seen[0].startswith("tilefold-collate")
+    assert recorded[0].startswith("tilefold-collate")
     refused(ValueError, "no rows", ahead([]).to, "cpu")
     refused(TypeError, "must be a trainer of sentence-transformers", collate_ahead, object())
 

@@ -54,15 +54,15 @@ def late(late_folder: Path, request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int | None]]:
     """The texts of a batch, at most, of each stream that runs."""
-    seen: list[int | None] = []
+    recorded: list[int | None] = []
     call = TextStream.__call__
 
     def counted(self: TextStream, windows: Any) -> Any:
-        seen.append(self.batch_size)
+        recorded.append(self.batch_size)
         return call(self, windows)
 
     monkeypatch.setattr(TextStream, "__call__", counted)
-    yield seen
+    yield recorded
 
 
 def test_rows_are_those_of_encode_in_the_order_of_the_texts(model: SparseEncoder) -> None:
