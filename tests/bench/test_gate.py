@@ -282,7 +282,7 @@ def test_an_implementation_that_raises_or_does_not_fit_costs_only_its_own_row() 
     )
     assert late_row.status == "ERROR" and late_row.failed_gate, "it raised while it was timed"
     assert good.status == "ok" and good.forward_p50_ms is not None
-    large = replace(lsr_head.SPEC, needs_bytes=lambda case, impl: 1 << 60)
+    large = replace(lsr_head.SPEC, min_bytes=lambda case, impl: 1 << 60)
     skipped = run_case(large, tiny("lsr_head"), OPTIONS, CEILINGS)[0]
     assert skipped.status == "skipped" and "GiB free" in skipped.note
 
@@ -334,8 +334,8 @@ def test_a_run_judges_the_claims_of_which_it_measured_both_sides() -> None:
 
     rows = [row("tilefold", 1.1, 100.0), row("eager", 4.0, 700.0), row("gemm-full", 1.0, 0.0)]
     memory, time = claims.judged("lsr_head", rows)
-    assert (time.ours, time.other, time.outcome) == (1.1, 1.0, "pass")
-    assert (memory.ours, memory.other, memory.outcome) == (100.0, 700.0, "miss")
+    assert (time.ours, time.baseline, time.outcome) == (1.1, 1.0, "pass")
+    assert (memory.ours, memory.baseline, memory.outcome) == (100.0, 700.0, "miss")
     assert "| 1, 1.1 ms | 0.909 (0.87) | pass |" in claims.table([time])[2]
     nothing = claims.judge(memory.claim, [row("tilefold", 1.1, 0.0), rows[1]])
     assert nothing.outcome == "not measured", "memory that was too little to be seen"

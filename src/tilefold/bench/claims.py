@@ -1,8 +1,9 @@
 """Performance claims of the README and of published systems, and whether they hold.
 
-A claim names two rows of a results file, a column, and how many times better tilefold's row must
-be. If an operator's benchmark measures the rows (:func:`measured_by`), they are measured anew in
-one run. Otherwise they are the committed rows, with the command that repeats them.
+A claim names two rows of a results file, a column, and the factor by which tilefold's row must be
+better. The rows of an operator's benchmark are measured again in one run
+(:func:`implementations_by_case`). All other rows are read from the committed results, and the claim
+has the command that repeats them.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ TIME = "forward_p50_ms"
 TRAIN = "forward_backward_p50_ms"
 MEMORY = "forward_backward_peak_mib"
 FORWARD_MEMORY = "forward_peak_mib"
-# columns in which a larger value is better
 BATCH = "largest_batch"
 RATE = "pairs_per_second"
+HIGHER_IS_BETTER = (BATCH, RATE)
+# quantity and unit of each column
 COLUMNS = {
     TIME: ("forward", "ms"),
     TRAIN: ("forward + backward", "ms"),
@@ -37,50 +39,60 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, eq=False)
 class Claim:
-    """A claim that tilefold is several times better than another implementation.
+    """A claim that tilefold is better than another implementation by some factor.
 
     Attributes:
         system: the system or paper that the claim is about.
-        claim: description of the measurement.
-        device: folder of its results.
-        file: name of the results file, without .csv.
+        statement: what is claimed, in words.
+        device: folder of the results; ``"cpu"`` for claims that are measured on any CPU.
+        file: name of the results file, without .csv. For an operator's benchmark, the operator.
         where: cells that the rows of both sides share.
-        other: the implementation that tilefold is compared with.
+        baseline: the implementation that tilefold is compared with.
         column: the column that is compared.
-        times: the smallest ratio at which the claim holds.
+        ratio: the smallest ratio at which the claim holds.
         ours: tilefold's implementation.
-        side: the column that names the implementation.
-        shown: the values in the README, the other's and tilefold's.
+        impl_column: the column with the name of the implementation. It is ``"impl"`` in the results
+            of operators' benchmarks, and only there.
+        shown: the values in the README, the baseline's and tilefold's.
     """
 
     system: str
-    claim: str
+    statement: str
     device: str
     file: str
     where: Mapping[str, str]
-    other: str
+    baseline: str
     column: str
-    times: float
+    ratio: float
     ours: str = "tilefold"
-    side: str = "impl"
+    impl_column: str = "impl"
     shown: Sequence[str] = ("", "")
+
+    @property
+    def is_about_operator(self) -> bool:
+        """Whether ``tilefold bench`` measures both rows."""
+        return self.impl_column == "impl"
 
     @property
     def command(self) -> str:
         """The command that measures both rows in one run."""
-        if self.side == "impl":
+        if self.is_about_operator:
             return (
                 f"tilefold bench {self.file} --shape {self.where['case']} "
-                f"--impl {self.ours} --impl {self.other}"
+                f"--impl {self.ours} --impl {self.baseline}"
             )
         return f"python -m benchmarks.{self.file}"
 
+    def runs_on(self, device_type: str) -> bool:
+        """Return whether the claim is about a device of type ``"cpu"`` or ``"cuda"``."""
+        claimed_type = "cpu" if self.device == "cpu" else "cuda"
+        return claimed_type == device_type
 
-# Claims in the order of docs/claims.md. Those of "cpu" are measured on any CPU, and have no
-# committed rows.
+
+# Claims in the order of docs/claims.md. Those of "cpu" have no committed rows.
 CLAIMS = tuple(
-    Claim(**row)
-    for row in json.loads((Path(__file__).parent / "claims.json").read_text(encoding="utf-8"))
+    Claim(**fields)
+    for fields in json.loads((Path(__file__).parent / "claims.json").read_text(encoding="utf-8"))
 )
 
 
@@ -91,84 +103,93 @@ class Verdict:
     Attributes:
         claim: the claim.
         ours: tilefold's value, or NaN if it was not measured.
-        other: the other implementation's value, or NaN if it was not measured.
-        conditions: device, versions and date of tilefold's row, and whether it is a committed row.
+        baseline: the baseline's value, or NaN if it was not measured.
+        environment: device, versions and date of tilefold's row, and whether it is a committed row.
     """
 
     claim: Claim
     ours: float
-    other: float
-    conditions: str
+    baseline: float
+    environment: str
 
     @property
-    def times(self) -> float:
-        """How many times better tilefold's value is, or NaN if a divisor is 0."""
-        if self.claim.column in (BATCH, RATE):
-            dividend, divisor = self.ours, self.other
+    def ratio(self) -> float:
+        """The factor by which tilefold's value is better, or NaN if a divisor is 0."""
+        if self.claim.column in HIGHER_IS_BETTER:
+            dividend, divisor = self.ours, self.baseline
         else:
-            dividend, divisor = self.other, self.ours
+            dividend, divisor = self.baseline, self.ours
         # memory may be too small to be measured
         return dividend / divisor if divisor else math.nan
 
     @property
     def outcome(self) -> str:
         """``"pass"``, ``"miss"`` or ``"not measured"``."""
-        if math.isnan(self.times):
+        if math.isnan(self.ratio):
             return "not measured"
-        return "pass" if self.times >= self.claim.times else "miss"
+        return "pass" if self.ratio >= self.claim.ratio else "miss"
 
 
-def measured_by(device: str) -> dict[str, dict[str, set[str]]]:
-    """Return the cases and implementations whose measurements the claims of a device need.
+def implementations_by_case(device_type: str) -> dict[str, dict[str, set[str]]]:
+    """Return the cases and implementations that must be measured to judge a device's claims.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``.
+        device_type: ``"cuda"`` or ``"cpu"``.
 
     Returns:
-        Names of implementations, by operator and case.
+        Operator -> case -> names of implementations.
     """
-    measured: dict[str, dict[str, set[str]]] = {}
+    cases_by_operator: dict[str, dict[str, set[str]]] = {}
     for claim in CLAIMS:
-        if claim.side == "impl" and (claim.device == "cpu") == (device == "cpu"):
-            cases = measured.setdefault(claim.file, {})
+        if claim.is_about_operator and claim.runs_on(device_type):
+            cases = cases_by_operator.setdefault(claim.file, {})
             implementations = cases.setdefault(claim.where["case"], set())
-            implementations.update((claim.ours, claim.other))
-    return measured
+            implementations.update((claim.ours, claim.baseline))
+    return cases_by_operator
 
 
-def judge(claim: Claim, rows: Sequence[Row], note: str = "") -> Verdict:
+def judge(claim: Claim, rows: Sequence[Row], origin: str = "") -> Verdict:
     """Look up the measurements of both sides of a claim, and return them as a verdict.
 
-    Rows with other conditions than the claim's are left out. A side without a measurement is NaN.
+    Only rows with the cells of ``claim.where`` count. A side without such a row is NaN. If a side
+    has several rows, its best value is used; the environment is that of tilefold's last row.
 
     Args:
         claim: the claim.
-        rows: rows of its file. The best of several rows of a side counts.
-        note: text after the conditions.
+        rows: rows of the claim's results file.
+        origin: where the rows are from, such as ``" (committed)"``; appended to the environment.
     """
-    choose_best = max if claim.column in (BATCH, RATE) else min
+    choose_better = max if claim.column in HIGHER_IS_BETTER else min
     values: dict[str, float] = {}
-    conditions = ""
+    environment = ""
     for row in rows:
         if any(row.get(name) != value for name, value in claim.where.items()):
             continue
-        side = row.get(claim.side, "")
+        implementation = row.get(claim.impl_column, "")
         text = row.get(claim.column)
         if text:
             value = float(text)
-            values[side] = choose_best(values.get(side, value), value)
-        if side == claim.ours:
-            versions = f"torch {row['torch']}"
-            if row.get("triton"):
-                versions += f", Triton {row['triton']}"
-            threads = "" if row.get("cuda") else f", {row['threads']} threads"
-            conditions = f"{row['device']}{threads}, {versions}, {row['date'][:10]}{note}"
+            values[implementation] = choose_better(values.get(implementation, value), value)
+        if implementation == claim.ours:
+            environment = _environment(row) + origin
     return Verdict(
         claim=claim,
         ours=values.get(claim.ours, math.nan),
-        other=values.get(claim.other, math.nan),
-        conditions=conditions,
+        baseline=values.get(claim.baseline, math.nan),
+        environment=environment,
     )
+
+
+def _environment(row: Row) -> str:
+    """Return device, versions and date of a measurement, separated by commas."""
+    facts = [row["device"]]
+    if not row.get("cuda"):
+        facts.append(f"{row['threads']} threads")
+    facts.append(f"torch {row['torch']}")
+    if row.get("triton"):
+        facts.append(f"Triton {row['triton']}")
+    facts.append(row["date"][:10])
+    return ", ".join(facts)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -195,23 +216,23 @@ def table(verdicts: Iterable[Verdict]) -> list[str]:
         "command",
     ]
     lines = [f"| {' | '.join(columns)} |", "|---|---|---|---|---:|---|---|---|"]
-    lines += [_line(verdict) for verdict in verdicts]
+    lines += [_table_row(verdict) for verdict in verdicts]
     return lines
 
 
-def _line(verdict: Verdict) -> str:
-    """Return the table row of one claim."""
+def _table_row(verdict: Verdict) -> str:
+    """Return the Markdown row of one claim, with the columns of :func:`table`."""
     claim = verdict.claim
     quantity, unit = COLUMNS[claim.column]
-    times = "-" if math.isnan(verdict.times) else f"{verdict.times:.3g}"
+    measured_ratio = "-" if math.isnan(verdict.ratio) else f"{verdict.ratio:.3g}"
     cells = [
         claim.system,
-        f"{claim.claim} ({quantity})",
-        claim.other,
-        f"{_measured(verdict.other)}, {_measured(verdict.ours)} {unit}",
-        f"{times} ({claim.times:g})",
+        f"{claim.statement} ({quantity})",
+        claim.baseline,
+        f"{_measured(verdict.baseline)}, {_measured(verdict.ours)} {unit}",
+        f"{measured_ratio} ({claim.ratio:g})",
         verdict.outcome,
-        verdict.conditions,
+        verdict.environment,
         f"`{claim.command}`",
     ]
     return f"| {' | '.join(cells)} |"

@@ -1,7 +1,8 @@
-"""The benchmark of ``tilefold.ops.entmax``: shapes, implementations, truth, least work."""
+"""The benchmark of ``tilefold.ops.entmax``: inputs, implementations, fp64 truth, minimum work."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,83 +14,101 @@ from tilefold.ops.entmax import chosen_impl, entmax
 _ALPHA = 1.5
 # standard deviation of the scores
 _SHARPNESS = 2.0
-# first rows that are checked, and as many last ones
+# rows that are checked at the beginning, and as many at the end
 _N_CHECKED_ROWS = 4
 
 
-def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Create normal scores ``[R, N]``, the only leaf."""
+@dataclass(frozen=True, kw_only=True)
+class EntmaxInputs(spec.Inputs):
+    """Inputs of entmax: scores ``[R, N]``."""
+
+    scores: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The scores."""
+        return (self.scores,)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Empty: entmax has no other arguments."""
+        return ()
+
+
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> EntmaxInputs:
+    """Create normally distributed scores, and the gradient of their probabilities."""
     normal, _ = spec.random_tensors(device, seed)
     shape = (case.dims["R"], case.dims["N"])
     dtype = spec.DTYPES[case.dtype]
     scores = (_SHARPNESS * normal(*shape)).to(dtype)
-    return spec.Inputs(
-        leaves=(scores.requires_grad_(),),
-        constants=(),
+    return EntmaxInputs(
+        scores=scores.requires_grad_(),
         grad_output=normal(*shape).to(dtype),
     )
 
 
-def _probabilities(scores: Tensor, impl: str) -> Tensor:
-    """Return entmax of scores ``[R, N]`` without its statistics."""
+def _entmax(scores: Tensor, impl: str) -> Tensor:
+    """Return the entmax probabilities of scores ``[R, N]``."""
+    # without return_stats, the result is a tensor
     result = entmax(scores, _ALPHA, impl=impl)
     return result if isinstance(result, Tensor) else result[0]
 
 
-def _checked_rows(rows: Tensor) -> Tensor:
-    """Return the first and the last rows."""
-    return torch.cat([rows[:_N_CHECKED_ROWS], rows[-_N_CHECKED_ROWS:]])
+def _first_and_last_rows(matrix: Tensor) -> Tensor:
+    """Return the rows of a matrix that are checked."""
+    return torch.cat([matrix[:_N_CHECKED_ROWS], matrix[-_N_CHECKED_ROWS:]])
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """Compute the ground truth of the first and last rows, and of their gradients, in fp64.
+def make_gate(case: spec.BenchCase, inputs: EntmaxInputs) -> spec.Gate:
+    """Compute the probabilities and gradients of the first and last rows in fp64.
 
     Args:
-        case: the case, whose dtype determines the tolerance.
+        case: the case, whose dtype determines the error budget.
         inputs: scores, and the gradient of the probabilities.
 
     Returns:
-        The check that every implementation has to pass. ``out`` are probabilities, and ``dx``
-        gradients of the scores.
+        The accuracy gate of the case.
     """
-    (scores,) = inputs.leaves
-    checked_scores = _checked_rows(scores.detach()).double().requires_grad_()
-    probabilities = _probabilities(checked_scores, "reference")
+    scores = _first_and_last_rows(inputs.scores.detach()).double().requires_grad_()
+    probabilities = _entmax(scores, impl="reference")
     (dscores,) = torch.autograd.grad(
         probabilities,
-        checked_scores,
-        _checked_rows(inputs.grad_output).double(),
+        scores,
+        _first_and_last_rows(inputs.grad_output).double(),
     )
     return spec.Gate(
         inputs=inputs,
         dtype=case.dtype,
-        outputs={"out": spec.CheckedSlice(_checked_rows, probabilities.detach())},
-        gradients={"dx": spec.CheckedSlice(_checked_rows, dscores)},
+        outputs={
+            "probabilities": spec.CheckedSlice(_first_and_last_rows, probabilities.detach()),
+        },
+        gradients={"dscores": spec.CheckedSlice(_first_and_last_rows, dscores)},
     )
 
 
 class _SortedEntmax15(torch.autograd.Function):
     """1.5-entmax with the exact threshold from sorted scores (Peters et al., arXiv 1905.05702).
 
-    It computes in fp32, or in fp64 for fp64 scores.
+    It computes in fp32, or in fp64 if the scores are fp64.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return ``relu(x / 2 - tau)^2`` along the last dimension.
+        """Return 1.5-entmax ``p = relu(x / 2 - tau)^2`` along the last dimension.
 
-        If the k largest scores are the support, tau is the smaller root of a quadratic equation in
-        their mean and spread. The right k is the number of scores above the tau that it gives.
+        If the k largest scores are the support, tau follows from their mean and the sum of squared
+        deviations. k is correct if exactly k scores are not below its tau.
         """
         half = x.to(torch.promote_types(x.dtype, torch.float32)) / 2
         half = half - half.amax(dim=-1, keepdim=True)
         sorted_half = half.sort(dim=-1, descending=True).values
-        size = torch.arange(1, x.size(-1) + 1, device=x.device)
-        mean = sorted_half.cumsum(dim=-1) / size
-        spread = (sorted_half**2).cumsum(dim=-1) - size * mean**2
-        tau = mean - ((1 - spread) / size).clamp_min(0).sqrt()
-        support = (tau <= sorted_half).sum(dim=-1, keepdim=True)
-        root = (half - tau.gather(-1, support - 1)).clamp_min(0)
+        k = torch.arange(1, x.size(-1) + 1, device=x.device)
+        mean = sorted_half.cumsum(dim=-1) / k
+        squared_deviations = (sorted_half**2).cumsum(dim=-1) - k * mean**2
+        tau_of_k = mean - ((1 - squared_deviations) / k).clamp_min(0).sqrt()
+        support_size = (tau_of_k <= sorted_half).sum(dim=-1, keepdim=True)
+        tau = tau_of_k.gather(-1, support_size - 1)
+        root = (half - tau).clamp_min(0)
         ctx.save_for_backward(root)
         return (root * root).to(x.dtype)
 
@@ -104,27 +123,26 @@ class _SortedEntmax15(torch.autograd.Function):
 
 
 IMPLEMENTATIONS = (
-    *spec.tilefold_implementations(_probabilities, chosen_impl, tiled_on=("cuda",)),
+    *spec.tilefold_implementations(_entmax, chosen_impl, tiled_on=("cuda",)),
     spec.Implementation("sort", spec.bound(_SortedEntmax15.apply), "baseline"),
     spec.Implementation("softmax", spec.bound(lambda scores: scores.softmax(dim=-1)), "bare"),
 )
 
 
-def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of entmax.
+def work(case: spec.BenchCase, inputs: EntmaxInputs, phase: spec.Phase) -> spec.Work:
+    """Return the minimum work of entmax.
 
-    All tensors have the shape and dtype of the scores. Only operations of forward are counted:
-    memory limits the speed of both passes.
+    All tensors have the shape and dtype of the scores. Only the operations of forward are counted,
+    since both passes are limited by memory bandwidth.
 
     Args:
-        case: unused, since the tensors have all sizes.
+        case: ignored; the sizes are those of the tensors.
         inputs: tensors of the case.
         phase: forward, or forward and backward.
     """
-    (scores,) = inputs.leaves
     # for each score: subtract the threshold, compare with 0, square
-    flops = 3.0 * scores.numel()
-    tensor_bytes = float(scores.numel() * scores.element_size())
+    flops = 3.0 * inputs.scores.numel()
+    tensor_bytes = float(inputs.scores.numel() * inputs.scores.element_size())
     # forward reads the scores and writes the probabilities
     n_tensors = 2
     if phase == "forward_backward":
@@ -133,19 +151,19 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, n_tensors * tensor_bytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """Estimate the memory of an implementation from below.
+def min_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Return a lower bound of the memory of an implementation.
 
     Args:
-        case: the shape.
+        case: shape and dtype.
         impl: name of the implementation.
 
     Returns:
-        Bytes of the scores and probabilities, and of intermediate results.
+        Bytes of the scores, the probabilities and intermediate results.
     """
     n_scores = case.dims["R"] * case.dims["N"]
     item_bytes = spec.DTYPES[case.dtype].itemsize
-    # as much as six tensors of fp32 for the sort, and eight of fp64 for the reference
+    # six fp32 tensors for "sort", and eight fp64 tensors for "reference"
     intermediate_bytes_per_score = {"sort": 6 * 4, "reference": 8 * 8}
     bytes_per_score = (
         2 * item_bytes  # a score and its probability
@@ -162,5 +180,5 @@ SPEC = spec.BenchSpec(
     make_gate=make_gate,
     probe_dims={"R": 4, "N": 32},
     work=work,
-    needs_bytes=needs_bytes,
+    min_bytes=min_bytes,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,30 +25,55 @@ from tilefold.testing.entmax_attention import entmax_attention_inputs
 _ALPHA = 1.5
 # Halley steps of AdaSplash in the paper's benchmarks; the default of the package is 10
 _ADASPLASH_STEPS = 3
-# standard deviation of the scores, by the first word of a variant
+# standard deviation of the scores, by the distribution of the inputs
 _SHARPNESS = {"iid": 1.0, "iid4": 4.0, "correlated": 2.0}
-# queries of one head that are checked on a GPU
+# number of queries of one head that are checked on a GPU
 _N_CHECKED_QUERIES = 1024
-# fp64 scores of the checked head on a CPU, which bound its checked queries
+# largest number of fp64 scores on a CPU, which limits the number of checked queries
 _MAX_CHECKED_SCORES = 2**22
-# allowed error of dq as a multiple of the error that unavoidable roundings make
+# allowed error of dq as a multiple of the error that unavoidable roundings cause
 _UNAVOIDABLE_MARGIN = 1.5
 
 
-def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
+@dataclass(frozen=True, kw_only=True)
+class AttentionInputs(spec.Inputs):
+    """Inputs of entmax attention.
+
+    Attributes:
+        q: queries ``[B, H, N, D]``.
+        k: keys ``[B, H, N, D]``.
+        v: values ``[B, H, N, D]``.
+        causal: whether a query attends only to its own and earlier positions.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    causal: bool
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Queries, keys and values."""
+        return (self.q, self.k, self.v)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Whether attention is causal."""
+        return (self.causal,)
+
+
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> AttentionInputs:
     """Create random queries, keys and values.
 
     Args:
-        case: its variant is ``"iid"`` (independent tokens), ``"iid4"`` (with larger scores) or
-            ``"correlated"`` (neighbouring keys are alike). ``"-causal"`` may follow.
-        device: of the tensors.
-        seed: of the random numbers.
-
-    Returns:
-        The leaves are q, k and v ``[B, H, N, D]``. The constant is whether attention is causal.
+        case: shape, dtype and variant. A variant is the distribution of the inputs: ``"iid"``
+            (independent tokens), ``"iid4"`` (with larger scores) or ``"correlated"`` (neighbouring
+            keys are alike). The suffix ``"-causal"`` makes attention causal.
+        device: the device of the tensors.
+        seed: seed of the random numbers.
     """
-    batch, heads, n, dim = (case.dims[name] for name in "BHND")
-    distribution, _, suffix = case.variant.partition("-")
+    batch, heads, n, dim = (case.dims[name] for name in ("B", "H", "N", "D"))
+    distribution = case.variant.removesuffix("-causal")
     problem = entmax_attention_inputs(
         batch,
         heads,
@@ -59,13 +85,11 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
         device=device,
         seed=seed,
     )
-    return spec.Inputs(
-        leaves=(
-            problem.q.requires_grad_(),
-            problem.k.requires_grad_(),
-            problem.v.requires_grad_(),
-        ),
-        constants=(suffix == "causal",),
+    return AttentionInputs(
+        q=problem.q.requires_grad_(),
+        k=problem.k.requires_grad_(),
+        v=problem.v.requires_grad_(),
+        causal=case.variant.endswith("-causal"),
         grad_output=problem.dout,
     )
 
@@ -86,17 +110,17 @@ def _rounded_dq(
 
         ds = r (dp - sum(r dp) / sum(r)),    dq = scale ds k,
 
-    and ``sum(r dp) / sum(r) = dout . o2`` with the second output ``o2 = r v / sum(r)``. Rounded
-    are the factors of matrix products: ``r``, ``o2`` and ``ds``.
+    and ``sum(r dp) / sum(r) = dout . o2`` with the second output ``o2 = r v / sum(r)``. The factors
+    of matrix products are rounded: ``r``, ``o2`` and ``ds``.
 
     Args:
-        q: the last queries ``[rows, D]``.
+        q: the last ``rows`` queries ``[rows, D]`` of the sequence.
         k: keys ``[N, D]``.
         v: values ``[N, D]``.
         dout: gradient of the output ``[rows, D]``.
         tau: thresholds ``[rows]``.
-        dtype: dtype of the products.
-        causal: whether a query attends to no later keys.
+        dtype: dtype of the factors of the products.
+        causal: whether a query attends only to its own and earlier positions.
 
     Returns:
         The gradient of the queries, fp64 ``[rows, D]``.
@@ -118,15 +142,15 @@ def _rounded_dq(
     return dq
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
+def make_gate(case: spec.BenchCase, inputs: AttentionInputs) -> spec.Gate:
     """Compute slices of the output and the gradients in fp64.
 
-    The slices are the last queries of the first head, and, if these are all queries, its dk and
-    dv. Keys that are nearly alike cancel in dq, so that the roundings of any kernel with 16-bit
-    products show. The error that these roundings alone cause in exact numbers is computed, and
-    1.5 times as much is allowed if that is more than the budget.
+    The slices are the last queries of the first head, and its dk and dv if these are all queries.
+
+    Nearly equal keys cancel in dq, which magnifies the rounding errors of any kernel with 16-bit
+    products. The error of dq that these roundings cause in otherwise exact arithmetic is computed,
+    and 1.5 times this error is allowed if it exceeds the usual budget.
     """
-    (causal,) = inputs.constants
     dout = inputs.grad_output
     n = dout.size(2)
     n_checked = _N_CHECKED_QUERIES if dout.is_cuda else max(1, _MAX_CHECKED_SCORES // n)
@@ -140,7 +164,7 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
         k,
         v,
         alpha=_ALPHA,
-        causal=causal,
+        causal=inputs.causal,
         impl="reference",
         return_stats=True,
     )
@@ -157,7 +181,7 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
         checked_dout[0, 0],
         stats.tau.detach()[0, 0],
         dtype=dout.dtype,
-        causal=causal,
+        causal=inputs.causal,
     )
     unavoidable_error = testing.relative_error(rounded_dq, dq[0, 0])
 
@@ -189,7 +213,7 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
 
 
 def _softmax_attention(backend: SDPBackend) -> spec.Build:
-    """Return the ``build`` of torch's softmax attention with a backend."""
+    """Return the ``build`` of softmax attention in torch, with one of its backends."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         with sdpa_kernel(backend):
@@ -198,37 +222,37 @@ def _softmax_attention(backend: SDPBackend) -> spec.Build:
     return spec.bound(attend, backend.name.lower())
 
 
-def _build_flex_attention(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind torch's compiled FlexAttention with softmax."""
+def _build_flex_attention(inputs: AttentionInputs) -> spec.Runnable:
+    """Return softmax attention by torch's compiled FlexAttention, bound to the inputs."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    (causal,) = inputs.constants
     block_mask = None
-    if causal:
-        n = inputs.grad_output.size(2)
+    if inputs.causal:
+        n = inputs.q.size(2)
         block_mask = create_block_mask(
             lambda batch, head, query, key: query >= key,
             B=None,
             H=None,
             Q_LEN=n,
             KV_LEN=n,
-            device=inputs.grad_output.device.type,
+            device=inputs.q.device.type,
         )
     compiled: Any = torch.compile(flex_attention, dynamic=False)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, _causal: bool) -> Tensor:
+        # the block mask makes it causal
         out: Tensor = compiled(q, k, v, block_mask=block_mask)
         return out
 
     return inputs.bind(attend, "flex_attention, compiled")
 
 
-def _build_adasplash_v1(inputs: spec.Inputs, function: str) -> spec.Runnable:
-    """Bind a function of AdaSplash with the number of steps of the paper.
+def _build_adasplash_v1(inputs: AttentionInputs, function: str) -> spec.Runnable:
+    """Return attention by AdaSplash, with the paper's number of steps, bound to the inputs.
 
     Args:
         inputs: the inputs of the case.
-        function: its name in the package ``adasplash``.
+        function: name of a function of the package ``adasplash``.
     """
     attention: Callable[..., Tensor] = getattr(importlib.import_module("adasplash"), function)
 
@@ -238,25 +262,25 @@ def _build_adasplash_v1(inputs: spec.Inputs, function: str) -> spec.Runnable:
     return inputs.bind(attend, f"{function}, niter={_ADASPLASH_STEPS}")
 
 
-def _build_adasplash_v2(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind AdaSplash-2.
+def _build_adasplash_v2(inputs: AttentionInputs) -> spec.Runnable:
+    """Return attention by AdaSplash-2, bound to the inputs.
 
     Raises:
-        spec.NotApplicable: for attention that is not causal.
+        spec.NotApplicable: if attention is not causal.
     """
     attention: Callable[..., Tensor] = importlib.import_module("adasplash").adasplash_v2
-    (causal,) = inputs.constants
-    if not causal:
+    if not inputs.causal:
         raise spec.NotApplicable("AdaSplash-2 is causal only")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, _causal: bool) -> Tensor:
         return attention(q, k, v)
 
     return inputs.bind(attend, "adasplash_v2, default niter")
 
 
 def _entmax_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, impl: str) -> Tensor:
-    """Call tilefold's attention with the leaves and the constant of a case."""
+    """Return the output of tilefold's attention."""
+    # without return_stats, the result is a tensor
     result = entmax_attention(q, k, v, alpha=_ALPHA, causal=causal, impl=impl)
     return result if isinstance(result, Tensor) else result[0]
 
@@ -295,27 +319,26 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of entmax attention.
+def work(case: spec.BenchCase, inputs: AttentionInputs, phase: spec.Phase) -> spec.Work:
+    """Return a lower bound of the operations and of the memory traffic of entmax attention.
 
-    Every score is computed once, because only its comparison with the threshold says whether its
-    weight is 0. The products with weights and with gradients are not counted: nearly all weights
-    may be zero. The operations are therefore the same in both phases.
+    Every score must be computed, because only its comparison with the threshold shows whether its
+    weight is 0. Products with weights and with gradients are not counted, since nearly all weights
+    may be 0. The operations of both phases are therefore the same.
 
     Args:
         case: the shape.
         inputs: tensors of the case, and whether attention is causal.
         phase: forward, or forward and backward.
     """
-    batch, heads, n, dim = (case.dims[name] for name in "BHND")
-    (causal,) = inputs.constants
+    batch, heads, n, dim = (case.dims[name] for name in ("B", "H", "N", "D"))
     n_scores = float(batch * heads * n * n)
-    if causal:
-        n_scores /= 2  # a query sees half of the keys on average
-    # a multiplication and an addition for each number of a query and a key
+    if inputs.causal:
+        n_scores /= 2  # a query attends to half of the keys on average
+    # a score is a sum of `dim` products
     flops = 2.0 * dim * n_scores
-    tensor_bytes = float(inputs.grad_output.numel() * inputs.grad_output.element_size())
-    # all tensors have the size of the output; forward reads q, k and v, and writes the output
+    tensor_bytes = float(inputs.q.numel() * inputs.q.element_size())
+    # all tensors have the size of q; forward reads q, k and v, and writes the output
     n_tensors = 4
     if phase == "forward_backward":
         # backward reads q, k, v, the output and its gradient, and writes dq, dk and dv
@@ -323,17 +346,17 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, n_tensors * tensor_bytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """Estimate the memory of an implementation from below.
+def min_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Return a lower bound of the memory of an implementation.
 
     Args:
-        case: the shape.
+        case: shape and dtype.
         impl: name of the implementation.
 
     Returns:
-        Bytes of five tensors like q, and for the reference of the scores in fp64.
+        Bytes of five tensors of q's shape and, for the reference, of the fp64 score matrix.
     """
-    batch, heads, n, dim = (case.dims[name] for name in "BHND")
+    batch, heads, n, dim = (case.dims[name] for name in ("B", "H", "N", "D"))
     tensor_bytes = batch * heads * n * dim * spec.DTYPES[case.dtype].itemsize
     score_bytes = 0
     if impl == "reference":
@@ -350,5 +373,5 @@ SPEC = spec.BenchSpec(
     make_gate=make_gate,
     probe_dims={"B": 1, "H": 1, "N": 32},
     work=work,
-    needs_bytes=needs_bytes,
+    min_bytes=min_bytes,
 )

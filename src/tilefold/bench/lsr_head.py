@@ -1,10 +1,12 @@
-"""The benchmark of ``tilefold.ops.lsr_head``: shapes, implementations, truth, least work."""
+"""The benchmark of ``tilefold.ops.lsr_head``: inputs, implementations, fp64 truth, minimum work."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +16,47 @@ from tilefold.bench import spec
 from tilefold.ops.lsr_head import chosen_impl, lsr_head
 from tilefold.testing.lsr_head import LSRHeadInputs, lsr_head_truth, with_one_answer
 
-# share of positive scores that variant "2pct" aims at, as of a trained SPLADE model
+# share of positive scores of the variant "2pct", similar to that of a trained SPLADE model
 _SPARSE_SHARE = 0.02
-# vocabulary entries that the share of positive scores is measured on
+# size of the sample of the vocabulary on which the share of positive scores is measured
 _N_SAMPLED_ENTRIES = 256
-# vocabulary entries that are checked for every sequence
+# number of vocabulary entries that are checked for every sequence
 _N_CHECKED_ENTRIES = 256
-# fp64 logits in memory at a time
+# largest size of fp64 logits in memory
 _CHUNK_BYTES = 2**27
-# logits of one product of the implementation "gemm"
+# largest size of the logits of one product of the implementation "gemm"
 _GEMM_CHUNK_BYTES = 64 * 2**20
-# libraries want the number of columns of a product to be a multiple of this
+# tensor cores are slow if the number of columns of a 16-bit product is not a multiple of this
 _GEMM_ALIGNMENT = 8
 _FP64_BYTES = 8
 _INT16_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadInputs(spec.Inputs):
+    """Inputs of the head.
+
+    Attributes:
+        hidden: hidden states ``[B, S, D]``.
+        weight: ``[V, D]``.
+        bias: ``[V]``.
+        attention_mask: ``[B, S]``, nonzero for tokens that are not padding.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor
+    attention_mask: Tensor
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Hidden states, weight and bias."""
+        return (self.hidden, self.weight, self.bias)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The attention mask."""
+        return (self.attention_mask,)
 
 
 def _sampled_maxima(
@@ -37,14 +66,14 @@ def _sampled_maxima(
     mask: Tensor,
     entries: Tensor,
 ) -> Tensor:
-    """Compute the largest logit of each sequence for some vocabulary entries.
+    """Compute the largest logit of each sequence for a sample of the vocabulary.
 
     Args:
-        hidden: ``[B, S, D]``.
+        hidden: hidden states ``[B, S, D]``.
         weight: ``[V, D]``.
         bias: ``[V]``.
         mask: ``[B, S]``, nonzero for tokens that are not padding.
-        entries: vocabulary entries ``[C]``.
+        entries: positions of the sampled vocabulary entries ``[C]``.
 
     Returns:
         Maxima over the valid tokens, fp32 ``[B, C]``.
@@ -54,20 +83,17 @@ def _sampled_maxima(
     return logits.masked_fill(is_padding, float("-inf")).amax(dim=1)
 
 
-def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Create random inputs with logits close to N(0, 1), in padding too.
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> HeadInputs:
+    """Create random inputs whose logits are close to N(0, 1), for valid tokens and padding.
 
     Args:
-        case: its variant may begin with ``"ragged"``, for sequences of different lengths. It may
-            end with ``"2pct"``, for a bias that makes 2% of the scores positive.
-        device: of the tensors.
-        seed: of the random numbers.
-
-    Returns:
-        The leaves are hidden states ``[B, S, D]``, the weight ``[V, D]`` and the bias ``[V]``. The
-        constant is the attention mask ``[B, S]``.
+        case: shape, dtype and variant. A variant that begins with ``"ragged"`` has sequences of
+            different lengths. One that ends with ``"2pct"`` has a bias that makes 2% of the scores
+            positive.
+        device: the device of the tensors.
+        seed: seed of the random numbers.
     """
-    B, S, D, V = (case.dims[name] for name in "BSDV")
+    B, S, D, V = (case.dims[name] for name in ("B", "S", "D", "V"))
     dtype = spec.DTYPES[case.dtype]
     normal, generator = spec.random_tensors(device, seed)
     hidden = normal(B, S, D).to(dtype)
@@ -78,34 +104,45 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
         order = torch.randperm(B, generator=generator, device=device)
         lengths = spec.ragged_lengths(B, S, device)[order].clamp(min=1)
         mask = (torch.arange(S, device=device)[None, :] < lengths[:, None]).long()
-    # the share of positive scores is measured on a sample of the vocabulary
     n_sampled = min(_N_SAMPLED_ENTRIES, V)
-    entries = torch.randint(0, V, (n_sampled,), generator=generator, device=device)
+    sample = torch.randint(0, V, (n_sampled,), generator=generator, device=device)
     if case.variant.endswith("2pct"):
-        # A score is positive if the largest logit of its sequence is. The bias is lowered until
-        # this holds for 2% of the sampled maxima.
-        maxima = _sampled_maxima(hidden, weight, bias, mask, entries)
-        n_positive = max(1, round(_SPARSE_SHARE * maxima.numel()))
-        smallest_positive = maxima.flatten().topk(n_positive).values[-1]
-        bias -= smallest_positive
+        bias -= _bias_reduction(_sampled_maxima(hidden, weight, bias, mask, sample))
     bias = bias.to(dtype)
-    is_active = _sampled_maxima(hidden, weight, bias, mask, entries) > 0
-    return spec.Inputs(
-        leaves=(hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()),
-        constants=(mask,),
+    # a score is positive if and only if the largest logit is
+    is_active = _sampled_maxima(hidden, weight, bias, mask, sample) > 0
+    return HeadInputs(
+        hidden=hidden.requires_grad_(),
+        weight=weight.requires_grad_(),
+        bias=bias.requires_grad_(),
+        attention_mask=mask,
         grad_output=normal(B, V).to(dtype),
         valid_tokens=int(mask.sum()),
         active=is_active.float().mean().item(),
     )
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
+def _bias_reduction(maxima: Tensor) -> Tensor:
+    """Return the amount to subtract from the bias so that about 2% of the scores are positive.
+
+    Args:
+        maxima: the largest logits ``[B, C]`` of a sample of the vocabulary.
+
+    Returns:
+        The smallest of the largest 2% of the maxima, a scalar.
+    """
+    n_positive = max(1, round(_SPARSE_SHARE * maxima.numel()))
+    return maxima.flatten().topk(n_positive).values[-1]
+
+
+def make_gate(case: spec.BenchCase, inputs: HeadInputs) -> spec.Gate:
     """Compute slices of the scores and gradients in fp64.
 
     The slices are some vocabulary entries for all sequences, and the first and the last sequence
-    for the whole vocabulary. A gradient depends on which token has the largest logit, and on
-    whether that is positive. Scores for which rounding may decide this get the gradient 0 in
-    ``inputs.grad_output``, which this function changes.
+    for the whole vocabulary.
+
+    A gradient depends on which token has the largest logit, and on whether that logit is positive.
+    If rounding may change this for a score, its gradient in ``inputs.grad_output`` is set to 0.
     """
     B, V = inputs.grad_output.shape
     device = inputs.grad_output.device
@@ -119,11 +156,11 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     for chunk in _vocabulary_chunks(inputs, checked_sequences):
         _clear_ambiguous_gradients(inputs, checked_sequences, chunk)
 
-    truth = lsr_head_truth(_subproblem(inputs, all_sequences, checked_entries))
+    truth = lsr_head_truth(_subset(inputs, all_sequences, checked_entries))
     score_chunks: list[Tensor] = []
-    dhidden = torch.zeros_like(inputs.leaves[0][checked_sequences], dtype=torch.float64)
+    dhidden = torch.zeros_like(inputs.hidden[checked_sequences], dtype=torch.float64)
     for chunk in _vocabulary_chunks(inputs, checked_sequences):
-        chunk_problem = _subproblem(inputs, checked_sequences, chunk)
+        chunk_problem = _subset(inputs, checked_sequences, chunk)
         chunk_truth = lsr_head_truth(chunk_problem, needs=("hidden",))
         score_chunks.append(chunk_truth["scores"])
         dhidden += chunk_truth["dhidden"]
@@ -152,50 +189,49 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     )
 
 
-def _clear_ambiguous_gradients(inputs: spec.Inputs, sequences: Tensor, entries: Tensor) -> None:
-    """Set the gradient of scores to 0 where rounding may decide which token receives it.
+def _clear_ambiguous_gradients(inputs: HeadInputs, sequences: Tensor, entries: Tensor) -> None:
+    """Set the gradient of a score to 0 if rounding may decide which token receives it.
 
     Args:
         inputs: the inputs of the case, whose ``grad_output`` changes.
         sequences: positions of the sequences.
-        entries: vocabulary entries.
+        entries: positions of the vocabulary entries.
     """
-    unambiguous = with_one_answer(_subproblem(inputs, sequences, entries))
+    unambiguous = with_one_answer(_subset(inputs, sequences, entries))
     inputs.grad_output[sequences[:, None], entries] = unambiguous.dscores
 
 
-def _vocabulary_chunks(inputs: spec.Inputs, sequences: Tensor) -> Iterator[Tensor]:
-    """Split the vocabulary so that the fp64 logits of some sequences fit into ``_CHUNK_BYTES``.
+def _vocabulary_chunks(inputs: HeadInputs, sequences: Tensor) -> Iterator[Tensor]:
+    """Split the vocabulary into chunks, so that the fp64 logits of a chunk fit in memory.
 
     Args:
         inputs: the inputs of the case.
-        sequences: positions of the sequences.
+        sequences: positions of the sequences whose logits are computed.
 
     Yields:
-        Consecutive vocabulary entries.
+        Positions of consecutive vocabulary entries.
     """
-    n_tokens = sequences.numel() * inputs.leaves[0].size(1)
+    length = inputs.hidden.size(1)
+    n_tokens = sequences.numel() * length
     entries_per_chunk = max(1, _CHUNK_BYTES // (_FP64_BYTES * n_tokens))
-    vocab_size = inputs.grad_output.size(1)
+    vocab_size = inputs.weight.size(0)
     entries = torch.arange(vocab_size, device=sequences.device)
     yield from torch.split(entries, entries_per_chunk)
 
 
-def _subproblem(inputs: spec.Inputs, sequences: Tensor, entries: Tensor) -> LSRHeadInputs:
-    """Return the problem of some sequences and vocabulary entries.
+def _subset(inputs: HeadInputs, sequences: Tensor, entries: Tensor) -> LSRHeadInputs:
+    """Restrict the inputs to some sequences and some vocabulary entries.
 
     Args:
         inputs: the inputs of the case.
         sequences: positions of the sequences.
-        entries: vocabulary entries.
+        entries: positions of the vocabulary entries.
     """
-    hidden, weight, bias = (leaf.detach() for leaf in inputs.leaves)
-    (mask,) = inputs.constants
     return LSRHeadInputs(
-        hidden=hidden[sequences],
-        weight=weight[entries],
-        bias=bias[entries],
-        attention_mask=mask[sequences],
+        hidden=inputs.hidden.detach()[sequences],
+        weight=inputs.weight.detach()[entries],
+        bias=inputs.bias.detach()[entries],
+        attention_mask=inputs.attention_mask[sequences],
         cu_seqlens=None,
         dscores=inputs.grad_output[sequences[:, None], entries],
     )
@@ -205,7 +241,7 @@ def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Ten
     """Compute scores with the operations of sentence-transformers' SPLADE max pooling.
 
     Args:
-        hidden: ``[B, S, D]``.
+        hidden: hidden states ``[B, S, D]``.
         weight: ``[V, D]``.
         bias: ``[V]``.
         attention_mask: ``[B, S]``.
@@ -222,47 +258,59 @@ def stock_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Ten
 def max_first_head(hidden: Tensor, weight: Tensor, bias: Tensor, attention_mask: Tensor) -> Tensor:
     """Compute the scores of :func:`stock_head` with the activation after the maximum.
 
-    Both are monotonic, so they commute, and the activation runs once per score.
+    The activation is monotonic, so that the result is the same, and it runs only once per score.
     """
     logits = linear(hidden, weight, bias)
     masked = logits * attention_mask.unsqueeze(-1).to(logits.dtype)
     return torch.max(masked, dim=1).values.relu().log1p()
 
 
-def _build_gemm(inputs: spec.Inputs, chunk_bytes: float) -> spec.Runnable:
-    """Bind the product of the valid tokens and the vocabulary alone.
+def _build_gemm(inputs: HeadInputs, chunk_bytes: float) -> spec.Runnable:
+    """Return only the matrix product of the valid tokens and the weight, bound to the inputs.
 
-    Products of chunks of the vocabulary overwrite one buffer.
+    The vocabulary is split into chunks, whose products overwrite one buffer.
 
     Args:
         inputs: the inputs of the case.
-        chunk_bytes: size of the buffer. Infinity for one product into a buffer for all logits.
+        chunk_bytes: largest size of the buffer; infinity for a buffer that holds all logits.
     """
-    hidden, weight, _ = (leaf.detach() for leaf in inputs.leaves)
-    (mask,) = inputs.constants
-    rows = hidden[mask.bool()].contiguous()
-    n_rows = rows.size(0)
-    padding = -weight.size(0) % _GEMM_ALIGNMENT
-    weight = pad(weight, (0, 0, 0, padding))
-    entries_per_chunk = weight.size(0)
-    if chunk_bytes < rows.element_size() * n_rows * weight.size(0):
-        entries = int(chunk_bytes) // (rows.element_size() * max(n_rows, 1))
-        aligned_entries = entries // _GEMM_ALIGNMENT * _GEMM_ALIGNMENT
-        entries_per_chunk = max(_GEMM_ALIGNMENT, aligned_entries)
+    tokens = inputs.hidden.detach()[inputs.attention_mask.bool()].contiguous()
+    n_tokens = tokens.size(0)
+    weight = inputs.weight.detach()
+    weight = pad(weight, (0, 0, 0, -weight.size(0) % _GEMM_ALIGNMENT))
+    entry_bytes = tokens.element_size() * max(n_tokens, 1)
+    entries_per_chunk = _entries_per_chunk(weight.size(0), entry_bytes, chunk_bytes)
     chunks = torch.split(weight, entries_per_chunk)
-    buffer = torch.empty(n_rows * entries_per_chunk, dtype=rows.dtype, device=rows.device)
+    buffer = torch.empty(n_tokens * entries_per_chunk, dtype=tokens.dtype, device=tokens.device)
 
     def forward() -> None:
         for chunk in chunks:
-            logits = buffer[: n_rows * chunk.size(0)].view(n_rows, chunk.size(0))
-            torch.mm(rows, chunk.T, out=logits)
+            logits = buffer[: n_tokens * chunk.size(0)].view(n_tokens, chunk.size(0))
+            torch.mm(tokens, chunk.T, out=logits)
 
     label = "torch.mm" if math.isinf(chunk_bytes) else f"torch.mm, {len(chunks)} chunks"
     return spec.Runnable(forward, None, label)
 
 
+def _entries_per_chunk(vocab_size: int, entry_bytes: int, chunk_bytes: float) -> int:
+    """Return how many vocabulary entries fit into a chunk of logits.
+
+    Args:
+        vocab_size: number of vocabulary entries, a multiple of ``_GEMM_ALIGNMENT``.
+        entry_bytes: bytes of the logits of one vocabulary entry.
+        chunk_bytes: largest size of a chunk. It may be infinite.
+
+    Returns:
+        A multiple of ``_GEMM_ALIGNMENT``, at least one.
+    """
+    if vocab_size * entry_bytes <= chunk_bytes:
+        return vocab_size
+    aligned_bytes = _GEMM_ALIGNMENT * entry_bytes
+    return _GEMM_ALIGNMENT * max(1, int(chunk_bytes) // aligned_bytes)
+
+
 def _lsr_head(hidden: Tensor, weight: Tensor, bias: Tensor, mask: Tensor, impl: str) -> Tensor:
-    """Call tilefold's head with the leaves and the constant of a case."""
+    """Return the scores of tilefold's head."""
     return lsr_head(hidden, weight, bias, attention_mask=mask, impl=impl)
 
 
@@ -284,64 +332,65 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of the head: operations, and bytes that are read and written.
+def work(case: spec.BenchCase, inputs: HeadInputs, phase: spec.Phase) -> spec.Work:
+    """Return a lower bound of the operations and of the memory traffic of the head.
 
     Forward multiplies every valid token with every vocabulary entry. It reads hidden states,
     weight and bias once and writes the scores. Training also writes the position of the token with
-    the largest logit for each score. The backward pass has no products: a score adds one row of
-    the weight to one token's gradient, and one token's hidden state to one row of the weight's
-    gradient. It reads only rows of the weight with a positive score in some sequence.
+    the largest logit for each score.
+
+    Backward has no matrix products: a score adds one row of the weight to one token's gradient, and
+    one token's hidden state to one row of the weight's gradient. It reads only rows of the weight
+    with a positive score in some sequence.
 
     Args:
-        case: the shape: ``B`` sequences, ``D`` numbers of a hidden state, ``V`` vocabulary entries.
+        case: the shape: ``B`` sequences, hidden states of width ``D``, ``V`` vocabulary entries.
         inputs: tensors of the case, the number of valid tokens, and the share of positive scores.
         phase: forward, or forward and backward.
     """
-    B, D, V = (case.dims[name] for name in "BDV")
+    B, D, V = (case.dims[name] for name in ("B", "D", "V"))
     n_scores = B * V
-    item_bytes = inputs.grad_output.element_size()
+    item_bytes = inputs.hidden.element_size()
     hidden_bytes = item_bytes * inputs.valid_tokens * D
     weight_bytes = item_bytes * V * D
     bias_bytes = item_bytes * V
     score_bytes = item_bytes * n_scores
-    # a multiplication and an addition for each number of the hidden states and each entry
+    # a logit is a sum of D products
     flops = 2.0 * inputs.valid_tokens * D * V
     forward_bytes = float(hidden_bytes + weight_bytes + bias_bytes + score_bytes)
     if phase == "forward":
         return spec.Work(flops, forward_bytes)
 
-    winner_bytes = _INT16_BYTES * n_scores  # positions within a sequence
+    winner_bytes = _INT16_BYTES * n_scores  # positions of the tokens with the largest logits
     # A row of the weight is read if its score is positive in at least one of B sequences. The
     # sequences are assumed to be independent.
     active_share = inputs.active or 0.0
     n_active_rows = V * (1 - (1 - active_share) ** B)
     backward_reads = (
-        2 * score_bytes  # scores, from which the slope follows, and their gradients
+        2 * score_bytes  # scores, which determine the slope, and their gradients
         + winner_bytes
         + hidden_bytes
         + item_bytes * n_active_rows * D
     )
-    # gradients of hidden states (of padding too), weight and bias
+    # gradients of hidden states (also of padding), weight and bias
     backward_writes = item_bytes * sum(leaf.numel() for leaf in inputs.leaves)
     return spec.Work(flops, forward_bytes + winner_bytes + backward_reads + backward_writes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """Estimate the memory of an implementation from below.
+def min_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Return a lower bound of the memory of an implementation.
 
     Args:
-        case: the shape.
+        case: shape and dtype.
         impl: name of the implementation.
 
     Returns:
-        Bytes of hidden states and weight, and of all logits ``[B, S, V]`` as often as the
-        implementation stores them.
+        Bytes of hidden states, weight, and all copies of the logits ``[B, S, V]`` that the
+        implementation holds at a time.
     """
-    B, S, D, V = (case.dims[name] for name in "BSDV")
-    # in units of one tensor of that shape in the dtype of the case
+    B, S, D, V = (case.dims[name] for name in ("B", "S", "D", "V"))
     copies_of_logits = {
-        "eager": 3,
+        "eager": 3,  # in training: logits, masked logits and activations
         "compile": 2,
         "compile-max-first": 2,
         "reference": 4,
@@ -360,5 +409,5 @@ SPEC = spec.BenchSpec(
     make_gate=make_gate,
     probe_dims={"B": 2, "S": 8, "D": 32, "V": 96},
     work=work,
-    needs_bytes=needs_bytes,
+    min_bytes=min_bytes,
 )

@@ -1,12 +1,12 @@
-"""The benchmark of ``tilefold.ops.maxsim``: shapes, implementations, truth, least work."""
+"""The benchmark of ``tilefold.ops.maxsim``: inputs, implementations, fp64 truth, minimum work."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,32 +16,66 @@ from tilefold.bench import spec
 from tilefold.bench.spec import BUDGETS
 from tilefold.ops.maxsim import chosen_impl, maxsim, quantize_tokens
 
-# packed cases: their shortest document as a share of the longest; lengths are evenly spread
+# length of the shortest packed document as a share of the longest one; lengths are evenly spaced
 _SHORTEST_SHARE = 1 / 6
-# documents that are checked against every query
+# number of documents whose scores with every query are checked
 _N_CHECKED_DOCUMENTS = 4
-# fp64 similarities in memory at a time
+# largest size of fp64 similarities in memory
 _CHUNK_BYTES = 2**27
 _FP64_BYTES = 8
 _FP32_BYTES = 4
 _INT16_BYTES = 2
-# the order of evaluation in fp32 moves a similarity of unit vectors by less than this
+# the order of summation in fp32 changes a similarity of unit vectors by less than this
 _AMBIGUOUS_MARGIN = 2e-6
-_QUANTIZED_DTYPES = ("int8", "fp8")
 _QUANTIZED_BUDGET = spec.Budget(forward=BUDGETS["float32"].forward, gradient=0.0)
 
 
-def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
+@dataclass(frozen=True, kw_only=True)
+class MaxSimInputs(spec.Inputs):
+    """Inputs of MaxSim.
+
+    Attributes:
+        queries: ``[Nq, Lq, D]``.
+        documents: ``[Nd, Ld, D]``, or ``[T, D]`` if they are packed.
+        cu_seqlens: offsets of packed documents, int32 ``[Nd + 1]``, or None.
+    """
+
+    queries: Tensor
+    documents: Tensor
+    cu_seqlens: Tensor | None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """Queries and documents."""
+        return (self.queries, self.documents)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The offsets of packed documents, or None."""
+        return (self.cu_seqlens,)
+
+    def token_rows(self, document: int) -> slice:
+        """Return the rows of a document among the token vectors ``[T, D]`` of all documents."""
+        if self.cu_seqlens is None:
+            length = self.documents.size(1)
+            return slice(document * length, (document + 1) * length)
+        start, stop = self.cu_seqlens[document : document + 2].tolist()
+        return slice(start, stop)
+
+    def document_tokens(self, document: int) -> Tensor:
+        """Return the token vectors ``[length, D]`` of a document."""
+        all_tokens = self.documents.detach().flatten(0, -2)
+        return all_tokens[self.token_rows(document)]
+
+
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> MaxSimInputs:
     """Create random unit vectors.
 
     Args:
-        case: its variant ``"packed"`` has documents of different lengths without padding.
-        device: of the tensors.
-        seed: of the random numbers.
-
-    Returns:
-        The leaves are queries ``[Nq, Lq, D]`` and documents ``[Nd, Ld, D]``, or ``[T, D]`` if they
-        are packed. The constant is their offsets ``[Nd + 1]`` in int32, or None.
+        case: shape, dtype and variant. The variant ``"packed"`` has documents of different lengths
+            without padding.
+        device: the device of the tensors.
+        seed: seed of the random numbers.
     """
     dims = case.dims
     dtype = spec.DTYPES[case.dtype]
@@ -53,6 +87,7 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
     queries = unit_vectors(dims["Nq"], dims["Lq"], dims["D"])
     cu_seqlens = None
     if case.variant == "packed":
+        # evenly spaced lengths up to Ld, in random order
         shares = torch.linspace(_SHORTEST_SHARE, 1, dims["Nd"], device=device)
         order = torch.randperm(dims["Nd"], generator=generator, device=device)
         lengths = (shares[order] * dims["Ld"]).round().int()
@@ -61,71 +96,67 @@ def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> sp
     else:
         documents = unit_vectors(dims["Nd"], dims["Ld"], dims["D"])
     n_tokens = queries.shape[:-1].numel() + documents.shape[:-1].numel()
-    return spec.Inputs(
-        leaves=(queries.requires_grad_(), documents.requires_grad_()),
-        constants=(cu_seqlens,),
+    return MaxSimInputs(
+        queries=queries.requires_grad_(),
+        documents=documents.requires_grad_(),
+        cu_seqlens=cu_seqlens,
         grad_output=normal(dims["Nq"], dims["Nd"]),
         valid_tokens=n_tokens,
     )
 
 
-def _token_rows(inputs: spec.Inputs, document: int) -> slice:
-    """Return the rows of a document among the token vectors ``[T, D]`` of all documents."""
-    (cu_seqlens,) = inputs.constants
-    if cu_seqlens is None:
-        length = inputs.leaves[1].size(1)
-        return slice(document * length, (document + 1) * length)
-    begin, end = cu_seqlens[document : document + 2].tolist()
-    return slice(begin, end)
-
-
-def _document_tokens(inputs: spec.Inputs, document: int) -> Tensor:
-    """Return the token vectors ``[length, D]`` of a document."""
-    all_tokens = inputs.leaves[1].detach().flatten(0, -2)
-    return all_tokens[_token_rows(inputs, document)]
-
-
 @dataclass(frozen=True)
 class MaxSimGate(spec.Gate):
-    """The gate of MaxSim, which also checks scores of quantised documents.
+    """The accuracy gate of MaxSim, which also checks scores of quantized documents.
 
     Attributes:
-        documents: positions of the documents that are checked against every query.
+        inputs: the inputs of the case.
+        documents: positions of the documents whose scores with every query are checked.
     """
 
+    inputs: MaxSimInputs
     documents: tuple[int, ...] = ()
 
     def check(self, runnable: spec.Runnable, kind: str) -> spec.GateResult:
-        """Check an implementation.
-
-        Scores of quantised documents are compared with the reference on the dequantised numbers.
-        They have no gradient.
-        """
-        quantized_dtype = runnable.label.partition(",")[0]
-        if quantized_dtype not in _QUANTIZED_DTYPES:
+        """Check an implementation for quantized documents, or else as for any operator."""
+        if runnable.quantized_dtype is None:
             return super().check(runnable, kind)
-        scores = runnable.forward()
+        errors = {"out[:, d]": self._quantized_error(runnable.forward(), runnable.quantized_dtype)}
+        return spec.GateResult(errors, _QUANTIZED_BUDGET)
+
+    def _quantized_error(self, scores: Tensor | None, dtype: str) -> float:
+        """Return the largest relative error of the scores of a checked document.
+
+        The exact scores are those of the reference, which computes with the dequantized vectors.
+
+        Args:
+            scores: scores with quantized documents ``[Nq, Nd]``.
+            dtype: ``"int8"`` or ``"fp8"``.
+
+        Returns:
+            The error, or infinity if any score is not finite.
+        """
         if scores is None or not bool(scores.isfinite().all()):
-            return spec.GateResult({"out[:, d]": float("inf")}, _QUANTIZED_BUDGET)
-        queries = self.inputs.leaves[0].detach()
+            return float("inf")
         worst_error = 0.0
         for document in self.documents:
-            tokens = _document_tokens(self.inputs, document)
-            quantized = quantize_tokens(tokens[None], dtype=quantized_dtype)
-            expected = maxsim(queries, quantized, impl="reference")
+            tokens = self.inputs.document_tokens(document)
+            quantized = quantize_tokens(tokens[None], dtype=dtype)
+            expected = maxsim(self.inputs.queries.detach(), quantized, impl="reference")
             error = testing.relative_error(scores[:, document : document + 1], expected)
             worst_error = max(worst_error, error)
-        return spec.GateResult({"out[:, d]": worst_error}, _QUANTIZED_BUDGET)
+        return worst_error
 
 
 @torch.no_grad()
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
+def make_gate(case: spec.BenchCase, inputs: MaxSimInputs) -> MaxSimGate:
     """Compute slices of the scores and gradients in fp64.
 
     The slices are the first and the last query with all documents, and a few documents with all
-    queries. A gradient depends on which document token a query token matches best. Pairs of a
-    query and a document in which rounding may decide this get the gradient 0 in
-    ``inputs.grad_output``, which this function changes.
+    queries.
+
+    A gradient depends on which document token is the best match of a query token. If rounding may
+    change this for a query and a document, their gradient in ``inputs.grad_output`` is set to 0.
     """
     grad_output = inputs.grad_output
     n_queries, n_documents = grad_output.shape
@@ -135,29 +166,25 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
     evenly_spread = torch.linspace(0, n_documents - 1, n_checked, dtype=torch.float64)
     checked_documents = evenly_spread.round().long().tolist()
 
-    queries = inputs.leaves[0].detach()[checked_queries].double()
-    query_scores = torch.zeros(len(queries), n_documents, dtype=torch.float64, device=device)
-    dqueries = torch.zeros_like(queries)
-    for document in range(n_documents):
-        tokens = _document_tokens(inputs, document).double()
-        query_scores[:, document], winners, is_ambiguous = _best_matches(queries, tokens)
-        grad_output[checked_queries[is_ambiguous], document] = 0
-        weights = grad_output[checked_queries, document, None, None].double()
-        dqueries += weights * tokens[winners]
+    _clear_ambiguous_gradients(inputs, checked_queries, range(n_documents))
+    all_queries = torch.arange(n_queries, device=device)
+    bytes_per_query = _FP64_BYTES * inputs.queries.size(1) * case.dims["Ld"]
+    query_chunks = torch.split(all_queries, max(1, _CHUNK_BYTES // bytes_per_query))
+    for chunk in query_chunks:
+        _clear_ambiguous_gradients(inputs, chunk, checked_documents)
 
-    bytes_per_query = _FP64_BYTES * inputs.leaves[0].size(1) * case.dims["Ld"]
-    queries_per_chunk = max(1, _CHUNK_BYTES // bytes_per_query)
+    query_scores, dqueries = _query_truth(inputs, checked_queries)
     document_scores = []
     ddocuments = []
     for document in checked_documents:
-        scores, gradient = _document_truth(inputs, document, queries_per_chunk)
+        scores, gradient = _document_truth(inputs, document, query_chunks)
         document_scores.append(scores)
         ddocuments.append(gradient)
 
     def select_documents(documents: Tensor) -> Tensor:
-        """Return the rows of the checked documents, one document after another."""
+        """Return the token rows of the checked documents, one document after another."""
         all_rows = documents.flatten(0, -2)
-        return torch.cat([all_rows[_token_rows(inputs, index)] for index in checked_documents])
+        return torch.cat([all_rows[inputs.token_rows(index)] for index in checked_documents])
 
     return MaxSimGate(
         inputs=inputs,
@@ -174,7 +201,7 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
             "ddocuments": spec.CheckedSlice(select_documents, torch.cat(ddocuments)),
         },
         our_budget=spec.Budget(
-            # scores of 16-bit tokens are fp32, those of fp64 tokens are fp64
+            # scores of 16-bit tokens are fp32, and those of fp64 tokens are fp64
             forward=min(BUDGETS["float32"].forward, BUDGETS[case.dtype].forward),
             gradient=BUDGETS[case.dtype].gradient,
         ),
@@ -182,16 +209,26 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> MaxSimGate:
     )
 
 
-def _best_matches(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Score queries with one document, and find the document token that each query token matches.
+class BestMatches(NamedTuple):
+    """The best match in one document of each token of n queries.
+
+    Attributes:
+        scores: sums of the largest similarities ``[n]``.
+        positions: positions of the best document tokens ``[n, Lq]``.
+        is_ambiguous: ``[n]``, True if the two best matches of a query token are nearly equal.
+    """
+
+    scores: Tensor
+    positions: Tensor
+    is_ambiguous: Tensor
+
+
+def _best_matches(queries: Tensor, tokens: Tensor) -> BestMatches:
+    """Find the document token with the largest similarity to each query token.
 
     Args:
         queries: ``[n, Lq, D]``.
         tokens: token vectors ``[Ld, D]`` of the document.
-
-    Returns:
-        The scores ``[n]``, the positions of the best document tokens ``[n, Lq]``, and whether a
-        query has a token with two best matches up to rounding ``[n]``.
     """
     similarities = queries @ tokens.T  # [n, Lq, Ld]
     largest, positions = similarities.topk(min(2, similarities.size(-1)), dim=-1)
@@ -199,45 +236,86 @@ def _best_matches(queries: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tens
     if largest.size(-1) == 2:
         margin = largest[..., 0] - largest[..., 1]
         is_ambiguous = (margin < _AMBIGUOUS_MARGIN).any(dim=1)
-    return largest[..., 0].sum(dim=1), positions[..., 0], is_ambiguous
+    return BestMatches(
+        scores=largest[..., 0].sum(dim=1),
+        positions=positions[..., 0],
+        is_ambiguous=is_ambiguous,
+    )
+
+
+def _clear_ambiguous_gradients(
+    inputs: MaxSimInputs,
+    query_rows: Tensor,
+    documents: Sequence[int],
+) -> None:
+    """Set the gradient of a score to 0 if rounding may decide which tokens receive it.
+
+    Args:
+        inputs: the inputs of the case, whose ``grad_output`` changes.
+        query_rows: positions of the queries.
+        documents: positions of the documents.
+    """
+    queries = inputs.queries.detach()[query_rows].double()
+    for document in documents:
+        matches = _best_matches(queries, inputs.document_tokens(document).double())
+        inputs.grad_output[query_rows[matches.is_ambiguous], document] = 0
+
+
+def _query_truth(inputs: MaxSimInputs, query_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the scores and the gradient of some queries in fp64.
+
+    Args:
+        inputs: the inputs of the case.
+        query_rows: positions of n queries.
+
+    Returns:
+        The scores with all documents ``[n, Nd]``, and the gradient of the queries ``[n, Lq, D]``.
+    """
+    queries = inputs.queries.detach()[query_rows].double()
+    scores = torch.zeros_like(inputs.grad_output[query_rows], dtype=torch.float64)
+    gradient = torch.zeros_like(queries)
+    for document in range(scores.size(1)):
+        tokens = inputs.document_tokens(document).double()
+        matches = _best_matches(queries, tokens)
+        scores[:, document] = matches.scores
+        # each query token receives its best match, times the gradient of the score
+        dscores = inputs.grad_output[query_rows, document, None, None].double()
+        gradient += dscores * tokens[matches.positions]
+    return scores, gradient
 
 
 def _document_truth(
-    inputs: spec.Inputs,
+    inputs: MaxSimInputs,
     document: int,
-    queries_per_chunk: int,
+    query_chunks: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Compute the scores and the gradient of one document in fp64.
-
-    Pairs whose best matches are ambiguous get the gradient 0 in ``inputs.grad_output``.
 
     Args:
         inputs: the inputs of the case.
         document: position of the document.
-        queries_per_chunk: queries that are scored at a time, to bound memory.
+        query_chunks: positions of all queries, in chunks that bound the memory of similarities.
 
     Returns:
         The scores with all queries ``[Nq]``, and the gradient of the document's token vectors
         ``[length, D]``.
     """
-    grad_output = inputs.grad_output
-    tokens = _document_tokens(inputs, document).double()
+    tokens = inputs.document_tokens(document).double()
     gradient = torch.zeros_like(tokens)
     scores = []
-    for begin in range(0, grad_output.size(0), queries_per_chunk):
-        queries = inputs.leaves[0].detach()[begin : begin + queries_per_chunk].double()
-        chunk_scores, winners, is_ambiguous = _best_matches(queries, tokens)
-        rows = torch.arange(begin, begin + queries.size(0), device=grad_output.device)
-        grad_output[rows[is_ambiguous], document] = 0
-        scores.append(chunk_scores)
-        # each query token adds its vector, times the gradient of the pair, to its best match
-        contributions = grad_output[rows, document, None, None].double() * queries
-        gradient.index_add_(0, winners.flatten(), contributions.flatten(0, 1))
+    for query_rows in query_chunks:
+        queries = inputs.queries.detach()[query_rows].double()
+        matches = _best_matches(queries, tokens)
+        scores.append(matches.scores)
+        # each query token adds its vector, times the gradient of the score, to its best match
+        dscores = inputs.grad_output[query_rows, document, None, None].double()
+        contributions = dscores * queries
+        gradient.index_add_(0, matches.positions.flatten(), contributions.flatten(0, 1))
     return torch.cat(scores), gradient
 
 
 def materialised_scores(queries: Tensor, documents: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Compute MaxSim as late-interaction libraries do, with all similarities in memory.
+    """Compute MaxSim as late-interaction libraries do, with all similarities in memory at once.
 
     Args:
         queries: ``[Nq, Lq, D]``.
@@ -254,20 +332,23 @@ def materialised_scores(queries: Tensor, documents: Tensor, valid: Tensor | None
     return similarities.amax(dim=3).sum(dim=2, dtype=accumulation_dtype)
 
 
-def _einsum_call(inputs: spec.Inputs) -> Callable[..., Tensor]:
-    """Return the einsum of late-interaction libraries as a function of queries and documents.
+def _einsum_call(inputs: MaxSimInputs) -> Callable[..., Tensor]:
+    """Return a function that scores as late-interaction libraries do, by an einsum.
 
-    Packed documents are padded in each call, since such a library has no packed ones.
+    These libraries have no packed documents. Packed documents are therefore padded in each call.
+
+    Returns:
+        A function of queries, documents and offsets. The offsets are ignored, since they are those
+        of ``inputs``.
     """
-    (cu_seqlens,) = inputs.constants
-    if cu_seqlens is None:
-        return lambda queries, documents, _: materialised_scores(queries, documents)
-    lengths = cu_seqlens.diff()
+    if inputs.cu_seqlens is None:
+        return lambda queries, documents, _offsets: materialised_scores(queries, documents)
+    lengths = inputs.cu_seqlens.diff()
     positions = torch.arange(int(lengths.max()), device=lengths.device)
-    valid = positions < lengths[:, None]
+    valid = positions < lengths[:, None]  # [Nd, Ld]
     packed_positions = valid.nonzero(as_tuple=True)
 
-    def pad_and_score(queries: Tensor, documents: Tensor, _: Tensor) -> Tensor:
+    def pad_and_score(queries: Tensor, documents: Tensor, _offsets: Tensor) -> Tensor:
         padded = documents.new_zeros(*valid.shape, documents.size(1))
         padded = padded.index_put(packed_positions, documents)
         return materialised_scores(queries, padded, valid)
@@ -275,69 +356,85 @@ def _einsum_call(inputs: spec.Inputs) -> Callable[..., Tensor]:
     return pad_and_score
 
 
-def _build_einsum(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind the einsum of late-interaction libraries."""
+def _build_einsum(inputs: MaxSimInputs) -> spec.Runnable:
+    """Return the einsum of late-interaction libraries, bound to the inputs."""
     return inputs.bind(_einsum_call(inputs), "torch")
 
 
-def _build_compiled_einsum(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind the einsum of late-interaction libraries under ``torch.compile``."""
+def _build_compiled_einsum(inputs: MaxSimInputs) -> spec.Runnable:
+    """Return the einsum of late-interaction libraries under ``torch.compile``."""
     return inputs.bind(torch.compile(_einsum_call(inputs), dynamic=False), "torch.compile")
 
 
-def _build_flash_maxsim(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind the function of the package ``flash_maxsim`` that fits the inputs.
+def _build_flash_maxsim(inputs: MaxSimInputs) -> spec.Runnable:
+    """Return the function of the package ``flash_maxsim`` for the inputs, bound to them.
 
-    Packed documents are scored with the first query, and without gradients: the package has no
-    more for them.
+    The package scores packed documents for one query only, and without gradients. It has a faster
+    function for one query and padded documents, but the gradients come from the batched one.
     """
     package: Any = importlib.import_module("flash_maxsim")
-    queries, documents = inputs.leaves
-    (cu_seqlens,) = inputs.constants
-    if cu_seqlens is not None:
-        query = queries[0].detach()
-        longest = int(cu_seqlens.diff().max())
+    if inputs.cu_seqlens is not None:
+        return _build_packed_flash_maxsim(inputs, inputs.cu_seqlens)
 
-        def score_packed() -> Tensor:
-            scores: Tensor = package.flash_maxsim_packed(
-                query,
-                documents.detach(),
-                cu_seqlens,
-                max_seqlen_d=longest,
-            )
-            return scores[None]
-
-        return spec.Runnable(score_packed, None, "flash_maxsim_packed")
-
-    def score_one(queries: Tensor, documents: Tensor, _: None) -> Tensor:
+    def score_one(queries: Tensor, documents: Tensor, _offsets: None) -> Tensor:
         scores: Tensor = package.flash_maxsim(queries[0], documents)
         return scores[None]
 
-    def score_batch(queries: Tensor, documents: Tensor, _: None) -> Tensor:
+    def score_batch(queries: Tensor, documents: Tensor, _offsets: None) -> Tensor:
         scores: Tensor = package.flash_maxsim_batched(queries, documents)
         return scores
 
-    def train(queries: Tensor, documents: Tensor, _: None) -> Tensor:
+    def train(queries: Tensor, documents: Tensor, _offsets: None) -> Tensor:
         scores: Tensor = package.flash_maxsim_batched_train(queries, documents)
         return scores
 
-    if queries.size(0) == 1:
+    if inputs.queries.size(0) == 1:
         return inputs.bind(score_one, "flash_maxsim", train)
     return inputs.bind(score_batch, "flash_maxsim_batched", train)
 
 
-def _build_late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind the function of the package ``late_interaction_kernels`` that fits the inputs."""
+def _build_packed_flash_maxsim(inputs: MaxSimInputs, cu_seqlens: Tensor) -> spec.Runnable:
+    """Return the inference of ``flash_maxsim`` for the first query and packed documents.
+
+    Args:
+        inputs: the inputs of the case.
+        cu_seqlens: offsets of the documents ``[Nd + 1]``.
+    """
+    package: Any = importlib.import_module("flash_maxsim")
+    query = inputs.queries[0].detach()
+    documents = inputs.documents.detach()
+    longest = int(cu_seqlens.diff().max())
+
+    def score() -> Tensor:
+        scores: Tensor = package.flash_maxsim_packed(
+            query,
+            documents,
+            cu_seqlens,
+            max_seqlen_d=longest,
+        )
+        return scores[None]
+
+    return spec.Runnable(score, None, "flash_maxsim_packed")
+
+
+def _build_late_interaction_kernels(inputs: MaxSimInputs) -> spec.Runnable:
+    """Return the function of ``late_interaction_kernels`` for the inputs, bound to them.
+
+    Packed documents are scored with the first query only.
+    """
     package: Any = importlib.import_module("late_interaction_kernels")
-    (cu_seqlens,) = inputs.constants
-    if cu_seqlens is None:
+    if inputs.cu_seqlens is None:
         return inputs.bind(
-            lambda queries, documents, _: package.maxsim(queries, documents),
+            lambda queries, documents, _offsets: package.maxsim(queries, documents),
             "late_interaction_kernels.maxsim",
         )
-    query_length = inputs.leaves[0].size(1)
-    longest_document = int(cu_seqlens.diff().max())
-    query_offsets = torch.tensor([0, query_length], dtype=torch.int32, device=cu_seqlens.device)
+    query_length = inputs.queries.size(1)
+    longest_document = int(inputs.cu_seqlens.diff().max())
+    query_offsets = torch.tensor(
+        [0, query_length],
+        dtype=torch.int32,
+        device=inputs.queries.device,
+    )
 
     def score_packed(queries: Tensor, documents: Tensor, document_offsets: Tensor) -> Tensor:
         scores: Tensor = package.maxsim_varlen(
@@ -350,33 +447,33 @@ def _build_late_interaction_kernels(inputs: spec.Inputs) -> spec.Runnable:
         )
         return scores
 
-    return inputs.bind(score_packed, "maxsim_varlen")
+    return inputs.bind(score_packed, "late_interaction_kernels.maxsim_varlen")
 
 
-def _build_quantized(inputs: spec.Inputs, dtype: str) -> spec.Runnable:
-    """Bind tilefold's MaxSim with documents that are quantised before the timed call.
+def _build_quantized(inputs: MaxSimInputs, dtype: str) -> spec.Runnable:
+    """Return tilefold's MaxSim with documents that are quantized before the timed call.
 
     Args:
         inputs: the inputs of the case.
-        dtype: ``"int8"`` or ``"fp8"``. It becomes the label, from which the gate takes the dtype.
+        dtype: ``"int8"`` or ``"fp8"``.
     """
-    queries, documents = (leaf.detach() for leaf in inputs.leaves)
-    (cu_seqlens,) = inputs.constants
-    quantized = quantize_tokens(documents, dtype=dtype)
+    queries = inputs.queries.detach()
+    quantized = quantize_tokens(inputs.documents.detach(), dtype=dtype)
     return spec.Runnable(
-        forward=lambda: maxsim(queries, quantized, cu_seqlens_d=cu_seqlens),
+        forward=lambda: maxsim(queries, quantized, cu_seqlens_d=inputs.cu_seqlens),
         forward_backward=None,
         label=dtype,
+        quantized_dtype=dtype,
     )
 
 
-def _build_int8_graph(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind tilefold's MaxSim with int8 documents as a CUDA graph."""
+def _build_int8_graph(inputs: MaxSimInputs) -> spec.Runnable:
+    """Return tilefold's MaxSim with int8 documents, captured as a CUDA graph."""
     return spec.captured(_build_quantized(inputs, "int8"))
 
 
 def _maxsim(queries: Tensor, documents: Tensor, cu_seqlens: Tensor | None, impl: str) -> Tensor:
-    """Call tilefold's MaxSim with the leaves and the constant of a case."""
+    """Return the scores of tilefold's MaxSim, with documents packed by ``cu_seqlens`` or padded."""
     return maxsim(queries, documents, cu_seqlens_d=cu_seqlens, impl=impl)
 
 
@@ -398,28 +495,29 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of MaxSim: operations, and bytes that are read and written.
+def work(case: spec.BenchCase, inputs: MaxSimInputs, phase: spec.Phase) -> spec.Work:
+    """Return a lower bound of the operations and of the memory traffic of MaxSim.
 
     Forward multiplies every query token with every document token, reads all token vectors once
-    and writes the scores. Training also writes which document token each query token matches, and
-    reads this in the backward pass. The backward pass has no products: it adds rows of token
-    vectors, so it reads all token vectors again and writes a gradient for each.
+    and writes the scores. Training also writes the position of each best match, and reads it in
+    the backward pass. Backward has no matrix products: it adds rows of token vectors, so that it
+    reads all token vectors again and writes a gradient for each.
 
     Args:
         case: the shape: ``Nq`` queries of ``Lq`` tokens, ``Nd`` documents.
         inputs: tensors of the case. Documents may be packed.
         phase: forward, or forward and backward.
     """
-    queries, documents = inputs.leaves
+    queries, documents = inputs.queries, inputs.documents
     n_query_tokens = case.dims["Nq"] * case.dims["Lq"]
-    # a multiplication and an addition for each query token and each number in the documents
+    # each query token is multiplied with each number in the documents
     flops = 2.0 * n_query_tokens * documents.numel()
     token_bytes = float(queries.element_size() * (queries.numel() + documents.numel()))
+    # scores of 16-bit tokens are fp32
     score_bytes = float(_FP32_BYTES * inputs.grad_output.numel())
     if phase == "forward":
         return spec.Work(flops, token_bytes + score_bytes)
-    # a position within a document for each query token and document
+    # a position in the document for each query token and document
     winner_bytes = float(_INT16_BYTES * n_query_tokens * case.dims["Nd"])
     total_bytes = (
         3 * token_bytes  # read by forward and backward; their gradients are written
@@ -429,22 +527,22 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(flops, total_bytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """Estimate the memory of an implementation from below.
+def min_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Return a lower bound of the memory of an implementation.
 
     Args:
-        case: the shape.
+        case: shape and dtype.
         impl: name of the implementation.
 
     Returns:
-        Bytes of the documents, and of all similarities ``[Nq, Nd, Lq, Ld]`` as often as the
-        implementation stores them.
+        Bytes of the documents, and of all copies of the similarities ``[Nq, Nd, Lq, Ld]`` that the
+        implementation holds at a time.
     """
     dims = case.dims
     item_bytes = spec.DTYPES[case.dtype].itemsize
     similarity_bytes = dims["Nq"] * dims["Lq"] * dims["Nd"] * dims["Ld"] * item_bytes
     document_bytes = dims["Nd"] * dims["Ld"] * dims["D"] * item_bytes
-    # in units of one tensor of that shape in the dtype of the case
+    # in the dtype of the case
     copies_of_similarities = {
         "eager": 1 if dims["Nq"] == 1 else 2,
         "compile": 1,
@@ -461,5 +559,5 @@ SPEC = spec.BenchSpec(
     make_gate=make_gate,
     probe_dims={"Nq": 2, "Nd": 3, "Lq": 4, "Ld": 8, "D": 16},
     work=work,
-    needs_bytes=needs_bytes,
+    min_bytes=min_bytes,
 )

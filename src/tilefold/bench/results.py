@@ -27,30 +27,32 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tilefold.bench.runner import BenchRow
-    from tilefold.bench.spec import BenchCase, BenchSpec
+    from tilefold.bench.spec import BenchCase, BenchSpec, Phase
 
 RESULTS = Path("benchmarks/results")
+# Columns of the table on the terminal. The name of the baseline is inserted.
 _COLUMNS = (
     "impl",
     "fwd ms",
-    "x eager",
+    "x {baseline}",
     "TFLOP/s",
     "of floor",
     "peak MiB",
     "f+b ms",
-    "x eager",
+    "x {baseline}",
     "of floor",
     "peak MiB",
+    "error fwd / grad",
 )
-# load average before the first timing, above which other programs disturb the times
-_BUSY = 0.7
-# environment variable with the commit of a copy of the sources without git
+# largest load average of a machine whose times are not disturbed by other programs
+_MAX_IDLE_LOAD = 0.7
+# environment variable that names the commit of a copy of the sources without git
 COMMIT_VARIABLE = "TILEFOLD_COMMIT"
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Everything needed to repeat a measurement, apart from the shapes, which are in the row."""
+    """Hardware, software versions and date of a measurement."""
 
     device: str
     device_count: int
@@ -101,7 +103,7 @@ def _output(command: list[str], cwd: Path | None = None) -> str:
 
 @functools.cache
 def commit() -> tuple[str, str]:
-    """Return the commit of the sources, and whether they differ from it.
+    """Return the commit of the sources, and whether there are uncommitted changes.
 
     Returns:
         The commit or ``"unknown"``, and ``"yes"``, ``"no"`` or ``"unknown"``.
@@ -171,8 +173,8 @@ def results_folder(output: Path | None, quick: bool) -> Path | None:
 
     Args:
         output: the folder that the user chose.
-        quick: a quick run is only written to a chosen folder. Other runs in a checkout of the
-            repository are written to its results.
+        quick: whether the run is a quick one, which is only written to a chosen folder. By default
+            other runs are written to the results of the repository, if it is the current folder.
     """
     if output:
         return output
@@ -194,18 +196,21 @@ def write_csv(
 
     Args:
         path: the file.
-        rows: new rows, which replace rows of equal key.
-        provenance: further cells of the new rows.
+        rows: new rows. A new row replaces the row with the same key.
+        provenance: hardware, versions and date, which are added to each new row.
         key: names of the columns that identify a row.
 
     Raises:
         ValueError: if the file exists and lacks one of the ``key`` columns.
     """
+
+    def key_of(row: Mapping[str, str]) -> tuple[str, ...]:
+        return tuple(row[name] for name in key)
+
     new_rows = [cells(row, provenance) for row in rows]
-    old_rows = read_csv(path, key) if path.exists() else []
-    replaced = {tuple(row[name] for name in key) for row in new_rows}
-    merged = [row for row in old_rows if tuple(row[name] for name in key) not in replaced]
-    merged += new_rows
+    old_rows = read_csv(path, required_columns=key) if path.exists() else []
+    new_keys = {key_of(row) for row in new_rows}
+    merged = [row for row in old_rows if key_of(row) not in new_keys] + new_rows
     columns = list(dict.fromkeys(name for row in [*new_rows, *old_rows] for name in row))
     with atomic_file(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns, restval="", lineterminator="\n")
@@ -214,13 +219,13 @@ def write_csv(
 
 
 def cells(row: Mapping[str, object], provenance: Provenance) -> dict[str, str]:
-    """Return a row and its provenance as text."""
+    """Return the cells of a row and of its provenance as text, by column."""
     values = {**row, **asdict(provenance)}
     return {name: _cell(value) for name, value in values.items()}
 
 
 def _cell(value: object) -> str:
-    """Return a value as text, with six significant digits of a float, and ``""`` for None."""
+    """Return a value as text: floats with six significant digits, and ``""`` for None."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -228,25 +233,29 @@ def _cell(value: object) -> str:
     return str(value)
 
 
-def read_csv(path: str | Path, key: Sequence[str] = ()) -> list[dict[str, str]]:
+def read_csv(path: str | Path, required_columns: Sequence[str] = ()) -> list[dict[str, str]]:
     """Read the rows of a CSV file as text.
 
+    Args:
+        path: the file.
+        required_columns: columns that the file must have.
+
     Raises:
-        ValueError: if it lacks one of the ``key`` columns, or a row is longer than the header.
+        ValueError: if a required column is missing, or a row is longer than the header.
     """
     with Path(path).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []
-        missing = [name for name in key if name not in columns]
+        missing = [name for name in required_columns if name not in columns]
         if missing:
             raise ValueError(
-                f"{path} must have the columns {', '.join(key)} to be updated, "
+                f"{path} must have the columns {', '.join(required_columns)}, "
                 f"{', '.join(missing)} missing; choose another --output or move the file away.",
             )
         rows = list(reader)
     if any(None in row for row in rows):
         raise ValueError(
-            f"{path} must have rows no longer than its header; mend it, or move the file away.",
+            f"{path} must have rows no longer than its header; fix it, or move the file away.",
         )
     return rows
 
@@ -269,7 +278,7 @@ def spread(p50: float | None, p20: float | None, p80: float | None) -> str:
 
 
 def ratio(above: float | None, below: float | None) -> str:
-    """Format ``above / below`` with two decimals, or ``-`` without a quotient."""
+    """Format ``above / below`` with two decimals, or ``-`` if one is missing or ``below`` is 0."""
     return "-" if above is None or not below else f"{above / below:.2f}"
 
 
@@ -278,33 +287,60 @@ def exponent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1e}"
 
 
-def _phase_cells(row: BenchRow, base: BenchRow | None, phase: str) -> list[str]:
-    """Return time, speedup, rate (of a forward), share of the floor and peak memory of a phase."""
-    p20_ms = getattr(row, f"{phase}_p20_ms")
-    p50_ms = getattr(row, f"{phase}_p50_ms")
-    p80_ms = getattr(row, f"{phase}_p80_ms")
-    floor_ms = getattr(row, f"{phase}_floor_ms")
-    baseline_ms = getattr(base, f"{phase}_p50_ms", None)
-    phase_cells = [spread(p50_ms, p20_ms, p80_ms), ratio(baseline_ms, p50_ms)]
+def _phase_cells(row: BenchRow, baseline: BenchRow | None, phase: Phase) -> list[str]:
+    """Format the results of a phase.
+
+    Args:
+        row: the row of an implementation.
+        baseline: the row of the baseline, or None if it has no times.
+        phase: the phase.
+
+    Returns:
+        Time, speedup over the baseline, TFLOP/s (forward only), roofline time as a percentage of
+        the time, and peak memory.
+    """
+    result = row.phase(phase)
+    baseline_ms = None if baseline is None else baseline.phase(phase).p50_ms
+    floor_share = "-"
+    if result.p50_ms and result.floor_ms is not None:
+        floor_share = f"{100 * result.floor_ms / result.p50_ms:.0f}%"
+    phase_cells = [
+        spread(result.p50_ms, result.p20_ms, result.p80_ms),
+        ratio(baseline_ms, result.p50_ms),
+    ]
     if phase == "forward":
         phase_cells.append(short_number(row.forward_tflops))
-    if not p50_ms or floor_ms is None:
-        phase_cells.append("-")
+    return [*phase_cells, floor_share, short_number(result.peak_mib)]
+
+
+def _table_cells(row: BenchRow, baseline: BenchRow | None) -> list[str]:
+    """Format a row, with one cell for each of :data:`_COLUMNS`.
+
+    Args:
+        row: the row of an implementation. If it failed, its status replaces its times.
+        baseline: the row of the baseline, or None if it has no times.
+    """
+    name = row.impl
+    if row.impl == "tilefold" and row.label:
+        name = f"{row.impl} ({row.label})"
+    errors = f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
+    if row.status == "ok":
+        results = [cell for phase in PHASES for cell in _phase_cells(row, baseline, phase)]
     else:
-        phase_cells.append(f"{100 * floor_ms / p50_ms:.0f}%")
-    phase_cells.append(short_number(getattr(row, f"{phase}_peak_mib")))
-    return phase_cells
+        n_blank = len(_COLUMNS) - 3  # all columns except name, status and errors
+        results = [row.status, *["-"] * n_blank]
+    return [name, *results, errors]
 
 
 def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Table:
     """Create the table of one case, with a line for each implementation.
 
-    Implementations whose gate failed have a status in place of times.
+    A failed implementation shows its status instead of its times.
 
     Args:
         spec: the benchmark.
         case: the case.
-        rows: its rows, at least one.
+        rows: the rows of the case, at least one.
     """
     from rich.table import Table
 
@@ -313,25 +349,19 @@ def case_table(spec: BenchSpec, case: BenchCase, rows: Sequence[BenchRow]) -> Ta
     active = "" if active_share is None else f", {100 * active_share:.3g}% of scores positive"
     title = f"{op} {case.name} ({dims}; {case.dtype}; {valid_tokens} valid tokens{active})"
     table = Table(title=title, title_justify="left", header_style="bold")
-    names = [name if name != "x eager" else f"x {spec.baseline}" for name in _COLUMNS]
-    for position, name in enumerate([*names, "error fwd / grad"]):
-        table.add_column(name, justify="left" if position == 0 else "right", no_wrap=True)
-    base = next((row for row in rows if row.impl == spec.baseline and row.status == "ok"), None)
+    for position, column in enumerate(_COLUMNS):
+        table.add_column(
+            column.format(baseline=spec.baseline),
+            justify="left" if position == 0 else "right",
+            no_wrap=True,
+        )
+    timed_baselines = (row for row in rows if row.impl == spec.baseline and row.status == "ok")
+    baseline = next(timed_baselines, None)
     for row in rows:
-        name = f"{row.impl} ({row.label})" if row.impl == "tilefold" and row.label else row.impl
-        error = f"{exponent(row.forward_error)} / {exponent(row.gradient_error)}"
-        if row.status == "ok":
-            phase_cells = [cell for phase in PHASES for cell in _phase_cells(row, base, phase)]
-            table.add_row(name, *phase_cells, error)
-        else:
-            blanks = ["-"] * (len(_COLUMNS) - 2)
-            table.add_row(
-                name,
-                row.status,
-                *blanks,
-                error,
-                style="red" if row.failed_gate else "dim",
-            )
+        style = None
+        if row.status != "ok":
+            style = "red" if row.failed_gate else "dim"
+        table.add_row(*_table_cells(row, baseline), style=style)
     return table
 
 
@@ -341,7 +371,7 @@ def print_case(
     case: BenchCase,
     rows: Sequence[BenchRow],
 ) -> None:
-    """Print the table of one case, and the reasons of rows without times."""
+    """Print the table of one case, and the note of each row that has one."""
     if not rows:
         return
     console.print(case_table(spec, case, rows))
@@ -358,15 +388,15 @@ def print_header(console: Console, provenance: Provenance) -> None:
         device += f", driver {driver}, CUDA {provenance.cuda}, triton {provenance.triton}"
     else:
         device += f", {provenance.threads} threads"
-    dirty = {"yes": " with local changes", "no": "", "unknown": ""}[provenance.dirty]
+    dirty = " with local changes" if provenance.dirty == "yes" else ""
     versions = (
         f"torch {provenance.torch}, Python {provenance.python}, tilefold {provenance.tilefold}"
     )
     text = f"{device}; {versions} at {provenance.commit}{dirty}; {provenance.date}"
     console.print(text, markup=False, highlight=False)
     load_average = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if not provenance.cuda and load_average > _BUSY:
+    if not provenance.cuda and load_average > _MAX_IDLE_LOAD:
         console.print(
-            f"load average {load_average:.1f}: other programs run here, CPU times will be noisy",
+            f"load average {load_average:.1f}: other programs are running, CPU times will be noisy",
             style="yellow",
         )

@@ -1,4 +1,4 @@
-"""Run the cases of a benchmark: check results, then measure memory, then time."""
+"""Run the cases of a benchmark: check the results, measure peak memory, and time."""
 
 from __future__ import annotations
 
@@ -24,22 +24,41 @@ from tilefold.bench.spec import (
     Runnable,
 )
 
-# of the random inputs
+# seed of the random inputs
 SEED = 0
 # columns that identify a row of a CSV file
 CSV_KEY = ("op", "case", "dtype", "impl")
-# characters of an error in a row
+# longest error message of a row, in characters
 _MAX_NOTE_LENGTH = 200
-# share of the free memory that a case may take
+# share of the free memory that an implementation may need
 _MEMORY_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """Times and memory of one phase of an implementation; None for values that were not measured.
+
+    Attributes:
+        p20_ms: 20th percentile of the times of a call, in milliseconds.
+        p50_ms: median of the times.
+        p80_ms: 80th percentile of the times.
+        floor_ms: time of the minimum work at the peak throughput of the device.
+        peak_mib: peak of the memory that a call adds, in MiB.
+    """
+
+    p20_ms: float | None
+    p50_ms: float | None
+    p80_ms: float | None
+    floor_ms: float | None
+    peak_mib: float | None
 
 
 @dataclass
 class BenchRow:
     """One implementation on one case: a row of the table, and of the CSV file with these columns.
 
-    Values that were not measured are None. There is no time unless the gate passed. Columns of a
-    phase begin with ``forward_`` or ``forward_backward_``.
+    Values that were not measured are None. There are no times unless the accuracy gate passed.
+    Columns of a phase begin with ``forward_`` or ``forward_backward_``.
 
     Attributes:
         op: Name of the operator.
@@ -50,19 +69,19 @@ class BenchRow:
         dims: Sizes by name, such as ``B=32 S=512``.
         variant: Variant of the inputs.
         valid_tokens: Tokens that are not padding.
-        active: Share of positive scores, if the operator has such.
-        status: ``"ok"``, ``"FAILED"`` (the gate), ``"ERROR"``, ``"OOM"`` or ``"skipped"``.
-        note: Reason of a status that is not ``"ok"``.
+        active: Share of the scores that are positive, or None if scores have no sign.
+        status: ``"ok"``, ``"FAILED"`` (the accuracy gate), ``"ERROR"``, ``"OOM"`` or ``"skipped"``.
+        note: Reason of a status other than ``"ok"``.
         forward_error: Relative error of the output against fp64, on the checked slices.
         gradient_error: Largest relative error of a gradient.
-        forward_p20_ms: 20th percentile of the times of a call; 50th and 80th are alike.
+        forward_p20_ms: 20th percentile of the times of a call; likewise the 50th and the 80th.
         forward_reps: Number of timed calls.
-        forward_floor_ms: Time of the least work at the peak rates of the device.
-        forward_tflops: Least operations of a call over its median time, in 10^12 per second.
-        forward_peak_mib: Peak of the memory that a call adds, its results included, in MiB.
-        ceiling_tflops: Measured rate of a large matrix product, in 10^12 operations per second.
-        ceiling_tbps: Measured rate of a large copy, in 10^12 bytes per second.
-        kind: Kind of the implementation; it is not in the CSV file.
+        forward_floor_ms: Time of the minimum work at the peak throughput of the device.
+        forward_tflops: Minimum operations of a call over its median time, in 10^12 per second.
+        forward_peak_mib: Peak of the memory that a call adds, including its results, in MiB.
+        ceiling_tflops: Throughput of a large matrix product, in 10^12 operations per second.
+        ceiling_tbps: Throughput of a large copy, in 10^12 bytes per second.
+        kind: Kind of the implementation. The CSV file does not have it.
     """
 
     op: str
@@ -97,11 +116,42 @@ class BenchRow:
 
     @property
     def failed_gate(self) -> bool:
-        """Whether the gate failed, or an implementation of tilefold raised an error."""
+        """Whether the accuracy gate failed, or an implementation of tilefold raised an error."""
         return self.status == "FAILED" or (self.status == "ERROR" and self.kind == "ours")
 
+    def phase(self, phase: Phase) -> PhaseResult:
+        """Return the times and the memory of a phase."""
+        if phase == "forward":
+            return PhaseResult(
+                p20_ms=self.forward_p20_ms,
+                p50_ms=self.forward_p50_ms,
+                p80_ms=self.forward_p80_ms,
+                floor_ms=self.forward_floor_ms,
+                peak_mib=self.forward_peak_mib,
+            )
+        return PhaseResult(
+            p20_ms=self.forward_backward_p20_ms,
+            p50_ms=self.forward_backward_p50_ms,
+            p80_ms=self.forward_backward_p80_ms,
+            floor_ms=self.forward_backward_floor_ms,
+            peak_mib=self.forward_backward_peak_mib,
+        )
+
+    def set_timing(self, phase: Phase, times: timing.Timing) -> None:
+        """Store the times of a phase, and the number of timed calls."""
+        if phase == "forward":
+            self.forward_p20_ms = times.p20
+            self.forward_p50_ms = times.p50
+            self.forward_p80_ms = times.p80
+            self.forward_reps = times.reps
+        else:
+            self.forward_backward_p20_ms = times.p20
+            self.forward_backward_p50_ms = times.p50
+            self.forward_backward_p80_ms = times.p80
+            self.forward_backward_reps = times.reps
+
     def fail(self, error: Exception) -> None:
-        """Record an error of the implementation, so that other implementations still run."""
+        """Store an exception that the implementation raised as the row's status and note."""
         if isinstance(error, torch.cuda.OutOfMemoryError):
             self.status = "OOM"
             self.note = "out of device memory"
@@ -115,7 +165,7 @@ class BenchRow:
             self.note = f"{type(error).__name__}: {first_line}"[:_MAX_NOTE_LENGTH]
 
     def record(self) -> dict[str, object]:
-        """Return the row as CSV fields."""
+        """Return the columns of the CSV file, by name."""
         return {name: value for name, value in asdict(self).items() if name != "kind"}
 
 
@@ -125,11 +175,12 @@ class RunOptions:
 
     Attributes:
         device: the device to measure.
-        impls: names of the implementations to run, for all cases or by the name of the case. None
-            runs those that are the default of the device.
+        impls: names of the implementations to run, either for all cases or by the name of the
+            case. None runs the default implementations of the device.
         budget: time to spend on timing.
-        memory: measure peak memory too, on a CPU in a process for each implementation.
-        limit: seconds after which no further case starts.
+        memory: whether to measure peak memory, too. On a CPU, each implementation then runs in a
+            process of its own.
+        limit: seconds after which no more cases are started.
         progress: called with a description of each step.
     """
 
@@ -148,17 +199,22 @@ def chosen_implementations(
 ) -> list[Implementation]:
     """Return the implementations to run, in the order of the spec.
 
+    Args:
+        spec: the benchmark.
+        options: ``impls`` names the implementations, and ``device`` has defaults.
+        case: name of the case, if ``impls`` has names by case. A case that it lacks runs nothing.
+
     Raises:
         ValueError: for a name that the spec does not have.
     """
-    names = options.impls.get(case, ()) if isinstance(options.impls, Mapping) else options.impls
-    if names is None:
+    if options.impls is None:
         return [
             implementation
             for implementation in spec.implementations
             if options.device.type in implementation.default_on
         ]
-    # the lookup refuses unknown names
+    names = options.impls.get(case, ()) if isinstance(options.impls, Mapping) else options.impls
+    # raises ValueError for an unknown name
     chosen = {spec.implementation(name).name for name in names}
     return [
         implementation for implementation in spec.implementations if implementation.name in chosen
@@ -171,15 +227,15 @@ def run_case(
     options: RunOptions,
     ceilings: Ceilings,
 ) -> list[BenchRow]:
-    """Check and measure the chosen implementations on a case.
+    """Check, measure and time the chosen implementations on a case.
 
-    An error of an implementation is recorded in its row.
+    An exception that an implementation raises is stored in its row.
 
     Args:
         spec: the benchmark.
-        case: shapes and data types.
+        case: shape and dtype.
         options: device, implementations and time.
-        ceilings: rates of the device, for the floor of the time.
+        ceilings: peak throughput of the device, for the roofline time.
 
     Returns:
         One row per implementation.
@@ -205,7 +261,7 @@ def run_case(
         )
         rows.append(row)
         options.progress(f"{spec.op}: {case.name}: checking {implementation.name}")
-        runnable = _check_and_weigh(spec, case, gate, implementation, row, options)
+        runnable = _check_and_measure_memory(spec, case, gate, implementation, row, options)
         if runnable is not None:
             runnables[row.impl] = runnable
     for phase in PHASES:
@@ -224,7 +280,7 @@ def run_case(
     return rows
 
 
-def _check_and_weigh(
+def _check_and_measure_memory(
     spec: BenchSpec,
     case: BenchCase,
     gate: Gate,
@@ -232,88 +288,132 @@ def _check_and_weigh(
     row: BenchRow,
     options: RunOptions,
 ) -> Runnable | None:
-    """Check an implementation against the gate, and measure its peak memory.
+    """Check the results of an implementation, and measure its peak memory.
+
+    Both are stored in the row. A ``"bare"`` implementation computes another function, so that it is
+    neither checked nor measured, only timed.
+
+    Args:
+        spec: the benchmark.
+        case: shape and dtype.
+        gate: the accuracy gate of the case, with its inputs.
+        implementation: the implementation.
+        row: the row of the implementation, which changes.
+        options: the device, and whether memory is measured.
 
     Returns:
-        The implementation bound to the inputs, or None if it cannot be timed. Its row then has the
-        reason.
+        The implementation bound to the inputs, or None if it cannot be timed, for a reason that is
+        then the note of the row.
     """
-    _release(options.device)
-    needed = spec.needs_bytes(case, implementation.name)
-    free = timing.free_memory_bytes(options.device)
-    if free is not None and needed > _MEMORY_SHARE * free:
+    _release_memory(options.device)
+    row.note = _lack_of_memory(spec, case, implementation.name, options.device)
+    if row.note:
         row.status = "skipped"
-        row.note = f"needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB free"
         return None
     try:
         runnable = implementation.build(gate.inputs)
         row.label = runnable.label
-        if implementation.kind != "bare":
-            result = gate.check(runnable, implementation.kind)
-            row.forward_error = result.worst(gradients=False)
-            row.gradient_error = result.worst(gradients=True)
-            if not result.passed:
-                row.status = "FAILED"
-                row.note = "; ".join(result.failures) or "the gate checked nothing"
-                return None
-            if options.memory:
-                for phase, peak in _peaks(spec, case, runnable, row.impl, options).items():
-                    setattr(row, f"{phase}_peak_mib", peak)
+        if implementation.kind == "bare":
+            return runnable
+        result = gate.check(runnable, implementation.kind)
+        row.forward_error = result.worst(gradients=False)
+        row.gradient_error = result.worst(gradients=True)
+        if not result.passed:
+            row.status = "FAILED"
+            row.note = "; ".join(result.failures) or "the gate checked nothing"
+            return None
+        if options.memory:
+            peaks = _peak_memory(spec, case, runnable, row.impl, options.device)
+            row.forward_peak_mib = peaks.get("forward")
+            row.forward_backward_peak_mib = peaks.get("forward_backward")
         return runnable
     except Exception as error:
         row.fail(error)
     return None
 
 
-def _peaks(
+def _lack_of_memory(spec: BenchSpec, case: BenchCase, impl: str, device: torch.device) -> str:
+    """Return why the memory of a device cannot suffice for an implementation, or ``""``."""
+    min_bytes = spec.min_bytes(case, impl)
+    free_bytes = timing.free_memory_bytes(device)
+    if free_bytes is None or min_bytes <= _MEMORY_SHARE * free_bytes:
+        return ""
+    return f"needs about {min_bytes / 2**30:.1f} GiB, {free_bytes / 2**30:.1f} GiB free"
+
+
+def _peak_memory(
     spec: BenchSpec,
     case: BenchCase,
     runnable: Runnable,
     impl: str,
-    options: RunOptions,
-) -> Mapping[str, float]:
-    """Measure the peak memory of each phase that an implementation has, in MiB.
+    device: torch.device,
+) -> Mapping[Phase, float]:
+    """Measure the peak memory of each phase of an implementation.
 
-    On a GPU the allocator knows the peak. On a CPU a fresh process is needed, since resident memory
-    of earlier calls would count.
+    A GPU's allocator counts the peak of a call. On a CPU the implementation runs in a new process,
+    because the peak of this one includes earlier calls.
+
+    Args:
+        spec: the benchmark.
+        case: shape and dtype.
+        runnable: the implementation, bound to inputs on ``device``.
+        impl: name of the implementation.
+        device: the device.
+
+    Returns:
+        MiB above the inputs, by phase. A phase that the implementation lacks is missing.
     """
-    if options.device.type != "cuda":
+    if device.type != "cuda":
         return measure_peaks(spec.op, case, impl)
-    peaks: dict[str, float] = {}
+    peaks: dict[Phase, float] = {}
     for phase in PHASES:
-        run = getattr(runnable, phase)
+        run = runnable.phase(phase)
         if run is not None:
             peaks[phase] = timing.cuda_extra_peak_mib(run)
     return peaks
 
 
-def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
-    """Measure the peak resident memory of each phase in a fresh process.
+def measure_peaks(op: str, case: BenchCase, impl: str) -> dict[Phase, float]:
+    """Measure the peak resident memory of each phase of an implementation in a new process.
+
+    Args:
+        op: name of the operator.
+        case: shape and dtype.
+        impl: name of the implementation.
 
     Returns:
-        MiB above the inputs, by ``"forward"`` and ``"forward_backward"``.
+        MiB above the inputs, by phase. A phase that the implementation lacks is missing.
     """
     return timing.in_fresh_process(_resident_peaks, op, case, impl)
 
 
-def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[str, float]:
-    """Measure the peak resident memory of each phase in this process, in MiB.
+def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[Phase, float]:
+    """Measure the peak resident memory of each phase in this process.
 
-    Each phase runs first on a tiny case, the probe, so that memory for libraries is not counted.
+    Each phase first runs on a tiny case, the probe. It loads libraries and starts threads, whose
+    memory is not counted.
+
+    Args:
+        op: name of the operator.
+        case: shape and dtype.
+        impl: name of the implementation.
+
+    Returns:
+        MiB above the inputs, by phase. A phase that the implementation lacks is missing.
     """
     spec = specs.get_spec(op)
     device = torch.device(case.device)
     build = spec.implementation(impl).build
     runnable = build(spec.make_inputs(case, device, SEED))
     probe = build(spec.make_inputs(spec.probe(case), device, SEED))
-    peaks: dict[str, float] = {}
-    # the smaller phase first, because a high-water mark that cannot be reset only grows
+    peaks: dict[Phase, float] = {}
+    # forward, which needs less memory, runs first: where a peak cannot be reset, it only grows
     for phase in PHASES:
-        run = getattr(runnable, phase)
-        warm_up = getattr(probe, phase)
-        if run is not None and warm_up is not None:
-            warm_up()
-            peaks[phase] = timing.resident_peak_mib(run)
+        run_case_phase = runnable.phase(phase)
+        run_probe_phase = probe.phase(phase)
+        if run_case_phase is not None and run_probe_phase is not None:
+            run_probe_phase()
+            peaks[phase] = timing.resident_peak_mib(run_case_phase)
     return peaks
 
 
@@ -323,10 +423,10 @@ def _time_phase(
     phase: Phase,
     options: RunOptions,
 ) -> None:
-    """Time one phase of all implementations, and write the times into their rows.
+    """Time one phase of all implementations, and store the times in their rows.
 
-    They are timed together. If one raises an error, they are timed one by one, so that only the
-    failing implementation has no time.
+    The implementations take turns, so that a change of the clock rate affects all of them. If one
+    raises an exception, each is timed separately, and only the failing one has no times.
 
     Args:
         rows: rows of the case. Only those with the status "ok" are timed.
@@ -334,33 +434,51 @@ def _time_phase(
         phase: the phase.
         options: device and time.
     """
-    runs = {}
+    runs: dict[str, Callable[[], object]] = {}
     for row in rows:
         if row.status == "ok":
-            run = getattr(runnables[row.impl], phase)
+            run = runnables[row.impl].phase(phase)
             if run is not None:
                 runs[row.impl] = run
-    _release(options.device)
+    timed_rows = [row for row in rows if row.impl in runs]
+    _release_memory(options.device)
     try:
         timings = timing.time_all(runs, options.device, options.budget)
-    except Exception:  # the loop below records it in the row of the implementation that raised it
-        timings = {}
-    for row in rows:
-        if row.impl in runs and row.impl not in timings:
-            _release(options.device)
-            run = runs[row.impl]
-            try:
-                timings.update(timing.time_all({row.impl: run}, options.device, options.budget))
-            except Exception as error:
-                row.fail(error)
+    except Exception:  # _time_separately stores it in the row of the failing implementation
+        timings = _time_separately(timed_rows, runs, options)
+    for row in timed_rows:
         if row.impl in timings:
-            for percentile in ("p20", "p50", "p80"):
-                setattr(row, f"{phase}_{percentile}_ms", getattr(timings[row.impl], percentile))
-            setattr(row, f"{phase}_reps", timings[row.impl].reps)
+            row.set_timing(phase, timings[row.impl])
 
 
-def _release(device: torch.device) -> None:
-    """Free unused memory of the host and the device."""
+def _time_separately(
+    rows: Sequence[BenchRow],
+    runs: Mapping[str, Callable[[], object]],
+    options: RunOptions,
+) -> dict[str, timing.Timing]:
+    """Time implementations one after another, and store exceptions in their rows.
+
+    Args:
+        rows: the rows of the implementations.
+        runs: the call to time, by the name of the implementation.
+        options: device and time.
+
+    Returns:
+        Times by the name of the implementation, without those that raised an exception.
+    """
+    timings: dict[str, timing.Timing] = {}
+    for row in rows:
+        _release_memory(options.device)
+        single_run = {row.impl: runs[row.impl]}
+        try:
+            timings.update(timing.time_all(single_run, options.device, options.budget))
+        except Exception as error:
+            row.fail(error)
+    return timings
+
+
+def _release_memory(device: torch.device) -> None:
+    """Collect garbage, and return the unused memory of a GPU's allocator."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -373,13 +491,15 @@ def run_spec(
     options: RunOptions,
     on_rows: Callable[[BenchCase, list[BenchRow]], None] = lambda case, rows: None,
 ) -> list[BenchRow]:
-    """Run cases, with slow implementations in a second round.
+    """Run cases in two rounds: fast implementations first, then those that compile for long.
+
+    No case is started after ``options.limit`` seconds, so that the result may lack rows.
 
     Args:
         spec: the benchmark.
         cases: the cases to run.
         options: device, implementations and time.
-        on_rows: called with a case and all its rows after each round of it.
+        on_rows: called after each round of a case, with the case and all its rows so far.
 
     Returns:
         The rows of all cases.
@@ -387,27 +507,51 @@ def run_spec(
     started = time.monotonic()
     ceilings: dict[str, Ceilings] = {}
     rows: dict[str, list[BenchRow]] = {}
-    shape: Mapping[str, int] | None = None
-    chosen = {case.name: chosen_implementations(spec, options, case.name) for case in cases}
-    for slow, case in itertools.product((False, True), cases):
-        names = [
-            implementation.name
-            for implementation in chosen[case.name]
-            if implementation.slow is slow
-        ]
-        if not names:
-            continue
+    previous_dims: Mapping[str, int] | None = None
+    for case, names in _rounds(spec, cases, options):
         if time.monotonic() - started > options.limit:
             break
-        if shape not in (None, case.dims):
+        if previous_dims is not None and previous_dims != case.dims:
             # compiled baselines recompile for each new shape, and would soon reach dynamo's limit
             torch.compiler.reset()
-        shape = case.dims
+        previous_dims = case.dims
         if case.dtype not in ceilings:
             options.progress(f"{spec.op}: measuring the ceilings in {case.dtype}")
             ceilings[case.dtype] = timing.measure_ceilings(options.device, case.dtype)
         round_rows = run_case(spec, case, replace(options, impls=names), ceilings[case.dtype])
         rows[case.name] = rows.get(case.name, []) + round_rows
         on_rows(case, rows[case.name])
-        _release(options.device)
+        _release_memory(options.device)
     return list(itertools.chain.from_iterable(rows.values()))
+
+
+def _rounds(
+    spec: BenchSpec,
+    cases: Sequence[BenchCase],
+    options: RunOptions,
+) -> list[tuple[BenchCase, list[str]]]:
+    """Return all cases with their fast implementations, followed by all cases with the slow ones.
+
+    Args:
+        spec: the benchmark.
+        cases: the cases to run.
+        options: device and implementations.
+
+    Returns:
+        Cases, with the names of the implementations. Cases without any are left out.
+
+    Raises:
+        ValueError: for an implementation that the spec does not have.
+    """
+    chosen = {case.name: chosen_implementations(spec, options, case.name) for case in cases}
+    rounds: list[tuple[BenchCase, list[str]]] = []
+    for is_slow in (False, True):
+        for case in cases:
+            names = [
+                implementation.name
+                for implementation in chosen[case.name]
+                if implementation.slow is is_slow
+            ]
+            if names:
+                rounds.append((case, names))
+    return rounds

@@ -1,4 +1,4 @@
-"""The parts of a benchmark: cases, inputs, implementations, their gate, and the least work."""
+"""The parts of a benchmark: cases, inputs, implementations, accuracy gate, minimum work."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,35 +76,50 @@ class Runnable:
     """An implementation that is bound to its inputs.
 
     Attributes:
-        forward: computes the output without autograd. A bare product may return None.
+        forward: computes the output without autograd. A bare matrix product may return None.
         forward_backward: computes the output and the gradients of all leaves. None if the
             implementation has no gradient.
-        label: what actually runs, such as the implementation that ``impl="auto"`` chose.
+        label: name of the function that runs, for reports, such as the implementation that
+            ``impl="auto"`` chose.
+        quantized_dtype: ``"int8"`` or ``"fp8"`` if the documents are quantized.
     """
 
     forward: Callable[[], Tensor | None]
     forward_backward: Callable[[], tuple[Tensor, tuple[Tensor, ...]]] | None = None
     label: str = ""
+    quantized_dtype: str | None = None
+
+    def phase(self, phase: Phase) -> Callable[[], object] | None:
+        """Return the call that runs a phase, or None if the implementation has no gradient."""
+        return self.forward if phase == "forward" else self.forward_backward
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a case, on one device.
+@dataclass(frozen=True, kw_only=True)
+class Inputs(ABC):
+    """The arguments of an operator in one case, on one device.
+
+    A subclass has the arguments as fields. An implementation is a function of all of them:
+    ``call(*inputs.leaves, *inputs.constants)``.
 
     Attributes:
-        leaves: the tensors whose gradients are computed. They are the first arguments of every
-            implementation.
-        constants: the arguments after the leaves, which have no gradient.
         grad_output: gradient of the output, with its shape.
         valid_tokens: number of tokens that are not padding.
         active: share of the scores that are positive, or None if scores have no sign.
     """
 
-    leaves: tuple[Tensor, ...]
-    constants: tuple[Any, ...]
     grad_output: Tensor
     valid_tokens: int = 0
     active: float | None = None
+
+    @property
+    @abstractmethod
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The leading arguments: tensors whose gradients are computed."""
+
+    @property
+    @abstractmethod
+    def constants(self) -> tuple[Any, ...]:
+        """The remaining arguments, which have no gradient."""
 
     def bind(
         self,
@@ -111,12 +127,13 @@ class Inputs:
         label: str,
         train: Callable[..., Tensor] | None = None,
     ) -> Runnable:
-        """Bind a function to these inputs.
+        """Return both phases of a function, applied to these inputs.
 
         Args:
-            call: a function of the leaves and the constants that returns the output.
-            label: what actually runs.
-            train: the function to use if gradients are needed. By default ``call``.
+            call: a function of ``(*leaves, *constants)`` that returns the output.
+            label: name of the function that runs, for reports.
+            train: a function of the same arguments to use if gradients are needed. By default
+                ``call``.
         """
         differentiable_call = call if train is None else train
 
@@ -137,8 +154,8 @@ class Budget:
     """Largest allowed relative errors ``||out - ref|| / ||ref||``.
 
     Attributes:
-        forward: of an output.
-        gradient: of every gradient.
+        forward: the largest error of an output.
+        gradient: the largest error of a gradient.
     """
 
     forward: float
@@ -150,9 +167,9 @@ BUDGETS: Mapping[str, Budget] = {
     for name, dtype in DTYPES.items()
 }
 
-# Baselines that store logits in the input's dtype pick another winner where two round to the same
-# value, so their gradients are far off by construction, and a bias that cancels most of a rounded
-# logit magnifies its error. They must only be the same function, not as exact; the error is shown.
+# Baselines that store logits in the input's dtype pick another winner if two logits round to the
+# same value, so that their gradients differ by construction. A bias that cancels most of a rounded
+# logit magnifies its error. These budgets only show that a baseline is the same function.
 BASELINE_BUDGETS: Mapping[str, Budget] = {
     "bfloat16": Budget(forward=6e-2, gradient=0.5),
     "float16": Budget(forward=5e-3, gradient=0.2),
@@ -162,16 +179,16 @@ BASELINE_BUDGETS: Mapping[str, Budget] = {
 
 
 def _is_gradient(name: str) -> bool:
-    """Return whether a checked quantity is a gradient, as names with the prefix ``d`` are."""
+    """Return whether the name of a checked quantity has the prefix ``d`` of gradients."""
     return name.startswith("d")
 
 
 @dataclass(frozen=True)
 class GateResult:
-    """Errors of an implementation, and the errors that it is allowed.
+    """Errors of an implementation, and the largest errors that it may have.
 
     Attributes:
-        errors: relative errors by the name of the checked quantity. They are infinite where a
+        errors: relative errors by the name of the checked quantity. An error is infinite if any
             value is not finite. Names that begin with ``"d"`` are gradients.
         budget: the largest allowed errors.
     """
@@ -185,7 +202,7 @@ class GateResult:
         lines = []
         for name, error in self.errors.items():
             limit = self.budget.gradient if _is_gradient(name) else self.budget.forward
-            # a NaN is not within any limit
+            # unlike `error > limit`, this is true for NaN
             if not error <= limit:
                 lines.append(f"{name} error {error:.2e} > {limit:.0e}")
         return lines
@@ -199,7 +216,7 @@ class GateResult:
         """Return the largest error of the gradients or of the outputs.
 
         Args:
-            gradients: whether to look at the gradients, or else at the outputs.
+            gradients: True for the gradients, False for the outputs.
 
         Returns:
             The error, or None if no such quantity was checked.
@@ -213,7 +230,7 @@ class CheckedSlice:
     """A part of a result that is small enough to be computed in fp64.
 
     Attributes:
-        select: takes the part out of the result of an implementation.
+        select: returns the part of an implementation's result.
         expected: the values of the part, in fp64.
     """
 
@@ -223,7 +240,7 @@ class CheckedSlice:
 
 @dataclass(frozen=True)
 class Gate:
-    """The correctness check of a case, which an implementation passes before it is timed.
+    """The accuracy gate of a case, which an implementation must pass before it is timed.
 
     Slices of the results are compared with their fp64 values. All other values must be finite.
 
@@ -233,8 +250,8 @@ class Gate:
         outputs: slices of the output by name.
         gradients: a slice of the gradient of each leaf, by names with the prefix ``d``. None for a
             gradient that is not checked.
-        our_budget: errors that tilefold's implementations are allowed. By default those of the
-            dtype in :data:`BUDGETS`.
+        our_budget: the error budget of tilefold's implementations. By default that of the dtype in
+            :data:`BUDGETS`.
     """
 
     inputs: Inputs
@@ -244,38 +261,43 @@ class Gate:
     our_budget: Budget | None = None
 
     def check(self, runnable: Runnable, kind: str) -> GateResult:
-        """Run both phases of an implementation once, and compare their results with fp64.
+        """Run inference and training of an implementation once, and compare them with fp64.
 
-        Before each phase, freed memory is filled with NaN, so that an element that is never
-        written is not accidentally right.
+        Free memory is filled with NaN before each run, so that an element that is never written is
+        not right by accident.
 
         Args:
             runnable: the implementation, bound to ``inputs``.
-            kind: kind of the implementation, which decides its budget.
+            kind: kind of the implementation, which decides its error budget.
         """
-        poisoned_shapes = (*self.inputs.leaves, self.inputs.grad_output)
+        result_like = (*self.inputs.leaves, self.inputs.grad_output)
         errors: dict[str, float] = {}
-        poison_allocator(poisoned_shapes)
+        poison_free_memory(result_like)
         inference_output = runnable.forward()
         if inference_output is not None:
             errors.update(self._output_errors(inference_output, prefix="inference "))
-        # its memory can be poisoned before the next phase
+        # free its memory, to be poisoned before training
         del inference_output
         if runnable.forward_backward is not None:
-            poison_allocator(poisoned_shapes)
+            poison_free_memory(result_like)
             out, gradients = runnable.forward_backward()
             errors.update(self._output_errors(out, prefix=""))
             errors.update(self._gradient_errors(gradients))
-        return GateResult(errors, self._budget(kind))
+        return GateResult(errors, self._error_budget(kind))
 
-    def _budget(self, kind: str) -> Budget:
-        """Return the errors that an implementation of a kind is allowed."""
+    def _error_budget(self, kind: str) -> Budget:
+        """Return the largest errors that an implementation of a kind may have."""
         if kind != "ours":
             return BASELINE_BUDGETS[self.dtype]
         return BUDGETS[self.dtype] if self.our_budget is None else self.our_budget
 
     def _output_errors(self, out: Tensor, prefix: str) -> dict[str, float]:
-        """Return the errors of the slices of an output, by the name of the slice with a prefix."""
+        """Return the error of each checked slice of an output.
+
+        Args:
+            out: the output, dense or CSR.
+            prefix: prefix of the names of the slices in the result.
+        """
         dense = out.to_dense() if out.layout == torch.sparse_csr else out
         shape = self.inputs.grad_output.shape
         return {
@@ -284,7 +306,11 @@ class Gate:
         }
 
     def _gradient_errors(self, gradients: Sequence[Tensor]) -> dict[str, float]:
-        """Return the errors of the gradients of all leaves that are checked, by name."""
+        """Return the error of each gradient that is checked, by its name.
+
+        Args:
+            gradients: a gradient for each leaf.
+        """
         checks = zip(self.gradients.items(), gradients, self.inputs.leaves, strict=True)
         return {
             name: _slice_error(gradient, leaf.shape, checked_slice)
@@ -304,13 +330,15 @@ def _slice_error(result: Tensor, shape: torch.Size, checked_slice: CheckedSlice)
     return testing.relative_error(checked_slice.select(result), checked_slice.expected)
 
 
-def poison_allocator(tensors: Sequence[Tensor]) -> None:
+def poison_free_memory(tensors: Sequence[Tensor]) -> None:
     """Fill memory with NaN and free it, so that CUDA's allocator hands it out again.
 
-    An implementation that reads memory which it did not write then returns NaN, and fails its gate.
+    An implementation that reads an element which it never wrote then returns NaN, and fails the
+    accuracy gate.
 
     Args:
-        tensors: a block of the size of each one is filled. Integers are left out.
+        tensors: for each floating-point tensor, a block of its size is filled. Integer tensors are
+            ignored.
     """
     blocks = [
         torch.full_like(tensor, float("nan")) for tensor in tensors if tensor.is_floating_point()
@@ -324,18 +352,28 @@ def random_tensors(
     device: torch.device,
     seed: int,
 ) -> tuple[Callable[..., Tensor], torch.Generator]:
-    """Return a function that draws fp32 normal numbers of a shape, and its generator."""
+    """Return a function that draws fp32 tensors of standard normal numbers, and its generator.
+
+    Args:
+        device: the device of the tensors and of the generator.
+        seed: the seed of the generator.
+
+    Returns:
+        A function that takes the sizes of a tensor, and the generator.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     return functools.partial(torch.randn, generator=generator, device=device), generator
 
 
 def ragged_lengths(batch: int, longest: int, device: torch.device) -> Tensor:
-    """Return lengths that are evenly spread, so that a third of the padded tokens are valid.
+    """Return evenly spaced lengths, from 2% to 64% of the padded length.
+
+    About a third of the padded tokens are then valid.
 
     Args:
         batch: number of sequences.
-        longest: the padded length. Lengths are 2% to 64% of it.
-        device: of the result.
+        longest: the padded length.
+        device: the device of the lengths.
 
     Returns:
         int64 ``[batch]``, in ascending order.
@@ -344,7 +382,8 @@ def ragged_lengths(batch: int, longest: int, device: torch.device) -> Tensor:
     return (shares * longest).round().long()
 
 
-Build = Callable[[Inputs], Runnable]  # binds an implementation to inputs
+# binds an implementation to the inputs of its operator, a subclass of Inputs
+Build = Callable[[Any], Runnable]
 Kind = Literal["ours", "baseline", "bare"]
 
 
@@ -354,13 +393,13 @@ class Implementation:
 
     Attributes:
         name: the name that ``--impl`` takes.
-        build: binds it to inputs.
-        kind: ``"ours"`` for tilefold, with the tight budgets of the gate. ``"baseline"`` for other
-            code that computes the same function, with budgets for rounded intermediates.
-            ``"bare"`` for another function, such as a matrix product alone, which is not checked.
-        default_on: devices on which it runs unless ``--impl`` is used.
-        slow: whether it compiles or tunes for long before its first result. It then runs after all
-            others.
+        build: binds the implementation to the inputs of a case.
+        kind: ``"ours"`` for tilefold, with tight error budgets. ``"baseline"`` for other code that
+            computes the same function, with error budgets for rounded intermediate results.
+            ``"bare"`` for another function, such as a bare matrix product, which is not checked.
+        default_on: types of devices on which the implementation runs without ``--impl``.
+        slow: whether the implementation compiles or tunes for long before its first result. Slow
+            implementations run last.
     """
 
     name: str
@@ -372,31 +411,37 @@ class Implementation:
 
 @functools.cache
 def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``call`` under ``torch.compile``, as one object for all cases."""
+    """Return ``call`` under ``torch.compile``. All cases share one compiled function."""
     return torch.compile(call, dynamic=False)
 
 
 def bound(call: Callable[..., Tensor], label: str = "torch") -> Build:
-    """Return the ``build`` of an implementation that is one function of the inputs."""
+    """Return the ``build`` of an implementation that is one function of ``(*leaves, *constants)``.
+
+    Args:
+        call: the function.
+        label: name of the function, for reports.
+    """
     return lambda inputs: inputs.bind(call, label)
 
 
 def bound_compiled(call: Callable[..., Tensor]) -> Build:
     """Return the ``build`` of a function under ``torch.compile``.
 
-    It is compiled when the inputs exist: ``torch.compile`` initialises CUDA, which an import must
-    not, since no forked process can use CUDA after that.
+    ``torch.compile`` is called by ``build`` and not at import. It initialises CUDA, and a process
+    that was forked after that cannot use CUDA.
     """
     return lambda inputs: inputs.bind(compiled(call), "torch.compile")
 
 
 def captured(eager: Runnable) -> Runnable:
-    """Capture both phases as CUDA graphs, to time kernels without the CPU's part of a call.
+    """Capture both phases as CUDA graphs, to time kernels without the CPU time of their launch.
 
     Args:
-        eager: the implementation to capture. Its label is kept, with ``CUDA graph``.
+        eager: the implementation to capture. ``CUDA graph`` is appended to its label.
     """
-    return Runnable(
+    return replace(
+        eager,
         forward=_CapturedCall(eager.forward),
         forward_backward=(
             None if eager.forward_backward is None else _CapturedCall(eager.forward_backward)
@@ -406,15 +451,18 @@ def captured(eager: Runnable) -> Runnable:
 
 
 class _CapturedCall:
-    """A call that is captured as a CUDA graph, and replayed into the tensors of the capture."""
+    """A function that is captured as a CUDA graph.
+
+    A call replays the graph, and returns the tensors of the capture with new values.
+    """
 
     def __init__(self, run: Callable[[], Any]) -> None:
-        """Call a function a few times on another stream, as capturing requires, and capture it.
+        """Warm up a function on a side stream, as capturing requires, and capture it.
 
         Args:
-            run: the call.
+            run: the function to capture. It takes no arguments.
         """
-        # the graph reads the memory of the tensors that `run` holds
+        # keep `run` alive: the graph reads the tensors that it refers to
         self._run = run
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -432,7 +480,7 @@ class _CapturedCall:
 
 
 def gpu_implementation(name: str, build: Build, kind: Kind = "ours") -> Implementation:
-    """Return an implementation that runs by default on GPUs only."""
+    """Return an implementation that by default runs only on GPUs."""
     return Implementation(name, build, kind, default_on=("cuda",))
 
 
@@ -441,14 +489,14 @@ def published_implementations(
     builds: Mapping[str, Build],
     slow: bool = False,
 ) -> tuple[Implementation, ...]:
-    """Return the kernels that another package publishes, as baselines.
+    """Return kernels that another package publishes, as baselines.
 
-    They run by default on GPUs if the package is installed.
+    By default they run on GPUs if the package is installed.
 
     Args:
         package: name of the module to import.
         builds: ``build`` by the name of the implementation.
-        slow: whether they compile or tune for long.
+        slow: whether the kernels compile or tune for long before their first result.
     """
     is_installed = importlib.util.find_spec(package) is not None
     return tuple(
@@ -475,48 +523,47 @@ def tilefold_implementations(
     They are ``tilefold`` (``impl="auto"``), ``tiled`` and ``reference``.
 
     Args:
-        call: a function of the leaves, the constants and ``impl``.
-        chosen_impl: returns the implementation that an ``impl`` means for a tensor.
-        tiled_on: devices on which ``tiled`` runs by default. ``reference`` never does.
-        graph: whether to add ``tilefold-graph``, the kernels as a CUDA graph.
+        call: the operator as a function ``call(*leaves, *constants, impl=...)``.
+        chosen_impl: resolves ``impl`` for a tensor, such as ``"auto"`` to ``"triton"``.
+        tiled_on: types of devices on which ``tiled`` runs by default. ``reference`` never does.
+        graph: whether to add ``tilefold-graph``, the kernels captured as a CUDA graph.
     """
 
-    def build_with(impl: str) -> Build:
-        """Return the ``build`` of ``call`` with an ``impl``."""
+    def build(inputs: Inputs, impl: str) -> Runnable:
+        label = chosen_impl(inputs.leaves[0], impl)
+        return inputs.bind(functools.partial(call, impl=impl), label)
 
-        def build(inputs: Inputs) -> Runnable:
-            label = chosen_impl(inputs.leaves[0], impl)
-            return inputs.bind(functools.partial(call, impl=impl), label)
+    def build_graph(inputs: Inputs) -> Runnable:
+        return captured(build(inputs, impl="triton"))
 
-        return build
-
+    build_auto = functools.partial(build, impl="auto")
+    build_tiled = functools.partial(build, impl="tiled")
+    build_reference = functools.partial(build, impl="reference")
     implementations = [
-        Implementation("tilefold", build_with("auto"), "ours"),
-        Implementation("tiled", build_with("tiled"), "ours", default_on=tiled_on),
-        Implementation("reference", build_with("reference"), "ours", default_on=()),
+        Implementation("tilefold", build_auto, "ours"),
+        Implementation("tiled", build_tiled, "ours", default_on=tiled_on),
+        Implementation("reference", build_reference, "ours", default_on=()),
     ]
     if graph:
-        build_kernels = build_with("triton")
-        implementations.append(
-            gpu_implementation("tilefold-graph", lambda inputs: captured(build_kernels(inputs))),
-        )
+        implementations.append(gpu_implementation("tilefold-graph", build_graph))
     return tuple(implementations)
 
 
 class NotApplicable(Exception):  # noqa: N818
-    """A ``build`` raises this for a case that its implementation cannot compute.
+    """Raised by a ``build`` if its implementation cannot compute the case.
 
-    The row of the implementation is then skipped, and does not fail.
+    The implementation is then skipped, which is not a failure.
     """
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Rates of a device, measured in the same run as the times.
+    """Peak throughput of a device, measured in the same run as the times.
 
     Attributes:
-        flops: operations per second of a large library matrix product in the dtype of the case.
-        bandwidth: bytes per second of a large copy, read and written ones.
+        flops: floating-point operations per second of a large matrix product in the dtype of the
+            case.
+        bandwidth: bytes per second that a large copy reads and writes.
     """
 
     flops: float
@@ -525,18 +572,25 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Work:
-    """The least work of a phase, with each input read once and each output written once.
+    """The minimum work of a phase, with each input read once and each output written once.
 
     Attributes:
-        flops: floating-point operations. A multiplication with its addition counts as two.
-        bytes: bytes that are read from memory or written to it.
+        flops: floating-point operations. A fused multiply-add counts as two.
+        bytes: bytes that are read from memory and written to memory.
     """
 
     flops: float
     bytes: float
 
     def floor_ms(self, ceilings: Ceilings) -> float:
-        """Return the milliseconds of the arithmetic or of the traffic, whichever takes longer."""
+        """Return the roofline time: that of the arithmetic or the traffic, whichever is longer.
+
+        Args:
+            ceilings: peak throughput of the device.
+
+        Returns:
+            Milliseconds.
+        """
         arithmetic_seconds = self.flops / ceilings.flops
         traffic_seconds = self.bytes / ceilings.bandwidth
         return 1e3 * max(arithmetic_seconds, traffic_seconds)
@@ -548,25 +602,25 @@ class BenchSpec:
 
     Attributes:
         op: name of the operator.
-        implementations: in the order of the table.
+        implementations: the implementations, in the order of the table.
         baseline: name of the implementation that speedups are relative to.
         make_inputs: creates the inputs of a case on a device from a seed.
-        make_gate: creates the check of a case with its inputs.
+        make_gate: creates the accuracy gate of a case and its inputs.
         probe_dims: dimensions so small that a call only loads libraries and starts threads, which
             must happen before memory is measured.
-        work: returns the least work of a phase.
-        needs_bytes: a low estimate of the memory that an implementation needs in a case, by name.
-            What cannot fit is skipped.
+        work: returns the minimum work of a phase of a case.
+        min_bytes: returns a lower bound of the memory that an implementation needs in a case. An
+            implementation that cannot fit is skipped.
     """
 
     op: str
     implementations: Sequence[Implementation]
     baseline: str
     make_inputs: Callable[[BenchCase, torch.device, int], Inputs]
-    make_gate: Callable[[BenchCase, Inputs], Gate]
+    make_gate: Callable[[BenchCase, Any], Gate]
     probe_dims: Mapping[str, int]
-    work: Callable[[BenchCase, Inputs, Phase], Work]
-    needs_bytes: Callable[[BenchCase, str], int]
+    work: Callable[[BenchCase, Any, Phase], Work]
+    min_bytes: Callable[[BenchCase, str], int]
 
     @functools.cached_property
     def cases(self) -> Sequence[BenchCase]:
@@ -578,19 +632,19 @@ class BenchSpec:
         """Return the case with a name.
 
         Raises:
-            ValueError: for an unknown name.
+            ValueError: if no case has this name.
         """
         return _by_name("shape", name, {case.name: case for case in self.cases})
 
     def probe(self, case: BenchCase) -> BenchCase:
-        """Return ``case`` with the tiny dimensions."""
+        """Return ``case`` with the tiny dimensions of ``probe_dims``."""
         return replace(case, name="probe", dims={**case.dims, **self.probe_dims})
 
     def implementation(self, name: str) -> Implementation:
         """Return the implementation with a name.
 
         Raises:
-            ValueError: for an unknown name.
+            ValueError: if no implementation has this name.
         """
         return _by_name("impl", name, {impl.name: impl for impl in self.implementations})
 

@@ -24,7 +24,7 @@ from tilefold.bench.spec import DTYPES, Ceilings
 
 # several times the L2 cache of any GPU so far
 _FLUSH_BYTES = 256 * 2**20
-# tolerance of a high-water mark that was reset
+# a peak that was reset may exceed the resident memory by this much
 _HIGH_WATER_SLACK_KIB = 1024
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -32,7 +32,7 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds of one call at the 20th, 50th and 80th percentile, over ``reps`` calls."""
+    """Percentiles of the milliseconds of a call, and the number of timed calls."""
 
     p20: float
     p50: float
@@ -41,7 +41,7 @@ class Timing:
 
     @classmethod
     def of(cls, samples: list[float]) -> Timing:
-        """Percentiles of ``samples`` in milliseconds."""
+        """Return the percentiles of ``samples``, the milliseconds of each call."""
         values = torch.tensor(samples, dtype=torch.float64)
         levels = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
         p20, p50, p80 = torch.quantile(values, levels).tolist()
@@ -50,14 +50,14 @@ class Timing:
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """Time to spend on one implementation and phase.
+    """Time to spend on one phase of one implementation.
 
     Attributes:
         seconds: time to spend.
         min_reps: smallest number of timed calls.
         max_reps: largest number of timed calls.
-        rounds: rounds over all implementations, on CUDA devices.
-        warmup: calls before the timed ones.
+        rounds: how often the implementations take turns on a CUDA device.
+        warmup: number of calls before the timed ones.
     """
 
     seconds: float = 0.5
@@ -68,12 +68,12 @@ class TimeBudget:
 
 
 def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> list[float]:
-    """Time calls with CUDA events, and flush the L2 cache before each one.
+    """Time calls with CUDA events, and flush the L2 cache before each call.
 
     Args:
-        run: the call.
+        run: the function to call.
         reps: number of calls.
-        flush: tensor as large as the cache, which is overwritten before each call.
+        flush: a tensor larger than the L2 cache, which is overwritten before each call.
 
     Returns:
         Milliseconds of each call.
@@ -92,10 +92,10 @@ def _cuda_samples(run: Callable[[], object], reps: int, flush: torch.Tensor) -> 
 def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
     """Time calls with CUDA events and a cold L2 cache.
 
-    The implementations take turns in rounds, so that a drift of the clock affects all of them.
+    The implementations take turns in rounds, so that a drift of the clock rate affects all of them.
 
     Args:
-        runs: calls to time, by the name of the implementation.
+        runs: functions to time, by the name of the implementation.
         budget: seconds and numbers of calls for each implementation, over all rounds.
     """
     min_reps = math.ceil(budget.min_reps / budget.rounds)
@@ -107,7 +107,7 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
         for name, run in runs.items():
             for _ in range(budget.warmup):
                 run()
-            # as many calls as fit into the round, by the time of one call
+            # the time of one call determines how many calls fit into the round
             (estimated_ms,) = _cuda_samples(run, 1, flush)
             reps = int(round_ms / max(estimated_ms, 1e-3))
             reps = min(max(reps, min_reps), max_reps)
@@ -118,10 +118,10 @@ def time_cuda(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> d
 def time_cpu(runs: Mapping[str, Callable[[], object]], budget: TimeBudget) -> dict[str, Timing]:
     """Time calls by wall clock.
 
-    The implementations take turns after every call, so that they have the same number of calls.
+    The implementations take turns after every call, so that noise affects all of them.
 
     Args:
-        runs: calls to time, by the name of the implementation.
+        runs: functions to time, by the name of the implementation.
         budget: seconds and numbers of calls for each implementation.
     """
     if budget.warmup:
@@ -146,12 +146,18 @@ def time_all(
     device: torch.device,
     budget: TimeBudget,
 ) -> dict[str, Timing]:
-    """Time calls with the timer of ``device``."""
+    """Time calls with :func:`time_cuda` or :func:`time_cpu`.
+
+    Args:
+        runs: functions to time, by the name of the implementation.
+        device: the device on which they run.
+        budget: seconds and numbers of calls for each implementation.
+    """
     return time_cuda(runs, budget) if device.type == "cuda" else time_cpu(runs, budget)
 
 
 def cuda_extra_peak_mib(run: Callable[[], object]) -> float:
-    """Measure the peak of device memory that one call of ``run`` adds, results included, in MiB."""
+    """Measure the peak of GPU memory that one call of ``run`` adds, with its results, in MiB."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -182,7 +188,15 @@ def in_fresh_process(
 
 
 def _proc_kib(file: str, field: str) -> int | None:
-    """Return a field of a file of /proc in KiB, or None if there is none."""
+    """Return a field of a file in /proc, in KiB.
+
+    Args:
+        file: the file, such as ``"self/status"``.
+        field: the name at the beginning of the line, such as ``"VmRSS"``.
+
+    Returns:
+        The number, or None if there is no such file or field.
+    """
     with suppress(OSError):
         for line in Path("/proc", file).read_text().splitlines():
             if line.startswith(field + ":"):
@@ -191,8 +205,9 @@ def _proc_kib(file: str, field: str) -> int | None:
 
 
 def _reset_high_water() -> bool:
-    """Reset the peak of this process's resident memory, and return whether that worked."""
+    """Reset the peak resident memory of this process, and return whether that worked."""
     try:
+        # Linux: "5" resets VmHWM to the current resident memory
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
@@ -206,7 +221,7 @@ def _reset_high_water() -> bool:
 def resident_mib() -> float:
     """Return the resident memory of this process in MiB.
 
-    Without /proc this is the largest amount that the process ever held.
+    Without /proc, the result is the largest resident memory that the process ever had.
     """
     resident = _proc_kib("self/status", "VmRSS")
     if resident is None:
@@ -217,26 +232,27 @@ def resident_mib() -> float:
 def resident_peak_mib(run: Callable[[], object]) -> float:
     """Measure the peak of resident memory that one call of ``run`` adds, in MiB.
 
-    Memory that the allocator holds unused is first given back to the system, so that the call has
-    to ask for it again.
+    The unused memory of the allocator is returned to the system first, so that the call has to
+    request it again.
 
-    Without /proc this is right only in a process that did not hold more memory before.
+    Without /proc, the result is too low if the process has used more memory earlier.
     """
+    # a function of glibc; other C libraries do not have it
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)
     was_reset = _reset_high_water()
     before = resident_mib()
-    result = run()
+    result = run()  # the result is part of the peak
     peak_kib = _proc_kib("self/status", "VmHWM") if was_reset else _max_rss_kib()
     del result
     return max(0.0, (peak_kib or 0) / 1024 - before)
 
 
 def _max_rss_kib() -> int:
-    """Return the largest resident memory that this process ever held, in KiB."""
+    """Return the largest resident memory that this process ever had, in KiB."""
     max_rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes
+    # in bytes on macOS, in KiB elsewhere
     return max_rss // 1024 if sys.platform == "darwin" else max_rss
 
 
@@ -246,9 +262,7 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
-    """Measure the highest rates of a device: of a large matrix product, and of a large copy.
-
-    The rates follow from the 20th percentile of the times.
+    """Measure the peak throughput of a device with a large matrix product and a large copy.
 
     Args:
         device: the device.
@@ -260,18 +274,32 @@ def measure_ceilings(device: torch.device, dtype: str) -> Ceilings:
     on_gpu = device.type == "cuda"
     size = 8192 if on_gpu else 2048
     copy_bytes = 2**31 if on_gpu else 2**28
-    budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)
     torch_dtype = DTYPES[dtype]
     a = torch.randn(size, size, device=device).to(torch_dtype)
     b = torch.randn(size, size, device=device).to(torch_dtype)
     c = torch.empty(size, size, device=device, dtype=torch_dtype)
-    product_ms = time_all({"mm": lambda: torch.mm(a, b, out=c)}, device, budget)["mm"].p20
+    product_seconds = _undisturbed_seconds(lambda: torch.mm(a, b, out=c), device)
     source = torch.randint(0, 2**30, (copy_bytes // 4,), dtype=torch.int32, device=device)
     target = torch.empty_like(source)
-    copy_ms = time_all({"copy": lambda: target.copy_(source)}, device, budget)["copy"].p20
+    copy_seconds = _undisturbed_seconds(lambda: target.copy_(source), device)
     return Ceilings(
         # a multiplication and an addition for each of size^3 terms
-        flops=2 * size**3 / product_ms * 1e3,
+        flops=2 * size**3 / product_seconds,
         # a copy reads and writes
-        bandwidth=2 * copy_bytes / copy_ms * 1e3,
+        bandwidth=2 * copy_bytes / copy_seconds,
     )
+
+
+def _undisturbed_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the 20th percentile of the times of a call: fast, but not an outlier.
+
+    Args:
+        run: the function to time.
+        device: the device on which it runs.
+
+    Returns:
+        Seconds.
+    """
+    budget = TimeBudget(seconds=0.3, min_reps=5, max_reps=30, rounds=1, warmup=3)
+    timings = time_all({"run": run}, device, budget)
+    return timings["run"].p20 / 1e3

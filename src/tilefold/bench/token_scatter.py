@@ -1,10 +1,11 @@
-"""The benchmark of ``tilefold.ops.token_scatter``: shapes, implementations, truth, least work."""
+"""The benchmark of ``tilefold.ops.token_scatter``: inputs, implementations, truth, minimum work."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,44 +14,72 @@ from tilefold._internal.csr import to_csr
 from tilefold.bench import spec
 from tilefold.ops.token_scatter import chosen_impl, token_scatter, token_scatter_sparse
 
-# a function of weights, token ids, ignored ids and the size of the vocabulary that returns scores
+# a function of weights, token ids, ignored ids and vocabulary size that returns scores
 Scatter = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 # ids of XLM-R's special tokens
 _CLS_ID, _PAD_ID, _SEP_ID, _UNK_ID = 0, 1, 2, 3
 SPECIAL_IDS = (_CLS_ID, _PAD_ID, _SEP_ID, _UNK_ID)
-# of a column in a CSR matrix
+# size of a column index of a CSR matrix
 _INT64_BYTES = 8
 
 
-@dataclass(frozen=True)
-class CsrInputs(spec.Inputs):
+@dataclass(frozen=True, kw_only=True)
+class ScatterInputs(spec.Inputs):
+    """Inputs of the scatter.
+
+    Attributes:
+        weights: token weights ``[B, S]``.
+        ids: token ids ``[B, S]``.
+        ignored_ids: token ids that get no score, such as those of padding.
+        vocab_size: number V of token ids.
+    """
+
+    weights: Tensor
+    ids: Tensor
+    ignored_ids: Tensor
+    vocab_size: int
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        """The weights."""
+        return (self.weights,)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """Token ids, ignored ids and vocabulary size."""
+        return (self.ids, self.ignored_ids, self.vocab_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CsrInputs(ScatterInputs):
     """Inputs of a case whose scores are returned in CSR form, for encoding without a gradient."""
 
     def bind(self, call: Scatter, label: str, train: Scatter | None = None) -> spec.Runnable:
-        """Bind a function that returns dense scores, and convert them to CSR.
+        """Return the forward pass of a function and the conversion of its scores to CSR.
 
         Args:
-            call: the function.
-            label: what actually runs.
-            train: not used.
+            call: a function that returns dense scores.
+            label: name of the function, for reports.
+            train: ignored, since there is no training.
         """
 
         def scatter_to_csr(weights: Tensor, ids: Tensor, ignored: Tensor, vocab: int) -> Tensor:
             return to_csr(call(weights, ids, ignored, vocab))
 
-        runnable = super().bind(scatter_to_csr, label)
-        return spec.Runnable(runnable.forward, label=f"{label}, to_sparse_csr")
+        runnable = super().bind(scatter_to_csr, f"{label}, to_sparse_csr")
+        return replace(runnable, forward_backward=None)
 
 
 def zipf_ids(shape: tuple[int, ...], vocab: int, generator: torch.Generator) -> Tensor:
-    """Draw ids that are as frequent as the words of a text.
+    """Draw ids with the frequencies of words in a text.
+
+    By Zipf's law, the probability of the r-th id is roughly proportional to 1 / r.
 
     Args:
-        shape: of the result.
-        vocab: number of ids. The r-th id is drawn with a probability that is proportional to about
-            1 / r (Zipf's law).
-        generator: of the random numbers.
+        shape: shape of the result.
+        vocab: number of ids.
+        generator: source of the random numbers.
 
     Returns:
         int64 ids from 0 to ``vocab - 1``.
@@ -60,58 +89,79 @@ def zipf_ids(shape: tuple[int, ...], vocab: int, generator: torch.Generator) -> 
     return ((vocab + 1) ** uniform - 1).long().clamp_(0, vocab - 1)
 
 
-def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> spec.Inputs:
-    """Create random weights, half of them negative, of tokens that are as frequent as words.
-
-    Every sequence begins with CLS and ends with SEP.
+def make_inputs(case: spec.BenchCase, device: torch.device, seed: int = 0) -> ScatterInputs:
+    """Create random weights, half of them negative, for tokens with the frequencies of words.
 
     Args:
-        case: its variant ``"ragged"`` has sequences that are padded to about three times their
-            length. ``"csr"`` has scores in CSR form.
-        device: of the tensors.
-        seed: of the random numbers.
-
-    Returns:
-        The leaf is the weights ``[B, S]``. The constants are the token ids ``[B, S]``, the ids
-        that do not score, and the size of the vocabulary.
+        case: shape, dtype and variant. The variant ``"ragged"`` has sequences that are padded to
+            about three times their length. ``"csr"`` has scores in CSR form.
+        device: the device of the tensors.
+        seed: seed of the random numbers.
     """
-    batch, length, vocab = (case.dims[name] for name in "BSV")
+    batch, length, vocab_size = (case.dims[name] for name in ("B", "S", "V"))
     normal, generator = spec.random_tensors(device, seed)
     weights = normal(batch, length).to(spec.DTYPES[case.dtype])
+    ids = _random_ids(batch, length, vocab_size, case.variant == "ragged", generator)
+    ignored_ids = torch.tensor(SPECIAL_IDS, device=device)
+    is_scored = ~torch.isin(ids, ignored_ids)
+    # Scores [B, V] are numbered row by row. A score is positive if a token with its id has a
+    # positive weight.
+    score_positions = torch.arange(batch, device=device)[:, None] * vocab_size + ids
+    active_scores = torch.unique(score_positions[is_scored & (weights > 0)])
+    inputs_class = CsrInputs if case.variant == "csr" else ScatterInputs
+    return inputs_class(
+        weights=weights.requires_grad_(),
+        ids=ids,
+        ignored_ids=ignored_ids,
+        vocab_size=vocab_size,
+        grad_output=normal(batch, vocab_size).to(weights.dtype),
+        valid_tokens=int(is_scored.sum()),
+        active=active_scores.numel() / (batch * vocab_size),
+    )
+
+
+def _random_ids(
+    batch: int,
+    length: int,
+    vocab_size: int,
+    is_ragged: bool,
+    generator: torch.Generator,
+) -> Tensor:
+    """Draw token ids of sequences that begin with CLS and end with SEP.
+
+    Args:
+        batch: number of sequences.
+        length: the padded length of a sequence.
+        vocab_size: number of token ids.
+        is_ragged: whether sequences are shorter than ``length``, and padded on the right.
+        generator: source of the random numbers.
+
+    Returns:
+        int64 ``[batch, length]``.
+    """
+    device = generator.device
     n_special = len(SPECIAL_IDS)
-    ids = zipf_ids((batch, length), vocab - n_special, generator) + n_special
+    ids = zipf_ids((batch, length), vocab_size - n_special, generator) + n_special
     lengths = torch.full((batch,), length, device=device)
-    if case.variant == "ragged":
+    if is_ragged:
         lengths = spec.ragged_lengths(batch, length, device).clamp(min=2)
     positions = torch.arange(length, device=device)
     ids[:, 0] = _CLS_ID
     ids = torch.where(positions == lengths[:, None] - 1, _SEP_ID, ids)
-    ids = torch.where(positions >= lengths[:, None], _PAD_ID, ids)
-    ignored = torch.tensor(SPECIAL_IDS, device=device)
-    counts = ~torch.isin(ids, ignored)
-    # the scores [B, V], numbered row by row, that some positive weight of a token reaches
-    score_positions = torch.arange(batch, device=device)[:, None] * vocab + ids
-    active_scores = torch.unique(score_positions[counts & (weights > 0)])
-    inputs_class = CsrInputs if case.variant == "csr" else spec.Inputs
-    return inputs_class(
-        leaves=(weights.requires_grad_(),),
-        constants=(ids, ignored, vocab),
-        grad_output=normal(batch, vocab).to(weights.dtype),
-        valid_tokens=int(counts.sum()),
-        active=active_scores.numel() / (batch * vocab),
-    )
+    return torch.where(positions >= lengths[:, None], _PAD_ID, ids)
 
 
-def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
-    """Compute the ground truth of the first and the last sequence in fp64.
+def make_gate(case: spec.BenchCase, inputs: ScatterInputs) -> spec.Gate:
+    """Compute the scores and gradients of the first and the last sequence in fp64.
 
-    Where two tokens of one id have the same weight, either may receive the gradient. Such scores
-    get the gradient 0 in ``inputs.grad_output``, which this function changes.
+    If two tokens with the same id have equal weights, either may receive the gradient of the score.
+    The gradient of such a score in ``inputs.grad_output`` is set to 0.
     """
     checked_rows = sorted({0, inputs.grad_output.size(0) - 1})
     scores = []
     dweights = []
     for row in checked_rows:
+        _clear_tied_gradients(inputs, row)
         row_scores, row_dweights = _sequence_truth(inputs, row)
         scores.append(row_scores)
         dweights.append(row_dweights)
@@ -127,10 +177,30 @@ def make_gate(case: spec.BenchCase, inputs: spec.Inputs) -> spec.Gate:
     )
 
 
-def _sequence_truth(inputs: spec.Inputs, row: int) -> tuple[Tensor, Tensor]:
-    """Compute one sequence in fp64, over the ids that it has instead of the whole vocabulary.
+def _clear_tied_gradients(inputs: ScatterInputs, row: int) -> None:
+    """Set the gradient of a score to 0 if the largest weight of its id occurs twice.
 
-    Scores with a tie get the gradient 0 in ``inputs.grad_output``.
+    Args:
+        inputs: the inputs of the case, whose ``grad_output`` changes.
+        row: position of the sequence.
+    """
+    ids = inputs.ids[row]
+    is_scored = ~torch.isin(ids, inputs.ignored_ids)
+    weights = inputs.weights.detach()[row]
+    unique_ids = torch.unique(ids)
+    has_id = (ids[:, None] == unique_ids) & is_scored[:, None]  # [S, unique ids]
+    weights_by_id = torch.where(has_id, weights[:, None], float("-inf"))
+    largest = weights_by_id.topk(min(2, weights.numel()), dim=0).values
+    if largest.size(0) == 2:
+        # only positive weights get a gradient, because scores are maxima of relu(weights)
+        is_tied = (largest[0] == largest[1]) & (largest[0] > 0)
+        inputs.grad_output[row, unique_ids[is_tied]] = 0
+
+
+def _sequence_truth(inputs: ScatterInputs, row: int) -> tuple[Tensor, Tensor]:
+    """Compute the scores and the gradient of one sequence in fp64.
+
+    The reference computes with a vocabulary of only those ids that occur in the sequence.
 
     Args:
         inputs: the inputs of the case.
@@ -139,53 +209,40 @@ def _sequence_truth(inputs: spec.Inputs, row: int) -> tuple[Tensor, Tensor]:
     Returns:
         The scores ``[V]``, and the gradient of the weights ``[S]``.
     """
-    grad_output = inputs.grad_output
-    all_ids, ignored, vocab = inputs.constants
-    ids = all_ids[row]
-    is_valid = ~torch.isin(ids, ignored)
-    weights = inputs.leaves[0].detach()[row].double()
-    # the ids of the sequence, and for each token the position of its id among them
+    ids = inputs.ids[row]
+    is_scored = ~torch.isin(ids, inputs.ignored_ids)
+    weights = inputs.weights.detach()[row].double()[None].requires_grad_()
+    # for each token, the position of its id among the ids that occur
     unique_ids, id_positions = torch.unique(ids, return_inverse=True)
-
-    columns = torch.arange(unique_ids.numel(), device=ids.device)
-    has_id = (id_positions[:, None] == columns) & is_valid[:, None]  # [S, unique ids]
-    weights_by_id = torch.where(has_id, weights[:, None], float("-inf"))
-    largest = weights_by_id.topk(min(2, weights.numel()), dim=0).values
-    if largest.size(0) == 2:
-        is_tied = (largest[0] == largest[1]) & (largest[0] > 0)
-        grad_output[row, unique_ids[is_tied]] = 0
-
-    leaf = weights[None].requires_grad_()
     unique_scores = token_scatter(
-        leaf,
+        weights,
         id_positions[None],
         unique_ids.numel(),
-        attention_mask=is_valid[None],
+        attention_mask=is_scored[None],
         impl="reference",
     )
-    unique_gradient = grad_output[row, unique_ids].double()[None]
-    (dweights,) = torch.autograd.grad(unique_scores, leaf, unique_gradient)
-    scores = torch.zeros(vocab, dtype=torch.float64, device=ids.device)
+    unique_gradient = inputs.grad_output[row, unique_ids].double()[None]
+    (dweights,) = torch.autograd.grad(unique_scores, weights, unique_gradient)
+    scores = torch.zeros(inputs.vocab_size, dtype=torch.float64, device=ids.device)
     scores[unique_ids] = unique_scores.detach()[0]
     return scores, dweights[0]
 
 
-def membership_scatter(
+def one_row_per_token_scatter(
     weights: Tensor,
     input_ids: Tensor,
-    ignored: Tensor,
+    ignored_ids: Tensor,
     vocab_size: int,
 ) -> Tensor:
     """Compute scores as FlagEmbedding's training of BGE-M3 and tevatron's uniCOIL do.
 
-    Every token is scattered into a row of the vocabulary of its own, and the maximum is taken over
-    the tokens.
+    Each token gets its own row over the vocabulary, and the maximum is taken over the tokens.
 
     Args:
         weights: ``[B, S]``.
         input_ids: ``[B, S]``.
-        ignored: ids that do not score.
-        vocab_size: V.
+        ignored_ids: token ids whose scores are set to 0.
+        vocab_size: number V of token ids.
 
     Returns:
         Scores ``[B, V]``.
@@ -202,75 +259,96 @@ def membership_scatter(
         index=input_ids.unsqueeze(-1),
         src=weights.relu().unsqueeze(-1),
     )
-    return torch.max(token_scores, dim=1).values.index_fill_(1, ignored, 0)
+    return torch.max(token_scores, dim=1).values.index_fill_(1, ignored_ids, 0)
 
 
-def reduced_scatter(weights: Tensor, input_ids: Tensor, ignored: Tensor, vocab_size: int) -> Tensor:
+def scatter_reduce_max(
+    weights: Tensor,
+    input_ids: Tensor,
+    ignored_ids: Tensor,
+    vocab_size: int,
+) -> Tensor:
     """Compute scores as FlagEmbedding's inference of BGE-M3 does, by ``scatter_reduce``.
 
-    Ignored tokens are cleared before it, so that they have no gradient.
+    The weights of ignored tokens are set to 0 first, so that they get no gradient.
 
     Args:
         weights: ``[B, S]``.
         input_ids: ``[B, S]``.
-        ignored: ids that do not score.
-        vocab_size: V.
+        ignored_ids: token ids that get no score.
+        vocab_size: number V of token ids.
 
     Returns:
         Scores ``[B, V]``.
     """
-    counted = weights.relu().masked_fill(torch.isin(input_ids, ignored), 0)
+    scored = weights.relu().masked_fill(torch.isin(input_ids, ignored_ids), 0)
     scores = torch.zeros(input_ids.size(0), vocab_size, dtype=weights.dtype, device=weights.device)
-    return scores.scatter_reduce(dim=-1, index=input_ids, src=counted, reduce="amax")
+    return scores.scatter_reduce(dim=-1, index=input_ids, src=scored, reduce="amax")
 
 
-def _build_membership(inputs: spec.Inputs, compiled: bool) -> spec.Runnable:
-    """Bind :func:`membership_scatter`.
+def _build_membership(inputs: ScatterInputs, compiled: bool) -> spec.Runnable:
+    """Return :func:`one_row_per_token_scatter`, bound to the inputs.
 
     Raises:
         spec.NotApplicable: for CSR scores.
     """
     if isinstance(inputs, CsrInputs):
-        raise spec.NotApplicable("nobody makes CSR scores in this way")
-    return _bind_torch(inputs, membership_scatter, compiled)
+        raise spec.NotApplicable("no library makes CSR scores in this way")
+    return _bind_torch(inputs, one_row_per_token_scatter, compiled)
 
 
-def _build_reduced(inputs: spec.Inputs, compiled: bool) -> spec.Runnable:
-    """Bind :func:`reduced_scatter`."""
-    return _bind_torch(inputs, reduced_scatter, compiled)
+def _build_scatter_reduce(inputs: ScatterInputs, compiled: bool) -> spec.Runnable:
+    """Return :func:`scatter_reduce_max`, bound to the inputs."""
+    return _bind_torch(inputs, scatter_reduce_max, compiled)
 
 
-def _bind_torch(inputs: spec.Inputs, scatter: Scatter, compiled: bool) -> spec.Runnable:
-    """Bind a function of torch operations, under ``torch.compile`` if ``compiled``."""
+def _bind_torch(inputs: ScatterInputs, scatter: Scatter, compiled: bool) -> spec.Runnable:
+    """Bind a function of torch operations to the inputs.
+
+    Args:
+        inputs: the inputs of the case.
+        scatter: the function.
+        compiled: whether to run the function under ``torch.compile``.
+    """
     if compiled:
         return inputs.bind(spec.compiled(scatter), "torch.compile")
     return inputs.bind(scatter, "torch")
 
 
-def _build_sparse(inputs: spec.Inputs) -> spec.Runnable:
-    """Bind tilefold's scatter that returns CSR scores.
+def _build_sparse(inputs: ScatterInputs) -> spec.Runnable:
+    """Return tilefold's scatter to CSR scores, bound to the inputs.
 
     Raises:
         spec.NotApplicable: for dense scores.
     """
     if not isinstance(inputs, CsrInputs):
-        raise spec.NotApplicable("token_scatter_sparse returns CSR scores")
-    (weights,) = inputs.leaves
-    ids, _, vocab = inputs.constants
+        raise spec.NotApplicable("token_scatter_sparse needs a case with CSR scores")
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return token_scatter_sparse(weights, ids, vocab, ignore_ids=SPECIAL_IDS)
+            return token_scatter_sparse(
+                inputs.weights,
+                inputs.ids,
+                inputs.vocab_size,
+                ignore_ids=SPECIAL_IDS,
+            )
 
+    # the operator consists of torch operations
     return spec.Runnable(forward, label="torch")
 
 
-def _token_scatter(weights: Tensor, ids: Tensor, _: Tensor, vocab: int, impl: str) -> Tensor:
-    """Call tilefold's scatter with the leaf and the constants of a case.
+def _token_scatter(
+    weights: Tensor,
+    ids: Tensor,
+    _ignored_ids: Tensor,
+    vocab_size: int,
+    impl: str,
+) -> Tensor:
+    """Return the scores of tilefold's scatter.
 
-    The ids that do not score are constants of the Python function, not the tensor.
+    The ignored ids are passed as Python numbers, not as the tensor that baselines use.
     """
-    return token_scatter(weights, ids, vocab, ignore_ids=SPECIAL_IDS, impl=impl)
+    return token_scatter(weights, ids, vocab_size, ignore_ids=SPECIAL_IDS, impl=impl)
 
 
 IMPLEMENTATIONS = (
@@ -278,12 +356,12 @@ IMPLEMENTATIONS = (
     spec.Implementation("tilefold-csr", _build_sparse, "ours"),
     spec.Implementation(
         "scatter-reduce",
-        functools.partial(_build_reduced, compiled=False),
+        functools.partial(_build_scatter_reduce, compiled=False),
         "baseline",
     ),
     spec.gpu_implementation(
         "scatter-reduce-compile",
-        functools.partial(_build_reduced, compiled=True),
+        functools.partial(_build_scatter_reduce, compiled=True),
         "baseline",
     ),
     spec.Implementation(
@@ -299,33 +377,31 @@ IMPLEMENTATIONS = (
 )
 
 
-def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.Work:
-    """Return the least work of a scatter: operations, and bytes that are read and written.
+def work(case: spec.BenchCase, inputs: ScatterInputs, phase: spec.Phase) -> spec.Work:
+    """Return a lower bound of the operations and of the memory traffic of a scatter.
 
-    Forward reads every id and every weight that counts, compares each weight once, and writes the
-    scores: all of them, or in CSR form the positive ones with their columns. Training also writes
-    a byte per token that says whether its weight is the score of its id. Backward reads these and
-    the gradients of positive scores, and writes a gradient for each token.
+    Forward reads every id and every weight that is scored, compares each weight once, and writes
+    the scores: all of them, or in CSR form the positive ones with their columns. Training also
+    writes a byte per token: whether its weight is the score of its id. Backward reads these bytes
+    and the gradients of positive scores, and writes a gradient for each token.
 
     Args:
-        case: unused, since the tensors have all sizes.
-        inputs: tensors of the case, the number of tokens that count, and the share of positive
-            scores.
+        case: ignored; the sizes are those of the tensors.
+        inputs: tensors of the case, the number of scored tokens, and the share of positive scores.
         phase: forward, or forward and backward.
     """
-    (weights,) = inputs.leaves
-    input_ids = inputs.constants[0]
-    item_bytes = weights.element_size()
-    n_tokens = weights.numel()
+    item_bytes = inputs.weights.element_size()
+    n_tokens = inputs.weights.numel()
     n_scores = inputs.grad_output.numel()
     n_positive_scores = (inputs.active or 0.0) * n_scores
 
-    read_bytes = input_ids.numel() * input_ids.element_size() + item_bytes * inputs.valid_tokens
+    id_bytes = n_tokens * inputs.ids.element_size()
+    weight_bytes = item_bytes * inputs.valid_tokens
     if isinstance(inputs, CsrInputs):
         score_bytes = (item_bytes + _INT64_BYTES) * n_positive_scores  # value and column
     else:
         score_bytes = item_bytes * n_scores
-    total_bytes = float(read_bytes + score_bytes)
+    total_bytes = float(id_bytes + weight_bytes + score_bytes)
     if phase == "forward_backward":
         winner_bytes = n_tokens  # one byte each
         gradient_bytes = item_bytes * (n_positive_scores + n_tokens)
@@ -335,26 +411,27 @@ def work(case: spec.BenchCase, inputs: spec.Inputs, phase: spec.Phase) -> spec.W
     return spec.Work(n_comparisons, total_bytes)
 
 
-def needs_bytes(case: spec.BenchCase, impl: str) -> int:
-    """Estimate the memory of an implementation from below.
+def min_bytes(case: spec.BenchCase, impl: str) -> int:
+    """Return a lower bound of the memory of an implementation.
 
     Args:
-        case: the shape.
+        case: shape and dtype.
         impl: name of the implementation.
 
     Returns:
         Bytes of the scores ``[B, V]``, and of all tensors ``[B, S, V]`` that the implementation
-        stores, which are fp64 in the reference.
+        holds at a time.
     """
-    batch, length, vocab = (case.dims[name] for name in "BSV")
+    batch, length, vocab_size = (case.dims[name] for name in ("B", "S", "V"))
     item_bytes = spec.DTYPES[case.dtype].itemsize
-    score_bytes = batch * vocab * item_bytes
-    token_score_bytes = batch * length * vocab * item_bytes
-    if impl == "reference":
-        token_score_bytes = batch * length * vocab * torch.float64.itemsize
-    # tensors of that shape that are alive at once
-    copies_of_token_scores = {"membership": 3, "membership-compile": 2, "reference": 1}
-    return score_bytes + copies_of_token_scores.get(impl, 0) * token_score_bytes
+    n_token_scores = batch * length * vocab_size
+    token_score_bytes = {
+        "membership": 3 * n_token_scores * item_bytes,
+        "membership-compile": 2 * n_token_scores * item_bytes,
+        "reference": n_token_scores * torch.float64.itemsize,
+    }
+    score_bytes = batch * vocab_size * item_bytes
+    return score_bytes + token_score_bytes.get(impl, 0)
 
 
 SPEC = spec.BenchSpec(
@@ -365,5 +442,5 @@ SPEC = spec.BenchSpec(
     make_gate=make_gate,
     probe_dims={"B": 2, "S": 8, "V": 96},
     work=work,
-    needs_bytes=needs_bytes,
+    min_bytes=min_bytes,
 )

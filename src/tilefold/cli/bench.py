@@ -266,10 +266,9 @@ def _check_claims(request: BenchRequest) -> bool:
         provenance = collect(device)
         verdicts: list[claims.Verdict] = []
         for claim in claims.CLAIMS:
-            is_of_this_type = (claim.device == "cpu") == (device.type == "cpu")
-            if claim.side == "impl" and is_of_this_type:
+            if claim.is_about_operator and claim.runs_on(device.type):
                 path = results_file(folder, claim.file, provenance)
-                verdicts.append(claims.judge(claim, claims.read_rows(path), ""))
+                verdicts.append(claims.judge(claim, claims.read_rows(path)))
             elif claim.device != "cpu":
                 path = _COMMITTED_RESULTS / claim.device / f"{claim.file}.csv"
                 verdicts.append(claims.judge(claim, claims.read_rows(path), " (committed)"))
@@ -295,7 +294,7 @@ def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -
 
     started = time.monotonic()
     passed = True
-    for op, cases in claims.measured_by(device.type).items():
+    for op, cases in claims.implementations_by_case(device.type).items():
         spec = get_spec(op)
         elapsed = time.monotonic() - started
         options = RunOptions(

@@ -13,7 +13,7 @@ distance from 1 to the next number):
   logit's gradient, and the result. Rounding errors of many entries are independent, with root mean
   square 0.41 u, so three add up to 0.7 u; the slope of a score y multiplies the first by up to
   about 2 at usual scores: ``1.3 u`` in all, 5e-3 in bf16.
-* ``"gradient_bound"``: the same chain where a tensor is too small to average (fewer than some
+* ``"gradient_bound"``: the same roundings in a tensor that is too small to average (fewer than some
   hundred entries): the worst cases add up, ``4 u``.
 
 A slope taken from a rounded score y is off by ``c u`` with ``c = |y s'(y) / s(y)|``, s(y) the
@@ -48,17 +48,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# value of poisoned integers: no valid index into a small tensor
+# value of poisoned integers, an invalid index into a small tensor
 SENTINEL = 113
-# error of fp32 products and sums, before any rounding to the output
+# error of sums of products in fp32
 _ACCUMULATION = 1e-5
-# the same in fp64, whose roundoff is 2^-29 times as large, with some reserve
+# error of sums of products in fp64, whose roundoff is 2^-29 times as large, with some reserve
 _FP64_ACCUMULATION = 1e-13
 # standard deviations of rounding that a comparison allows
 CONFIDENCE = 8.0
-# sensitivity c of a slope to the rounding of its score, at usual scores
+# relative error of an activation's slope divided by that of the score, at usual scores
 USUAL_SENSITIVITY = 2.0
-_FACTORS = {"forward": 1.0, "gradient": 1.3, "gradient_bound": 4.0}
 
 
 def budget(
@@ -67,20 +66,21 @@ def budget(
     *,
     sensitivity: float = USUAL_SENSITIVITY,
 ) -> float:
-    """Return the relative error that results of ``dtype`` may have.
+    """Return the largest relative error that correct results of ``dtype`` may have.
 
-    It is a factor times the unit roundoff u (half the distance from 1 to the next number), plus the
-    error of sums in fp32 (fp64 for fp64). The factor counts roundings in a row: 1 for a forward
-    pass, 1.3 for three independent ones of a gradient, 4 for their worst case. The docstring of
-    this module derives it. A gradient's factor grows with the sensitivity c of the slope to the
-    rounding of its score: with ``sqrt(c^2 + 2)`` for independent roundings, with ``c + 2`` in the
-    worst case.
+    It is ``factor * u`` plus the error of sums in fp32 (in fp64 for fp64). ``u`` is the unit
+    roundoff: half the distance from 1 to the next number. The factor depends on the kind and on the
+    sensitivity c:
+
+    * ``"forward"``: 1, since a result is rounded once;
+    * ``"gradient"``: ``1.3 sqrt((c^2 + 2) / 6)``, three independent roundings of many entries;
+    * ``"gradient_bound"``: ``c + 2``, the worst case of three roundings.
 
     Args:
         dtype: dtype of the scores, or of the gradient.
         kind: ``"forward"``, ``"gradient"`` or ``"gradient_bound"``.
-        sensitivity: c in the docstring of this module, for slopes that are taken from rounded
-            scores. Less than 2 counts as 2.
+        sensitivity: c, the relative error of the activation's slope divided by the relative error
+            of the score from which the slope is computed. Numbers below 2 are raised to 2.
 
     Returns:
         The largest allowed ``||out - reference|| / ||reference||``.
@@ -88,21 +88,19 @@ def budget(
     Raises:
         ValueError: for an unknown kind.
     """
-    if kind not in _FACTORS:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, _FACTORS))}, got {kind!r}.")
+    c = max(sensitivity, USUAL_SENSITIVITY)
+    factors = {
+        "forward": 1.0,
+        "gradient": 1.3 * math.sqrt((c**2 + 2) / 6),
+        "gradient_bound": c + 2,
+    }
+    if kind not in factors:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, factors))}, got {kind!r}.")
     unit_roundoff = torch.finfo(dtype).eps / 2
     accumulation = _FP64_ACCUMULATION if dtype == torch.float64 else _ACCUMULATION
-    if kind != "forward":
-        # A gradient has two sums: the logits, and the sum over the entries that they select.
-        accumulation *= 2
-    # The factors of gradients hold for USUAL_SENSITIVITY. They are scaled to a larger one.
-    factor = _FACTORS[kind]
-    sensitivity = max(sensitivity, USUAL_SENSITIVITY)
-    if kind == "gradient":
-        factor *= math.sqrt((sensitivity**2 + 2) / (USUAL_SENSITIVITY**2 + 2))
-    elif kind == "gradient_bound":
-        factor += sensitivity - USUAL_SENSITIVITY
-    return factor * unit_roundoff + accumulation
+    # a gradient is computed by two sums: the logits, and the sum over the entries that they select
+    n_sums = 1 if kind == "forward" else 2
+    return factors[kind] * unit_roundoff + n_sums * accumulation
 
 
 def rounding_scale(
@@ -132,15 +130,15 @@ def rounding_scale(
 def relative_error(out: Tensor, reference: Tensor) -> float:
     """Compute ``||out - reference|| / ||reference||`` in fp64.
 
-    The error is 0 if both are zero. It is infinite if the reference alone is zero, or if any value
-    is not finite.
+    The error is 0 if both norms are 0. It is infinite if only the reference is zero, or if any
+    value is not finite.
 
     Args:
         out: the result.
         reference: the exact result, of the same shape.
 
     Raises:
-        ValueError: for different shapes.
+        ValueError: if the shapes differ.
     """
     if out.shape != reference.shape:
         raise ValueError(
@@ -168,10 +166,12 @@ def assert_within_budget(
     """Raise ``AssertionError`` if ``out`` is further from ``reference`` than :func:`budget` allows.
 
     Args:
-        out, reference: tensors of one shape.
-        dtype: the dtype whose budget applies. By default that of ``out``.
-        kind, sensitivity: as in :func:`budget`.
+        out: the result.
+        reference: the exact result, of the same shape.
+        dtype: the dtype whose budget applies. By default the dtype of ``out``.
+        kind: kind of the result, as in :func:`budget`.
         name: name of ``out`` in the error message.
+        sensitivity: sensitivity of the activation's slope, as in :func:`budget`.
 
     Returns:
         The relative error.
@@ -197,17 +197,17 @@ def assert_within_budget(
 
 @contextlib.contextmanager
 def nan_poisoned_empty() -> Iterator[None]:
-    """Make ``torch.empty`` and its variants return NaN, or 113 for integers, in this context.
+    """Fill the results of ``torch.empty`` and its variants with NaN, or with 113 for integers.
 
-    A kernel that forgets to write an element of its output then leaves NaN, and not accidentally a
-    zero. The context replaces functions of torch, so that it is not thread-safe.
+    An element of the output that a kernel forgets to write is then NaN, and not by accident 0.
+
+    The context manager replaces functions of torch, so that it is not thread-safe.
     """
 
     def poison(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap a function that allocates a tensor, so that its result is filled."""
+        """Return a function that allocates a tensor like ``function``, and fills it."""
 
         def call(*args: Any, **kwargs: Any) -> Tensor:
-            """Allocate a tensor, and fill it with NaN or, for integers, SENTINEL."""
             tensor = function(*args, **kwargs)
             if tensor.dtype != torch.bool:
                 tensor.detach().fill_(math.nan if tensor.dtype.is_floating_point else SENTINEL)

@@ -22,7 +22,8 @@ class EntmaxAttentionInputs(padding.Problem):
         k: keys ``[B, Hkv, Nk, D]``, or packed.
         v: values, with the shape of ``k``.
         dout: gradient of the output, with the shape of ``q``.
-        layout: ``key_padding_mask`` or ``cu_seqlens_q`` and ``cu_seqlens_k``, as keyword arguments.
+        layout: the arguments that describe padding: ``key_padding_mask``, or ``cu_seqlens_q`` and
+            ``cu_seqlens_k``. Empty without padding.
     """
 
     q: Tensor
@@ -52,17 +53,17 @@ def entmax_attention_inputs(
     Args:
         batch: number of sequences B.
         heads: number of query heads H.
-        nq: number of queries of a sequence; of the longest one if they are packed.
+        nq: number of queries of the longest sequence.
         dim: width D of a head.
-        nk: number of keys. By default that of the queries.
+        nk: number of keys of the longest sequence. By default ``nq``.
         kv_heads: number of heads of keys and values. By default ``heads``.
-        layout: padding of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`. From B = 2 on,
+        layout: padding of the keys, one of :data:`tilefold.testing.padding.LAYOUTS`. With B >= 2,
             all but ``"full"`` and ``"right"`` have a sequence without keys.
         correlated: whether neighbouring keys are alike, so that most blocks have weight zero.
         sharpness: standard deviation of the scores.
-        dtype: of all tensors.
-        device: of all tensors.
-        seed: of the random numbers.
+        dtype: dtype of all tensors but the mask and the offsets.
+        device: the device of all tensors.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: for an unknown layout.
@@ -91,7 +92,7 @@ def entmax_attention_inputs(
     else:
         masks: dict[str, Any] = {}
         if layout != "full":
-            mask = padding.drawn_mask(layout, batch, nk, generator)
+            mask = padding.random_mask(layout, batch, nk, generator)
             if layout != "right" and batch >= 2:
                 mask[batch // 2] = False  # a sequence without keys
             masks["key_padding_mask"] = mask
@@ -114,13 +115,13 @@ def _packed(
         k: keys ``[B, Hkv, Nk, D]``.
         v: values, with the shape of ``k``.
         dout: gradient of the output, with the shape of ``q``.
-        generator: of the random lengths.
+        generator: source of the random lengths.
 
     Returns:
-        The problem, with tensors ``[T, H, D]`` and offsets ``[B + 1]`` of queries and keys.
+        The packed inputs: tensors ``[T, H, D]``, and offsets ``[B + 1]`` of queries and keys.
     """
-    query_mask = _packing_mask(q, generator)
-    key_mask = _packing_mask(k, generator)
+    query_mask = _random_length_mask(q, generator)
+    key_mask = _random_length_mask(k, generator)
     return EntmaxAttentionInputs(
         q=q.transpose(1, 2)[query_mask],
         k=k.transpose(1, 2)[key_mask],
@@ -133,22 +134,23 @@ def _packed(
     )
 
 
-def _packing_mask(padded: Tensor, generator: torch.Generator) -> Tensor:
+def _random_length_mask(padded: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a random length for each sequence, and mark the tokens up to it.
 
-    The first sequence is full. From B = 2 on, the one in the middle is empty.
+    The first sequence is full. With B >= 2, the middle one is empty.
 
     Args:
         padded: ``[B, H, N, D]``. Only its shape matters.
-        generator: of the random lengths.
+        generator: source of the random lengths.
 
     Returns:
-        Bool mask ``[B, N]`` of the tokens that are packed.
+        Bool ``[B, N]``, True for tokens that are packed.
     """
-    mask = padding.drawn_mask("packed", padded.size(0), padded.size(2), generator)
+    batch, length = padded.size(0), padded.size(2)
+    mask = padding.random_mask("right", batch, length, generator)
     mask[0] = True
-    if len(mask) >= 2:
-        mask[len(mask) // 2] = False
+    if batch >= 2:
+        mask[batch // 2] = False
     return mask
 
 
@@ -162,14 +164,14 @@ def entmax_attention_results(
     """Run the forward and backward pass of entmax attention on a test problem.
 
     Args:
-        inputs: the problem: queries, keys, values and the gradient of the output.
-        needs: which of q, k and v require a gradient. A tensor ``alpha`` always does.
-        dropout_seed: seed of the generator of dropout.
+        inputs: queries, keys, values and the gradient of the output.
+        needs: which of q, k and v require a gradient. A tensor ``alpha`` always requires one.
+        dropout_seed: seed of the dropout mask.
         options: options of :func:`tilefold.ops.entmax_attention`.
 
     Returns:
-        ``out``, the statistics of every row, and the gradients ``dq``, ``dk``, ``dv`` and
-        ``dalpha`` as far as they are needed.
+        ``out``, the statistics of every row, and the gradients that are required: ``dq``, ``dk``,
+        ``dv`` and ``dalpha``.
     """
     # new leaf tensors, so that gradients do not accumulate in the problem
     leaves = {
@@ -178,7 +180,7 @@ def entmax_attention_results(
     }
     if isinstance(options.get("alpha"), Tensor):
         leaves["alpha"] = options["alpha"].detach().requires_grad_()
-        options["alpha"] = leaves["alpha"]
+        options["alpha"] = leaves["alpha"]  # gradients are computed for the leaf
     if options.get("dropout_p"):
         options["generator"] = torch.Generator(inputs.q.device).manual_seed(dropout_seed)
     result = entmax_attention(
@@ -195,4 +197,5 @@ def entmax_attention_results(
     statistics = {
         name: value for name, value in EntmaxStats(*stats)._asdict().items() if value is not None
     }
-    return {"out": out.detach(), **statistics, **padding.gradients(out, leaves, inputs.dout)}
+    gradients = padding.gradients(out, leaves, inputs.dout)
+    return {"out": out.detach(), **statistics, **gradients}

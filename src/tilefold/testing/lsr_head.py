@@ -91,16 +91,16 @@ def lsr_head_inputs(
 
     Args:
         batch: number of sequences B.
-        length: number of tokens S; of the longest sequence if they are packed.
+        length: number of tokens S of the longest sequence.
         dim: width D of the hidden states.
         vocab: number of terms V.
         layout: padding, as in :func:`tilefold.testing.padding.padding_mask`.
-        dtype: of the floating-point tensors.
-        device: of all tensors.
+        dtype: dtype of the floating-point tensors.
+        device: the device of all tensors.
         bias: whether the head has a bias.
         density: share of the scores that are positive: about half (``"mixed"``), all (``"dense"``),
             or about 2% (``"sparse"``). The last two need a bias.
-        seed: of the random numbers.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: for an unknown layout or density.
@@ -111,10 +111,10 @@ def lsr_head_inputs(
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(batch, length, dim, generator=generator)
     weight = torch.randn(vocab, dim, generator=generator) / math.sqrt(dim)
-    # about the largest of `length` standard normal numbers
+    # approximate expected maximum of `length` standard normal numbers
     expected_maximum = math.sqrt(2 * math.log(max(length, 2)))
     # A bias of 8 makes nearly all logits positive. For sparse scores, the largest logit of a term
-    # lies about 2 standard deviations below 0.
+    # is about 2 standard deviations below 0.
     mean_bias = {"mixed": 0.0, "dense": 8.0, "sparse": -2.0 - expected_maximum}[density]
     bias_values = 0.5 * torch.randn(vocab, generator=generator) + mean_bias
     dscores = torch.randn(batch, vocab, generator=generator)
@@ -140,13 +140,13 @@ def lsr_head_results(
     """Run the forward and backward pass of the LSR head on a test problem.
 
     Args:
-        inputs: the problem: hidden states, weight, bias and the gradient of the scores.
-        needs: the operands that require a gradient.
+        inputs: hidden states, weight, bias and the gradient of the scores.
+        needs: names of the operands that require a gradient.
         options: options of :func:`tilefold.ops.lsr_head`.
 
     Returns:
-        ``scores``, and the gradients ``dhidden``, ``dweight`` and ``dbias`` as far as they are
-        needed.
+        ``scores``, and the gradients of the operands in ``needs``: ``dhidden``, ``dweight`` and
+        ``dbias``.
     """
     # new leaf tensors, so that gradients do not accumulate in the problem
     operands = {"hidden": inputs.hidden, "weight": inputs.weight, "bias": inputs.bias}
@@ -158,10 +158,12 @@ def lsr_head_results(
         leaves["hidden"],  # type: ignore[arg-type]
         leaves["weight"],  # type: ignore[arg-type]
         leaves["bias"],
-        **inputs.layout,  # type: ignore[arg-type]
+        attention_mask=inputs.attention_mask,
+        cu_seqlens=inputs.cu_seqlens,
         **options,
     )
-    return {"scores": scores.detach(), **padding.gradients(scores, leaves, inputs.dscores)}
+    gradients = padding.gradients(scores, leaves, inputs.dscores)
+    return {"scores": scores.detach(), **gradients}
 
 
 def lsr_head_truth(inputs: LSRHeadInputs, **options: Any) -> dict[str, Tensor]:
@@ -176,12 +178,13 @@ def with_one_answer(
     activation: str = "log1p_relu",
     logit_scale: float = 1.0,
 ) -> LSRHeadInputs:
-    """Return a problem in which rounding cannot decide which gradient is correct.
+    """Return a problem whose gradient does not depend on rounding errors.
 
-    The gradient of a score is ambiguous where the two largest logits are almost equal, or where a
-    logit is almost at the kink of relu. Another order of evaluation may change a logit by a share
-    of 2e-5 of the largest one, and with it the gradient. ``dscores`` of these scores is set to 0,
-    so that a tight budget can hold. All logits are computed in fp64, so this is for small problems.
+    The gradient of a score is ambiguous if the two largest logits are almost equal, or if a logit
+    is almost at the kink of relu. Another order of evaluation may change a logit by up to 2e-5 of
+    the largest one, and with it the gradient. ``dscores`` of such a score is set to 0, so that
+    implementations can be compared with a tight budget. All logits are computed in fp64, so that
+    the function is suitable for small problems only.
 
     Args:
         inputs: the problem.
@@ -191,7 +194,7 @@ def with_one_answer(
         logit_scale: factor of the products of hidden states and weight.
 
     Returns:
-        The problem with zeros in ``dscores``.
+        The problem with more zeros in ``dscores``.
     """
     exact = inputs.cast(torch.float64)
     dscores = inputs.dscores.clone()
@@ -211,8 +214,8 @@ def with_one_answer(
             if two_largest.size(0) == 2:
                 gap = two_largest[0] - two_largest[1]
                 is_ambiguous |= gap < margin
-            logits = two_largest[:1]  # the only one that the activation reads
+            logits = two_largest[:1]  # the activation reads only the largest one
         if has_kink:
             is_ambiguous |= (logits.abs() < margin).any(dim=0)
-        row[is_ambiguous] = 0  # changes `dscores`, of which it is a view
+        row[is_ambiguous] = 0  # `row` is a view of `dscores`
     return dataclasses.replace(inputs, dscores=dscores)

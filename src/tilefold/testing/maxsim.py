@@ -20,10 +20,12 @@ class MaxSimInputs(padding.Problem):
     Attributes:
         queries: ``[Nq, Lq, D]``, or packed ``[T, D]``.
         documents: ``[Nd, Ld, D]``, ``[B, N, Ld, D]``, or packed ``[T, D]``.
-        query_mask, document_mask, cu_seqlens_q, cu_seqlens_d: as in :func:`tilefold.ops.maxsim`, or
-            ``None``.
-        pairing: a name, or a ``[P, 2]`` index.
-        dscores: of the scores' shape, fp32 (fp64).
+        query_mask: ``[Nq, Lq]``, nonzero for valid tokens, or None.
+        document_mask: the same for documents, ``[Nd, Ld]`` or ``[B, N, Ld]``, or None.
+        cu_seqlens_q: offsets of packed queries ``[Nq + 1]``, or None.
+        cu_seqlens_d: offsets of packed documents ``[Nd + 1]``, or None.
+        pairing: the name of a pairing, or positions of queries and documents ``[P, 2]``.
+        dscores: gradient of the scores, with their shape; fp32, or fp64 for fp64 token vectors.
     """
 
     queries: Tensor
@@ -37,7 +39,7 @@ class MaxSimInputs(padding.Problem):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """Masks, offsets and pairing, as keyword arguments."""
+        """Masks, offsets and pairing, as keyword arguments of the operator."""
         names = ("query_mask", "document_mask", "cu_seqlens_q", "cu_seqlens_d", "pairing")
         return {name: getattr(self, name) for name in names}
 
@@ -53,7 +55,7 @@ class MaxSimInputs(padding.Problem):
     def packed(self, sides: str = "qd") -> MaxSimInputs:
         """Return a copy in which the tokens of queries, documents or both are packed.
 
-        Tokens that a mask leaves out are dropped. Offsets replace the mask.
+        Masked tokens are dropped, and offsets replace the mask.
 
         Args:
             sides: ``"q"`` for queries, ``"d"`` for documents, ``"qd"`` for both.
@@ -79,20 +81,20 @@ class MaxSimInputs(padding.Problem):
 
 
 def _pack(tokens: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Pack padded sequences one after another, without the tokens that a mask leaves out.
+    """Pack padded sequences one after another, without masked tokens.
 
     Args:
         tokens: token vectors ``[..., L, D]`` of n sequences.
-        mask: ``[..., L]``, nonzero = keep, or None to keep all tokens.
+        mask: ``[..., L]``, nonzero for valid tokens, or None if all are valid.
 
     Returns:
         The tokens ``[T, D]``, and the offsets ``[n + 1]`` of the sequences.
     """
     if mask is None:
         mask = tokens.new_ones(tokens.shape[:-1], dtype=torch.bool)
-    keep = mask != 0
-    lengths = keep.reshape(-1, keep.size(-1)).sum(dim=1)
-    return tokens[keep], padding.offsets(lengths)
+    is_valid = mask != 0
+    lengths = is_valid.reshape(-1, is_valid.size(-1)).sum(dim=1)
+    return tokens[is_valid], padding.offsets(lengths)
 
 
 def maxsim_inputs(
@@ -111,18 +113,19 @@ def maxsim_inputs(
     """Create random inputs with similarities of standard deviation about 1, equal on every device.
 
     Args:
-        n_queries: Nq, or B.
-        n_documents: Nd for ``"all"`` and ``"index"``, N for ``"grouped"``. ``"aligned"`` does not
-            use it.
-        query_length, document_length, dim: Lq, Ld (the longest of packed ones), D.
-        pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for some random pairs, some
-            of them twice.
-        layout: of queries and documents: ``"full"`` (no mask), ``"right"`` or ``"left"`` padding,
-            ``"holes"`` anywhere, or ``"packed"``. All but the first have an empty query if there
-            are two or more, and likewise an empty document.
-        dtype: of the token vectors.
-        device: of all tensors.
-        seed: of the random numbers.
+        n_queries: number of queries.
+        n_documents: number of documents; for ``"grouped"``, the number of each query's documents.
+            ``"aligned"`` has as many documents as queries, and ignores it.
+        query_length: number of tokens of the longest query.
+        document_length: number of tokens of the longest document.
+        dim: width D of a token vector.
+        pairing: ``"all"``, ``"aligned"``, ``"grouped"``, or ``"index"`` for random pairs, some of
+            which may be equal.
+        layout: padding, one of :data:`tilefold.testing.padding.LAYOUTS`. With two or more queries,
+            all layouts but ``"full"`` have an empty query; the same holds for documents.
+        dtype: dtype of the token vectors.
+        device: the device of all tensors.
+        seed: seed of the random numbers.
 
     Raises:
         ValueError: for an unknown layout or pairing.
@@ -158,8 +161,8 @@ def maxsim_inputs(
     inputs = MaxSimInputs(
         queries=queries,
         documents=documents,
-        query_mask=_mask(layout, queries, generator),
-        document_mask=_mask(layout, documents, generator),
+        query_mask=_random_mask(layout, queries, generator),
+        document_mask=_random_mask(layout, documents, generator),
         cu_seqlens_q=None,
         cu_seqlens_d=None,
         pairing=pairs,
@@ -170,22 +173,22 @@ def maxsim_inputs(
     return inputs.cast(dtype).to(device)
 
 
-def _mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
+def _random_mask(layout: str, tokens: Tensor, generator: torch.Generator) -> Tensor | None:
     """Draw a mask with a full sequence and, if there are two or more, an empty sequence.
 
     Args:
         layout: one of :data:`tilefold.testing.padding.LAYOUTS`.
         tokens: token vectors ``[..., L, D]``.
-        generator: of the random lengths.
+        generator: source of the random numbers.
 
     Returns:
-        A mask ``[..., L]``, True for tokens that are kept; None for the layout ``"full"``.
+        A mask ``[..., L]``, True for valid tokens; None for the layout ``"full"``.
     """
     if layout == "full":
         return None
     n_sequences = tokens.shape[:-2].numel()
-    mask = padding.drawn_mask(layout, n_sequences, tokens.size(-2), generator)
-    # a slice, because there may be no sequence
+    mask = padding.random_mask(layout, n_sequences, tokens.size(-2), generator)
+    # a slice also works for a batch without sequences
     mask[:1] = True
     if n_sequences >= 2:
         mask[n_sequences // 2] = False
