@@ -1,29 +1,29 @@
-"""The contracts of all operators, and the operators whose remembered calls tests clear."""
+"""The contracts of all operators, and the operators whose remembered calls tests clear.
+
+Each module of this folder that defines ``CONTRACT`` is the contract of one operator.
+"""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tests.ops.contracts.contract import OperatorContract
-from tests.ops.contracts.entmax import ENTMAX_CONTRACT
-from tests.ops.contracts.entmax_attention import ATTENTION_CONTRACT
-from tests.ops.contracts.lsr_head import HEAD_CONTRACT
-from tests.ops.contracts.maxsim import MAXSIM_CONTRACT
-from tests.ops.contracts.sparse_search import SEARCH_CONTRACT
-from tests.ops.contracts.token_scatter import SCATTER_CONTRACT
-from tests.ops.contracts.xtr import XTR_CONTRACT
 from tilefold.ops._shared.operator import Operator
 
-CONTRACTS: tuple[OperatorContract, ...] = (
-    ENTMAX_CONTRACT,
-    ATTENTION_CONTRACT,
-    HEAD_CONTRACT,
-    MAXSIM_CONTRACT,
-    XTR_CONTRACT,
-    SEARCH_CONTRACT,
-    SCATTER_CONTRACT,
-)
+
+def _contracts() -> Iterator[OperatorContract]:
+    """Yield the contracts of this folder, in the order of their modules' names."""
+    for module_info in pkgutil.iter_modules(__path__):
+        module = importlib.import_module(f"{__name__}.{module_info.name}")
+        contract = getattr(module, "CONTRACT", None)
+        if contract is not None:
+            yield contract
+
+
+CONTRACTS = tuple(_contracts())
 
 # Operators of tests add themselves.
 OPERATORS: dict[str, Operator[Any, Any]] = {

@@ -31,7 +31,7 @@ def entmax_sample(
     return Sample("entmax", entmax_of_rows, shapes, options, dtype)
 
 
-ENTMAX_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=ENTMAX.name,
     operator=ENTMAX,
     repeated={

@@ -106,7 +106,7 @@ PADDED_BF16 = ((3, 33, 2, 32),) * 3
 PACKED_BF16 = ((66, 2, 32),) * 3
 LONG_HEADS = ((2, 2, 150, 16),) * 3
 
-ATTENTION_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=ATTENTION.name,
     operator=ATTENTION,
     repeated={

@@ -231,7 +231,7 @@ PACKED_BF16: Shape = (66, 64)
 THREAD_HIDDEN: Shape = (3, 37, 64)
 HEADS = [head_sample(pooling, shape, **layout) for pooling in POOLINGS for shape, layout in LAYOUTS]
 
-HEAD_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=HEAD.name,
     operator=HEAD,
     repeated=REPEATED,

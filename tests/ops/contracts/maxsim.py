@@ -245,7 +245,7 @@ LONGEST_QUERY_SAMPLES = (
     layout_sample("index", "packed", **SMOOTH),
 )
 
-MAXSIM_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=MAXSIM.name,
     operator=MAXSIM,
     repeated=REPEATED,

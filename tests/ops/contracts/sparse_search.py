@@ -36,7 +36,7 @@ def best_scores(weights: Tensor, impl: str = "auto") -> Tensor:
 
 SEARCHED = Sample("sparse_topk", best_scores, ((2, 7),), inference=True)
 
-SEARCH_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=SEARCH.name,
     operator=SEARCH,
     kernels={

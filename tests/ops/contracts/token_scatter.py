@@ -107,7 +107,7 @@ SCATTERS = [
     for layout in LAYOUTS
 ]
 
-SCATTER_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=SCATTER.name,
     operator=SCATTER,
     repeated={

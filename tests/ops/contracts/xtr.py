@@ -21,7 +21,7 @@ MASKED = Sample(
     {"top_k": 7, "document_mask": [[1] * 8 + [0]] * 4},
 )
 
-XTR_CONTRACT = OperatorContract(
+CONTRACT = OperatorContract(
     name=XTR.name,
     operator=XTR,
     finite_differences=tuple(
