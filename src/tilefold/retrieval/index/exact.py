@@ -213,7 +213,7 @@ class Postings:
         """Return the span of the postings of each term."""
         begins = self.offsets[terms].tolist()
         ends = self.offsets[terms + 1].tolist()
-        return [slice(begin, end) for begin, end in zip(begins, ends, strict=True)]
+        return list(map(slice, begins, ends))
 
     def check(self, terms: npt.NDArray[np.int32]) -> None:
         """Raise ``DataError`` if the postings of any of the terms are not those that were saved.
@@ -473,9 +473,12 @@ class ExactIndex(FolderIndex):
             self._postings.add(scores, terms, weights)
             if allowed is not None:
                 scores[~allowed] = 0.0
+            positions = top_positive(scores, k)
+            # One conversion of all scores is faster than one of each.
+            top_scores = scores[positions].tolist()
             hits = [
-                Hit(self.ids[position], float(scores[position]))
-                for position in top_positive(scores, k)
+                Hit(self.ids[position], score)
+                for position, score in zip(positions, top_scores, strict=True)
             ]
             results.append(hits)
         return results
