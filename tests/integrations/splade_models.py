@@ -7,10 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
-import sentence_transformers
 import torch
-from packaging.version import Version
 from sentence_transformers import SparseEncoder, SparseEncoderTrainingArguments
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -24,11 +21,6 @@ from tilefold.integrations.transformers import one_gpu
 # fp32: both sides evaluate the same dot products of up to 384 terms in another order (about
 # sqrt(384) eps = 2e-6 relative), and gradients sum some tens of them
 FP32_BUDGET = 1e-5
-
-needs_all_causal_logits = pytest.mark.skipif(
-    Version(sentence_transformers.__version__) < Version("6.2"),
-    reason="sentence-transformers keeps one token of causal logits before 6.2",
-)
 
 CAUSAL_OPTIONS: dict[str, Any] = {
     "transformer_task": "text-generation",

@@ -28,7 +28,6 @@ from tests.integrations.splade_models import (
     assert_same_training,
     build_tiny_splade,
     fused_copy,
-    needs_all_causal_logits,
     scores_and_gradients,
     tiny_transformer,
     without_dropout,
@@ -76,10 +75,7 @@ MODELS: list[Any] = [
     ("bert", {}, {}, {"impl": "reference"}),
     ("bert", {}, {}, {"impl": "tiled"}),
     ("modernbert", {"decoder_bias": False, "tie_word_embeddings": False}, {}, {}),
-    *(
-        pytest.param(kind, options, {}, {}, marks=needs_all_causal_logits)
-        for kind, options in CAUSAL
-    ),
+    *((kind, options, {}, {}) for kind, options in CAUSAL),
 ]
 
 
@@ -325,7 +321,6 @@ def test_a_sparse_autoencoder_has_no_head_to_fuse(tokenizer_folder: Path) -> Non
     refuses(model, ValueError, 'model must have an LM head.*transformer_task="fill-mask"')
 
 
-@needs_all_causal_logits
 def test_soft_capped_logits_are_refused(tokenizer_folder: Path) -> None:
     model = build_tiny_splade("gemma2", tokenizer_folder)
     refuses(model, ValueError, "got changed ones in Gemma2ForCausalLM .soft-capping")

@@ -27,7 +27,7 @@ from torch.nn.parallel import replicate
 from transformers import TrainingArguments
 
 from tests import programs
-from tests.integrations.multi_vector_models import build_colbert, needs_stock
+from tests.integrations.multi_vector_models import build_colbert
 from tests.integrations.splade_models import FP32_BUDGET, TEXTS, assert_close, build_tiny_splade
 from tests.kernels import triton_interpreted
 from tests.recipes.small import VOCABULARY
@@ -48,7 +48,7 @@ from tilefold.modules import StaticQuery
 from tilefold.ops._shared import impl
 
 
-@pytest.fixture(params=["sparse", pytest.param("late", marks=needs_stock)])
+@pytest.fixture(params=["sparse", "late"])
 def either(request: pytest.FixtureRequest) -> Any:
     """A model of each kind."""
     return copy.deepcopy(
@@ -300,7 +300,6 @@ def test_an_accelerated_sparse_encoder_refuses_to_be_copied(
     assert ASKED not in vars(model) and len(copied(model)) == len(list(model.modules()))
 
 
-@needs_stock
 def test_a_multi_vector_encoder_refuses_where_it_is_packed_and_its_similarity_alone_forbids_nothing() -> (
     None
 ):

@@ -15,7 +15,6 @@ from tests.integrations.multi_vector_models import (
     NEGATIVES,
     POSITIVES,
     QUERIES,
-    needs_stock,
     problem,
     results_of,
 )
@@ -47,7 +46,6 @@ def options_of(name: str) -> list[dict[str, Any]]:
     return [{"length_normalize": False}, {"length_normalize": True}]
 
 
-@needs_stock
 @pytest.mark.parametrize("name", [name for name in multi_vector.__all__ if name.islower()])
 def test_signatures_are_those_of_sentence_transformers_and_impl(name: str) -> None:
     stock_function = getattr(scoring, name, None) or getattr(similarity, name)
@@ -99,7 +97,6 @@ def stock_problem(name: str, masked: str, device: str = "cpu") -> dict[str, Any]
     return arguments
 
 
-@needs_stock
 @pytest.mark.parametrize("masked", ["both", "queries", "documents", "neither", "weights"])
 @pytest.mark.parametrize("name", NAMES + XTR)
 def test_scores_and_gradients_equal_those_of_the_stock_function(name: str, masked: str) -> None:
@@ -121,7 +118,6 @@ def test_scores_and_gradients_equal_those_of_the_stock_function(name: str, maske
             assert_close(gradient, stock_gradient, FP32_BUDGET, "gradients")
 
 
-@needs_stock
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_are_fp32_for_every_dtype(name: str, dtype: torch.dtype) -> None:
@@ -136,7 +132,6 @@ def test_scores_are_fp32_for_every_dtype(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
 
 
-@needs_stock
 @pytest.mark.parametrize("name", NAMES)
 def test_documents_of_length_0_score_as_empty(name: str) -> None:
     arguments = problem(name)
@@ -148,7 +143,6 @@ def test_documents_of_length_0_score_as_empty(name: str) -> None:
     torch.testing.assert_close(scores, getattr(scoring, name)(**arguments))
 
 
-@needs_stock
 @pytest.mark.parametrize("name", ["colbert_scores_pairwise", "mean_colbert_scores_pairwise"])
 def test_lists_of_encoded_texts_are_scored(colbert: Any, name: str) -> None:
     queries = colbert.encode_query(QUERIES)
@@ -157,14 +151,12 @@ def test_lists_of_encoded_texts_are_scored(colbert: Any, name: str) -> None:
     torch.testing.assert_close(scores, getattr(scoring, name)(queries, documents))
 
 
-@needs_stock
 def test_arrays_are_scored() -> None:
     queries, documents, *_ = problem("colbert_scores").values()
     scores = multi_vector.colbert_scores(queries.numpy(), documents.numpy())
     torch.testing.assert_close(scores, scoring.colbert_scores(queries, documents))
 
 
-@needs_stock
 @pytest.mark.parametrize("name", NAMES)
 def test_scores_under_autocast_are_fp32_and_near_those_of_the_stock_function(name: str) -> None:
     arguments = problem(name)
@@ -207,7 +199,6 @@ def loss_and_gradients(
     return value.detach(), gradients
 
 
-@needs_stock
 @pytest.mark.filterwarnings("ignore:.*teacher.*")
 @pytest.mark.parametrize(
     ("loss_name", "function_name", "options", "labels"),
@@ -256,14 +247,12 @@ def similarity_name_in_config(loss_name: str, model: Any, similarity_fct: Any) -
     return loss.get_config_dict()["similarity_fct"]
 
 
-@needs_stock
 def test_a_partial_function_is_named_with_its_options_in_the_configuration_of_a_loss() -> None:
     function = functools.partial(multi_vector.colbert_scores, length_normalize=True)
     name = similarity_name_in_config(RANKING_LOSS, torch.nn.Identity(), function)
     assert name == "colbert_scores(length_normalize=True)"
 
 
-@needs_stock
 @pytest.mark.parametrize(
     ("loss_name", "class_name", "labels"),
     [

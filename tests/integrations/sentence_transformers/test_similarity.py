@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES, needs_stock
+from tests.integrations.multi_vector_models import NEGATIVES, POSITIVES, QUERIES
 from tests.integrations.splade_models import FP32_BUDGET, assert_close
 from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import (
@@ -109,7 +109,6 @@ LENGTH_OPTIONS = [
 ]
 
 
-@needs_stock
 @pytest.mark.parametrize("options", LENGTH_OPTIONS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +158,6 @@ def test_colbert_kd_scores_refuses_masks_of_another_type() -> None:
         )
 
 
-@needs_stock
 @pytest.mark.parametrize("chunk_elements", [1, 16 * 8, 16 * 12])
 @pytest.mark.parametrize("form", ["lists", "lists and masks"])
 @pytest.mark.parametrize("name", NAMES)
@@ -182,7 +180,6 @@ def gradients_of_lists(function: Any) -> list[Tensor]:
     return list(torch.autograd.grad(scores, leaves, weights))
 
 
-@needs_stock
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_lists_equal_those_of_the_stock_function(name: str) -> None:
     expected = gradients_of_lists(getattr(stock, name))
@@ -203,7 +200,6 @@ def assert_equals_stock(name: str, a: Any, b: Any) -> None:
     torch.testing.assert_close(getattr(multi_vector, name)(a, b), expected)
 
 
-@needs_stock
 @pytest.mark.parametrize("name", NAMES)
 def test_a_single_sequence_is_scored_as_by_the_stock_function(name: str) -> None:
     queries, documents = ragged()
@@ -212,7 +208,6 @@ def test_a_single_sequence_is_scored_as_by_the_stock_function(name: str) -> None
     assert_equals_stock(name, queries[:1], [documents[1]])
 
 
-@needs_stock
 @pytest.mark.parametrize("name", NAMES)
 def test_no_sequences_are_scored_as_by_the_stock_function(name: str) -> None:
     queries, documents = ragged()
@@ -233,7 +228,6 @@ def test_bf16_and_integers_are_scored_in_fp32() -> None:
     torch.testing.assert_close(multi_vector.maxsim(queries_fp32, documents_int8), expected)
 
 
-@needs_stock
 @pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
 def test_an_accelerated_model_scores_as_before(model: Any, encoded: Any, similarity: str) -> None:
     queries, documents = encoded
@@ -246,7 +240,6 @@ def test_an_accelerated_model_scores_as_before(model: Any, encoded: Any, similar
     torch.testing.assert_close(pairwise, expected_pairwise)
 
 
-@needs_stock
 @pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
 def test_a_change_of_the_similarity_leaves_a_model_accelerated(
     model: Any,
@@ -264,7 +257,6 @@ def test_a_change_of_the_similarity_leaves_a_model_accelerated(
     torch.testing.assert_close(model.similarity(queries, documents), expected)
 
 
-@needs_stock
 @pytest.mark.parametrize("similarity", ["maxsim", "meanmaxsim"])
 def test_similarity_of_an_accelerated_model_takes_options(
     model: Any,
@@ -299,7 +291,6 @@ def retrieval_evaluator(score_functions: Any) -> Any:
     )
 
 
-@needs_stock
 def test_a_reranking_evaluator_reports_the_same_of_an_accelerated_model(colbert: Any) -> None:
     model = copy.deepcopy(colbert)  # evaluators change the model card
     samples = [
@@ -317,7 +308,6 @@ def test_a_reranking_evaluator_reports_the_same_of_an_accelerated_model(colbert:
         assert evaluator(model) == pytest.approx(expected, rel=1e-5)
 
 
-@needs_stock
 def test_a_retrieval_evaluator_reports_the_same_with_our_function(colbert: Any) -> None:
     model = copy.deepcopy(colbert)  # evaluators change the model card
     expected = retrieval_evaluator(None)(model)
@@ -326,7 +316,6 @@ def test_a_retrieval_evaluator_reports_the_same_with_our_function(colbert: Any) 
     assert measures == pytest.approx(expected, rel=1e-5)
 
 
-@needs_stock
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -344,7 +333,6 @@ def test_accelerate_rejects_options(model: Any, options: dict[str, str], message
     assert not is_accelerated(model)
 
 
-@needs_stock
 def test_a_model_with_a_similarity_method_of_its_own_is_refused(model: Any) -> None:
     model_class: Any = type(model)
 
@@ -362,7 +350,6 @@ def test_a_model_with_a_similarity_method_of_its_own_is_refused(model: Any) -> N
         model.__class__ = model_class
 
 
-@needs_stock
 def test_a_model_with_another_similarity_function_is_refused(model: Any) -> None:
     def half_of_maxsim(a: Any, b: Any) -> Tensor:
         return stock.maxsim(a, b) / 2

@@ -15,7 +15,7 @@ from sentence_transformers import SparseEncoder, SparseEncoderTrainer
 from sentence_transformers.sparse_encoder.losses import SparseMarginMSELoss, SpladeLoss
 from tokenizers.processors import TemplateProcessing
 
-from tests.integrations.multi_vector_models import POSITIVES, build_colbert, needs_stock
+from tests.integrations.multi_vector_models import POSITIVES, build_colbert
 from tests.integrations.sentence_transformers.packing.test_packed_inputs import (
     PAIRS,
     assert_same,
@@ -196,7 +196,6 @@ def test_a_model_card_counts_tokens(tiny: SparseEncoder) -> None:
     assert stock["data"]["min"].endswith("tokens")
 
 
-@needs_stock
 def test_a_multi_vector_model_without_its_mask_module_stays_padded_with_a_reason() -> None:
     from sentence_transformers import MultiVectorEncoder
 
@@ -258,7 +257,6 @@ def test_texts_without_tokens_have_rows_of_zeros_and_gradients(
         assert not rows[1:3].any()
 
 
-@needs_stock
 def test_texts_without_tokens_have_no_vectors() -> None:
     from sentence_transformers.multi_vector_encoder.losses import (
         MultiVectorMultipleNegativesRankingLoss,

@@ -29,7 +29,6 @@ from tests.integrations.multi_vector_models import (
     POSITIVES,
     QUERIES,
     build_colbert,
-    needs_stock,
 )
 from tests.integrations.splade_models import (
     TEXTS,
@@ -191,7 +190,6 @@ def test_losses_and_gradients_are_those_of_padding(
     assert_same(results[1], results[0])
 
 
-@needs_stock
 @pytest.mark.parametrize("cached", [False, True])
 def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None:
     from sentence_transformers.multi_vector_encoder import losses
