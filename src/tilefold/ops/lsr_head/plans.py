@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,8 @@ STORE_BLOCK_B = 4  # rows that an instance of the kernel that stores gradients t
 COMBINE_BLOCK = 1024  # columns that an instance of the combining kernel takes
 # Counts up to which every program instance adds them up itself, which saves launches.
 MAX_COUNTS_ADDED_IN_KERNEL = 8192
-PARAMETER_TENSORS = {  # tensors by the names of kernels' parameters
+# Tensors of kernel parameters that do not have the names of their tensors.
+PARAMETER_TENSORS = {
     "rows_ptr": "hidden",
     "rows_src": "hidden",
     "rows_desc": "hidden",
@@ -60,17 +61,18 @@ PARAMETER_TENSORS = {  # tensors by the names of kernels' parameters
 
 
 class HeadPlanBuilder(PlanBuilder):
-    """Builder of a plan of the head, with the values that its kernels share.
+    """Builder of a plan of the head, with the parameters that its kernels share.
 
     Args:
-        tensors: layouts of the tensors, of a forward or a backward pass.
+        tensors: layouts of the tensors of a forward or a backward pass.
         options: the checked options.
-        setting: facts about the device.
+        setting: the device and its precision settings.
 
     Attributes:
         tokens: the token states and their division into sequences.
-        quantized: whether the weight is a quantised one.
-        dtype: dtype of the operands of products. With a quantised weight it is that of ``hidden``.
+        quantized: whether the weight is quantised.
+        dtype: dtype of the operands of products. With a quantised weight it is the dtype of
+            ``hidden``, which is quantised later.
     """
 
     def __init__(
@@ -79,12 +81,12 @@ class HeadPlanBuilder(PlanBuilder):
         options: HeadOptions,
         setting: Setting,
     ) -> None:
-        """Collect the values that the kernels of the head share.
+        """Set the parameters that the kernels of the head share.
 
         Args:
-            tensors: layouts of the tensors, of a forward or a backward pass.
+            tensors: layouts of the tensors of a forward or a backward pass.
             options: the checked options.
-            setting: facts about the device.
+            setting: the device and its precision settings.
         """
         self.tensors = tensors
         self.options = options
@@ -92,18 +94,20 @@ class HeadPlanBuilder(PlanBuilder):
         self.tokens = tensors.tokens
         self.quantized = isinstance(tensors, HeadTensors) and tensors.weight_scale is not None
         self.dtype = self.tokens.hidden.dtype if self.quantized else options.compute_dtype
+        self.vocab, self.dim = tensors.weight.shape
         has_mask = tensors.attention_mask is not None
         is_packed = tensors.cu_seqlens is not None
-        # Backward of one-token poolings reads winners, which exist where a mask selected the token.
+        # Backward of one-token poolings reads the positions of the tokens from the winners, which
+        # are saved only if a mask determined them.
         winners = tensors.winners if isinstance(tensors, HeadSaved) else None
-        vocab, dim = tensors.weight.shape
-        values = {
+        self.mask_selects_tokens = has_mask if winners is None else winners.size(0) > 0
+        parameters = {
             "length": self.tokens.length,
             "uniform_length": self.tokens.length,
             "S": self.tokens.length,
             "B": self.tokens.batch,
-            "V": vocab,
-            "D": dim,
+            "V": self.vocab,
+            "D": self.dim,
             "N": self.tokens.n_rows,
             "T": self.tokens.n_rows,
             "logit_scale": options.logit_scale,
@@ -112,29 +116,29 @@ class HeadPlanBuilder(PlanBuilder):
             "HAS_BIAS": tensors.bias is not None,
             "HAS_MASK": has_mask,
             "PACKED": is_packed,
-            "MASKED": has_mask if winners is None else winners.size(0) > 0,
+            "MASKED": self.mask_selects_tokens,
             "UNIFORM": not is_packed,
             "LAST": options.pooling == "last",
             "MEAN": options.pooling == "mean",
             "SCALED": self.dtype == torch.float16,
         }
-        super().__init__(values, PARAMETER_TENSORS)
+        super().__init__(parameters, PARAMETER_TENSORS)
 
 
 def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting: Setting) -> Plan:
-    """Plan the forward pass: scores, and winners if backward may follow.
+    """Record the plan of the forward pass: the scores, and the winners if backward may follow.
 
     Args:
         tensors: layouts of the tensors.
         options: the checked options.
         training: whether backward may follow.
-        setting: facts about the device.
+        setting: the device and its precision settings.
     """
     tokens = tensors.tokens
-    builder = HeadPlanBuilder(tensors, options, setting)
-    check_interpreted(setting, builder.dtype, options.out_dtype)
     if tokens.batch == 0 or (tokens.cu_seqlens is None and tokens.length == 0):
         return Plan(fills={"scores": 0, "winners": no_winner(winner_dtype(tokens.length_bound))})
+    builder = HeadPlanBuilder(tensors, options, setting)
+    check_interpreted(setting, builder.dtype, options.out_dtype)
     builder.make_contiguous({"hidden": tensors.hidden}, dtype=builder.dtype)
     builder.make_contiguous(
         {"weight": tensors.weight},
@@ -148,7 +152,7 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting:
             "bias": tensors.bias,
         },
     )
-    PASSES[options.pooling].forward(builder, training)
+    PASSES[options.pooling].add_forward(builder, training)
     return builder.build()
 
 
@@ -159,23 +163,26 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the backward pass: the gradients of hidden, weight and bias that are needed.
+    """Record the plan of the backward pass: the gradients of hidden, weight and bias.
 
     Args:
         dscores: layout of the gradient of the scores, with any strides.
         saved: layouts of the saved tensors.
         options: the checked options.
-        needs: which gradients are computed.
-        setting: facts about the device.
+        needs: whether the gradients of hidden, weight and bias are needed.
+        setting: the device and its precision settings.
     """
-    needed = Needs(*needs)
-    builder = HeadPlanBuilder(saved, options, setting)
     if saved.tokens.batch == 0 or saved.tokens.n_rows == 0:
         return Plan(fills={"dhidden": 0, "dweight": 0, "dbias": 0})
+    needed = Needs(*needs)
     stride_b, stride_v = dscores.stride()
-    builder.set_parameters(stride_db=stride_b, stride_dv=stride_v)
-    builder.set_parameters(NEED_WEIGHT=needed.weight)
-    builder.set_parameters(NEED_BIAS=needed.bias)
+    builder = HeadPlanBuilder(saved, options, setting)
+    builder.set_parameters(
+        stride_db=stride_b,
+        stride_dv=stride_v,
+        NEED_WEIGHT=needed.weight,
+        NEED_BIAS=needed.bias,
+    )
     builder.make_contiguous(
         {
             "attention_mask": saved.attention_mask,
@@ -185,70 +192,87 @@ def backward(
             "winners": saved.winners,
         },
     )
-    computes_logits = options.pooling in ("sum", "mean")
-    if needed.hidden or computes_logits:
+    # Sums save no logits: hidden and weight are multiplied again to get the activation's slopes.
+    recomputes_logits = options.pooling in ("sum", "mean")
+    if needed.hidden or recomputes_logits:
         builder.make_contiguous({"weight": saved.weight}, dtype=builder.dtype)
-    if needed.weight or needed.bias or computes_logits:
+    if needed.weight or needed.bias or recomputes_logits:
         builder.make_contiguous({"hidden": saved.hidden}, dtype=builder.dtype)
-    PASSES[options.pooling].backward(builder, needed)
+    PASSES[options.pooling].add_backward(builder, needed)
     return builder.build()
 
 
-# ---- max pooling
+# ---- max pooling: scores
 
 
-def _max_forward(builder: HeadPlanBuilder, training: bool) -> None:
-    """Plan the persistent kernel of max pooling, and the kernel that combines its splits.
+class _Rows(NamedTuple):
+    """Token states as the kernels of max pooling read them, under the name ``hidden``.
 
-    Rows are packed first, unless every sequence consists of whole groups of rows.
+    Attributes:
+        n_rows: number of rows, of which packed ones may be unused.
+        uniform_length: rows of every sequence, or 0 if the rows are packed.
     """
-    tensors = builder.tensors
+
+    n_rows: int
+    uniform_length: int
+
+    @property
+    def are_packed(self) -> bool:
+        """Whether the rows are a packed copy of the valid tokens."""
+        return self.uniform_length == 0
+
+
+def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
+    """Add the kernels that compute the scores and the winners of max pooling.
+
+    Rows are packed first, unless every sequence consists of whole groups of rows. A persistent
+    kernel then computes the scores. If it splits sequences over program instances, each instance
+    writes maxima of its part, and a last kernel combines them.
+
+    Args:
+        builder: the plan so far.
+        training: whether winners are needed.
+    """
     setting = builder.setting
-    vocab, dim = tensors.weight.shape
-    dtype = tensors.weight.dtype if builder.quantized else builder.dtype
-    _check_warp_roles(dtype, setting)
-    can_use_tma = setting.aligned and rows_fit_descriptor(tensors.weight.to(dtype))
+    vocab = builder.vocab
+    weight = builder.tensors.weight
+    dtype = weight.dtype if builder.quantized else builder.dtype
+    _check_hopper_kernel(dtype, setting)
+    can_use_tma = setting.aligned and rows_fit_descriptor(weight.to(dtype))
     config = configs.max_forward(dtype, setting, can_use_tma)
     block_t = config["BLOCK_T"]
-    builder.set_parameters(WITH_WINNERS=training)
-    builder.set_parameters(GROUP=config["GROUP"])
-    n_packed_rows = _pack(builder, config["GROUP"], training)
-    if n_packed_rows is None:
-        n_rows = builder.tokens.n_rows
-        length = builder.tokens.length
-    else:
-        n_rows = n_packed_rows
-        length = 0
+    builder.set_parameters(WITH_WINNERS=training, GROUP=config["GROUP"])
+    if not training:
+        builder.skip_result("winners")
+    rows = _pack_rows(builder, config["GROUP"], training)
     splits, multiple = configs.plan_splits(
-        n_rows,
+        rows.n_rows,
         vocab,
-        length,
+        rows.uniform_length,
         config["BLOCK_V"],
         block_t,
         setting.multiprocessors,
     )
     builder.set_parameters(
-        T=n_rows,
-        uniform_length=length,
+        T=rows.n_rows,
+        uniform_length=rows.uniform_length,
         splits=splits,
         multiple=multiple,
-        UNIFORM=n_packed_rows is None,
-        HAS_POSITIONS=n_packed_rows is not None and training,
+        UNIFORM=not rows.are_packed,
+        HAS_POSITIONS=rows.are_packed and training,
         QUANTIZED=builder.quantized,
         BLOCK_T=block_t,
         HAS_SCALE=builder.options.logit_scale != 1.0,
     )
-    if not training:
-        builder.skip_result("winners")
     if builder.quantized:
-        _quantize_rows(builder, n_rows, dim, block_t, dtype)
+        _quantize_rows(builder, rows.n_rows, tile_rows=block_t, dtype=dtype)
 
-    # A sequence that is split over program instances has partial maxima.
-    has_partial_maxima = splits > 1 and (not length or multiple * block_t % length != 0)
+    splits_end_at_sequences = not rows.are_packed and multiple * block_t % rows.uniform_length == 0
+    has_partial_maxima = splits > 1 and not splits_end_at_sequences
     part_size = 2 * splits * vocab if has_partial_maxima else 0
     builder.add_buffer("part", (part_size,))
     builder.add_buffer("part_winner", (part_size if training else 0,), torch.int32)
-    _launch_max_forward(builder, config, n_rows, length, dtype)
+    _add_max_kernel(builder, config, rows, dtype)
     if has_partial_maxima:
         builder.add_launch(
             combine_kernel,
@@ -257,10 +281,13 @@ def _max_forward(builder: HeadPlanBuilder, training: bool) -> None:
         )
 
 
-def _check_warp_roles(dtype: torch.dtype, setting: Setting) -> None:
-    """Raise :class:`KernelUnavailableError` if Triton is too old for the kernel of Hopper GPUs.
+def _check_hopper_kernel(dtype: torch.dtype, setting: Setting) -> None:
+    """Raise an error if the kernel for Hopper GPUs should run, but this Triton cannot build it.
 
-    The pass is then planned again, with that kernel given up.
+    The operator catches the error, warns once, and records the plan again without this kernel.
+
+    Raises:
+        KernelUnavailableError: if Triton lacks warp specialisation.
     """
     is_for_hopper = setting.capability == (9, 0) and dtype != torch.float32
     reason = releases.why_no_warp_roles()
@@ -275,195 +302,85 @@ def _check_warp_roles(dtype: torch.dtype, setting: Setting) -> None:
 def _quantize_rows(
     builder: HeadPlanBuilder,
     n_rows: int,
-    dim: int,
-    block_t: int,
+    tile_rows: int,
     dtype: torch.dtype,
 ) -> None:
-    """Plan the quantisation of token states, for products with a quantised weight.
+    """Add the kernel that quantises token states, for products with a quantised weight.
+
+    Later kernels read the quantised states in place of ``hidden``.
 
     Args:
         builder: the plan so far.
-        n_rows: rows of ``hidden``, packed if they have to be.
-        dim: numbers of a row.
-        block_t: rows of a tile of the kernel that reads them.
+        n_rows: number of token states, packed or not.
+        tile_rows: rows of a tile of the kernel that reads them.
         dtype: dtype of the quantised weight.
     """
-    n_scales = cdiv(n_rows, block_t) * block_t  # whole tiles, as the kernel reads them
+    n_scales = cdiv(n_rows, tile_rows) * tile_rows  # whole tiles, as the kernel reads them
+    builder.add_buffer("values", (n_rows, builder.dim), dtype)
     builder.add_buffer("row_scale", (n_scales,))
     builder.add_launch(
         quantize.quantize_rows_kernel,
         grid=(cdiv(n_scales, quantize.BLOCK_ROWS),),
-        parameters={"N": n_scales, **quantize.row_constants(dim)},
+        parameters={"N": n_scales, **quantize.row_constants(builder.dim)},
     )
-    builder.add_buffer("values", (n_rows, dim), dtype)
     builder.replace_tensor("hidden", by="values")
 
 
-def _launch_max_forward(
+def _add_max_kernel(
     builder: HeadPlanBuilder,
     config: Constants,
-    n_rows: int,
-    length: int,
+    rows: _Rows,
     dtype: torch.dtype,
 ) -> None:
-    """Plan the launch of the persistent kernel, after a screen where that may save work.
+    """Add the launch of the persistent kernel, after a screen if that may save work.
 
     Args:
         builder: the plan so far.
-        config: constants of the kernel, which this changes.
-        n_rows: rows of ``hidden``, packed if they have to be.
-        length: S if rows are not packed, else 0.
+        config: constants of the kernel, from :func:`configs.max_forward`.
+        rows: the token states.
         dtype: dtype of the operands.
     """
     setting = builder.setting
-    vocab, dim = builder.tensors.weight.shape
-    kernel_name = configs.kernel_name(config)
+    builder.set_parameters(SCREENED=False, sample_limit=0, limit=0)
     kernel: Any = max_forward_kernel
     weight_block = config["BLOCK_V"]
     make_descriptor: Callable[[int, int, torch.dtype], Callable[..., Any]] = _descriptor
+    constants = dict(config)
     if config["WARP_ROLES"]:
         from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper  # needs Gluon
 
         kernel = hopper.max_forward_hopper_kernel
         weight_block = hopper.HALF_V.value
         make_descriptor = hopper.hopper_descriptor
-        config["STAGES"] = config.pop("num_stages")
+        constants["STAGES"] = constants.pop("num_stages")
+        if configs.may_screen(
+            builder.options,
+            setting,
+            rows.n_rows,
+            builder.vocab,
+            builder.dim,
+        ):
+            _add_screen(builder, rows)
+    kernel_name = configs.kernel_name(config)
     tma: dict[str, Tma] = {}
     if kernel_name != configs.PORTABLE:
-        block_t = config["BLOCK_T"]
         block_k = config["BLOCK_K"]
-        tma["weight"] = Tma(vocab, dim, make_descriptor(weight_block, block_k, dtype))
-        tma["hidden"] = Tma(n_rows, dim, make_descriptor(block_t, block_k, dtype))
-    is_interpreted = setting.capability == (0, 0)
-    builder.set_parameters(SCREENED=False, sample_limit=0, limit=0)
-    if config["WARP_ROLES"] and configs.may_screen(builder.options, setting, n_rows, vocab, dim):
-        _screen(builder, n_rows, length)
+        tma["weight"] = Tma(
+            builder.vocab,
+            builder.dim,
+            make_descriptor(weight_block, block_k, dtype),
+        )
+        tma["hidden"] = Tma(
+            rows.n_rows,
+            builder.dim,
+            make_descriptor(config["BLOCK_T"], block_k, dtype),
+        )
     builder.add_launch(
         kernel,
         grid=(setting.multiprocessors,),
-        parameters=config,
+        parameters=constants,
         tma=tma,
-        fallback=None if is_interpreted else configs.FALLBACKS.get(kernel_name),
-    )
-
-
-def _screen(builder: HeadPlanBuilder, n_rows: int, length: int) -> None:
-    """Plan the launches that compute only the scores which can be positive.
-
-    The kernel after them computes all scores, and returns at once unless too many can be positive.
-
-    Args:
-        builder: the plan so far.
-        n_rows: rows of ``hidden``, packed if they have to be.
-        length: S if rows are not packed, else 0.
-    """
-    batch = builder.tokens.batch
-    vocab, dim = builder.tensors.weight.shape
-    n_programs = builder.setting.multiprocessors
-    limits = lookup(configs.WHEN_SCREENED)
-    # Samples of some sequences, in some blocks of the vocabulary, are counted first.
-    n_sampled_sequences = min(batch, configs.SAMPLED)
-    n_sampled_blocks = max(1, n_programs // n_sampled_sequences)
-    n_samples = n_sampled_sequences * n_sampled_blocks
-    n_sampled_scores = n_samples * configs.SAMPLE["BLOCK_V"]
-    builder.set_parameters(
-        SCREENED=True,
-        limit=int(limits["MOST_KEPT"] * batch * vocab),
-        BLOCK_D=power_of_two(dim),
-        sample_limit=int(limits["MOST_SAMPLED"] * n_sampled_scores),
-    )
-    builder.add_buffer("rows8", (n_rows, dim), torch.int8)
-    builder.add_buffer("weight8", (vocab, dim), torch.int8)
-    builder.add_buffer("terms", (3, vocab))
-    builder.add_buffer("list", (batch, vocab), torch.int32)
-    builder.add_buffer(
-        "state", (screen.STATE.value + screen.PER_SEQUENCE.value * batch,), torch.int32
-    )
-    builder.add_buffer("kept", (batch, vocab), torch.int8)
-    builder.add_buffer("counts", (n_sampled_sequences, n_sampled_blocks), torch.int32)
-    _add_rounding(builder, n_rows, n_sampled_sequences, n_sampled_blocks)
-    _add_screening(builder, n_rows, length)
-
-
-def _add_rounding(
-    builder: HeadPlanBuilder,
-    n_rows: int,
-    n_sampled_sequences: int,
-    n_sampled_blocks: int,
-) -> None:
-    """Add the launches that count positive scores in samples, and round both sides to int8.
-
-    Args:
-        builder: the plan so far.
-        n_rows: rows of ``hidden``.
-        n_sampled_sequences: sequences that are sampled.
-        n_sampled_blocks: blocks of the vocabulary that are sampled for each sequence.
-    """
-    vocab = builder.tensors.weight.size(0)
-    group = builder.parameters["GROUP"]
-    n_groups = cdiv(n_rows, group)
-    n_samples = n_sampled_sequences * n_sampled_blocks
-    max_programs = builder.setting.multiprocessors * configs.ROUND["PROGRAMS"]
-    builder.add_launch(
-        screen.sample_kernel,
-        grid=(n_sampled_sequences, n_sampled_blocks),
-        parameters=configs.SAMPLE,
-    )
-    builder.add_launch(
-        screen.largest_kernel,
-        grid=(n_groups,),
-        parameters={
-            **configs.ROUND,
-            "samples": n_samples,
-            "BLOCK_SAMPLES": power_of_two(n_samples),
-        },
-    )
-    builder.add_launch(
-        screen.round_kernel,
-        grid=(min(cdiv(vocab, group) + n_groups, max_programs),),
-        parameters=configs.ROUND,
-        tensors={"values_ptr": "rows8", "weight_values_ptr": "weight8"},
-    )
-
-
-def _add_screening(builder: HeadPlanBuilder, n_rows: int, length: int) -> None:
-    """Add the launches that find, by int8 products, which scores can be positive, and compute them.
-
-    Args:
-        builder: the plan so far.
-        n_rows: rows of ``hidden``.
-        length: S if rows are not packed, else 0.
-    """
-    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
-    from tilefold.ops.lsr_head._triton import screen_hopper
-
-    batch = builder.tokens.batch
-    vocab, dim = builder.tensors.weight.shape
-    n_programs = builder.setting.multiprocessors
-    block_t = configs.SCREEN["BLOCK_T"]
-    block_k = configs.SCREEN["BLOCK_K"]
-    half_v = hopper.HALF_V.value
-    splits, multiple = configs.plan_splits(n_rows, vocab, length, 2 * half_v, block_t, n_programs)
-    builder.add_launch(
-        screen_hopper.screen_hopper_kernel,
-        grid=(n_programs,),
-        parameters={**configs.SCREEN, "splits": splits, "multiple": multiple},
-        tensors={"weight_desc": "weight8", "rows_desc": "rows8"},
-        tma={
-            "weight8": Tma(vocab, dim, hopper.hopper_descriptor(half_v, block_k, torch.int8)),
-            "rows8": Tma(n_rows, dim, hopper.hopper_descriptor(block_t, block_k, torch.int8)),
-        },
-        fallback=configs.FALLBACKS[configs.BY_SCREEN],
-    )
-    builder.add_launch(
-        screen.list_kernel,
-        grid=(batch, cdiv(vocab, screen.BLOCK_LIST)),
-        parameters={"BLOCK": screen.BLOCK_LIST},
-    )
-    builder.add_launch(
-        screen.refine_kernel,
-        grid=(n_programs * configs.REFINE["PROGRAMS"],),
-        parameters={**configs.REFINE, "BLOCK_B": min(1024, power_of_two(batch))},
+        fallback=None if setting.is_interpreted else configs.FALLBACKS.get(kernel_name),
     )
 
 
@@ -472,228 +389,429 @@ def _descriptor(rows: int, columns: int, dtype: torch.dtype) -> Callable[..., Te
     return functools.partial(TensorDescriptor, block_shape=[rows, columns])
 
 
-def _pack(builder: HeadPlanBuilder, group: int, training: bool) -> int | None:
-    """Plan the packing of valid tokens, and the scores of empty sequences.
+# ---- max pooling: the screen
 
-    The packed rows are ``rows``. The first ``offset[B]`` are used. Each sequence has whole
-    groups of rows. With winners, ``position`` has the position of each row in its sequence.
+
+def _add_screen(builder: HeadPlanBuilder, rows: _Rows) -> None:
+    """Add the screen: kernels that compute only the scores that can be positive.
+
+    1. Exact logits of a sample estimate how many scores can be positive.
+    2. Token states and weight are rounded to int8.
+    3. An int8 product bounds every logit from above, which marks the scores that can be positive.
+    4. The marked scores are listed, and all others are set to 0.
+    5. The listed scores are computed exactly.
+
+    If too many scores can be positive, in the sample or after step 3, the rest of the screen does
+    nothing, and the persistent kernel after it computes all scores. Otherwise that kernel does
+    nothing. The GPU decides this, so that the CPU does not wait.
 
     Args:
-        builder: the plan so far, in which ``rows`` replaces ``hidden``.
-        group: rows of a group.
-        training: whether winners are needed.
+        builder: the plan so far.
+        rows: the token states.
+    """
+    batch = builder.tokens.batch
+    vocab = builder.vocab
+    dim = builder.dim
+    limits = lookup(configs.WHEN_SCREENED)
+    n_sampled_sequences = min(batch, configs.SAMPLED)
+    n_sampled_blocks = max(1, builder.setting.multiprocessors // n_sampled_sequences)
+    n_sampled_scores = n_sampled_sequences * n_sampled_blocks * configs.SAMPLE["BLOCK_V"]
+    builder.set_parameters(
+        SCREENED=True,
+        limit=int(limits["MOST_KEPT"] * batch * vocab),
+        sample_limit=int(limits["MOST_SAMPLED"] * n_sampled_scores),
+        BLOCK_D=power_of_two(dim),
+    )
+    # counters, and the largest entry, norm, error and number of listed scores of each sequence
+    builder.add_buffer(
+        "state",
+        (screen.STATE.value + screen.PER_SEQUENCE.value * batch,),
+        torch.int32,
+    )
+    # number of scores in each block of the sample that can be positive
+    builder.add_buffer("counts", (n_sampled_sequences, n_sampled_blocks), torch.int32)
+    builder.add_buffer("rows8", (rows.n_rows, dim), torch.int8)  # rounded token states
+    builder.add_buffer("weight8", (vocab, dim), torch.int8)  # rounded weight
+    builder.add_buffer("terms", (3, vocab))  # scale, norm and error of each row of the weight
+    builder.add_buffer("kept", (batch, vocab), torch.int8)  # marks of scores that can be positive
+    builder.add_buffer("list", (batch, vocab), torch.int32)  # columns of these scores
+    _add_sample(builder, rows, n_sampled_sequences, n_sampled_blocks)
+    _add_rounding(builder, rows)
+    _add_int8_product(builder, rows)
+    _add_listed_scores(builder)
 
-    Returns:
-        Number of rows that ``rows`` has memory for, or ``None`` if nothing needs to be packed.
+
+def _add_sample(
+    builder: HeadPlanBuilder,
+    rows: _Rows,
+    n_sampled_sequences: int,
+    n_sampled_blocks: int,
+) -> None:
+    """Add the kernels that count which scores of a sample can be positive.
+
+    The kernel that adds up the counts also finds the largest entry of each sequence, as the scale
+    for its rounding.
+
+    Args:
+        builder: the plan so far.
+        rows: the token states.
+        n_sampled_sequences: sequences that are sampled.
+        n_sampled_blocks: blocks of the vocabulary that are sampled for each sequence.
+    """
+    n_samples = n_sampled_sequences * n_sampled_blocks
+    builder.add_launch(
+        screen.sample_kernel,
+        grid=(n_sampled_sequences, n_sampled_blocks),
+        parameters=configs.SAMPLE,
+    )
+    builder.add_launch(
+        screen.largest_kernel,
+        grid=(cdiv(rows.n_rows, builder.parameters["GROUP"]),),
+        parameters={
+            **configs.ROUND,
+            "samples": n_samples,
+            "BLOCK_SAMPLES": power_of_two(n_samples),
+        },
+    )
+
+
+def _add_rounding(builder: HeadPlanBuilder, rows: _Rows) -> None:
+    """Add the kernel that rounds weight and token states to int8, a group of rows at a time."""
+    group = builder.parameters["GROUP"]
+    n_groups = cdiv(builder.vocab, group) + cdiv(rows.n_rows, group)
+    max_programs = builder.setting.multiprocessors * configs.ROUND["PROGRAMS"]
+    builder.add_launch(
+        screen.round_kernel,
+        grid=(min(n_groups, max_programs),),
+        parameters=configs.ROUND,
+        tensors={"values_ptr": "rows8", "weight_values_ptr": "weight8"},
+    )
+
+
+def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
+    """Add the kernel that marks the scores that can be positive, by a product of int8."""
+    from tilefold.ops.lsr_head._triton import max_forward_hopper as hopper
+    from tilefold.ops.lsr_head._triton import screen_hopper
+
+    vocab = builder.vocab
+    dim = builder.dim
+    n_programs = builder.setting.multiprocessors
+    block_t = configs.SCREEN["BLOCK_T"]
+    block_k = configs.SCREEN["BLOCK_K"]
+    half_v = hopper.HALF_V.value  # a tile has two halves, one for each group of computing warps
+    splits, multiple = configs.plan_splits(
+        rows.n_rows,
+        vocab,
+        rows.uniform_length,
+        2 * half_v,
+        block_t,
+        n_programs,
+    )
+    builder.add_launch(
+        screen_hopper.screen_hopper_kernel,
+        grid=(n_programs,),
+        parameters={**configs.SCREEN, "splits": splits, "multiple": multiple},
+        tensors={"weight_desc": "weight8", "rows_desc": "rows8"},
+        tma={
+            "weight8": Tma(vocab, dim, hopper.hopper_descriptor(half_v, block_k, torch.int8)),
+            "rows8": Tma(rows.n_rows, dim, hopper.hopper_descriptor(block_t, block_k, torch.int8)),
+        },
+        fallback=configs.FALLBACKS[configs.BY_SCREEN],
+    )
+
+
+def _add_listed_scores(builder: HeadPlanBuilder) -> None:
+    """Add the kernels that list the marked scores of each sequence, and compute them exactly."""
+    batch = builder.tokens.batch
+    builder.add_launch(
+        screen.list_kernel,
+        grid=(batch, cdiv(builder.vocab, screen.BLOCK_LIST)),
+        parameters={"BLOCK": screen.BLOCK_LIST},
+    )
+    builder.add_launch(
+        screen.refine_kernel,
+        grid=(builder.setting.multiprocessors * configs.REFINE["PROGRAMS"],),
+        parameters={**configs.REFINE, "BLOCK_B": min(1024, power_of_two(batch))},
+    )
+
+
+# ---- max pooling: packing
+
+
+def _pack_rows(builder: HeadPlanBuilder, group: int, training: bool) -> _Rows:
+    """Add the kernels that pack valid tokens, unless all sequences are whole groups of rows.
+
+    Later kernels read the packed rows in place of ``hidden``. In them each sequence begins at a
+    multiple of ``group`` rows. The kernels also write the scores of empty sequences.
+
+    Args:
+        builder: the plan so far.
+        group: rows of a group.
+        training: whether winners are needed, for which packed rows have positions.
     """
     tokens = builder.tokens
-    mask = tokens.attention_mask
-    batch = tokens.batch
-    length = tokens.length
-    if tokens.cu_seqlens is None and mask is None and length % group == 0:
-        return None
-    values = {
-        "BLOCK_ROWS": pack.BLOCK_ROWS,
-        "BLOCK_D": pack.BLOCK_D,
-        "BLOCK_EMPTY": pack.BLOCK_EMPTY,
-        "SCAN_B": 64,
-    }
-    kernel: Any
-    if tokens.cu_seqlens is not None:
-        n_rows = max(1, tokens.n_rows + batch * (group - 1))
-        kernel = pack.copy_packed_kernel
-        grid = (max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)), 1)
+    is_padded = tokens.cu_seqlens is None
+    if is_padded and tokens.attention_mask is None and tokens.length % group == 0:
+        return _Rows(tokens.n_rows, tokens.length)
+    if is_padded:
+        n_rows = tokens.batch * cdiv(tokens.length, group) * group
     else:
-        n_rows = batch * cdiv(length, group) * group
-        kernel = pack.copy_padded_kernel
-        grid = (batch, cdiv(length, pack.BLOCK_ROWS))
-        # A small mask is read by every program instance. A large one is counted before.
-        block_b = power_of_two(batch, 1)
-        block_s = power_of_two(length)
-        reads_mask = mask is not None and block_b * block_s <= pack.MAX_MASK
-        if mask is not None and not reads_mask:
-            builder.add_buffer("count", (batch,), torch.int32)
-            builder.add_buffer("first", (batch,), torch.int32)
-            builder.add_launch(pack.count_kernel, grid=(batch,), parameters={"SCAN": pack.SCAN})
-        values["SCAN"] = pack.SCAN
-        values["BLOCK_B"] = block_b if reads_mask else 0
-        values["BLOCK_S"] = block_s if reads_mask else 0
-    rows = builder.add_buffer("rows", (n_rows, tokens.hidden.size(-1)), builder.dtype)
-    builder.add_buffer("offset", (batch + 1,), torch.int32)
+        n_rows = max(1, tokens.n_rows + tokens.batch * (group - 1))
+    builder.add_buffer("rows", (n_rows, builder.dim), builder.dtype)
+    builder.add_buffer("offset", (tokens.batch + 1,), torch.int32)  # first rows of the sequences
     if training:
-        builder.add_buffer("position", (n_rows,), torch.int32)
-    builder.add_launch(kernel, grid=grid, parameters=values, tensors={"rows_ptr": rows})
-    builder.replace_tensor("hidden", by=rows)
-    return n_rows
+        builder.add_buffer("position", (n_rows,), torch.int32)  # of each row in its sequence
+    builder.set_parameters(
+        BLOCK_ROWS=pack.BLOCK_ROWS,
+        BLOCK_D=pack.BLOCK_D,
+        BLOCK_EMPTY=pack.BLOCK_EMPTY,
+    )
+    if is_padded:
+        _pack_padded_rows(builder)
+    else:
+        builder.add_launch(
+            pack.copy_packed_kernel,
+            grid=(max(1, cdiv(tokens.n_rows, pack.BLOCK_ROWS)),),
+            parameters={"SCAN_B": 64},
+            tensors={"rows_ptr": "rows"},
+        )
+    builder.replace_tensor("hidden", by="rows")
+    return _Rows(n_rows, uniform_length=0)
 
 
-def _max_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
-    """Plan the gradients of max pooling.
+def _pack_padded_rows(builder: HeadPlanBuilder) -> None:
+    """Add the kernel that copies the valid tokens of padded sequences to ``rows``.
 
-    For ``dhidden``, the scores that each row of hidden won are listed, and multiplied with the
-    weight. For ``dweight``, programs list the rows that each row of the weight won for themselves.
+    Every program instance reads a small mask itself. A kernel counts a large one before.
     """
-    vocab = builder.tensors.weight.size(0)
-    if vocab > max_backward.MAX_VOCAB:
+    tokens = builder.tokens
+    has_mask = tokens.attention_mask is not None
+    block_b = power_of_two(tokens.batch, 1)
+    block_s = power_of_two(tokens.length)
+    mask_is_small = block_b * block_s <= pack.MAX_MASK
+    reads_mask = has_mask and mask_is_small
+    if has_mask and not mask_is_small:
+        builder.add_buffer("count", (tokens.batch,), torch.int32)  # valid tokens of a sequence
+        builder.add_buffer("first", (tokens.batch,), torch.int32)  # position of the first one
+        builder.add_launch(
+            pack.count_kernel,
+            grid=(tokens.batch,),
+            parameters={"SCAN": pack.SCAN},
+        )
+    builder.add_launch(
+        pack.copy_padded_kernel,
+        grid=(tokens.batch, cdiv(tokens.length, pack.BLOCK_ROWS)),
+        parameters={
+            "SCAN": pack.SCAN,
+            "BLOCK_B": block_b if reads_mask else 0,
+            "BLOCK_S": block_s if reads_mask else 0,
+        },
+        tensors={"rows_ptr": "rows"},
+    )
+
+
+# ---- max pooling: gradients
+
+
+def _add_max_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
+    """Add the kernels that compute the gradients of max pooling.
+
+    A score passes its gradient on only to its winner, the token whose logit is the maximum.
+    """
+    if builder.vocab > max_backward.MAX_VOCAB:
         raise ValueError(
             f"weight must have at most {max_backward.MAX_VOCAB} rows for the Triton backward, got "
-            f"{vocab}.",
+            f"{builder.vocab}.",
         )
-    builder.set_parameters(ALWAYS_ACTIVE=builder.options.activation in {"softplus", "none"})
+    # These activations have a slope at every score. With the others, a score of 0 has none.
+    always_active = builder.options.activation in {"softplus", "none"}
+    builder.set_parameters(ALWAYS_ACTIVE=always_active)
     if needs.hidden:
-        _max_dhidden(builder)
+        _add_max_dhidden(builder)
     if needs.weight or needs.bias:
-        _max_dweight(builder, needs)
+        _add_max_dweight(builder, needs)
 
 
-def _max_dhidden(builder: HeadPlanBuilder) -> None:
-    """Plan the gradient of hidden states for max pooling.
+def _add_max_dhidden(builder: HeadPlanBuilder) -> None:
+    """Add the kernels that compute the gradient of the token states for max pooling.
 
-    Three kernels work on tiles of rows: the first counts the scores that the rows won, the second
-    lists them, and the third multiplies their gradients with rows of the weight. The first two
-    split the vocabulary over program instances. Their counts are added up by the second kernel, or
-    by torch if there are many.
+    Three kernels work on tiles of token states. The first counts the scores whose winners are in
+    the tile. The second lists these scores. The third multiplies their gradients with their rows of
+    the weight. The first two kernels split the vocabulary over program instances. An instance
+    lists scores after those of all instances before it, so counts are added up: in the second
+    kernel, or by torch if there are many.
     """
     dtype = builder.dtype
     tokens = builder.tokens
-    vocab, dim = builder.tensors.weight.shape
     scan = configs.constants_of(configs.SCAN, dtype, builder.setting)
     product = configs.constants_of(configs.DHIDDEN, dtype, builder.setting)
     product["BLOCK_R"] = scan["BLOCK_R"]
-    splits = cdiv(vocab, scan["SPLIT_V"])
-    tiles = cdiv(tokens.n_rows, scan["BLOCK_R"])
-    torch_adds_counts = tiles * splits > MAX_COUNTS_ADDED_IN_KERNEL
-    builder.set_parameters(SPLITS=splits)
-    builder.set_parameters(split_v=scan["SPLIT_V"])
-    builder.set_parameters(ADDED_UP=torch_adds_counts)
-    builder.add_launch(max_backward.count_kernel, grid=(tiles, splits), parameters=scan)
-    if torch_adds_counts:
-        builder.add_torch_step(lambda counts: counts.cumsum(0), ["count"], output="place")
-    builder.add_launch(max_backward.list_kernel, grid=(tiles, splits), parameters=scan)
-    builder.add_launch(
-        max_backward.dhidden_kernel, grid=(tiles, cdiv(dim, product["BLOCK_D"])), parameters=product
+    n_splits = cdiv(builder.vocab, scan["SPLIT_V"])
+    n_tiles = cdiv(tokens.n_rows, scan["BLOCK_R"])
+    torch_adds_counts = n_tiles * n_splits > MAX_COUNTS_ADDED_IN_KERNEL
+    builder.set_parameters(
+        SPLITS=n_splits,
+        split_v=scan["SPLIT_V"],
+        ADDED_UP=torch_adds_counts,
     )
-    builder.add_buffer("count", (tiles * splits,), torch.int32)
-    builder.add_buffer("code", (tokens.batch * vocab,), torch.int32)
+    max_listed = tokens.batch * builder.vocab
+    builder.add_buffer("count", (n_tiles * n_splits,), torch.int32)
+    builder.add_buffer("code", (max_listed,), torch.int32)  # column, and row in the tile
     grad_dtype = torch.float32 if dtype == torch.float16 else dtype
-    builder.add_buffer("grad", (tokens.batch * vocab,), grad_dtype)
+    builder.add_buffer("grad", (max_listed,), grad_dtype)  # gradients of the listed scores
+    builder.add_launch(max_backward.count_kernel, grid=(n_tiles, n_splits), parameters=scan)
+    if torch_adds_counts:
+        builder.add_torch_step(lambda count: count.cumsum(0), ["count"], output="place")
+    builder.add_launch(max_backward.list_kernel, grid=(n_tiles, n_splits), parameters=scan)
+    builder.add_launch(
+        max_backward.dhidden_kernel,
+        grid=(n_tiles, cdiv(builder.dim, product["BLOCK_D"])),
+        parameters=product,
+    )
 
 
-def _max_dweight(builder: HeadPlanBuilder, needs: Needs) -> None:
-    """Plan the gradients of weight and bias for max pooling, in one kernel.
+def _add_max_dweight(builder: HeadPlanBuilder, needs: Needs) -> None:
+    """Add the kernel that computes the gradients of weight and bias for max pooling.
 
     Each program instance computes tiles of the weight's gradient, one after another. It lists the
-    winners of a tile in scratch memory of its own.
+    winners of a tile in scratch memory that no other instance uses.
     """
-    vocab, dim = builder.tensors.weight.shape
-    setting = builder.setting
     config = configs.constants_of(
         configs.DWEIGHT,
         builder.dtype,
-        setting,
+        builder.setting,
         batch=builder.tokens.batch,
     )
-    n_tiles = cdiv(vocab, config["BLOCK_V"])
-    if needs.weight:
-        n_tiles *= cdiv(dim, config["BLOCK_D"])
-    n_programs = min(n_tiles, setting.multiprocessors * config["PROGRAMS"])
-    n_entries = n_programs * config["BLOCK_B"] * config["BLOCK_V"]
-    builder.add_buffer("code64", (n_entries,), torch.int64)
-    gradients = builder.add_buffer("own_grad", (n_entries,), builder.dtype)
+    n_tiles = cdiv(builder.vocab, config["BLOCK_V"])
+    if needs.weight:  # tiles of the bias alone have no second dimension
+        n_tiles *= cdiv(builder.dim, config["BLOCK_D"])
+    n_programs = min(n_tiles, builder.setting.multiprocessors * config["PROGRAMS"])
+    max_listed = n_programs * config["BLOCK_B"] * config["BLOCK_V"]
+    builder.add_buffer("code64", (max_listed,), torch.int64)  # column and row of a listed winner
+    builder.add_buffer("own_grad", (max_listed,), builder.dtype)  # its gradient
     builder.add_launch(
         max_backward.dweight_kernel,
         grid=(n_programs,),
-        parameters={**config, "ACCUMULATE": "weight" in setting.accumulated},
-        tensors={"grad_ptr": gradients},
+        parameters={**config, "ACCUMULATE": "weight" in builder.setting.accumulated},
+        tensors={"grad_ptr": "own_grad"},
     )
 
 
 # ---- sums and means
 
 
-def _sum_forward(builder: HeadPlanBuilder, training: bool) -> None:
-    """Plan the scores of sum and mean pooling, which are NaN if ``cu_seqlens`` is invalid."""
+def _add_sum_forward(builder: HeadPlanBuilder, training: bool) -> None:
+    """Add the kernel that computes the scores of sum and mean pooling.
+
+    The scores are NaN if ``cu_seqlens`` is invalid, which another kernel checks before.
+    """
     config = configs.constants_of(configs.SUM, builder.dtype, builder.setting)
     builder.skip_result("winners")
     if builder.tokens.cu_seqlens is not None:
         builder.add_buffer("ok", (1,), torch.int32)
         builder.add_launch(sum_pooling.check_offsets_kernel, grid=(1,))
-    grid = builder.tokens.batch, cdiv(builder.parameters["V"], config["BLOCK_V"])
-    builder.add_launch(sum_pooling.sum_forward_kernel, grid=grid, parameters=config)
+    builder.add_launch(
+        sum_pooling.sum_forward_kernel,
+        grid=(builder.tokens.batch, cdiv(builder.vocab, config["BLOCK_V"])),
+        parameters=config,
+    )
 
 
-def _sum_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
-    """Plan the gradients of sum and mean pooling, from logits that are computed again.
+def _add_sum_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
+    """Add the kernels that compute the gradients of sum and mean pooling.
 
-    For few rows, the kernels of one-token pooling multiply the gradients of all logits. Torch's
-    products of few rows are limited by the weight's gradient, which is stored in fp32 and then in
-    its dtype, and by the CPU.
+    A kernel computes the logits again, and the gradients of the logits from them. These are then
+    multiplied with hidden and with the weight: by kernels for few rows, otherwise by torch. For few
+    rows, torch would spend most of the time on launches, and on a copy of the weight's gradient in
+    fp32. The kernels do not scale gradients of sums, which fp16 needs.
     """
-    tokens = builder.tokens
     dtype = builder.dtype
+    hidden = builder.tokens.hidden
     config = configs.constants_of(configs.SUM, dtype, builder.setting)
-    has_equal_dtypes = tokens.hidden.dtype == builder.tensors.weight.dtype == dtype
-    has_few_rows = tokens.n_rows <= config["FEW_ROWS"]
+    has_equal_dtypes = hidden.dtype == builder.tensors.weight.dtype == dtype
+    has_few_rows = builder.tokens.n_rows <= config["FEW_ROWS"]
     if has_few_rows and has_equal_dtypes and dtype != torch.float16:
-        _sum_backward_at_once(builder, needs, config)
+        _add_sum_backward_at_once(builder, needs, config)
     else:
-        _sum_backward_by_slabs(builder, needs, config)
+        _add_sum_backward_by_slabs(builder, needs, config)
 
 
-def _sum_backward_at_once(builder: HeadPlanBuilder, needs: Needs, config: Constants) -> None:
-    """Plan the gradients of sum and mean pooling for few rows.
+def _add_sum_backward_at_once(builder: HeadPlanBuilder, needs: Needs, config: Constants) -> None:
+    """Add the gradients of sum and mean pooling for few rows, by kernels only.
 
     One kernel computes the gradients of all logits. The kernels of one-token pooling then multiply
-    them, as if each row were a sequence.
+    them, as if each row were a sequence of one token, and as if its logits were the scores.
+
+    Args:
+        builder: the plan so far.
+        needs: which gradients are computed.
+        config: constants of the kernel that computes the gradients of the logits.
     """
-    vocab = builder.tensors.weight.size(0)
-    rows = _dlogits_buffers(builder, needs, vocab, n_sums=0)
-    builder.set_parameters(stride_out=vocab)
-    builder.set_parameters(scale=1.0)
-    _launch_dlogits(builder, config, slice(0, vocab), copies_rows=rows == "clean", sums_bias=False)
-    # Each row is a sequence of one token, and the slopes are in the gradients already.
+    vocab = builder.vocab
+    masked_rows = _add_dlogits_buffers(builder, needs, width=vocab)
+    builder.add_buffer("sum", (0, vocab))  # unused, since a later kernel sums for the bias
+    builder.set_parameters(stride_out=vocab, scale=1.0)
+    _add_dlogits(
+        builder,
+        config,
+        columns=slice(0, vocab),
+        writes_masked_rows=masked_rows == "clean",
+        sums_for_bias=False,
+    )
     builder.set_parameters(
         B=builder.tokens.n_rows,
         length=1,
         stride_db=vocab,
         stride_dv=1,
-        ACTIVATION="none",
+        ACTIVATION="none",  # the slopes are in the gradients already
         PACKED=False,
         MASKED=False,
         LAST=False,
         NO_WINNER=-1,
     )
-    builder.replace_tensor("dscores", by="dlogits")
-    builder.replace_tensor("scores", by="dlogits")
-    builder.replace_tensor("hidden", by=rows)
-    _row_gradients(builder, needs)
+    _add_row_gradients(
+        builder,
+        needs,
+        n_sequences=builder.tokens.n_rows,
+        tensors={"dscores_ptr": "dlogits", "scores_ptr": "dlogits", "rows_ptr": masked_rows},
+    )
 
 
-def _sum_backward_by_slabs(builder: HeadPlanBuilder, needs: Needs, config: Constants) -> None:
-    """Plan the gradients of sum and mean pooling for many rows, one vocabulary slab at a time.
+def _add_sum_backward_by_slabs(builder: HeadPlanBuilder, needs: Needs, config: Constants) -> None:
+    """Add the gradients of sum and mean pooling for many rows, one vocabulary slab at a time.
 
-    A kernel computes the gradients of a slab's logits, and torch multiplies them.
+    For each slab, a kernel computes the gradients of the logits, and torch multiplies them with the
+    weight and with hidden.
+
+    Args:
+        builder: the plan so far.
+        needs: which gradients are computed.
+        config: constants of the kernel that computes the gradients of the logits.
     """
     tokens = builder.tokens
-    vocab, dim = builder.tensors.weight.shape
-    block_v = config["BLOCK_V"]
-    slab_width = config["SLAB_ELEMENTS"] // max(tokens.n_rows, 1) // block_v * block_v
-    # Rows of the buffer begin at multiples of 16 bytes for products of 16 bits, hence the 8.
-    width = min(max(block_v, slab_width), cdiv(vocab, 8) * 8)
-    rows = _dlogits_buffers(builder, needs, width, n_sums=tokens.batch if needs.bias else 0)
+    vocab = builder.vocab
+    width = _slab_width(config, tokens.n_rows, vocab)
+    masked_rows = _add_dlogits_buffers(builder, needs, width)
+    # sums of the gradients over the tokens of each sequence, for the bias
+    builder.add_buffer("sum", (tokens.batch if needs.bias else 0, width))
     if builder.dtype == torch.float16:
-        _scale_dscores(builder, vocab)
-    builder.set_parameters(stride_out=width)
-    builder.set_parameters(scale=builder.options.logit_scale)
-    if needs.weight:  # torch writes slabs of these
-        builder.add_buffer("dweight", (vocab, dim), builder.tensors.weight.dtype)
+        _scale_dscores(builder)
+    builder.set_parameters(stride_out=width, scale=builder.options.logit_scale)
+    # Torch steps write the slabs of these results in place.
+    if needs.weight:
+        builder.add_buffer("dweight", (vocab, builder.dim), builder.tensors.weight.dtype)
     if needs.bias:
         builder.add_buffer("dbias", (vocab,), builder.options.bias_dtype or builder.dtype)
-    for v_start in range(0, vocab, width):
-        slab = slice(v_start, min(v_start + width, vocab))
-        copies_rows = rows == "clean" and v_start == 0
-        _launch_dlogits(builder, config, slab, copies_rows, sums_bias=needs.bias)
-        _multiply_slab(builder, needs, slab, rows)
+    for start in range(0, vocab, width):
+        slab = slice(start, min(start + width, vocab))
+        _add_dlogits(
+            builder,
+            config,
+            columns=slab,
+            writes_masked_rows=masked_rows == "clean" and start == 0,
+            sums_for_bias=needs.bias,
+        )
+        _add_slab_products(builder, needs, slab, masked_rows)
     if needs.hidden:
         hidden_shape = tuple(tokens.hidden.shape)
         hidden_dtype = tokens.hidden.dtype
@@ -704,62 +822,69 @@ def _sum_backward_by_slabs(builder: HeadPlanBuilder, needs: Needs, config: Const
         )
 
 
-def _dlogits_buffers(builder: HeadPlanBuilder, needs: Needs, width: int, n_sums: int) -> str:
-    """Add the buffers that :func:`_launch_dlogits` writes.
+def _slab_width(config: Constants, n_rows: int, vocab: int) -> int:
+    """Return how many vocabulary columns are processed at a time, to bound the memory."""
+    block_v = config["BLOCK_V"]
+    bounded_width = config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v
+    # Products in 16 bits need rows that begin at multiples of 16 bytes, hence of 8 columns.
+    aligned_vocab = cdiv(vocab, 8) * 8
+    return min(max(block_v, bounded_width), aligned_vocab)
+
+
+def _add_dlogits_buffers(builder: HeadPlanBuilder, needs: Needs, width: int) -> str:
+    """Add the buffers of the gradients of logits, and of token states without masked tokens.
 
     Args:
         builder: the plan so far.
         needs: which gradients are computed.
-        width: columns of a slab.
-        n_sums: sequences whose gradients are summed for the bias.
+        width: columns of the gradients.
 
     Returns:
-        Name of the rows that the weight's gradient reads: with a mask, of a copy in which masked
-        tokens are zero.
+        Name of the token states that the weight's gradient reads: ``"clean"``, a copy in which
+        masked tokens are zero, or ``"hidden"`` if no copy is needed.
     """
     n_rows = builder.tokens.n_rows
-    rows = "hidden"
     builder.add_buffer("dlogits", (n_rows, width), builder.dtype)
-    if builder.tokens.attention_mask is not None and needs.weight:
-        rows = builder.add_buffer("clean", (n_rows, builder.tensors.weight.size(1)), builder.dtype)
-    builder.add_buffer("sum", (n_sums, width))
-    return rows
+    if builder.tokens.attention_mask is None or not needs.weight:
+        return "hidden"
+    return builder.add_buffer("clean", (n_rows, builder.dim), builder.dtype)
 
 
-def _launch_dlogits(
+def _add_dlogits(
     builder: HeadPlanBuilder,
     config: Constants,
-    slab: slice,
-    copies_rows: bool,
-    sums_bias: bool,
+    columns: slice,
+    writes_masked_rows: bool,
+    sums_for_bias: bool,
 ) -> None:
-    """Plan the gradients of the logits of one vocabulary slab.
+    """Add the kernel that computes the gradients of the logits of some vocabulary columns.
 
     Args:
         builder: the plan so far.
         config: constants of the kernel.
-        slab: columns of the vocabulary.
-        copies_rows: whether the rows are copied to ``clean``, with zeros for masked tokens.
-        sums_bias: whether the gradients of each sequence are summed, for the bias.
+        columns: the columns.
+        writes_masked_rows: whether the kernel also copies hidden to the buffer ``clean``, with
+            zeros for masked tokens.
+        sums_for_bias: whether the kernel also sums the gradients of each sequence.
     """
     builder.add_launch(
         sum_pooling.dlogits_kernel,
-        grid=(builder.tokens.batch, cdiv(slab.stop - slab.start, config["BLOCK_V"])),
+        grid=(builder.tokens.batch, cdiv(columns.stop - columns.start, config["BLOCK_V"])),
         parameters={
             **config,
-            "v_start": slab.start,
-            "v_end": slab.stop,
-            "CLEAN": copies_rows,
-            "NEED_BIAS": sums_bias,
+            "v_start": columns.start,
+            "v_end": columns.stop,
+            "CLEAN": writes_masked_rows,
+            "NEED_BIAS": sums_for_bias,
         },
     )
 
 
-def _scale_dscores(builder: HeadPlanBuilder, vocab: int) -> None:
+def _scale_dscores(builder: HeadPlanBuilder) -> None:
     """Divide the gradients of the scores by a unit, so that fp16 holds the gradients of logits.
 
-    Results are fp32 until they are multiplied by the unit. Sums, which are not yet divided by the
-    sequence's length, would not fit into fp16 for a mean.
+    The unit is a power of two. Later steps multiply the fp32 results by it. Without it, gradients
+    of sums could overflow.
     """
     unit = functools.partial(
         unit_of_dlogits,
@@ -774,21 +899,25 @@ def _scale_dscores(builder: HeadPlanBuilder, vocab: int) -> None:
     )
     builder.add_torch_step(unit, ["dscores", "attention_mask", "cu_seqlens"], output="unit")
     builder.add_torch_step(torch.div, ["dscores", "unit"], output="dscores")
-    builder.set_parameters(stride_db=vocab)
-    builder.set_parameters(stride_dv=1)
+    builder.set_parameters(stride_db=builder.vocab, stride_dv=1)
 
 
-def _multiply_slab(builder: HeadPlanBuilder, needs: Needs, slab: slice, rows: str) -> None:
-    """Plan torch's products of the logits' gradients of one vocabulary slab.
+def _add_slab_products(
+    builder: HeadPlanBuilder,
+    needs: Needs,
+    slab: slice,
+    masked_rows: str,
+) -> None:
+    """Add torch's part of the gradients of one vocabulary slab: products, and their storage.
 
     Args:
         builder: the plan so far.
         needs: which gradients are computed.
         slab: columns of the vocabulary.
-        rows: name of the rows of hidden, without masked tokens.
+        masked_rows: name of the token states in which masked tokens are zero.
     """
-    dim = builder.tensors.weight.size(1)
-    if needs.hidden:
+    dim = builder.dim
+    if needs.hidden:  # "drows" is the fp32 gradient of the token states, a sum over the slabs
         builder.add_torch_step(
             functools.partial(add_dhidden, slab),
             ["drows", "dlogits", "weight"],
@@ -797,19 +926,19 @@ def _multiply_slab(builder: HeadPlanBuilder, needs: Needs, slab: slice, rows: st
     if needs.weight:
         builder.add_torch_step(
             lambda dlogits, rows: product_in_fp32(dlogits.t(), rows.view(-1, dim)),
-            ["dlogits", rows],
-            output="product",
+            ["dlogits", masked_rows],
+            output="slab_dweight",
         )
         builder.add_torch_step(
             functools.partial(write_slab, slab),
-            ["dweight", "product", "unit"],
+            ["dweight", "slab_dweight", "unit"],
             output="dweight",
         )
     if needs.bias:
-        builder.add_torch_step(functools.partial(torch.sum, dim=0), ["sum"], output="total")
+        builder.add_torch_step(functools.partial(torch.sum, dim=0), ["sum"], output="slab_dbias")
         builder.add_torch_step(
             functools.partial(write_slab, slab),
-            ["dbias", "total", "unit"],
+            ["dbias", "slab_dbias", "unit"],
             output="dbias",
         )
 
@@ -817,86 +946,137 @@ def _multiply_slab(builder: HeadPlanBuilder, needs: Needs, slab: slice, rows: st
 # ---- one token per sequence
 
 
-def _one_token_forward(builder: HeadPlanBuilder, training: bool) -> None:
-    """Plan the scores of the first or the last valid tokens.
+def _add_one_token_forward(builder: HeadPlanBuilder, training: bool) -> None:
+    """Add the kernels that pool the first or the last valid token of each sequence.
 
-    Winners are the positions of these tokens. They are stored only if a mask determines them.
+    ``winners`` holds the positions of these tokens if a mask determines them. The kernel of the
+    scores searches a small mask itself. For a large mask, a kernel before it finds the positions.
+
+    Args:
+        builder: the plan so far.
+        training: whether backward may follow, which reads the positions.
     """
     tokens = builder.tokens
-    has_mask = builder.parameters["MASKED"]
+    has_mask = builder.mask_selects_tokens
     config = configs.constants_of(configs.ONE_TOKEN, builder.dtype, builder.setting)
     block_b = min(config["BLOCK_B"], power_of_two(tokens.batch))
-    config["BLOCK_B"] = block_b
-    # A small mask is searched by the product's kernel, a large one by a kernel before it.
-    product_searches_mask = has_mask and block_b * tokens.length <= config["MAX_MASK"]
+    mask_is_small = block_b * tokens.length <= config["MAX_MASK"]
+    searches_mask = has_mask and mask_is_small
     if not (has_mask and training):
         builder.skip_result("winners")
-    if has_mask and not product_searches_mask:
-        if not training:  # winners that no backward reads are scratch
+    positions = "winners"
+    if has_mask and not mask_is_small:
+        if not training:
             dtype = winner_dtype(tokens.length_bound)
-            builder.add_buffer("places", (tokens.batch, 1), dtype)
-            builder.replace_tensor("winners", by="places")
+            positions = builder.add_buffer("places", (tokens.batch, 1), dtype)
         builder.add_launch(
-            one_token.find_kernel, grid=(tokens.batch,), parameters={"BLOCK": config["FIND_BLOCK"]}
+            one_token.find_kernel,
+            grid=(tokens.batch,),
+            parameters={"BLOCK": config["FIND_BLOCK"]},
+            tensors={"winner_ptr": positions},
         )
-    if not product_searches_mask:
-        config["FIND"] = 0
-    config["WITH_WINNERS"] = product_searches_mask and training
-    grid = cdiv(builder.parameters["V"], config["BLOCK_V"]), cdiv(tokens.batch, block_b)
-    builder.add_launch(one_token.forward_kernel, grid=grid, parameters=config)
+    builder.add_launch(
+        one_token.forward_kernel,
+        grid=(cdiv(builder.vocab, config["BLOCK_V"]), cdiv(tokens.batch, block_b)),
+        parameters={
+            **config,
+            "BLOCK_B": block_b,
+            "FIND": config["FIND"] if searches_mask else 0,
+            "WITH_WINNERS": searches_mask and training,
+        },
+        tensors={"winner_ptr": positions},
+    )
 
 
-def _row_gradients(builder: HeadPlanBuilder, needs: Needs) -> None:
-    """Plan the gradients of poolings of one token per sequence.
+def _add_one_token_backward(builder: HeadPlanBuilder, needs: Needs) -> None:
+    """Add the kernels that compute the gradients of poolings of one token per sequence."""
+    _add_row_gradients(builder, needs, n_sequences=builder.tokens.batch)
 
-    The gradient of hidden sums over the vocabulary, which is split. A first kernel computes partial
-    sums, and a second one adds them and writes 0 for the other tokens. A third one computes the
-    gradients of weight and bias.
+
+def _add_row_gradients(
+    builder: HeadPlanBuilder,
+    needs: Needs,
+    n_sequences: int,
+    tensors: Mapping[str, str] = {},
+) -> None:
+    """Add the gradients of products of one row of hidden per sequence with the weight.
+
+    Args:
+        builder: the plan so far.
+        needs: which gradients are computed.
+        n_sequences: number of sequences.
+        tensors: names of tensors by the names of the kernels' parameters, if they are not those of
+            the pass.
     """
-    batch = builder.parameters["B"]
-    vocab = builder.parameters["V"]
-    dim = builder.parameters["D"]
     config = configs.constants_of(configs.ONE_TOKEN_GRADIENTS, builder.dtype, builder.setting)
-    n_tiles_v = cdiv(vocab, config["BLOCK_V"])
-    n_tiles_d = cdiv(dim, config["BLOCK_D"])
-    n_tiles_b = cdiv(batch, config["BLOCK_B"])
+    n_tiles_v = cdiv(builder.vocab, config["BLOCK_V"])
+    n_tiles_d = cdiv(builder.dim, config["BLOCK_D"])
     if needs.hidden:
-        # The vocabulary is split, in whole tiles, to occupy all multiprocessors.
-        n_programs = config["PROGRAMS"] * builder.setting.multiprocessors
-        target_splits = min(n_tiles_v, cdiv(n_programs, n_tiles_d * n_tiles_b))
-        split_v = cdiv(n_tiles_v, max(1, target_splits)) * config["BLOCK_V"]
-        splits = cdiv(vocab, split_v)
-        builder.add_buffer("part", (splits, batch, dim))
-        builder.add_launch(
-            one_token.split_gradient_kernel,
-            grid=(n_tiles_d, splits, n_tiles_b),
-            parameters={**config, "num_warps": config["HIDDEN_WARPS"], "split_v": split_v},
-        )
-        store_block_d = min(256, power_of_two(dim))
-        builder.add_launch(
-            one_token.store_rows_kernel,
-            grid=(cdiv(batch, STORE_BLOCK_B), cdiv(dim, store_block_d)),
-            parameters={"BLOCK_B": STORE_BLOCK_B, "BLOCK_D": store_block_d, "splits": splits},
-        )
+        n_tiles_b = cdiv(n_sequences, config["BLOCK_B"])
+        _add_split_dhidden(builder, config, n_sequences, (n_tiles_v, n_tiles_d, n_tiles_b), tensors)
     if needs.weight or needs.bias:
         builder.add_launch(
             one_token.weight_gradient_kernel,
             grid=(n_tiles_v * n_tiles_d if needs.weight else n_tiles_v,),
             parameters={**config, "num_warps": config["WEIGHT_WARPS"]},
+            tensors=tensors,
         )
 
 
-class Passes(NamedTuple):
-    """Functions that plan the forward and the backward pass of a pooling."""
+def _add_split_dhidden(
+    builder: HeadPlanBuilder,
+    config: Constants,
+    n_sequences: int,
+    n_tiles: tuple[int, int, int],
+    tensors: Mapping[str, str],
+) -> None:
+    """Add the two kernels that compute the gradient of one row of hidden per sequence.
 
-    forward: Callable[[HeadPlanBuilder, bool], None]
-    backward: Callable[[HeadPlanBuilder, Needs], None]
+    The gradient is a sum over the vocabulary, which is split to occupy all multiprocessors. The
+    first kernel computes the sum of each split, and fills ``dhidden`` with zeros. The second adds
+    up the splits, and stores the rows.
+
+    Args:
+        builder: the plan so far.
+        config: constants of the first kernel.
+        n_sequences: number of sequences.
+        n_tiles: numbers of tiles of the vocabulary, of D, and of the sequences.
+        tensors: names of tensors by the names of the kernels' parameters, if they are not those of
+            the pass.
+    """
+    n_tiles_v, n_tiles_d, n_tiles_b = n_tiles
+    n_programs = config["PROGRAMS"] * builder.setting.multiprocessors
+    target_splits = min(n_tiles_v, cdiv(n_programs, n_tiles_d * n_tiles_b))
+    tiles_per_split = cdiv(n_tiles_v, max(1, target_splits))
+    split_columns = tiles_per_split * config["BLOCK_V"]
+    n_splits = cdiv(builder.vocab, split_columns)
+    builder.add_buffer("part", (n_splits, n_sequences, builder.dim))
+    builder.add_launch(
+        one_token.split_gradient_kernel,
+        grid=(n_tiles_d, n_splits, n_tiles_b),
+        parameters={**config, "num_warps": config["HIDDEN_WARPS"], "split_v": split_columns},
+        tensors=tensors,
+    )
+    store_block_d = min(256, power_of_two(builder.dim))
+    builder.add_launch(
+        one_token.store_rows_kernel,
+        grid=(cdiv(n_sequences, STORE_BLOCK_B), cdiv(builder.dim, store_block_d)),
+        parameters={"BLOCK_B": STORE_BLOCK_B, "BLOCK_D": store_block_d, "splits": n_splits},
+        tensors=tensors,
+    )
+
+
+class Passes(NamedTuple):
+    """Functions that add the launches of a pooling's forward and backward pass to a plan."""
+
+    add_forward: Callable[[HeadPlanBuilder, bool], None]
+    add_backward: Callable[[HeadPlanBuilder, Needs], None]
 
 
 PASSES = {
-    "max": Passes(_max_forward, _max_backward),
-    "sum": Passes(_sum_forward, _sum_backward),
-    "mean": Passes(_sum_forward, _sum_backward),
-    "cls": Passes(_one_token_forward, _row_gradients),
-    "last": Passes(_one_token_forward, _row_gradients),
+    "max": Passes(_add_max_forward, _add_max_backward),
+    "sum": Passes(_add_sum_forward, _add_sum_backward),
+    "mean": Passes(_add_sum_forward, _add_sum_backward),
+    "cls": Passes(_add_one_token_forward, _add_one_token_backward),
+    "last": Passes(_add_one_token_forward, _add_one_token_backward),
 }
