@@ -18,7 +18,7 @@ from tilefold.ops._shared.activation import (
 from tilefold.ops._shared.calls import call_key
 from tilefold.ops._shared.checks import check_shape
 from tilefold.ops._shared.entmax_root import kind_of, solve
-from tilefold.ops._shared.fallback import FallbackWarning, KernelUnavailableError
+from tilefold.ops._shared.fallback import FallbackWarning, KernelFallback, KernelUnavailableError
 from tilefold.ops._shared.impl import chosen_impl
 from tilefold.ops._shared.internals import (
     has_int8_products,
@@ -33,7 +33,6 @@ from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops._shared.philox import philox_word
 from tilefold.ops._shared.plan import (
     Buffer,
-    KernelFallback,
     Launch,
     Plan,
     Setting,

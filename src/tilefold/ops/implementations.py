@@ -1,8 +1,9 @@
-"""Which implementation and which kernels an operator runs on a device, and why no faster ones."""
+"""Which implementation and which kernels of an operator run on a device, and why no faster ones."""
 
 from __future__ import annotations
 
 import inspect
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +14,6 @@ from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.impl import IMPLS, SWITCH, resolve_impl, switched_off, why_not_triton
 from tilefold.ops._shared.internals import copy_each, tf32_allowed
-from tilefold.ops._shared.plan import Setting
 from tilefold.ops.lsr_head import configs as head
 from tilefold.ops.maxsim import configs as maxsim
 
@@ -50,67 +50,63 @@ def operators() -> dict[str, str]:
     }
 
 
+class Kernels(NamedTuple):
+    """The kernels of an operator that run on a device.
+
+    Attributes:
+        name: what the kernels are called, such as ``"portable kernels"``.
+        limitation: why no faster kernels run, or ``None`` if these are the fastest.
+    """
+
+    name: str
+    limitation: str | None
+
+
 def kernel_of(
     operator: str,
     capability: tuple[int, int],
     device: torch.device | None = None,
-) -> tuple[str, str | None]:
-    """Describe the kernels of an operator in bf16, and say why no faster ones run.
+) -> Kernels:
+    """Return the kernels of an operator that would run in bf16.
 
     Args:
         operator: name of the operator.
         capability: compute capability of the device.
-        device: the device, whose given-up kernels are considered; ``None`` considers none.
-
-    Returns:
-        Name of the kernels, and the reason why no faster ones run, or ``None``.
+        device: the device, to leave out kernels that failed to build on it; ``None`` assumes that
+            no kernel failed.
     """
     if operator == "lsr_head":
         return _head_kernel(capability, device)
     if operator == "maxsim":
         return _maxsim_kernel(capability, device)
-    return "portable kernels", None
+    return Kernels("portable kernels", None)
 
 
-def _head_kernel(
-    capability: tuple[int, int],
-    device: torch.device | None,
-) -> tuple[str, str | None]:
-    """Describe the kernels of ``lsr_head``, for :func:`kernel_of`."""
-    no_tma_reason = no_roles_reason = None
-    if device is not None:
-        no_tma_reason = given_up(head.BY_TMA, device)
-        no_roles_reason = given_up(head.BY_ROLES, device)
-    given_up_kernels = set()
-    if no_tma_reason:
-        given_up_kernels.add(head.BY_TMA)
-    if no_roles_reason:
-        given_up_kernels.add(head.BY_ROLES)
-    setting = Setting(
-        capability,
-        multiprocessors=1,
-        tf32=False,
-        aligned=True,
-        given_up=frozenset(given_up_kernels),
-    )
-    config = head.max_forward(torch.bfloat16, setting)
-    name = head.kernel_name(config).removeprefix("lsr_head's ")
-    reason = no_tma_reason or no_roles_reason
-    if not reason and capability == (9, 0):
-        reason = releases.why_no_warp_roles()
-    if reason is None and "TMA" not in name and "load or compute" not in name:
+def _head_kernel(capability: tuple[int, int], device: torch.device | None) -> Kernels:
+    """Return the kernels of ``lsr_head``; see :func:`kernel_of`."""
+    failures: dict[str, str] = {}  # why a kernel failed to build on the device, by its name
+    for kernel in (head.BY_TMA, head.BY_ROLES):
+        reason = None if device is None else given_up(kernel, device)
+        if reason is not None:
+            failures[kernel] = reason
+    kernel = head.fastest_kernel(torch.bfloat16, capability, failures.keys())
+    limitation = None
+    if failures:
+        limitation = next(iter(failures.values()))
+    elif capability == (9, 0):
+        limitation = releases.why_no_warp_roles()
+    elif kernel == head.PORTABLE:
         version = ".".join(map(str, capability))
-        reason = f"compute capability {version} has no TMA or little shared memory"
-    return name, reason
+        limitation = f"compute capability {version} has no TMA or little shared memory"
+    return Kernels(kernel.removeprefix("lsr_head's "), limitation)
 
 
-def _maxsim_kernel(
-    capability: tuple[int, int],
-    device: torch.device | None,
-) -> tuple[str, str | None]:
-    """Describe the kernels of ``maxsim``, for :func:`kernel_of`."""
+def _maxsim_kernel(capability: tuple[int, int], device: torch.device | None) -> Kernels:
+    """Return the kernels of ``maxsim``; see :func:`kernel_of`."""
     config = maxsim.forward_config(capability, torch.bfloat16, 128, 4096, tf32=False)
     if not config["USE_TMA"]:
-        return "kernels without TMA", None
-    reason = None if device is None else given_up(maxsim.BY_TMA, device)
-    return ("kernels with TMA" if reason is None else "kernels without TMA"), reason
+        return Kernels("kernels without TMA", None)
+    failure = None if device is None else given_up(maxsim.BY_TMA, device)
+    if failure is not None:
+        return Kernels("kernels without TMA", failure)
+    return Kernels("kernels with TMA", None)

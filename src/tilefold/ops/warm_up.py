@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from tilefold.ops._shared.fallback import KernelUnavailableError, try_kernels
+from tilefold.ops._shared.fallback import KernelUnavailableError
 from tilefold.ops._shared.internals import triton_cache
 
 __all__ = ["Built", "build_kernels", "check_kernels_can_be_built"]
@@ -97,10 +96,13 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
     torch.cuda.synchronize()
 
     def failure_of(build: Build) -> str | None:
-        """Build a kernel, and return the error's text if that fails."""
+        """Build a kernel, and return the text of the error if that fails."""
         torch.cuda.set_device(device)
-        result: Any = try_kernels(build.__call__)
-        return str(result) if isinstance(result, KernelUnavailableError) else None
+        try:
+            build()
+        except KernelUnavailableError as error:
+            return str(error)
+        return None
 
     with ThreadPoolExecutor(workers) as pool:
         failures = list(pool.map(failure_of, builds.values()))

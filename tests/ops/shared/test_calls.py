@@ -66,12 +66,13 @@ def test_an_operator_runs_with_the_gpu_of_its_first_tensor_as_the_current_one(
     for index in (1, 0):
         where = torch.device("cuda", index)
         gpu: Any = SimpleNamespace(is_cuda=True, get_device=lambda index=index: index, device=where)
-        assert [*TOY.compute(gpu, call, (gpu,))] == [index]
+        assert [*TOY.compute(call, (gpu,))] == [index]
     assert now == [1, 0]
     with torch.autocast("cpu", torch.bfloat16):
-        assert (
-            calls.call_on_device(lambda given: torch.is_autocast_enabled("cpu"), torch.ones(1))
-            is False
+        assert not calls.call_on_device(
+            torch.device("cpu"),
+            torch.is_autocast_enabled,
+            "cpu",
         )
 
 

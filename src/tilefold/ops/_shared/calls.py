@@ -77,6 +77,11 @@ def call_key(
     return aligned, *layouts, settings, *options, *map(type, options)
 
 
+def is_aligned(key: Key | None) -> bool:
+    """Return whether the tensors of a call with this key all begin at multiples of 16 bytes."""
+    return key is not None and key[0]
+
+
 @dataclass(eq=False, slots=True)
 class Pass:
     """Forward or backward pass of all calls that have the same key.
@@ -87,8 +92,8 @@ class Pass:
         name: name of the operator, or of a variant of it, under which kernels are given up.
         options: the operator's checked options.
         impl: implementation. ``"auto"`` is kernels that may fall back to the tiled path.
-        needs: of a forward pass, whether a gradient may be asked for. Of a backward pass, which
-            gradients are computed.
+        needs: for a forward pass, whether backward may follow. For a backward pass, which gradients
+            are computed.
         backward: whether the pass computes gradients.
         aligned: whether all tensors begin at multiples of 16 bytes; ``False`` if unknown.
         prepare: makes the operator's tensors from the arguments, differentiably.
@@ -112,49 +117,57 @@ class Pass:
 class _Eager(torch.autograd.Function):
     """Autograd function of calls that have a key, which go past the dispatcher.
 
-    Autograd looks at every argument. So ``request`` is a list that holds all arguments except the
-    tensors that have a gradient, and after the call all results except the first.
+    Autograd inspects every tensor that it gets or returns, which takes time. It therefore gets only
+    the tensors that have a gradient, and returns only the first result. Everything else passes
+    through ``request``, a list that autograd does not look into: the arguments before the call, and
+    the other results after it.
     """
 
     @staticmethod
-    def forward(ctx: Any, request: list[Any], *leaves: Tensor) -> Tensor:
+    def forward(ctx: Any, request: list[Any], *differentiable: Tensor) -> Tensor:
         """Compute the results of a call, and save what backward reads.
 
         Args:
             ctx: autograd's context.
             request: operator, pass, all tensors (some ``None``) and buffers of gradients. On return
                 it holds the results after the first.
-            leaves: tensors that have a gradient, which only autograd reads.
+            differentiable: tensors that have a gradient. Only autograd reads them here.
 
         Returns:
-            The first result, which alone is differentiable.
+            The first result, which is the only differentiable one.
         """
         operator, call, tensors, main_grads = request
-        results = operator.compute(tensors[0], call, tensors)
-        request[:] = results[1:]
+        first_result, *other_results = operator.compute(call, tensors)
+        request[:] = other_results
+        # select_saved takes None for fields that backward does not read with these options.
+        saved = call.select_saved((*tensors, first_result, *other_results, None))
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*call.select_saved((*tensors, *results, None)))
+        ctx.save_for_backward(*saved)
         ctx.operator = operator
         ctx.call = call
         ctx.main_grads = main_grads
-        first: Tensor = results[0]
-        return first
+        output: Tensor = first_result
+        return output
 
     @staticmethod
-    def backward(ctx: Any, dfirst: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return ``None`` for ``request``, and the gradients of the leaves.
+    def backward(ctx: Any, output_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the arguments of :meth:`forward`.
 
         Args:
-            ctx: autograd's context.
-            dfirst: gradient of the first result, ``None`` if nothing depends on it.
+            ctx: autograd's context, with the operator and the pass of the forward call.
+            output_grad: gradient of the first result, ``None`` if nothing depends on it. The other
+                results are not differentiable.
+
+        Returns:
+            ``None`` for the first argument, ``request``, and the gradients of the tensors after it.
         """
         needs = ctx.needs_input_grad[1:]
-        if dfirst is None:
+        if output_grad is None:
             return None, *[None] * len(needs)
         gradients = ctx.operator.backward(
             ctx.call,
             needs,
-            dfirst,
+            output_grad,
             ctx.saved_tensors,
             ctx.main_grads,
         )
@@ -167,10 +180,12 @@ APPLY = apply_of(_Eager)  # calls under transforms take the registered operator
 def schema_of(arguments: Mapping[str, Any], n_results: int) -> str:
     """Return the schema of an operator in torch's notation, such as ``(Tensor x) -> (Tensor)``.
 
-    Torch infers it from the signature of a function, here a prototype without a body.
+    Torch infers a schema from the signature of a function, here a prototype without a body. It
+    cannot infer a number of results that is only known here, so the results are written into the
+    schema of a function without any.
 
     Args:
-        arguments: annotations of the arguments, by name.
+        arguments: type annotations by argument name.
         n_results: number of tensors that the operator returns.
     """
     parameters = [
@@ -186,12 +201,12 @@ def schema_of(arguments: Mapping[str, Any], n_results: int) -> str:
     return schema.replace("-> ()", f"-> ({results})")
 
 
-def call_on_device(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with the GPU of its first argument as the current one, without autocast."""
-    first = arguments[0]
+def call_on_device(device: torch.device, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with a device as the current GPU, if it is one, and without autocast."""
+    gpu_index = device.index if device.type == "cuda" else -1  # -1 leaves the current GPU
     with (
-        torch.cuda.device(first.get_device()),
-        torch.autocast(first.device.type, enabled=False),
+        torch.cuda.device(gpu_index),
+        torch.autocast(device.type, enabled=False),
     ):
         return function(*arguments)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -15,11 +15,23 @@ from tilefold.ops._shared._triton import releases
 
 T = TypeVar("T")
 
-# why a kernel was given up in this process, by its name and device
+# Kernels that failed to build in this process: the reason by name and device.
 GIVEN_UP: dict[tuple[str, torch.device], str] = {}
 TILED_PATH_RUNS = (
     "The tiled torch path runs instead: the same results within rounding, several times slower."
 )
+
+
+class KernelFallback(NamedTuple):
+    """What runs instead of a kernel that cannot be built.
+
+    Attributes:
+        kernel: name of the operator and of the kernel that cannot be built, for warnings.
+        sentence: what runs instead, and its cost, for warnings.
+    """
+
+    kernel: str
+    sentence: str
 
 
 class KernelUnavailableError(RuntimeError):
@@ -28,23 +40,21 @@ class KernelUnavailableError(RuntimeError):
     Args:
         kernel: name of the kernel's function.
         reason: what failed.
-        fallback: name of the kernel for warnings, and a sentence that says what runs in its place;
-            ``None`` if only the tiled path can.
+        fallback: what runs instead; ``None`` if only the tiled path can.
     """
 
     def __init__(
         self,
         kernel: str,
         reason: str,
-        fallback: tuple[str, str] | None = None,
+        fallback: KernelFallback | None = None,
     ) -> None:
-        """Describe what cannot be built.
+        """Create the error of a kernel that failed.
 
         Args:
             kernel: name of the kernel's function.
-            reason: what failed.
-            fallback: name of the kernel for warnings, and a sentence that says what runs in its
-                place; ``None`` if only the tiled path can.
+            reason: what failed; the message quotes it.
+            fallback: what runs instead; ``None`` if only the tiled path can.
         """
         super().__init__(reason)
         self.kernel = kernel
@@ -58,62 +68,76 @@ class FallbackWarning(UserWarning):
     """A slower kernel, or the tiled path, runs in place of a kernel that cannot be built."""
 
 
-def try_kernels(run: Callable[..., T], *arguments: object) -> T | KernelUnavailableError:
-    """Return ``run(*arguments)``, or the error if a kernel cannot be built.
+def run_or_give_up(
+    kernel: str,
+    device: torch.device,
+    run: Callable[..., T],
+    *arguments: object,
+) -> T | None:
+    """Return ``run(*arguments)``, or ``None`` if a kernel cannot be built.
 
-    No other function catches :class:`KernelUnavailableError`.
+    The kernel is then given up, with a warning that the tiled path runs.
+
+    Args:
+        kernel: name under which the kernel is given up.
+        device: device of the kernel.
+        run: function that launches the kernel.
+        *arguments: its arguments.
     """
     try:
         return run(*arguments)
     except KernelUnavailableError as error:
-        return error
+        give_up(kernel, device, str(error), TILED_PATH_RUNS)
+        return None
 
 
 def given_up(kernel: str, device: torch.device) -> str | None:
-    """Why ``kernel`` was given up on ``device`` in this process, or ``None`` if it was not."""
+    """Return why a kernel was given up on a device in this process, ``None`` if it was not."""
     return GIVEN_UP.get((kernel, device))
 
 
 def give_up(kernel: str, device: torch.device, reason: str, consequence: str) -> None:
-    """Remember that ``kernel`` cannot run on ``device``, and warn the first time.
+    """Remember that a kernel cannot run on a device, and warn the first time.
 
     Args:
-        kernel: name of the operator and of the kernel.
-        device: where the kernel cannot run.
+        kernel: name of the operator, or of one of its kernels, as the warning shows it, such as
+            ``"lsr_head's portable kernel with TMA"``.
+        device: the device on which the kernel cannot run.
         reason: what failed.
-        consequence: sentence that says what runs in its place, and what that costs.
+        consequence: sentence that says what runs instead, and its cost.
     """
     if (kernel, device) in GIVEN_UP:
         return
     GIVEN_UP[kernel, device] = reason
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    release = releases.release_name()
+    triton_release = releases.release_name()
     warnings.warn(
-        f"{kernel} cannot run on {device_name} with Triton {release}: {reason}. {consequence}",
+        f"{kernel} cannot run on {device_name} with Triton {triton_release}: {reason}. "
+        f"{consequence}",
         FallbackWarning,
         stacklevel=2,
     )
 
 
 def refuse_capture(operator: str, device: torch.device) -> None:
-    """Raise ``RuntimeError`` if an operator without kernels is called while a graph is captured.
+    """Raise ``RuntimeError`` if a CUDA graph captures an operator whose kernels failed to build.
 
-    The tiled path would run in place of the kernels. It waits for the GPU, which a CUDA graph
-    cannot contain.
+    The tiled path would run instead of the kernels. It synchronises with the GPU, which a CUDA
+    graph cannot contain.
 
     Args:
-        operator: name of the operator, which may have been given up.
-        device: where it runs.
+        operator: name of the operator.
+        device: device of the operator's tensors.
     """
     if (operator, device) in GIVEN_UP and is_capturing(device):
         raise RuntimeError(
             f"{operator} cannot be captured in a CUDA graph here: {GIVEN_UP[operator, device]}, "
-            "and the tiled torch path that takes its place waits for the GPU. Leave this call out "
-            "of the graph; a call before the capture (a warm up) says whether the kernels can be "
-            "built.",
+            "and the tiled torch path that runs instead synchronises with the GPU. Leave this call "
+            "out of the graph; a call before the capture (a warm up) says whether the kernels can "
+            "be built.",
         )
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether launches on ``device`` go into a CUDA graph at the moment."""
+    """Return whether a CUDA graph captures the launches on a device at the moment."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
@@ -19,8 +18,9 @@ from torch import Tensor
 
 from tilefold.ops._shared import calls, fallback
 from tilefold.ops._shared import impl as implementations
-from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, call_on_device
+from tilefold.ops._shared.calls import APPLY, Key, Pass, call_key, call_on_device, is_aligned
 from tilefold.ops._shared.checks import check_choice
+from tilefold.ops._shared.fallback import KernelFallback, KernelUnavailableError
 from tilefold.ops._shared.impl import (
     IMPLS,
     capability_of,
@@ -29,7 +29,7 @@ from tilefold.ops._shared.impl import (
     sm_count,
 )
 from tilefold.ops._shared.internals import current_gpu, tf32_allowed
-from tilefold.ops._shared.plan import Buffer, Selector, Setting, Values, selector
+from tilefold.ops._shared.plan import Buffer, Plan, Selector, Setting, Values, selector
 
 if TYPE_CHECKING:
     from tilefold.ops._shared._triton.program import Program
@@ -42,6 +42,36 @@ Needs = tuple[bool, ...]  # which gradients are computed
 KERNEL_IMPLS = ("auto", "triton")
 NO_BUFFERS: Mapping[str, Tensor] = MappingProxyType({})
 MAX_CALLS = 4096  # passes that an operator remembers; a forgotten one is made again
+
+
+class BackwardInputs(NamedTuple):
+    """Inputs of a backward pass.
+
+    Attributes:
+        output_grad: gradient of the first result.
+        saved: record of the saved tensors.
+        main_grads: buffers to which gradients are added.
+    """
+
+    output_grad: Tensor
+    saved: Any
+    main_grads: tuple[Tensor, ...]
+
+
+class RegisteredCall(NamedTuple):
+    """Arguments of a registered operator.
+
+    Attributes:
+        tensors: the tensors. For backward, the gradient of the first result and the saved tensors.
+        options: record of the options.
+        needs: for forward, whether backward may follow; for backward, which gradients are needed.
+        impl: implementation.
+    """
+
+    tensors: Values
+    options: Any
+    needs: Any
+    impl: str
 
 
 class Checked(NamedTuple):
@@ -114,7 +144,7 @@ class Operator(Generic[TensorsT, OptionsT]):
     def __post_init__(self) -> None:
         self._tensor_names: tuple[str, ...] = cast(Any, self.tensors)._fields
         self._differentiable = [self._tensor_names.index(name) for name in self.gradients]
-        self._dfirst_name = f"d{self.results[0]}"
+        self._output_grad_name = f"d{self.results[0]}"
         self.calls: dict[Key | None, Pass] = {}
         self._register()
 
@@ -179,7 +209,7 @@ class Operator(Generic[TensorsT, OptionsT]):
                 impl=impl,
                 needs=training,
                 backward=False,
-                aligned=key[0],
+                aligned=is_aligned(key),
                 prepare=checked.prepare,
                 main_grads=tuple(main_grads),
                 select_saved=self._saved_selector(checked.options),
@@ -188,7 +218,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         elif call.prepare is not None:
             tensors = call.prepare(tensors)
         if not training:
-            return tuple(self.compute(tensors[0], call, tensors))
+            return tuple(self.compute(call, tensors))
         request = [self, call, tensors, tuple(main_grads.values())]
         first = APPLY(request, *map(tensors.__getitem__, self._differentiable))
         return first, *request
@@ -221,50 +251,46 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _saved_selector(self, options: OptionsT) -> Selector:
         """Return a function that selects what autograd saves for backward.
 
-        The function takes the tensors of a call, its results and a final ``None``, all in one
-        tuple. It returns one value for each field of the record of saved tensors. A field that
-        backward does not read with these options gets the ``None``.
+        The function takes ``(*tensors, *results, None)`` of a call. It returns one value for each
+        field of the record of saved tensors. A field that backward does not read with these options
+        is ``None``, which the function takes from the end of its argument.
         """
-        reads = self.saved._fields if self.reads is None else self.reads(options)
+        read_fields = self.saved._fields if self.reads is None else self.reads(options)
         names = [*self._tensor_names, *self.results]
         none_position = len(names)
         return selector(
             [
-                names.index(field) if field in reads else none_position
+                names.index(field) if field in read_fields else none_position
                 for field in self.saved._fields
             ],
         )
 
     # One pass
 
-    def compute(self, first: Tensor, call: Pass, inputs: Values) -> Results:
-        """Run a pass on the GPU of ``first``, outside autocast.
+    def compute(self, call: Pass, inputs: Values) -> Results:
+        """Run a forward or a backward pass, on the GPU of its first input and outside autocast.
+
+        A program whose launches are all bound runs at once. Otherwise the kernels run, which may
+        have to be planned and compiled. If they cannot run, the tiled path does.
 
         Args:
-            first: the first of the inputs.
             call: the pass.
-            inputs: tensors of a forward pass. Of a backward pass, the gradient of the first result,
-                the saved tensors, and the buffers to add gradients to.
+            inputs: for a forward pass, the tensors. For a backward pass, the fields of
+                :class:`BackwardInputs`, in one tuple.
 
         Returns:
             Results of a forward pass, or gradients.
         """
-        # device.type makes a string, which takes as long as the rest of this function
-        kind = "cuda" if first.is_cuda else first.device.type
-        if torch.is_autocast_enabled(kind) or (
-            first.is_cuda and first.get_device() != current_gpu()
-        ):
-            results: Results = call_on_device(self.compute, first, call, inputs)
+        first: Tensor = inputs[0]
+        # Building the string device.type takes as long as the rest of this function.
+        device_type = "cuda" if first.is_cuda else first.device.type
+        is_on_other_gpu = first.is_cuda and first.get_device() != current_gpu()
+        if is_on_other_gpu or torch.is_autocast_enabled(device_type):
+            results: Results = call_on_device(first.device, self.compute, call, inputs)
             return results
         if call.program is not None and call.program.bound:
             return call.program(*inputs)
         if call.impl in KERNEL_IMPLS:
-            if (
-                self.check_values is not None
-                and not call.backward
-                and host_may_read(first.device, "triton")
-            ):
-                self.check_values(self.tensors(*inputs), call.options)
             kernel_results = self._run_kernels(first.device, call, inputs)
             if kernel_results is not None:
                 return kernel_results
@@ -274,27 +300,25 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _run_kernels(self, device: torch.device, call: Pass, inputs: Values) -> Results | None:
         """Run the kernels, and return their results, or ``None`` if the tiled path has to run.
 
-        A kernel that cannot be built is given up, and the pass is planned again without it. With
-        ``impl="triton"`` the last such error is raised.
+        If a kernel cannot be built, it is given up on the device with a warning, and the pass is
+        planned again without it. If no kernel can replace it, the operator's kernels are given up
+        for the tiled path. With ``impl="triton"`` the error is raised instead.
         """
-        replaced: list[tuple[str, str]] = []
-        while (
-            call.program is not None
-            or call.impl == "triton"
-            or fallback.given_up(call.name, device) is None
-        ):
-            results = fallback.try_kernels(self._launch, call, inputs)
-            if not isinstance(results, fallback.KernelUnavailableError):
-                return results
-            call.program = None
-            unavailable = results.fallback
-            if unavailable is None or unavailable in replaced:
-                if call.impl == "triton":
-                    raise results
-                unavailable = call.name, fallback.TILED_PATH_RUNS
-            replaced.append(unavailable)
-            kernel, consequence = unavailable
-            fallback.give_up(kernel, device, str(results), consequence)
+        if self.check_values is not None and not call.backward and host_may_read(device, "triton"):
+            self.check_values(self.tensors(*inputs), call.options)
+        replaced: list[KernelFallback] = []
+        while call.impl == "triton" or fallback.given_up(call.name, device) is None:
+            try:
+                return self._launch(call, inputs)
+            except KernelUnavailableError as error:
+                call.program = None
+                replacement = error.fallback
+                if replacement is None or replacement in replaced:
+                    if call.impl == "triton":
+                        raise
+                    replacement = KernelFallback(call.name, fallback.TILED_PATH_RUNS)
+                replaced.append(replacement)
+                fallback.give_up(replacement.kernel, device, str(error), replacement.sentence)
         return None
 
     def _launch(self, call: Pass, inputs: Values) -> Results | None:
@@ -307,14 +331,20 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Run the tiled path."""
         results: Results
         if call.backward:
-            dfirst, saved, main_grads = self._split_backward_inputs(inputs)
-            results = self.tiled.backward(dfirst, saved, call.options, call.needs, *main_grads)
+            output_grad, saved, main_grads = self._backward_inputs(inputs)
+            results = self.tiled.backward(
+                output_grad,
+                saved,
+                call.options,
+                call.needs,
+                *main_grads,
+            )
         else:
             results = self.tiled.forward(self.tensors(*inputs), call.options, call.needs)
         return results
 
     def _make_program(self, call: Pass, inputs: Values) -> Program | None:
-        """Plan the kernels of a pass, and bind the plan to the device.
+        """Plan the kernels of a pass, and return a program that launches them on the device.
 
         The plan depends only on shapes, strides and dtypes of the inputs, which are passed on as
         tensors on the meta device.
@@ -324,71 +354,90 @@ class Operator(Generic[TensorsT, OptionsT]):
         """
         from tilefold.ops._shared._triton.program import Program  # needs Triton
 
-        plans = self.plans()
         device = inputs[0].device
         setting = setting_of(device, call.aligned)
         layouts: Values = tuple([None if x is None else _layout_of(x) for x in inputs])
-        plan_inputs: tuple[str, ...]
         if call.backward:
-            dfirst, saved, _ = self._split_backward_inputs(layouts)
+            plan = self._plan_backward(call, layouts, setting)
+            saved = self._backward_inputs(inputs).saved
+            results = self._gradient_buffers(saved, call.options, call.needs, call.main_grads)
             main_grad_names = [f"d{name}" for name in call.main_grads]
-            plan_inputs = (self._dfirst_name, *self.saved._fields, *main_grad_names)
-            setting = setting._replace(accumulated=frozenset(call.main_grads))
-            plan = plans.backward(dfirst, saved, call.options, call.needs, setting)
+            input_names = (self._output_grad_name, *self.saved._fields, *main_grad_names)
         else:
-            plan_inputs = self._tensor_names
-            plan = plans.forward(self.tensors(*layouts), call.options, call.needs, setting)
+            plan = self.plans().forward(self.tensors(*layouts), call.options, call.needs, setting)
+            results = self._output_buffers(self.tensors(*inputs), call.options, call.needs)
+            input_names = self._tensor_names
         if plan is None:
             return None
-        results = self._result_buffers(
-            call.backward,
-            inputs,
-            call.options,
-            call.needs,
-            call.main_grads,
-        )
-        return Program(plan, plan_inputs, results, device, call.aligned)
+        return Program(plan, input_names, results, device, call.aligned)
 
-    def _split_backward_inputs(self, inputs: Values) -> tuple[Any, Any, Values]:
-        """Return the gradient of the first result, the record of saved tensors, and main grads."""
-        first_main_grad = 1 + len(self.saved._fields)
-        return inputs[0], self.saved(*inputs[1:first_main_grad]), inputs[first_main_grad:]
-
-    def _result_buffers(
-        self,
-        backward: bool,
-        inputs: Values,
-        options: OptionsT,
-        needs: Any,
-        main_grads: Collection[str] = (),
-    ) -> dict[str, Buffer | None]:
-        """Return shapes and dtypes of the results of a pass, by name.
+    def _plan_backward(self, call: Pass, layouts: Values, setting: Setting) -> Plan | None:
+        """Plan the kernels of a backward pass.
 
         Args:
-            backward: whether the pass computes gradients.
-            inputs: inputs of the pass, as in :meth:`compute`.
+            call: the pass.
+            layouts: layouts of its inputs.
+            setting: facts about the device.
+        """
+        output_grad, saved, _ = self._backward_inputs(layouts)
+        setting = setting._replace(accumulated=frozenset(call.main_grads))
+        plan: Plan | None = self.plans().backward(
+            output_grad,
+            saved,
+            call.options,
+            call.needs,
+            setting,
+        )
+        return plan
+
+    def _backward_inputs(self, inputs: Values) -> BackwardInputs:
+        """Name the inputs of a backward pass."""
+        first_main_grad = 1 + len(self.saved._fields)
+        return BackwardInputs(
+            output_grad=inputs[0],
+            saved=self.saved(*inputs[1:first_main_grad]),
+            main_grads=inputs[first_main_grad:],
+        )
+
+    def _output_buffers(
+        self,
+        tensors: TensorsT,
+        options: OptionsT,
+        training: bool,
+    ) -> dict[str, Buffer | None]:
+        """Return the shape and the dtype of each result of a forward pass, by name."""
+        buffers = self.outputs(tensors, options, training)
+        return dict(zip(self.results, buffers, strict=True))
+
+    def _gradient_buffers(
+        self,
+        saved: Any,
+        options: OptionsT,
+        needs: Needs,
+        main_grads: Collection[str] = (),
+    ) -> dict[str, Buffer | None]:
+        """Return the shape and the dtype of each gradient of a backward pass, by name.
+
+        Args:
+            saved: record of the saved tensors.
             options: the operator's checked options.
-            needs: as in :class:`Pass`.
-            main_grads: names of tensors whose gradients are added to buffers.
+            needs: which gradients are computed.
+            main_grads: names of the tensors whose gradients are added to the caller's buffers.
 
         Returns:
-            Results of a forward pass, or gradients. A gradient that is not needed, or is added to a
-            buffer, is ``None``.
+            The gradients. One that is not needed, or is added to a buffer, is ``None``.
         """
-        if not backward:
-            buffers = self.outputs(self.tensors(*inputs), options, needs)
-            return dict(zip(self.results, buffers, strict=True))
-        _, saved, _ = self._split_backward_inputs(inputs)
-        gradients: dict[str, Buffer | None] = {}
-        for (name, like), needed in zip(self.gradients.items(), needs, strict=True):
+        buffers: dict[str, Buffer | None] = {}
+        for (name, buffer_source), needed in zip(self.gradients.items(), needs, strict=True):
             if not needed or name in main_grads:
-                gradients[f"d{name}"] = None
-            elif callable(like):
-                gradients[f"d{name}"] = like(saved, options)
+                buffer = None
+            elif callable(buffer_source):
+                buffer = buffer_source(saved, options)
             else:
-                tensor = getattr(saved, like)
-                gradients[f"d{name}"] = Buffer(tuple(tensor.shape), tensor.dtype)
-        return gradients
+                tensor = getattr(saved, buffer_source)
+                buffer = Buffer(tuple(tensor.shape), tensor.dtype)
+            buffers[f"d{name}"] = buffer
+        return buffers
 
     def _remember(self, key: Key | None, call: Pass) -> None:
         """Cache a pass if it launches kernels. The tiled path would gain nothing."""
@@ -401,16 +450,25 @@ class Operator(Generic[TensorsT, OptionsT]):
         self,
         call: Pass,
         needs: Needs,
-        dfirst: Tensor,
+        output_grad: Tensor,
         saved: tuple[Tensor | None, ...],
         main_grads: tuple[Tensor, ...],
     ) -> Results:
         """Compute the gradients of an eager call.
 
-        With ``create_graph`` or ``is_grads_batched`` the registered gradient runs. It refuses
-        second derivatives, and can be batched.
+        Kernels run at once in a plain backward pass. Gradient mode is on if autograd records the
+        backward pass itself (``create_graph``), and there is no key for batches of gradients
+        (``is_grads_batched``). The registered gradient then runs, which can be batched, and which
+        raises an error if it is differentiated.
+
+        Args:
+            call: the forward pass.
+            needs: which gradients are computed.
+            output_grad: gradient of the first result.
+            saved: saved tensors, in the order of the record's fields.
+            main_grads: buffers to which gradients are added.
         """
-        inputs = (dfirst, *saved, *main_grads)
+        inputs = (output_grad, *saved, *main_grads)
         key = None
         if not torch.is_grad_enabled():
             key = call_key(inputs, (call, needs), of_gradient=True)
@@ -419,7 +477,7 @@ class Operator(Generic[TensorsT, OptionsT]):
                 call.main_grads,
                 "with create_graph=True or is_grads_batched=True; leave one of them out",
             )
-            return self._registered_gradients(dfirst, saved, call.options, needs, call.impl)
+            return self._registered_gradients(output_grad, saved, call.options, needs, call.impl)
         backward_pass = self.calls.get(key)
         if backward_pass is None:
             backward_pass = Pass(
@@ -428,36 +486,54 @@ class Operator(Generic[TensorsT, OptionsT]):
                 impl=call.impl,
                 needs=needs,
                 backward=True,
-                aligned=key[0],
+                aligned=is_aligned(key),
                 main_grads=call.main_grads,
             )
             self._remember(key, backward_pass)
-        return self.compute(dfirst, backward_pass, inputs)
+        return self.compute(backward_pass, inputs)
 
     # The registered operator
 
     def _register(self) -> None:
         """Register ``tilefold::name``, and ``tilefold::name_backward`` if there are gradients."""
-        options = typing.get_type_hints(self.options)
-        forward_arguments = {
+        self._register_forward()
+        if self.gradients:
+            self._register_backward()
+
+    def _register_forward(self) -> None:
+        """Register ``tilefold::name``, whose arguments are the tensors and the options.
+
+        Their names and types are those of the records' fields.
+        """
+        arguments = {
             **typing.get_type_hints(self.tensors),
-            **options,
+            **typing.get_type_hints(self.options),
             "training": bool,
             "impl": str,
         }
-        self._define(self.name, forward_arguments, len(self.results), backward=False)
+        qualified_name = f"tilefold::{self.name}"
+        torch.library.define(qualified_name, calls.schema_of(arguments, len(self.results)))
+        torch.library.impl(qualified_name, "default", self._run_registered_forward)
+        torch.library.register_fake(qualified_name, self._fake_forward)
         self._registered = getattr(torch.ops.tilefold, self.name)
-        if not self.gradients:
-            return
-        backward_name = f"{self.name}_backward"
-        backward_arguments = {
-            self._dfirst_name: Tensor,
+
+    def _register_backward(self) -> None:
+        """Register ``tilefold::name_backward``, and make it the derivative of ``tilefold::name``.
+
+        Its arguments are the gradient of the first result, the saved tensors, and the options.
+        """
+        arguments = {
+            self._output_grad_name: Tensor,
             **typing.get_type_hints(self.saved),
-            **options,
+            **typing.get_type_hints(self.options),
             "needs": Sequence[bool],
             "impl": str,
         }
-        self._define(backward_name, backward_arguments, len(self.gradients), backward=True)
+        backward_name = f"{self.name}_backward"
+        qualified_name = f"tilefold::{backward_name}"
+        torch.library.define(qualified_name, calls.schema_of(arguments, len(self.gradients)))
+        torch.library.impl(qualified_name, "default", self._run_registered_backward)
+        torch.library.register_fake(qualified_name, self._fake_backward)
         self._registered_backward = getattr(torch.ops.tilefold, backward_name)
         calls.forbid_double_backward(backward_name, self.name)
         torch.library.register_autograd(
@@ -466,97 +542,100 @@ class Operator(Generic[TensorsT, OptionsT]):
             setup_context=self._setup_context,
         )
 
-    def _define(
-        self,
-        name: str,
-        arguments: Mapping[str, Any],
-        n_results: int,
-        backward: bool,
-    ) -> None:
-        """Register an operator with its schema, its implementation and its fake kernel.
-
-        Args:
-            name: name in the namespace ``tilefold``.
-            arguments: annotations of the arguments, by name.
-            n_results: number of tensors that it returns.
-            backward: whether it computes gradients.
-        """
-        qualified_name = f"tilefold::{name}"
-        torch.library.define(qualified_name, calls.schema_of(arguments, n_results))
-        torch.library.impl(qualified_name, "default", partial(self._run_registered, backward))
-        torch.library.register_fake(qualified_name, partial(self._fake_results, backward))
-
-    def _parse_registered(
-        self,
-        backward: bool,
-        arguments: Values,
-    ) -> tuple[Any, OptionsT, Any, str]:
-        """Split the arguments of a registered operator.
-
-        Returns:
-            The tensors (a record for forward, a tuple for backward), the options, ``training`` or
-            which gradients are needed, and the implementation.
-        """
+    def _registered_call(self, arguments: Values, n_tensors: int) -> RegisteredCall:
+        """Name the arguments of a registered operator, of which the first ones are tensors."""
         values: list[Any] = [  # torch passes lists, which keys cannot contain
             tuple(value) if isinstance(value, list) else value for value in arguments
         ]
         *values, needs, impl = values
-        n_tensors = 1 + len(self.saved._fields) if backward else len(self._tensor_names)
-        tensors: Any = tuple(values[:n_tensors])
-        if not backward:
-            tensors = self.tensors(*tensors)
-        return tensors, self.options(*values[n_tensors:]), needs, impl
+        return RegisteredCall(
+            tensors=tuple(values[:n_tensors]),
+            options=self.options(*values[n_tensors:]),
+            needs=needs,
+            impl=impl,
+        )
 
-    def _run_registered(self, backward: bool, *arguments: Any) -> Any:
-        """Run ``tilefold::name`` or ``tilefold::name_backward``.
+    def _forward_call(self, arguments: Values) -> RegisteredCall:
+        """Name the arguments of ``tilefold::name``; the tensors are the operator's record."""
+        call = self._registered_call(arguments, len(self._tensor_names))
+        return call._replace(tensors=self.tensors(*call.tensors))
 
-        A registered operator cannot return ``None``. A gradient that is not computed becomes an
-        empty tensor, and a result that is not computed becomes zeros of its declared shape.
+    def _backward_call(self, arguments: Values) -> RegisteredCall:
+        """Name the arguments of ``tilefold::name_backward``."""
+        n_output_grads = 1
+        return self._registered_call(arguments, n_output_grads + len(self.saved._fields))
+
+    def _run_registered_forward(self, *arguments: Any) -> Any:
+        """Run ``tilefold::name``.
+
+        A registered operator cannot return ``None``. A result that is not computed becomes zeros of
+        its declared shape.
         """
-        tensors, options, needs, impl = self._parse_registered(backward, arguments)
-        if backward:
-            name = self.name
-            deciding = self._tensor_that_chooses(tensors)
-            impl = impl_with_fallback(impl, self.chosen_impl(deciding, impl))
-        else:
-            name, impl = self._named_impl(tensors, impl)
-        key = call_key(tensors, ("registered", backward, *options, needs, impl))
+        tensors, options, training, impl = self._forward_call(arguments)
+        name, impl = self._named_impl(cast(TensorsT, tensors), impl)
+        key = call_key(tensors, ("registered", False, *options, training, impl))
         call = self.calls.get(key)
         if call is None:
-            aligned = key is not None and key[0]
-            call = Pass(name, options, impl, needs, backward, aligned)
+            call = Pass(name, options, impl, training, backward=False, aligned=is_aligned(key))
             self._remember(key, call)
-        results = list(self.compute(tensors[0], call, tensors))
-        if backward:
-            results = [tensors[0].new_empty(0) if x is None else x for x in results]
-        elif any(x is None for x in results):
-            empty = calls.as_tuple(self._fake_results(backward, *arguments))
+        results = list(self.compute(call, tensors))
+        if any(x is None for x in results):
+            empty = calls.as_tuple(self._fake_forward(*arguments))
             results = [
                 like.zero_() if x is None else x for x, like in zip(results, empty, strict=True)
             ]
         return calls.as_registered(results)
 
+    def _run_registered_backward(self, *arguments: Any) -> Any:
+        """Run ``tilefold::name_backward``.
+
+        A registered operator cannot return ``None``. A gradient that is not computed becomes an
+        empty tensor.
+        """
+        tensors, options, needs, impl = self._backward_call(arguments)
+        impl = impl_with_fallback(
+            impl,
+            self.chosen_impl(self._tensor_that_chooses(tensors), impl),
+        )
+        key = call_key(tensors, ("registered", True, *options, needs, impl))
+        call = self.calls.get(key)
+        if call is None:
+            call = Pass(self.name, options, impl, needs, backward=True, aligned=is_aligned(key))
+            self._remember(key, call)
+        gradients = self.compute(call, tensors)
+        return calls.as_registered(
+            [tensors[0].new_empty(0) if x is None else x for x in gradients],
+        )
+
     def _tensor_that_chooses(self, backward_tensors: Values) -> Tensor:
         """Return the saved tensor that chooses the implementation of a registered gradient."""
-        name, like = next(iter(self.gradients.items()))
-        _, saved, _ = self._split_backward_inputs(backward_tensors)
-        tensor: Tensor = getattr(saved, name if callable(like) else like)
+        name, buffer_source = next(iter(self.gradients.items()))
+        saved = self._backward_inputs(backward_tensors).saved
+        tensor: Tensor = getattr(saved, name if callable(buffer_source) else buffer_source)
         return tensor
 
-    def _fake_results(self, backward: bool, *arguments: Any) -> Any:
-        """Return results without values. A gradient that is not needed has no elements."""
-        tensors, options, needs, _ = self._parse_registered(backward, arguments)
-        first = tensors[0]
-        no_gradient = Buffer((0,), first.dtype)
-        buffers = self._result_buffers(backward, tensors, options, needs).values()
-        results = [
-            (no_gradient if buffer is None else buffer).on(first.device) for buffer in buffers
-        ]
-        return calls.as_registered(results)
+    def _fake_forward(self, *arguments: Any) -> Any:
+        """Return the results of ``tilefold::name`` without values, for tracing."""
+        tensors, options, training, _ = self._forward_call(arguments)
+        buffers = self.outputs(cast(TensorsT, tensors), options, training)
+        return calls.as_registered([buffer.on(tensors[0].device) for buffer in buffers])
+
+    def _fake_backward(self, *arguments: Any) -> Any:
+        """Return the results of ``tilefold::name_backward`` without values, for tracing.
+
+        A gradient that is not needed has no elements.
+        """
+        tensors, options, needs, _ = self._backward_call(arguments)
+        output_grad, saved, _ = self._backward_inputs(tensors)
+        no_gradient = Buffer((0,), output_grad.dtype)
+        buffers = self._gradient_buffers(saved, options, needs).values()
+        return calls.as_registered(
+            [(buffer or no_gradient).on(output_grad.device) for buffer in buffers],
+        )
 
     def _registered_gradients(
         self,
-        dfirst: Tensor,
+        output_grad: Tensor,
         saved: tuple[Tensor | None, ...],
         options: OptionsT,
         needs: Needs,
@@ -564,8 +643,11 @@ class Operator(Generic[TensorsT, OptionsT]):
     ) -> Results:
         """Compute gradients by the registered operator ``tilefold::name_backward``.
 
+        The operator returns an empty tensor for a gradient that is not needed, since it cannot
+        return ``None``.
+
         Args:
-            dfirst: gradient of the first result.
+            output_grad: gradient of the first result.
             saved: saved tensors, in the order of the record's fields.
             options: the operator's checked options.
             needs: which gradients are computed.
@@ -575,7 +657,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             The gradients, ``None`` for those that are not needed.
         """
         gradients = calls.as_tuple(
-            self._registered_backward(dfirst, *saved, *options, needs, impl),
+            self._registered_backward(output_grad, *saved, *options, needs, impl),
         )
         return [
             gradient if needed else None for gradient, needed in zip(gradients, needs, strict=True)
@@ -583,7 +665,7 @@ class Operator(Generic[TensorsT, OptionsT]):
 
     def _setup_context(self, ctx: Any, inputs: Values, output: Any) -> None:
         """Save what the registered operator's backward reads."""
-        tensors, ctx.options, ctx.training, ctx.impl = self._parse_registered(False, inputs)
+        tensors, ctx.options, ctx.training, ctx.impl = self._forward_call(inputs)
         results = calls.as_tuple(output)
         ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
@@ -593,30 +675,30 @@ class Operator(Generic[TensorsT, OptionsT]):
     def _differentiate(
         self,
         ctx: Any,
-        dfirst: Tensor | None,
+        output_grad: Tensor | None,
         *_: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the registered operator's arguments, for autograd.
 
         Args:
             ctx: autograd's context, as :meth:`_setup_context` filled it.
-            dfirst: gradient of the first result, ``None`` if nothing depends on it.
+            output_grad: gradient of the first result, ``None`` if nothing depends on it.
             _: gradients of the other results, which are not differentiable.
 
         Returns:
             One entry for each argument, ``None`` for those that are not differentiable tensors.
         """
         gradients: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-        if dfirst is None:
+        if output_grad is None:
             return tuple(gradients)
         if not ctx.training:
             raise RuntimeError(
-                f"tilefold::{self.name} needs training=True where a gradient is asked for; call "
-                f"{self.name}.",
+                f"tilefold::{self.name} needs training=True to compute gradients; call "
+                f"{self.name}() instead.",
             )
         needs = tuple(ctx.needs_input_grad[position] for position in self._differentiable)
         computed = self._registered_gradients(
-            dfirst,
+            output_grad,
             ctx.saved_tensors,
             ctx.options,
             needs,
@@ -636,8 +718,8 @@ def refuse_main_grads(names: Collection[str], situation: str) -> None:
     """Raise ``RuntimeError`` if gradients are to be added to buffers.
 
     Args:
-        names: names of the tensors whose gradients are.
-        situation: where that is impossible, and the remedy. ``{}`` becomes the tensor's name.
+        names: names of the tensors whose gradients are added to buffers.
+        situation: when that is impossible, and the remedy. ``{}`` becomes the tensor's name.
     """
     for name in names:
         raise RuntimeError(f"{name}_main_grad cannot be used {situation.format(name)}.")

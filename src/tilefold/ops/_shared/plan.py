@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tilefold.ops._shared.fallback import KernelFallback
 from tilefold.ops._shared.internals import Grid, Tma
 
 Values = tuple[Any, ...]  # tensors, addresses or numbers; a position always holds the same kind
@@ -71,20 +72,6 @@ class Buffer(NamedTuple):
         if self.strides is None:
             return torch.empty(self.shape, dtype=self.dtype, device=device)
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=device)
-
-
-class KernelFallback(NamedTuple):
-    """Replacement of a kernel that cannot be built.
-
-    The pass is then planned again, with the kernel in :attr:`Setting.given_up`.
-
-    Attributes:
-        kernel: name of the operator and of the kernel, for warnings.
-        sentence: what runs in its place, and what that costs, for warnings.
-    """
-
-    kernel: str
-    sentence: str
 
 
 class Launch(NamedTuple):

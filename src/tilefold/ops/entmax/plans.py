@@ -126,9 +126,11 @@ def backward(
         return Plan(fills={"dalpha": 0})
     builder = PlanBuilder()
     builder.make_contiguous({"dp": dp, "p": p, "alpha": alpha})
-    is_cast = need_alpha and alpha is not None and alpha.dtype != torch.float32
+    # The kernel computes the gradient of alpha in fp32, and torch casts it to another dtype.
+    cast_to = None
     dalpha = "dalpha"
-    if is_cast:
+    if need_alpha and alpha is not None and alpha.dtype != torch.float32:
+        cast_to = alpha.dtype
         dalpha = builder.add_buffer("dalpha_fp32", (p.size(0),))
     _add_launch(
         builder,
@@ -143,8 +145,8 @@ def backward(
         },
         tensors={"dalpha_ptr": dalpha},
     )
-    if is_cast:
-        builder.add_torch_step(methodcaller("to", alpha.dtype), [dalpha], output="dalpha")
+    if cast_to is not None:
+        builder.add_torch_step(methodcaller("to", cast_to), [dalpha], output="dalpha")
     return builder.build()
 
 

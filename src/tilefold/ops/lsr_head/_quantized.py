@@ -10,13 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.calls import call_key, call_on_device
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
-from tilefold.ops._shared.fallback import (
-    TILED_PATH_RUNS,
-    KernelUnavailableError,
-    give_up,
-    refuse_capture,
-    try_kernels,
-)
+from tilefold.ops._shared.fallback import refuse_capture, run_or_give_up
 from tilefold.ops._shared.impl import resolve_impl
 
 FP8 = torch.float8_e4m3fn
@@ -24,6 +18,7 @@ QUANTIZED_HEAD = "lsr_head with an fp8 weight"
 FP8_MAX = 448.0
 SMALLEST_NORMAL = 2.0**-126  # of fp32
 SLAB_V = 16384  # rows that are converted at a time
+FP8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply fp8
 
 
 @dataclass(frozen=True)
@@ -86,10 +81,11 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     """Round a decoder weight to fp8 (e4m3), each row scaled so that its largest entry becomes 448.
 
     Rows of zeros get the scale 1. A row with NaN or infinity gives NaN scores, as in the plain
-    head. The rounding error of an entry is at most 1/16 of it, or 2^-10 of the scale near zero.
+    head. The relative rounding error of an entry is at most 1/16. Entries near zero are subnormal
+    in fp8, with an absolute error of at most 2^-10 times the scale.
 
-    On a GPU with fp8 products a single kernel reads the weight and writes it in fp8. If it cannot
-    be built, this function and the quantised head run in torch, after one warning.
+    On a GPU that can multiply fp8, a single kernel reads the weight and writes it in fp8. If that
+    kernel cannot be built, this function and the quantised head run in torch, after one warning.
 
     Args:
         weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is copied, so later changes
@@ -103,13 +99,20 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
-    if call_key((weight,), ()) is not None and chosen_quantized_impl(weight) == "triton":
+    is_plain_call = call_key((weight,), ()) is not None  # not traced, and no tensor subclass
+    if is_plain_call and chosen_quantized_impl(weight) == "triton":
         from tilefold.ops.lsr_head._triton import quantize
 
-        result = try_kernels(call_on_device, quantize.quantize_rows, weight.detach())
-        if not isinstance(result, KernelUnavailableError):
-            return QuantizedWeight(*result)
-        give_up(QUANTIZED_HEAD, weight.device, str(result), TILED_PATH_RUNS)
+        quantized = run_or_give_up(
+            QUANTIZED_HEAD,
+            weight.device,
+            call_on_device,
+            weight.device,
+            quantize.quantize_rows,
+            weight.detach(),
+        )
+        if quantized is not None:
+            return QuantizedWeight(*quantized)
     refuse_capture(QUANTIZED_HEAD, weight.device)
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
@@ -143,20 +146,24 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
 
     ``"auto"`` chooses ``"triton"`` from compute capability 8.9 on, else ``"tiled"``.
 
+    Args:
+        hidden: token states, whose device decides.
+        impl: implementation that the caller chose.
+
     Raises:
-        ValueError: for an unknown name.
-        RuntimeError: for ``"triton"`` on a device that has no fp8 products.
+        ValueError: if the name is unknown.
+        RuntimeError: for ``"triton"`` on a device that cannot multiply fp8.
     """
     resolved = resolve_impl(impl, hidden.device, QUANTIZED_HEAD)
     if (
         resolved == "triton"
         and hidden.is_cuda
-        and torch.cuda.get_device_capability(hidden.device) < (8, 9)
+        and torch.cuda.get_device_capability(hidden.device) < FP8_CAPABILITY
     ):
         if impl == "auto":
             return "tiled"
         raise RuntimeError(
-            f"impl='triton' cannot multiply fp8 on {torch.cuda.get_device_name(hidden.device)}: it "
-            "needs compute capability 8.9. Use impl='auto', or the weight in 16 bits.",
+            f"impl='triton' cannot multiply fp8 on {torch.cuda.get_device_name(hidden.device)}: "
+            "it needs compute capability 8.9. Use impl='auto', or the weight in 16 bits.",
         )
     return resolved

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from tilefold.ops._shared import impl as shared
-from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up, try_kernels
+from tilefold.ops._shared.fallback import KernelUnavailableError, give_up, given_up
 from tilefold.ops._shared.operator import Operator
 from tilefold.ops.lsr_head import _parallel, _quantized, _reference, _tiled
 from tilefold.ops.lsr_head._arguments import check_arguments, check_head
@@ -262,30 +263,48 @@ def lsr_head_sparse(
         raise ValueError(
             f"min_weight must be a Python number, got {min_weight!r}; -inf keeps every entry.",
         )
-    vocab = weight.size(0)
-
-    def block_scores(first_column: int) -> Tensor:
-        """Score a block of the vocabulary, which is too small for a screen."""
-        block = slice(first_column, first_column + SPARSE_BLOCK_V)
-        return lsr_head(
-            hidden,
-            weight[block],
-            None if bias is None else bias[block],
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            pooling=pooling,
-            activation=activation,
-            logit_scale=logit_scale,
-            out_dtype=torch.promote_types(hidden.dtype, torch.float32),
-            impl=impl,
-        )
-
+    score = functools.partial(
+        lsr_head,
+        hidden,
+        attention_mask=attention_mask,
+        cu_seqlens=cu_seqlens,
+        pooling=pooling,
+        activation=activation,
+        logit_scale=logit_scale,
+        out_dtype=torch.promote_types(hidden.dtype, torch.float32),
+        impl=impl,
+    )
     with torch.no_grad():
-        blocks = (
-            (first_column, block_scores(first_column))
-            for first_column in range(0, vocab, SPARSE_BLOCK_V)
+        return select_rows(
+            _scored_blocks(score, weight, bias, SPARSE_BLOCK_V),
+            (tokens.batch, weight.size(0)),
+            top_k,
+            min_weight,
+            out_dtype,
         )
-        return select_rows(blocks, (tokens.batch, vocab), top_k, min_weight, out_dtype)
+
+
+def _scored_blocks(
+    score: Callable[..., Tensor],
+    weight: Tensor | QuantizedWeight,
+    bias: Tensor | None,
+    block_size: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the first column and the scores of each block of the vocabulary.
+
+    Args:
+        score: ``score(block_weight, block_bias)``.
+        weight: ``[V, D]``.
+        bias: ``[V]``, or ``None``.
+        block_size: columns of a block.
+    """
+    vocab = weight.size(0)
+    if vocab <= block_size:
+        yield 0, score(weight, bias)
+        return
+    for first_column in range(0, vocab, block_size):
+        block = slice(first_column, first_column + block_size)
+        yield first_column, score(weight[block], None if bias is None else bias[block])
 
 
 def lsr_head_rows(
@@ -315,7 +334,7 @@ def lsr_head_rows(
             is only right for rows whose count is at most ``capacity``.
 
     Returns:
-        The rows, or ``None`` where Triton's kernels do not run.
+        The rows, or ``None`` if Triton's kernels do not run.
 
     Raises:
         ValueError: for a capacity or ``top_k`` below 1, or ``min_weight`` NaN.
@@ -339,41 +358,27 @@ def lsr_head_rows(
     counts = torch.zeros(batch, dtype=torch.int32, device=device)
     columns = torch.empty(batch, capacity, dtype=torch.int32, device=device)
     values = torch.empty(batch, capacity, dtype=torch.float32, device=device)
+    score = functools.partial(
+        lsr_head,
+        hidden,
+        attention_mask=attention_mask,
+        cu_seqlens=cu_seqlens,
+        pooling=pooling,
+        activation=activation,
+        out_dtype=torch.float32,
+        screen=screen,
+        impl=impl,
+    )
     with torch.no_grad():
-        for first_column in range(0, vocab, block_size):
-            block_weight = weight
-            block_bias = bias
-            if vocab > block_size:
-                block = slice(first_column, first_column + block_size)
-                block_weight = weight[block]
-                block_bias = None if bias is None else bias[block]
-            scores = lsr_head(
-                hidden,
-                block_weight,
-                block_bias,
-                attention_mask=attention_mask,
-                cu_seqlens=cu_seqlens,
-                pooling=pooling,
-                activation=activation,
-                out_dtype=torch.float32,
-                screen=screen,
-                impl=impl,
-            )
-            result = try_kernels(
-                append_rows,
-                scores,
-                first_column,
-                min_weight,
-                counts,
-                columns,
-                values,
-            )
-            if isinstance(result, KernelUnavailableError):
+        for first_column, scores in _scored_blocks(score, weight, bias, block_size):
+            try:
+                append_rows(scores, first_column, min_weight, counts, columns, values)
+            except KernelUnavailableError as error:
                 give_up(
                     COMPACTION,
                     device,
-                    str(result),
-                    "lsr_head_sparse runs instead, which waits for the GPU.",
+                    str(error),
+                    "lsr_head_sparse runs instead, which synchronises with the GPU.",
                 )
                 return None
         rows = CapacityRows(counts, counts.clamp(max=capacity), columns, values, vocab)

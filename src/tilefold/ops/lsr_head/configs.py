@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from tilefold.ops._shared._triton import releases
-from tilefold.ops._shared.plan import Constants, KernelFallback, Setting, cdiv
+from tilefold.ops._shared.fallback import KernelFallback
+from tilefold.ops._shared.plan import Constants, Setting, cdiv
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.lsr_head._problem import HeadOptions
 
@@ -46,7 +47,7 @@ FALLBACKS = {
 
 # Forward of max pooling. Sequences begin at multiples of GROUP rows. With WARP_ROLES, num_warps
 # counts the warps of a computing group. The facts "tma" and "roles" say whether kernels with TMA
-# descriptors, and kernels with warp roles, can run: see :func:`max_forward`.
+# descriptors, and kernels with warp roles, can run: see :func:`fastest_kernel`.
 MAX_FORWARD = (
     ConfigRow(
         {},
@@ -337,43 +338,67 @@ def max_forward(dtype: torch.dtype, setting: Setting, descriptors: bool = True) 
 
     Args:
         dtype: dtype of the operands.
-        setting: the device, and the kernels that are given up there.
-        descriptors: whether the tensors can be described to TMA.
+        setting: the device, and the kernels that failed to build there.
+        descriptors: whether TMA descriptors of the tensors can be made.
     """
-    capability = setting.capability
-    # 12.0 has TMA, but no more shared memory than 8.9
-    has_tma = descriptors and (9, 0) <= capability < (12, 0) and dtype != torch.float32
-    roles = (
-        has_tma
-        and capability == (9, 0)
-        and releases.why_no_warp_roles() is None
-        and BY_ROLES not in setting.given_up
+    kernel = fastest_kernel(dtype, setting.capability, setting.given_up, descriptors)
+    return constants_of(
+        MAX_FORWARD,
+        dtype,
+        setting,
+        tma=kernel != PORTABLE,
+        roles=kernel == BY_ROLES,
     )
-    is_interpreted_with_tma = descriptors and capability == (0, 0)
-    portable_with_tma = has_tma and BY_TMA not in setting.given_up
-    tma = roles or portable_with_tma or is_interpreted_with_tma
-    return constants_of(MAX_FORWARD, dtype, setting, tma=tma, roles=roles)
+
+
+def fastest_kernel(
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    failed_kernels: Collection[str],
+    descriptors: bool = True,
+) -> str:
+    """Return the name of the fastest forward kernel of max pooling that can run.
+
+    Args:
+        dtype: dtype of the operands.
+        capability: compute capability of the device, ``(0, 0)`` if kernels are interpreted.
+        failed_kernels: names of the kernels that failed to build on the device.
+        descriptors: whether TMA descriptors of the tensors can be made.
+
+    Returns:
+        ``BY_ROLES``, a kernel for Hopper GPUs in which some warps load tiles and others compute;
+        ``BY_TMA``, the portable kernel with TMA loads; or ``PORTABLE``.
+    """
+    if capability == (0, 0):
+        return BY_TMA if descriptors else PORTABLE
+    # Devices of 12.0 have TMA, but no more shared memory than those of 8.9.
+    has_tma = descriptors and (9, 0) <= capability < (12, 0) and dtype != torch.float32
+    if not has_tma:
+        return PORTABLE
+    can_build_roles = capability == (9, 0) and releases.why_no_warp_roles() is None
+    if can_build_roles and BY_ROLES not in failed_kernels:
+        return BY_ROLES
+    return BY_TMA if BY_TMA not in failed_kernels else PORTABLE
 
 
 def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, dim: int) -> bool:
-    """Return whether an int8 product should first determine which scores can be positive.
+    """Return whether a screen should first exclude scores that cannot be positive.
 
-    The other scores are 0 after a ReLU and need not be computed exactly. This saves time for large
-    problems.
-
-    A bound of a logit from above bounds the maximum of a sequence, and no other pooling.
+    The screen bounds every logit from above by an int8 product. Scores that cannot be positive are
+    0 after a ReLU, and are not computed. This saves time for large problems. Only max pooling is
+    supported, because the largest bound of a sequence's logits bounds their maximum.
 
     Args:
         options: options of the call.
-        setting: the kernels that are given up.
-        rows: number of rows of hidden.
+        setting: the device, and the kernels that failed to build there.
+        rows: number of token states.
         vocab: V.
         dim: D.
     """
     limits = lookup(WHEN_SCREENED)
     is_supported = (
         options.pooling == "max"
-        and dim % 16 == 0
+        and dim % 16 == 0  # TMA loads rows of int8 at multiples of 16 bytes
         and dim <= limits["WIDEST"]
         and options.logit_scale > 0
         and "relu" in options.activation

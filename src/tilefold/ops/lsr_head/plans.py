@@ -824,8 +824,8 @@ def _add_sum_backward_by_slabs(builder: HeadPlanBuilder, needs: Needs, config: C
 
 def _slab_width(config: Constants, n_rows: int, vocab: int) -> int:
     """Return how many vocabulary columns are processed at a time, to bound the memory."""
-    block_v = config["BLOCK_V"]
-    bounded_width = config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v
+    block_v: int = config["BLOCK_V"]
+    bounded_width: int = config["SLAB_ELEMENTS"] // max(n_rows, 1) // block_v * block_v
     # Products in 16 bits need rows that begin at multiples of 16 bytes, hence of 8 columns.
     aligned_vocab = cdiv(vocab, 8) * 8
     return min(max(block_v, bounded_width), aligned_vocab)

@@ -14,12 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared.calls import ALIGNMENT
+from tilefold.ops._shared.fallback import KernelFallback
 from tilefold.ops._shared.impl import check_interpreted
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.plan import (
     Constants,
-    KernelFallback,
     Plan,
     PlanBuilder,
     Setting,

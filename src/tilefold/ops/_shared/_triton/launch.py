@@ -17,10 +17,10 @@ from triton.errors import TritonError
 
 from tilefold.ops._shared._triton.cuda_driver import bind, enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
-from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.fallback import KernelFallback, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
 from tilefold.ops._shared.internals import Addresses, Grid, LaunchAt, Tma, specialized
-from tilefold.ops._shared.plan import Constants, KernelFallback, Launch, Values
+from tilefold.ops._shared.plan import Constants, Launch, Values
 
 MAX_BUILT = 4096  # kinds of arguments that are remembered: constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
