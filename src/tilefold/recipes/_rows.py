@@ -18,7 +18,7 @@ from tilefold._internal.typing import Model
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.data.lazy_documents import LazyDocuments, id_key
-from tilefold.retrieval.encoding.truncation import text_cutter
+from tilefold.retrieval.encoding.truncation import TextCutter
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import TrainingRows
 
@@ -416,7 +416,7 @@ class Reader:
             digest: digest of the rows, which identifies the reader in caches of ``datasets``.
         """
         self._columns = columns
-        self._cut = text_cutter(model, copy_tokenizer=True)
+        self._text_cutter = TextCutter(model, copy_tokenizer=True)
         self._digest = digest
         # length in characters of each text that is cut, by position
         self._cut_lengths_of_queries: dict[int, int] = {}
@@ -537,7 +537,7 @@ class Reader:
         texts = column.texts.at(values)
         # texts that were not cut before; most are short, and cutting them returns them unchanged
         uncached = [row for row, position in enumerate(values) if position not in cut_lengths]
-        cut_texts = self._cut([texts[row] for row in uncached])
+        cut_texts = self._text_cutter.cut([texts[row] for row in uncached])
         for row, cut_text in zip(uncached, cut_texts, strict=True):
             if len(cut_text) < len(texts[row]):
                 cut_lengths[values[row]] = len(cut_text)

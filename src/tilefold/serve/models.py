@@ -25,7 +25,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
 )
 from tilefold.integrations.sentence_transformers.streaming.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
-from tilefold.retrieval.encoding.sparse import encode_stock
+from tilefold.retrieval.encoding.sparse import encode_with_model_method
 from tilefold.retrieval.encoding.truncation import TokenizerCall, counting_truncation, cut_texts
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
@@ -383,7 +383,7 @@ class Served:
             features = self._forward_token_ids(key, inputs)
             matrix = features["sentence_embedding"].to_dense().float().cpu()
         else:
-            matrix = encode_stock(
+            matrix = encode_with_model_method(
                 self.model,
                 inputs,
                 key.side,
@@ -407,7 +407,7 @@ class Served:
                 row[mask] for row, mask in zip(features["token_embeddings"], masks, strict=True)
             ]
         else:
-            encoded = encode_stock(self.model, inputs, key.side, prompt_name=key.prompt)
+            encoded = encode_with_model_method(self.model, inputs, key.side, prompt_name=key.prompt)
         rows = [row.detach().float().cpu() for row in encoded]
         _check_finite(rows, "token vectors")
         return rows
@@ -419,7 +419,7 @@ class Served:
             # `encode` of sentence-transformers, which was not called, truncates the dimensions.
             encoded = embeddings[:, : self.model.truncate_dim]
         else:
-            encoded = encode_stock(
+            encoded = encode_with_model_method(
                 self.model,
                 inputs,
                 key.side,

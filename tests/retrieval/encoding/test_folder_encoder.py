@@ -431,10 +431,10 @@ def test_texts_that_all_fail_are_an_error(
         return preprocess(batch, **options)
 
     monkeypatch.setattr(encoder.model, "preprocess", fail_but_at_a)
-    message = r"all 7 of shard 0 failed, 'd0' first .ZeroDivisionError.*Check the model"
+    message = r"all 7 of shard 0 failed; the first is 'd0' .ZeroDivisionError.*Check the model"
     with pytest.raises(DataError, match=message):
         encoder.encode(TEXTS, tmp_path / "v")
-    with pytest.raises(DataError, match=r"1 of 2 failed, 'b' first .expected a string"):
+    with pytest.raises(DataError, match=r"1 of 2 failed; the first is 'b' .expected a string"):
         encoder.encode_queries({"a": "a", "b": 5})
 
 
@@ -477,7 +477,7 @@ def test_a_model_with_weights_of_nan_is_an_error(
 ) -> None:
     with torch.no_grad():
         embeddings.fill_(float("nan"))
-    message = r"all 7 of shard 0 failed, 'd0' first .*Check the model"
+    message = r"all 7 of shard 0 failed; the first is 'd0' .*Check the model"
     with pytest.raises(DataError, match=message):
         encoder.encode(TEXTS, tmp_path / "v")
 

@@ -206,7 +206,7 @@ def test_a_writer_that_another_one_of_the_process_follows_is_not_in_its_way(
     first = r.SparseVectorWriter(tmp_path, r.VectorManifest(500, "f" * 64))
     first.write_shard(0, make_vectors(3))
     second = r.SparseVectorWriter(tmp_path, r.VectorManifest(500, "f" * 64), resume=True)
-    assert second.has_shard(0)
+    assert second.reuse_shard(0)
     assert second.finish().n_documents == 3
 
 

@@ -64,7 +64,7 @@ class Held:
             {},
             output,
             lambda: Provenance(texts_sha256=self.survey.sha256),
-        ).open_writer(lists=True)
+        ).open_writer(writes_manifest=True)
 
     def worker(self, **other: Any) -> Worker:
         made: dict[str, Any] = {
@@ -131,7 +131,7 @@ def test_shards_come_in_any_order_and_a_single_process_takes_them(
     splade: Any,
 ) -> None:
     assert held.ask(held.worker(), 4, 1) == ["", ""]
-    assert held.writer.receive([4, 1]) == {4, 1}
+    assert held.writer.register_received([4, 1]) == {4, 1}
     assert held.writer.manifest.shards == [], "none is listed before the first"
     encode_collection(splade, TEXTS, held.folder, top_k=20, batch_size=2, shard_size=2)
     assert held.same(alone)
@@ -143,11 +143,11 @@ def test_after_a_kill_of_the_command_what_has_a_receipt_is_not_written_again(
 ) -> None:
     held.ask(held.worker(), 0, 1, 3)
     again = held.open()
-    assert [again.has_shard(number) for number in range(5)] == [True, True, False, True, False]
+    assert [again.reuse_shard(number) for number in range(5)] == [True, True, False, True, False]
     assert len(again.manifest.shards) == 2, "the others are listed when none is missing before them"
     times = {file: file.stat().st_mtime_ns for file in held.folder.glob("part-*.parquet")}
     held.ask(worker := held.worker(), 2, 3, 4)
-    assert again.receive([2, 3, 4]) == {2, 3, 4}
+    assert again.register_received([2, 3, 4]) == {2, 3, 4}
     assert {file: file.stat().st_mtime_ns for file in times} == times
     held.ask(worker, 1)  # on a machine that Ray has given up
     again.finish(len(TEXTS))
@@ -163,9 +163,9 @@ def test_receipts_of_other_settings_or_half_written_files_count_for_nothing(
     held.ask(held.worker(), 0, 1)
     file = held.folder / "part-00001.parquet"
     file.write_bytes(file.read_bytes()[:-1])
-    assert held.writer.receive([0, 1]) == {0}
+    assert held.writer.register_received([0, 1]) == {0}
     held.writer.manifest.settings["shard_size"] = 3
-    assert held.writer.receive([1]) == set()
+    assert held.writer.register_received([1]) == set()
     refused(
         DataError,
         "top_k: 20 before, 5 now",
@@ -182,12 +182,12 @@ def test_receipts_of_other_settings_or_half_written_files_count_for_nothing(
 
 def test_a_shard_that_was_damaged_is_written_again_apart(held: Held, alone: Path) -> None:
     held.ask(held.worker(), 0, 1, 2, 3, 4)
-    held.writer.receive(range(5))
+    held.writer.register_received(range(5))
     (held.folder / "part-00002.parquet").write_bytes(b"damaged")
     again = held.open()
-    assert not again.has_shard(2)
+    assert not again.reuse_shard(2)
     held.ask(held.worker(), 2)
-    again.receive([2])
+    again.register_received([2])
     refused(DataError, "expected 10 texts, got 8 rows and 1 errors", again.finish, 10)
     assert not read_manifest(held.folder).complete
     again.finish(len(TEXTS))
@@ -199,7 +199,7 @@ def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         (
             {"beacon": "elsewhere.shared.tmp"},
-            f"{held.folder}: is not the folder of the command on the machine",
+            f"{held.folder}: on the machine",
         ),
         ({"beacon": "elsewhere.shared.tmp"}, "that all machines share"),
         (
@@ -219,7 +219,7 @@ def test_a_machine_that_does_not_have_what_the_command_has_is_told(held: Held) -
 def test_texts_that_end_their_worker_every_time_end_the_command(held: Held) -> None:
     (held.folder / f"00002{ATTEMPTS_SUFFIX}").write_text(str(MAX_ATTEMPTS))
     problem, _ = held.ask(held.worker(), 2, 3)
-    assert "shards 2 to 3 have ended 5 workers" in problem and "'d4' to 'd5'" in problem
+    assert "shards 2 to 3 have killed 5 workers" in problem and "'d4' to 'd5'" in problem
     assert held.ask(held.worker(), 0) == [""], "others go on"
     assert not (held.folder / f"00000{ATTEMPTS_SUFFIX}").exists()
 
@@ -233,7 +233,7 @@ def test_when_every_text_of_a_shard_fails_the_model_is_at_fault(
     assert held.ask(held.worker(), 0) == [""], "two texts may be wrong"
     held.survey = InMemoryTexts(texts).plan_shards(20)
     (problem,) = held.ask(held.worker(), 1)
-    assert "all 20 of shard 1 failed, '20' first (expected a string, got int)" in problem
+    assert "all 20 of shard 1 failed; the first is '20' (expected a string, got int)" in problem
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ from tilefold.retrieval import (
     read_manifest,
 )
 from tilefold.retrieval.encoding.dense import encode_dense
-from tilefold.retrieval.encoding.truncation import Beginnings, cut_texts
+from tilefold.retrieval.encoding.truncation import PrefixTokenizer, cut_texts
 
 LIMIT = 64
 # beside the limit with and without special tokens and a prompt, and far beyond; an end that is
@@ -322,7 +322,7 @@ def fast_tokenizer(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
 def test_beginnings_of_one_endless_piece_are_those_of_the_whole(kind: str) -> None:
     tokenizer = fast_tokenizer(kind)
-    beginnings, source = Beginnings(tokenizer), np.random.default_rng(1)
+    beginnings, source = PrefixTokenizer(tokenizer), np.random.default_rng(1)
     kana = [chr(code) for code in range(0x3042, 0x3092)]
     shown = 0
     words = ["ねこ", "が", "きのうえ", "ab", "で", "走った", "☃", "カフェ"]
@@ -334,7 +334,7 @@ def test_beginnings_of_one_endless_piece_are_those_of_the_whole(kind: str) -> No
     ):
         full = tokenizer(text, add_special_tokens=False)["input_ids"]
         for size, count in ((900, 10), (1400, 64), (2600, 200)):
-            first = beginnings.first(text[:size], count)
+            first = beginnings.first_tokens(text[:size], count)
             shown += first is not None
             assert first in (None, full[:count])
     assert shown >= 20, "most beginnings decide their first tokens"
@@ -354,14 +354,14 @@ def test_a_beginning_that_what_follows_changes_is_not_taken_for_the_whole() -> N
         for size in range(1000, 1006)
     }
     assert len(first) > 1, "the length of the whole decides the first tokens"
-    assert Beginnings(tokenizer).first("a" * 1000, 20) is None
+    assert PrefixTokenizer(tokenizer).first_tokens("a" * 1000, 20) is None
 
 
 def test_combining_characters_at_the_end_decide_nothing(splade: Any) -> None:
-    beginnings = Beginnings(splade.tokenizer)
-    assert beginnings.first("cats sleep " * 40, 16) is not None
-    assert beginnings.first("cats sleep " * 40 + "e" + "\u0301" * 100, 16) is None
-    assert beginnings.first("cats [MASK] sleep " * 40, 16) is None, (
+    beginnings = PrefixTokenizer(splade.tokenizer)
+    assert beginnings.first_tokens("cats sleep " * 40, 16) is not None
+    assert beginnings.first_tokens("cats sleep " * 40 + "e" + "\u0301" * 100, 16) is None
+    assert beginnings.first_tokens("cats [MASK] sleep " * 40, 16) is None, (
         "special tokens are split off before anything else"
     )
-    assert beginnings.first("q" * 2000, 1) is None, "a word may go on, and be unknown then"
+    assert beginnings.first_tokens("q" * 2000, 1) is None, "a word may go on, and be unknown then"

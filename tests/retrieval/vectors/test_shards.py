@@ -38,13 +38,13 @@ def test_a_receipt_of_another_precision_is_not_resumed(
     first = open_writer(tmp_path, precision="bf16")
     if listed:
         first.write_shard(0, make_vectors(3))
-    rank = open_writer(tmp_path, lists=False, precision="bf16")
-    rank.leave_shard(2, make_vectors(3, prefix="e"), {}, None)
+    rank = open_writer(tmp_path, writes_manifest=False, precision="bf16")
+    rank.write_shard_with_receipt(2, make_vectors(3, prefix="e"), {}, None)
     release(first)
-    with pytest.raises(DataError, match=r"vectors that were computed in bf16, and here .* in fp32"):
+    with pytest.raises(DataError, match=r"vectors that were computed in bf16, but here .* in fp32"):
         open_writer(tmp_path, resume=True, precision="fp32")
     resumed = open_writer(tmp_path, resume=True, precision="bf16")
-    assert resumed.has_shard(2)
+    assert resumed.reuse_shard(2)
 
 
 def test_a_kill_between_a_new_part_and_its_manifest_keeps_the_earlier_part(

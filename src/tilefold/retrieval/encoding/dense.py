@@ -41,14 +41,16 @@ def encoded_index(
 
     Args:
         model: a ``SentenceTransformer``. The index searches by its similarity.
-        texts: id -> text, at least one; or passages of long documents.
+        texts: id -> text, at least one; or passages of long documents
+            (:class:`tilefold.retrieval.data.passages.PassageTexts`).
         batch_size: texts per batch.
         progress: called as ``progress(documents encoded, documents in all)``.
 
     Returns:
-        The index, with vectors in fp32 on the model's device. For the cosine, they have length 1.
+        The index, with vectors in fp32 on the model's device. They are normalized if the model uses
+        cosine similarity.
     """
-    from torch.nn.functional import normalize  # the package is imported without it
+    from torch.nn.functional import normalize  # importing this module must not import torch
 
     from tilefold.retrieval.index.dense import DenseIndex
 
@@ -69,7 +71,13 @@ def encoded_index(
         model_fingerprint=model_fingerprint(model),
         precision=inference_precision(model),
     )
-    return DenseIndex(list(texts), rows, None, similarity, provenance)
+    return DenseIndex(
+        ids=list(texts),
+        values=rows,
+        scales=None,
+        similarity=similarity,
+        provenance=provenance,
+    )
 
 
 def encode_dense(
@@ -101,7 +109,7 @@ def encode_dense(
         check_callable("progress", progress, "progress(texts encoded, texts in all)")
     if not texts:
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
-    import torch  # the package is imported without it
+    import torch  # importing this module must not import torch
 
     # Documents are cut to the model's limit before they are tokenised. Queries are short.
     contents = list(texts.values())

@@ -1,14 +1,14 @@
-"""Encoding into a folder by one process, which lists each shard and saves parts of unfinished ones.
+"""Encoding into a folder by one process, which also saves parts of unfinished shards.
 
-A shard counts when the manifest lists it. Reported progress is ahead of that by at most a part of
-the first unwritten shard, which is saved after some minutes and on Ctrl-C.
+A shard is kept once the manifest lists it. Reported progress is ahead by at most a part of the
+first unwritten shard. This part is saved after some minutes and on Ctrl-C.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any, Generic
 
@@ -32,68 +32,72 @@ class FolderEncoder(Generic[M, V]):
         self._save_seconds = 60 * job.output.save_minutes
         self._n_texts = len(job.texts)
         self._writer: Any = None  # a ShardWriter, once the folder is open
-        self._shards: deque[PendingShard[V]] = deque()  # without those that were seen to be written
-        self._n_finished = 0  # texts of written shards
+        self._shards: deque[PendingShard[V]] = (
+            deque()
+        )  # shards that were not written at last report
+        self._n_written = 0  # texts of the shards that were written at the last report
         self._n_reported = 0
 
     def run(self) -> M:
         """Encode and write all shards, and return the complete manifest."""
         if self.job.defers_opening():
-            self._shards.extend(self._all_shards())
-            self._encode_and_save(opens_folder=True)
+            self._shards.extend(self._all_shards())  # a new folder lacks all shards
+            self._encode_or_save(open_folder=self._open_new_folder)
         else:
-            self._open_folder()
-            self._shards.extend(self._missing_shards())
-            self._n_finished = self._n_texts - sum(len(shard.ids) for shard in self._shards)
-            self._report_start()
-            self._encode_and_save(opens_folder=False)
+            self._open_folder_to_resume()
+            self._encode_or_save(open_folder=None)
         self._report()
         manifest: M = self._writer.finish(self._n_texts)
         return manifest
 
-    def _encode_and_save(self, *, opens_folder: bool) -> None:
-        """Encode and write the shards. On Ctrl-C, finished texts are saved."""
+    def _open_new_folder(self) -> None:
+        """Open a folder that has nothing to resume."""
+        self._writer = self.job.open_writer(writes_manifest=True)
+        self._report_start()
+
+    def _open_folder_to_resume(self) -> None:
+        """Open a folder that may have shards, and collect the missing ones."""
+        self._writer = self.job.open_writer(writes_manifest=True)
+        self._shards.extend(self._missing_shards())
+        self._n_written = self._n_texts - sum(len(shard.ids) for shard in self._shards)
+        self._report_start()
+
+    def _encode_or_save(self, *, open_folder: Callable[[], None] | None) -> None:
+        """Encode and write the shards. On Ctrl-C, save the finished texts.
+
+        Args:
+            open_folder: opens the folder once the device has its first batch; None if it is open.
+        """
         try:
-            self._encode(opens_folder=opens_folder)
+            self._encode(open_folder)
         except KeyboardInterrupt:  # the thread that writes has ended
             self._save_finished()
             raise
 
-    def _encode(self, *, opens_folder: bool) -> None:
+    def _encode(self, open_folder: Callable[[], None] | None) -> None:
         """Encode and write the shards.
 
-        A background thread writes finished shards. If a shard takes longer than some minutes, the
-        part of it that is finished is saved.
+        A background thread writes finished shards. If a shard takes longer than ``save_minutes``,
+        the part of it that is finished is saved.
 
         Args:
-            opens_folder: whether the folder is opened when the first batch is on the device.
+            open_folder: opens the folder once the device has its first batch; None if it is open.
         """
-        with (
-            BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread,
-            closing(
-                encode_shards(
-                    self.job,
-                    list(self._shards),
-                    self._write,
-                    writer_thread,
-                    self._open_new_folder if opens_folder else None,
-                ),
-            ) as updated_shards,
-        ):
-            for shard in updated_shards:
-                is_due = time.monotonic() - shard.last_saved >= self._save_seconds
-                if is_due and not shard.is_finished:
-                    writer_thread.drain()
-                    self._save_part()
-                self._report()
-
-    def _open_folder(self) -> None:
-        self._writer = self.job.open_writer(lists=True)
-
-    def _open_new_folder(self) -> None:
-        """Open a folder that has nothing to resume."""
-        self._open_folder()
-        self._report_start()
+        with BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread:
+            updated_shards = encode_shards(
+                self.job,
+                list(self._shards),
+                write=self._write,
+                writer_thread=writer_thread,
+                open_folder=open_folder,
+            )
+            with closing(updated_shards):
+                for shard in updated_shards:
+                    is_due = time.monotonic() - shard.last_saved >= self._save_seconds
+                    if is_due and not shard.is_finished:
+                        writer_thread.drain()
+                        self._save_part()
+                    self._report()
 
     def _all_shards(self) -> Iterator[PendingShard[V]]:
         for number, ids in enumerate(self.job.shard_ids()):
@@ -102,17 +106,17 @@ class FolderEncoder(Generic[M, V]):
     def _missing_shards(self) -> Iterator[PendingShard[V]]:
         """Yield the shards that the folder lacks, with the part that an earlier run saved."""
         for shard in self._all_shards():
-            if not self._writer.has_shard(shard.number):
+            if not self._writer.reuse_shard(shard.number):
                 shard.restore(self._writer.read_partial(shard.number))
                 yield shard
 
     def _write(self, shard: PendingShard[V]) -> None:
-        """Write a finished shard and list it in the manifest.
+        """Write a finished shard and add it to the manifest.
 
         This runs in the background thread that writes, or after that thread has ended.
 
         Raises:
-            DataError: if all texts of the shard failed.
+            DataError: if all texts failed, either of the folder or of a shard that is not small.
         """
         vectors, failed = shard.assemble(self.job)
         is_last = (shard.number + 1) * self.job.output.shard_size >= self._n_texts
@@ -120,7 +124,7 @@ class FolderEncoder(Generic[M, V]):
             shard.number,
             len(vectors),
             failed,
-            nothing_yet=is_last and self._writer.manifest.n_documents == 0,
+            leaves_no_vectors=is_last and self._writer.manifest.n_documents == 0,
         )
         self._writer.write_shard(shard.number, vectors, failed, shard.truncation)
         shard.mark_written()
@@ -137,37 +141,39 @@ class FolderEncoder(Generic[M, V]):
         shard = self._first_unwritten()
         if shard is None or self._writer is None:
             return
-        if shard.encoded and shard.n_finished > shard.n_saved and not shard.is_finished:
+        has_unsaved_texts = shard.n_finished > shard.n_saved
+        if shard.encoded and has_unsaved_texts and not shard.is_finished:
             part = PartialShard(shard.concatenate(), shard.failed, shard.truncation)
             self._writer.write_partial(shard.number, part)
-        shard.n_saved = shard.n_finished
+            shard.n_saved = shard.n_finished
         shard.last_saved = time.monotonic()
 
     def _save_finished(self) -> None:
-        """Save the first unwritten shard after an interruption, when no thread will write it.
+        """Save the first unwritten shard after an interruption.
 
-        A finished shard is written. Of an unfinished one, the finished texts are saved.
+        No thread will write it any more. If the shard is finished, it is written. If it is
+        unfinished, only its finished texts are saved.
         """
         shard = self._first_unwritten()
         if shard is None or self._writer is None:
             return
-        if shard.encoded and shard.is_finished:
-            self._write(shard)
-        else:
+        if not shard.is_finished:
             self._save_part()
+        elif shard.encoded:  # writing a shard whose texts all failed may raise an error
+            self._write(shard)
 
     def _report_start(self) -> None:
-        self._n_reported = self._n_finished
-        self.job.output.report(self._n_finished, self._n_texts)
+        self._n_reported = self._n_written
+        self.job.output.report(self._n_written, self._n_texts)
 
     def _report(self) -> None:
-        """Report how many texts are done, if there are more than at the last report.
+        """Report how many texts are done, if the count has grown.
 
         These are the texts of written shards, and the finished texts of the next shard.
         """
         while self._shards and self._shards[0].is_written:
-            self._n_finished += len(self._shards.popleft().ids)
-        n_done = self._n_finished
+            self._n_written += len(self._shards.popleft().ids)
+        n_done = self._n_written
         if self._shards:
             n_done += self._n_reportable(self._shards[0])
         if n_done > self._n_reported:
@@ -177,9 +183,9 @@ class FolderEncoder(Generic[M, V]):
     def _n_reportable(self, shard: PendingShard[V]) -> int:
         """Return how many texts of an unwritten shard count as done in a report.
 
-        All texts of a finished shard count only when it is written. Until then a streaming model,
-        which goes on in the meantime, reports one text less. Without a stream, the shard is written
-        before the next batch, so nothing is reported before.
+        The last text of a finished shard counts only when the shard is written. A streaming model
+        goes on in the meantime, so the other texts are reported. Without a stream, the shard is
+        written before the next batch, so nothing is reported until then.
         """
         if not shard.is_finished:
             return shard.n_finished

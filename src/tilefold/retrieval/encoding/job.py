@@ -43,7 +43,7 @@ Kind = Literal["document", "query"]
 # Returns the provenance of the texts. It is called when a folder is opened, because the digest of
 # many texts takes a while.
 GetProvenance = Callable[[], Provenance]
-# Encodes windows of texts; a window that is None means that there is none yet.
+# Encodes windows of texts. None in place of a window means that the next one is not ready yet.
 Stream = Callable[[Iterator[Window | None]], Generator[Any, None, None]]
 
 
@@ -56,7 +56,8 @@ class Output:
         shard_size: texts per shard.
         save_minutes: minutes after which the finished part of a shard is saved.
         progress: called as ``progress(texts done, texts in all)``.
-        resume: whether complete shards of an earlier run are kept.
+        resume: whether complete shards of an earlier run are kept. Otherwise earlier vectors are
+            replaced.
     """
 
     folder: Path
@@ -95,7 +96,7 @@ class Encoding(ABC):
         max_length: tokens read per text; ``None`` uses the model's limit.
     """
 
-    MODEL: ClassVar[str] = "SparseEncoder"  # class of sentence-transformers that it is for
+    MODEL: ClassVar[str] = "SparseEncoder"  # class of the models in sentence-transformers
 
     kind: Kind = "document"
     batch_size: int | None = None
@@ -122,20 +123,17 @@ class Encoding(ABC):
             model: a model of sentence-transformers, plain or accelerated.
             texts: id -> text.
             output: the folder of vectors, and how it is written.
-            get_provenance: returns the provenance of the texts, when the folder is opened.
+            get_provenance: returns the provenance of the texts; called when the folder is opened.
 
         Raises:
             ValueError: if `model` does not produce vectors of this kind.
         """
 
     def settings(self, provenance: Provenance) -> dict[str, object]:
-        """Return the manifest settings that all kinds of vectors have.
+        """Return the manifest settings that all kinds of vectors have, by name.
 
         Args:
             provenance: digest of the texts, and how they were divided into passages.
-
-        Returns:
-            Name -> value. Options without a value are left out.
         """
         settings: dict[str, object] = {"texts_sha256": provenance.texts_sha256}
         if provenance.passages:
@@ -154,11 +152,11 @@ class Job(ABC, Generic[M, V]):
         model: a model of sentence-transformers, plain or accelerated.
         size: length of a vector.
         texts: id -> text.
-        output: the folder of vectors; unused where vectors stay in memory.
+        output: the folder of vectors; unused if vectors stay in memory.
         get_provenance: returns the provenance of the texts.
         stream: encodes windows of texts into batches.
-        is_streaming: whether the stream's threads work while the device computes. Otherwise a shard
-            is written before the next one is encoded.
+        is_streaming: whether threads tokenise and write while the device computes. Otherwise a
+            shard is written before the next one is encoded.
     """
 
     STREAM_OWNER: ClassVar[str]  # attribute of an accelerated model that has a stream
@@ -171,10 +169,10 @@ class Job(ABC, Generic[M, V]):
     get_provenance: GetProvenance = Provenance
 
     def __post_init__(self) -> None:
-        """Choose the stream of an accelerated model, or the plain one."""
+        """Choose the stream of an accelerated model, or the one without threads."""
         model_stream = getattr(getattr(self.model, self.STREAM_OWNER, None), "stream", None)
         self.is_streaming = model_stream is not None
-        self.stream: Stream = self.plain_stream
+        self.stream: Stream = self.single_threaded_stream
         if model_stream is not None:
             self.stream = self._configure_stream(model_stream)
         elif self.encoding.batch_tokens is not None:
@@ -201,20 +199,23 @@ class Job(ABC, Generic[M, V]):
         """Return vectors of no text."""
 
     @abstractmethod
-    def open_writer(self, *, lists: bool) -> ShardWriter[M, V]:
+    def open_writer(self, *, writes_manifest: bool) -> ShardWriter[M, V]:
         """Open the output folder.
 
         Args:
-            lists: whether the writer lists its shards in the manifest. Otherwise it leaves them to
-                the writer that does.
+            writes_manifest: whether the writer locks the folder and writes the manifest. Otherwise
+                it writes shards with receipts for the writer that does.
         """
 
-    def plain_stream(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
+    def single_threaded_stream(
+        self,
+        windows: Iterator[Window | None],
+    ) -> Generator[Item, None, None]:
         """Encode windows without threads, in batches of texts of similar length.
 
         Args:
-            windows: texts of one shard each. None, which means that there is no window yet, is
-                skipped.
+            windows: texts of one shard each. None means that the next window is not ready yet, and
+                is skipped.
 
         Yields:
             ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
@@ -222,10 +223,22 @@ class Job(ABC, Generic[M, V]):
         yield StreamStart()
         available_windows = (window for window in windows if window is not None)
         for number, window in enumerate(available_windows):
-            texts = window.prepared_texts()
-            for positions in self._batches_by_length(texts, window.skip):
-                yield from self._encode_positions(number, texts, positions)
+            yield from self.encode_window(number, window)
             yield WindowEnd(number)
+
+    def encode_window(self, number: int, window: Window) -> Iterator[Batch]:
+        """Encode the texts of a window without threads.
+
+        Args:
+            number: number of the window.
+            window: the texts, and the positions of those that are not encoded again.
+
+        Yields:
+            The batches of the window.
+        """
+        texts = window.prepared_texts()
+        for positions in self._batches_by_length(texts, window.skip):
+            yield from self._encode_bisecting(number, texts, positions)
 
     def _batches_by_length(
         self,
@@ -239,7 +252,7 @@ class Job(ABC, Generic[M, V]):
 
         Args:
             texts: texts of the window.
-            skipped_positions: positions of texts that an earlier run has encoded.
+            skipped_positions: positions of texts that are encoded already.
 
         Yields:
             Positions of the texts of each batch.
@@ -256,37 +269,43 @@ class Job(ABC, Generic[M, V]):
             if positions:
                 yield positions
 
-    def _encode_positions(
+    def _encode_bisecting(
         self,
         window_number: int,
         texts: Sequence[str],
         positions: list[int],
     ) -> Iterator[Batch]:
-        """Encode a batch of texts, in halves if it fails, down to the text that is at fault.
+        """Encode a batch of texts, and halve it while it fails, to isolate the failing texts.
 
         Args:
-            window_number: position of the window among all windows.
+            window_number: number of the window.
             texts: texts of the window.
             positions: positions of the texts to encode.
 
         Yields:
-            A ``Batch`` per forward pass that succeeded, and one for each text that fails, with the
-            exception in place of its rows.
+            A ``Batch`` for each forward pass that succeeds, and one for each text that fails, with
+            the exception in place of its rows.
         """
-        truncation = Truncation()
+        last_truncation = Truncation()  # truncated texts of the last forward pass
 
         def encode(batch: list[int]) -> Tensor | list[Tensor]:
-            """Encode the texts at some positions, and count those that are truncated."""
-            nonlocal truncation
-            with counting_truncation() as truncation:
+            nonlocal last_truncation
+            with counting_truncation() as last_truncation:
                 return self.encode_batch([texts[position] for position in batch])
 
-        for batch, rows in bisect_failures(positions, encode):
-            yield Batch(window_number, batch, rows, truncation.count, truncation.max_length)
+        # An outcome is yielded before the next forward pass, so the counts belong to it.
+        for batch, outcome in bisect_failures(positions, encode):
+            yield Batch(
+                window_number,
+                batch,
+                outcome,
+                last_truncation.count,
+                last_truncation.max_length,
+            )
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Digest of the model's weights and settings. Computing it takes a while."""
+        """Digest of the model's weights and settings. Its first computation takes a while."""
         return model_fingerprint(self.model)
 
     @functools.cached_property
@@ -304,8 +323,8 @@ class Job(ABC, Generic[M, V]):
         """Return whether the folder is opened only when the device has its first batch.
 
         Opening needs the model's fingerprint, which takes a while because it reads all weights. A
-        streaming model can encode its first batch in the meantime. If the folder has vectors to
-        resume, it must be opened first, to know which texts are left.
+        streaming model can encode its first batch in the meantime. If the folder may have vectors
+        to resume, it must be opened first, to know which texts are left.
         """
         folder = self.output.folder
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))

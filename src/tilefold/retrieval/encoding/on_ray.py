@@ -60,17 +60,18 @@ from tilefold.retrieval.vectors.shards import (
 
 __all__ = ["ClusterError", "RayCluster", "encode_on_ray"]
 
-# Shards per task, at most. Within a task, the next texts are tokenised while the last ones are
-# encoded.
+# Maximum number of shards per task. Within a task, the next texts are tokenised while earlier ones
+# are encoded.
 SHARDS_PER_TASK = 16
 LOCAL = "local"  # address that starts Ray on this machine
-MAX_ATTEMPTS = 5  # workers that may die at the same shards
-APPEAR_SECONDS = 10.0  # until a file that another machine has written appears on this one
+MAX_ATTEMPTS = 5  # workers that may die while they encode the same shards
+APPEAR_SECONDS = 10.0  # time until a file of another machine is visible in a shared folder
 
 _BEACON_SUFFIX = ".shared.tmp"
 ATTEMPTS_SUFFIX = ".tries.tmp"
 _APPEAR_POLL_SECONDS = 0.2
-_DEFAULT_CORES = 4  # of a worker without a GPU, at most
+_DEFAULT_CORES = 4  # maximum number of cores of a worker without a GPU
+_MIN_CONNECT_SECONDS = 0.1  # shortest time-out of an attempt to connect
 
 
 class ClusterError(ConnectionError):
@@ -85,12 +86,12 @@ class RayCluster:
         address: ``host:port`` of a cluster, ``"auto"`` for the cluster of this machine, or
             ``"local"`` to start Ray on this machine. ``None`` reads the variable ``RAY_ADDRESS``,
             and is ``"local"`` without it.
-        workers: number of workers, at most. By default as many as fit when the command begins. More
-            start when the cluster has grown.
+        workers: maximum number of workers. They start as far as they fit on the cluster, and more
+            start when it grows. By default as many as fit when the command begins.
         worker_gpus: GPUs per worker. By default one if the cluster has GPUs.
         worker_cpus: cores per worker. By default an equal share for each GPU, and up to 4 without a
             GPU.
-        patience: seconds to wait for an answer of the cluster.
+        patience: seconds to wait until the cluster answers.
     """
 
     address: str | None = None
@@ -113,8 +114,8 @@ class WorkerPool:
     """Number and size of the workers.
 
     Attributes:
-        min_workers: workers that start at once.
-        max_workers: workers if the cluster grows.
+        min_workers: number of workers that start at once.
+        max_workers: number of workers if the cluster grows.
         cpus: cores per worker.
         gpus: GPUs per worker.
     """
@@ -143,15 +144,15 @@ def encode_on_ray(
     and, on a CPU, the same number of threads. A run of any engine can be resumed.
 
     A task is a few shards, each described by ranges of rows and a digest. A worker reads and
-    encodes them, and leaves each shard in the folder with a receipt. If it is killed, another
+    encodes them, and writes each shard into the folder with a receipt. If it is killed, another
     worker gets the task. If the command is killed, the next one continues from the receipts.
 
     Args:
         load: returns the model. It is called once in each worker and once in this process. It must
             be a function that workers can import, or that can be pickled.
-        texts: id -> text in a fixed order, which is sent to the workers; or a file, folder or saved
-            dataset for :func:`tilefold.retrieval.load_documents`, which all machines must see and
-            which is read row by row.
+        texts: id -> text in a fixed order, which is sent to the workers. Or a file, folder or saved
+            dataset for :func:`tilefold.retrieval.load_documents`, which all machines must see. It
+            is read row by row.
         output_dir: the folder, at the same path on all machines.
         encoding: ``SparseEncoding``, ``TokenEncoding`` or ``DenseEncoding``.
         cluster: where workers run; by default on this machine.
@@ -191,19 +192,20 @@ def encode_on_ray(
     source = _text_source(texts)
     cluster = cluster or RayCluster()
     with _connect(cluster) as ray:
-        pool = _size_pool(ray, cluster)
+        pool = _fit_workers(ray, cluster)
         plan = source.plan_shards(shard_size)
         model = load()
         if hasattr(model, "to"):
             model = model.to("cpu")  # the GPUs are for the workers
         provenance = _provenance_of(source, plan)
-        job = encoding.create_job(model, {}, output, lambda: provenance)
-        job.precision = None  # that of the workers' devices counts
-        writer = job.open_writer(lists=True)
+        # This process encodes no texts. It needs the job only to open the folder.
+        job = encoding.create_job(model, {}, output, get_provenance=lambda: provenance)
+        job.precision = None  # the workers record the precision of their devices
+        writer = job.open_writer(writes_manifest=True)
         missing = {
             shard_texts.number: shard_texts
             for shard_texts in plan.ranges
-            if not writer.has_shard(shard_texts.number)
+            if not writer.reuse_shard(shard_texts.number)
         }
         with _beacon(writer.path) as beacon:
             config = WorkerConfig(
@@ -217,7 +219,7 @@ def encode_on_ray(
             n_done = plan.count - sum(shard_texts.count for shard_texts in missing.values())
             report(n_done, plan.count)
             for numbers in _encode_missing(ray, pool, config, list(missing.values())):
-                _receive(writer, numbers)
+                _register_shards(writer, numbers)
                 n_done += sum(missing.pop(number).count for number in numbers)
                 report(n_done, plan.count)
     if missing:
@@ -227,7 +229,8 @@ def encode_on_ray(
     if writer.manifest.n_documents == 0:
         text_id, failure = next(iter(writer.manifest.failed.items()))
         raise DataError(
-            f"texts: all {plan.count} failed, {text_id!r} first ({failure}). Check the model.",
+            f"texts: all {plan.count} failed; the first is {text_id!r} ({failure}). Check the "
+            "model.",
         )
     return writer.finish(plan.count)
 
@@ -313,63 +316,64 @@ def _check_problems(problems: Sequence[str]) -> None:
     """Raise ``DataError`` with the first problem of a worker, if there is one."""
     for problem in problems:
         if problem:
-            raise DataError(f"a worker could not go on: {problem} What was written is kept.")
+            raise DataError(f"a worker could not continue: {problem} Written shards are kept.")
 
 
-def _receive(writer: ShardWriter[M, V], numbers: list[int]) -> None:
-    """List shards that a worker has written, once their files appear on this machine.
+def _register_shards(writer: ShardWriter[M, V], numbers: list[int]) -> None:
+    """Wait until shards of a worker are visible on this machine, and add them to the manifest.
 
     Args:
         writer: writer of the folder, which reads the receipts.
         numbers: numbers of the shards.
 
     Raises:
-        DataError: if the files do not appear within ten seconds.
+        DataError: if the files are not visible within ``APPEAR_SECONDS``.
     """
     missing = set(numbers)
 
-    def receive_all() -> bool:
-        missing.difference_update(writer.receive(sorted(missing)))
+    def are_registered() -> bool:
+        missing.difference_update(writer.register_received(sorted(missing)))
         return not missing
 
-    if not becomes_true(receive_all):
+    if not becomes_true(are_registered, APPEAR_SECONDS):
         raise DataError(
-            f"{writer.path}: shard {min(missing)} was written by a worker, and is not there where "
-            "the command runs. Choose an output folder that all machines share.",
+            f"{writer.path}: shard {min(missing)} was written by a worker, but is not visible on "
+            "the machine that runs the command. Choose an output folder that all machines share.",
         )
 
 
 @contextmanager
 def _beacon(folder: Path) -> Iterator[str]:
-    """Create a file in a folder, by which workers on other machines recognise the folder.
+    """Create a file in a folder that shows workers that they see the same folder.
 
-    The file exists within the block. Without it, workers write nothing.
+    Workers on other machines write only while this file exists, which is until the end of the
+    block.
 
     Yields:
         The name of the file.
     """
-    _remove_notes(folder)
+    _remove_temporary_files(folder)
     file = folder / f"{uuid.uuid4().hex}{_BEACON_SUFFIX}"
     file.touch()
     try:
         yield file.name
     finally:
-        _remove_notes(folder)
+        _remove_temporary_files(folder)
 
 
-def _remove_notes(folder: Path) -> None:
-    """Remove the beacons and the counts of attempts of a command."""
+def _remove_temporary_files(folder: Path) -> None:
+    """Remove beacons and counts of attempts, also those of an earlier command."""
     for suffix in (_BEACON_SUFFIX, ATTEMPTS_SUFFIX):
-        for note in folder.glob(f"*{suffix}"):
-            note.unlink(missing_ok=True)
+        for file in folder.glob(f"*{suffix}"):
+            file.unlink(missing_ok=True)
 
 
 @contextmanager
 def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
     """Connect to a Ray cluster, or start Ray on this machine.
 
-    A connection that this process has already is used and stays open. A new one is closed after
-    the block.
+    An existing connection of this process is used and stays open. A new one is closed after the
+    block.
 
     Args:
         cluster: address of the cluster, and how long to wait for it.
@@ -394,7 +398,7 @@ def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     start = time.monotonic()
     try:
-        with _sigterm_handler_kept():
+        with _sigterm_handler_restored():
             if address == LOCAL:
                 ray.init(
                     address=address,
@@ -413,17 +417,17 @@ def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
     try:
         yield ray
     finally:
-        with _sigterm_handler_kept():
+        with _sigterm_handler_restored():
             ray.shutdown()
 
 
 @contextmanager
-def _sigterm_handler_kept() -> Iterator[None]:
-    """Let SIGTERM do after the block what it did before.
+def _sigterm_handler_restored() -> Iterator[None]:
+    """Restore the SIGTERM handler after the block.
 
     ``ray.init`` installs a handler that aborts the process, and ``ray.shutdown`` the default one.
     With either, the command would not report what is saved. A handler that was not installed from
-    Python stays replaced, because Python cannot install it again.
+    Python cannot be restored.
     """
     handler = signal.getsignal(signal.SIGTERM)
     try:
@@ -434,49 +438,51 @@ def _sigterm_handler_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, handler)
 
 
-def _check_reachable(address: str, patience: float) -> None:
-    """Raise an error unless something answers at an address in time.
+def _check_reachable(address: str, timeout: float) -> None:
+    """Raise an error if no process accepts connections at an address.
 
     Args:
         address: ``host:port`` of the cluster.
-        patience: seconds within which the port must accept a connection.
+        timeout: seconds in which connecting is tried again and again.
 
     Raises:
         ValueError: if `address` is not ``host:port``.
-        ClusterError: if there is no answer.
+        ClusterError: if no connection was accepted.
     """
     problem = f"expected host:port, 'auto' or 'local', got {address!r}."
     if "://" in address:
         raise ArgumentError(
             "address",
-            f"{problem} Ray's client is not for Ray Data: run it on a machine of the cluster, or "
-            "with `ray job submit`.",
+            f"{problem} Ray Data does not work over Ray's client. Run the command on a machine of "
+            "the cluster, or with `ray job submit`.",
         )
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
         raise ArgumentError("address", problem)
     start = time.monotonic()
-    deadline = start + patience
     failure = ""
-    while (remaining := deadline - time.monotonic()) > 0:
+    while True:
+        elapsed = time.monotonic() - start
+        if elapsed >= timeout:
+            raise ClusterError(
+                f"Ray: no answer from {address} after {elapsed:.0f} s ({failure}). Start the "
+                "cluster (ray start --head), or correct the address.",
+            )
         try:
-            with socket.create_connection((host, int(port)), timeout=max(0.1, remaining)):
+            connect_timeout = max(_MIN_CONNECT_SECONDS, timeout - elapsed)
+            with socket.create_connection((host, int(port)), timeout=connect_timeout):
                 return
         except OSError as error:
             failure = str(error)
-            time.sleep(min(1.0, patience / 10))
-    raise ClusterError(
-        f"Ray: no answer from {address} after {time.monotonic() - start:.0f} s ({failure}). "
-        "Start it (ray start --head), or mend the address.",
-    )
+            time.sleep(min(1.0, timeout / 10))
 
 
-def _size_pool(ray: ModuleType, cluster: RayCluster) -> WorkerPool:
+def _fit_workers(ray: ModuleType, cluster: RayCluster) -> WorkerPool:
     """Return the number and size of the workers that fit on the cluster.
 
     Args:
         ray: the module ``ray``, connected to the cluster.
-        cluster: options of the caller, which may leave number and size open.
+        cluster: options of the caller. Those that are None are chosen by the cluster's resources.
 
     Raises:
         ClusterError: if not a single worker fits.
@@ -496,12 +502,23 @@ def _size_pool(ray: ModuleType, cluster: RayCluster) -> WorkerPool:
             f"Ray: expected room for a worker of {worker_cpus} cores and {worker_gpus:g} GPUs, "
             f"got {cores} cores and {gpus:g} GPUs in all. Lower worker_cpus or worker_gpus.",
         )
-    max_workers = cluster.workers or n_fitting
-    return WorkerPool(min(n_fitting, max_workers), max_workers, worker_cpus, worker_gpus)
+    max_workers = cluster.workers or n_fitting  # may be more than fit now: the cluster may grow
+    return WorkerPool(
+        min_workers=min(n_fitting, max_workers),
+        max_workers=max_workers,
+        cpus=worker_cpus,
+        gpus=worker_gpus,
+    )
 
 
 def _default_cpus(cores: int, gpus: float, worker_gpus: float) -> int:
-    """Return the cores of a worker: an equal share of each GPU, else up to ``_DEFAULT_CORES``."""
+    """Return the cores per worker: an equal share per GPU, or up to ``_DEFAULT_CORES`` without.
+
+    Args:
+        cores: cores of the cluster.
+        gpus: GPUs of the cluster.
+        worker_gpus: GPUs per worker.
+    """
     if worker_gpus and gpus >= worker_gpus:
         n_gpu_workers = int(gpus / worker_gpus)
         return max(1, cores // n_gpu_workers)
@@ -529,15 +546,15 @@ def _quiet_ray_data(ray: ModuleType) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Configuration that all workers of a command share.
+    """Configuration that the main process sends to all workers.
 
     Attributes:
         encoding: options of encoding.
         load: returns the model.
         output: the folder, at the same path on all machines.
-        identity: settings of the folder in the command's process.
-        beacon: name of a file that the command has put into the folder.
-        threads: torch threads on a CPU.
+        identity: settings of the folder in the main process, with the model's fingerprint.
+        beacon: name of a file that the main process has created in the folder.
+        threads: number of torch threads on a CPU.
     """
 
     encoding: Encoding
@@ -551,45 +568,46 @@ class WorkerConfig:
 class Worker:
     """Ray actor that encodes shards.
 
-    Errors are returned as rows, so that the command can raise them with a message of its own.
+    Errors are returned as rows, because Ray would retry a task that raises them, or wrap them in
+    messages of its own.
 
     Args:
-        config: the configuration of the command.
+        config: configuration of the main process.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self.config = config
-        self.problem = ""  # why the worker could not start
+        self.setup_error = ""  # why the worker could not start; empty if it could
         try:
-            self._start()
+            self._set_up()
         except Exception as error:
-            self.problem = describe_error(error)
+            self.setup_error = describe_error(error)
 
-    def _start(self) -> None:
-        """Load the model, and check that folder and model are those of the command.
+    def _set_up(self) -> None:
+        """Load the model, and check that folder and model are the same as in the main process.
 
         Raises:
-            FileNotFoundError: if the folder on this machine lacks the file that the command created
-                in it.
-            ValueError: if the model or a setting differs from that of the command.
+            FileNotFoundError: if this machine does not see the file that the main process has
+                created in the folder.
+            ValueError: if the model or a setting differs from the main process.
         """
         config = self.config
         machine = socket.gethostname()
         beacon = config.output.folder / config.beacon
-        if not becomes_true(beacon.is_file):
+        if not becomes_true(beacon.is_file, APPEAR_SECONDS):
             raise FileNotFoundError(
-                f"{config.output.folder}: is not the folder of the command on the machine "
-                f"{machine}. Choose an output folder that all machines share.",
+                f"{config.output.folder}: on the machine {machine}, this is a different folder "
+                "than the command's. Choose an output folder that all machines share.",
             )
         torch.set_num_threads(config.threads)
         provenance = Provenance.from_dict(config.identity)
         self.job: Job[Any, Any] = config.encoding.create_job(
             config.load(),
-            {},
+            {},  # each task brings its texts
             config.output,
-            lambda: provenance,
+            get_provenance=lambda: provenance,
         )
-        self.writer = self.job.open_writer(lists=False)
+        self.writer = self.job.open_writer(writes_manifest=False)
         limit_length(self.job.model, config.encoding.kind, config.encoding.max_length)
         identity = self.writer.manifest.identity
         changed = differences(config.identity, identity, "in the command", "here")
@@ -600,25 +618,25 @@ class Worker:
             )
 
     def __call__(self, batch: Mapping[str, Sequence[Sequence[ShardTexts]]]) -> dict[str, list[Any]]:
-        """Write the shards of a task.
+        """Encode and write the shards of a task.
 
         Args:
             batch: column ``shards`` with one row, the texts of each shard of the task.
 
         Returns:
-            Column ``number`` of the shards, and column ``problem``, empty if they are written.
+            A row per shard: its ``number``, and a ``problem``, which is empty if the task is done.
         """
         (shards,) = batch["shards"]
-        problem = self.problem
+        problem = self.setup_error
         if not problem:
             try:
-                self._encode(shards)
+                self._encode_and_write(shards)
             except Exception as error:
                 problem = describe_error(error)
         numbers = [shard_texts.number for shard_texts in shards]
         return {"number": numbers, "problem": [problem] * len(numbers)}
 
-    def _encode(self, shards: Sequence[ShardTexts]) -> None:
+    def _encode_and_write(self, shards: Sequence[ShardTexts]) -> None:
         """Encode and write the shards of a task that have no receipt yet."""
         missing = [
             shard_texts
@@ -627,6 +645,7 @@ class Worker:
         ]
         if not missing:
             return
+        # If a text kills the worker, the file stays, and counts the workers that have died.
         attempts_file = self._count_attempt(missing)
         with BackgroundWorker(WAITING_SHARDS, "tilefold-writer") as writer_thread:
             pending_shards = map(self._read_shard, missing)
@@ -640,18 +659,18 @@ class Worker:
         return PendingShard(shard_texts.number, list(texts), texts)
 
     def _write(self, shard: PendingShard[Any]) -> None:
-        """Leave a shard for the command, in the thread that writes."""
+        """Write a shard with a receipt for the main process, in the thread that writes."""
         vectors, failed = shard.assemble(self.job)
-        check_not_all_failed(shard.number, len(vectors), failed, nothing_yet=False)
+        check_not_all_failed(shard.number, len(vectors), failed, leaves_no_vectors=False)
         if not (self.writer.path / self.config.beacon).is_file():
-            raise FileNotFoundError("the command has ended, and what comes late is not written.")
-        self.writer.leave_shard(shard.number, vectors, failed, shard.truncation)
+            raise FileNotFoundError("the command has ended, so the shard is not written.")
+        self.writer.write_shard_with_receipt(shard.number, vectors, failed, shard.truncation)
         shard.mark_written()
 
     def _count_attempt(self, shards: Sequence[ShardTexts]) -> Path:
-        """Count a worker that begins a task, in a file of the folder.
+        """Record in a file of the folder that a worker has begun a task.
 
-        Ray repeats a task without end when its worker dies. The count ends that.
+        Ray repeats a task without end when its worker dies. The count stops this.
 
         Args:
             shards: the shards of the task that are not written.
@@ -660,7 +679,7 @@ class Worker:
             The file with the count, which is removed when the task is done.
 
         Raises:
-            RuntimeError: if ``MAX_ATTEMPTS`` workers have died at the same task.
+            RuntimeError: if ``MAX_ATTEMPTS`` workers have died during this task.
         """
         first_shard = shards[0]
         file = self.writer.path / f"{first_shard.number:05d}{ATTEMPTS_SUFFIX}"
@@ -668,17 +687,23 @@ class Worker:
         if n_attempts >= MAX_ATTEMPTS:
             ids = list(first_shard.read())
             raise RuntimeError(
-                f"shards {first_shard.number} to {shards[-1].number} have ended {n_attempts} "
-                f"workers. A text of {ids[0]!r} to {ids[-1]!r} probably does it: take it out, or "
-                "give workers more memory.",
+                f"shards {first_shard.number} to {shards[-1].number} have killed {n_attempts} "
+                f"workers. One of the texts {ids[0]!r} to {ids[-1]!r} is probably the cause: "
+                "remove it, or give workers more memory.",
             )
         file.write_text(str(n_attempts + 1))
         return file
 
 
-def becomes_true(condition: Callable[[], bool]) -> bool:
-    """Return whether `condition` holds now, or within the time that a shared folder may take."""
-    deadline = time.monotonic() + APPEAR_SECONDS
+def becomes_true(condition: Callable[[], bool], timeout: float) -> bool:
+    """Return whether a condition holds now or becomes true in time.
+
+    Args:
+        condition: the condition, such as that a file of another machine is visible in a shared
+            folder.
+        timeout: seconds to wait.
+    """
+    deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -1,4 +1,4 @@
-"""Shards while they are encoded: the loop that all drivers share, from texts to assembled vectors.
+"""Shards while they are encoded: the common loop from texts to assembled vectors.
 
 One thread tokenises, the caller's thread encodes, and one thread assembles and writes shards.
 """
@@ -32,7 +32,7 @@ __all__ = [
     "encode_shards",
 ]
 
-WAITING_SHARDS = 2  # encoded shards that wait for the thread that writes, at most
+WAITING_SHARDS = 2  # maximum number of encoded shards that wait for the thread that writes
 
 
 @dataclass
@@ -45,11 +45,11 @@ class PendingShard(Generic[V]):
         texts: id -> text, of this shard and perhaps of others.
         encodable_ids: ids of the texts that are strings. The window has these texts.
         encoded: vectors of the batches that are done.
-        failed: id -> reason, of texts without a vector.
+        failed: id -> reason for each text that could not be encoded.
         truncation: how many texts were truncated.
-        n_saved: finished texts that are on disk.
+        n_saved: number of finished texts that are on disk.
         last_saved: time of the last save, by the monotonic clock.
-        is_written: whether the manifest lists the shard.
+        is_written: whether the shard is on disk, and its vectors were released.
     """
 
     number: int
@@ -64,7 +64,7 @@ class PendingShard(Generic[V]):
     is_written: bool = False
 
     def __post_init__(self) -> None:
-        """Separate the texts that are strings from others, which fail."""
+        """Separate the texts that are strings from values of other types, which fail."""
         for text_id in self.ids:
             text = self.texts[text_id]
             if isinstance(text, str):
@@ -88,19 +88,19 @@ class PendingShard(Generic[V]):
             return
         self.encoded = [partial.vectors]
         self.failed = {**partial.failed, **self.failed}
-        self.truncation = partial.cut
+        self.truncation = partial.truncation
         self.n_saved = self.n_finished
 
     def window(self, model: Model) -> Window:
-        """Return the window of this shard, which a stream encodes.
+        """Return the texts of this shard as a window for a stream to encode.
 
         Args:
             model: a model of sentence-transformers. Very long texts are cut to what it reads.
 
         Returns:
-            All encodable texts, and the positions of those that are finished and are skipped.
+            All encodable texts, and the positions of the finished ones, which are skipped.
         """
-        finished_ids = set(self.failed)
+        finished_ids = set(self.failed)  # failed texts are not encoded again
         for vectors in self.encoded:
             finished_ids.update(vectors.ids)
         finished_positions = (
@@ -109,65 +109,62 @@ class PendingShard(Generic[V]):
             if text_id in finished_ids
         )
         return Window(
-            [str(self.texts[text_id]) for text_id in self.encodable_ids],
-            frozenset(finished_positions),
-            functools.partial(cut_texts, model),
+            texts=[str(self.texts[text_id]) for text_id in self.encodable_ids],
+            skip=frozenset(finished_positions),
+            prepare=functools.partial(cut_texts, model),
         )
 
     def add_batch(self, batch: Batch, job: Job[Any, V]) -> None:
         """Add the vectors of a batch.
 
-        A row that is invalid, such as one with NaN, fails by itself. Other texts of the batch are
-        not lost.
+        Only the texts of invalid rows, such as rows with NaN, fail.
 
         Args:
             batch: rows of some texts of this shard.
             job: converts the rows to vectors.
         """
-        self.truncation.add(0, batch.cut, batch.max_length)
+        # Only truncated texts are counted here. Their total is known from the ids.
+        self.truncation.add(n_texts=0, count=batch.cut, max_length=batch.max_length)
         ids = [self.encodable_ids[position] for position in batch.positions]
 
         def to_vectors(rows: range) -> V:
             return job.to_vectors(ids[rows.start : rows.stop], batch.rows_of(rows))
 
         for rows, outcome in bisect_failures(range(len(ids)), to_vectors):
-            if isinstance(outcome, Exception):
+            if isinstance(outcome, Exception):  # the range has a single row
                 self.failed[ids[rows.start]] = describe_error(outcome)
             else:
                 self.encoded.append(outcome)
 
     def assemble(self, job: Job[Any, V]) -> tuple[V, dict[str, str]]:
-        """Collect the result of a finished shard.
+        """Return the result of a finished shard, in the order of its texts.
 
         Args:
-            job: provides vectors of no text, if all texts failed.
+            job: creates the empty result if all texts failed.
 
         Returns:
-            The vectors, and id -> reason of the failed texts, both in the order of the texts.
+            The vectors, and id -> reason for each failed text.
         """
         failed = {text_id: self.failed[text_id] for text_id in self.ids if text_id in self.failed}
         if not self.encoded:
             return job.empty_vectors(), failed
         vectors = self.concatenate()
         row_of_id = {text_id: row for row, text_id in enumerate(vectors.ids)}
-        rows = [row_of_id[text_id] for text_id in self.ids if text_id in row_of_id]
+        rows = [row_of_id[text_id] for text_id in self.ids if text_id not in failed]
         return vectors.take(rows), failed
 
     def concatenate(self) -> V:
-        """Return all vectors in the order in which they were encoded.
-
-        There must be some.
-        """
+        """Return all vectors in the order in which they were encoded. There must be some."""
         return type(self.encoded[0]).concatenate(self.encoded)
 
     def mark_written(self) -> None:
-        """Release the vectors, which are on disk."""
+        """Note that the shard is on disk, and release its vectors."""
         self.is_written = True
         self.encoded = []
 
 
 def describe_error(error: Exception) -> str:
-    """Return the type and the message of an error, as a manifest stores them."""
+    """Return the type and the message of an error, for a manifest or a report."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -182,17 +179,17 @@ def encode_shards(
 
     Args:
         job: the model and its options.
-        shards: the shards to encode, read by the thread that tokenises. ``None`` means that there
-            is no shard yet.
+        shards: the shards to encode, read by the thread that tokenises. None means that the next
+            shard is not ready yet.
         write: writes a finished shard. It runs in `writer_thread`.
         writer_thread: the thread that writes.
-        open_folder: opens the folder once the device has its first batch; ``None`` if the folder is
-            open (:meth:`Job.defers_opening`).
+        open_folder: opens the folder once the device has its first batch, to save time
+            (:meth:`Job.defers_opening`). None if the folder is open.
     """
-    started_shards: list[PendingShard[V]] = []  # by the number of their window
+    started_shards: list[PendingShard[V]] = []  # the shard of each window
 
     def windows() -> Iterator[Window | None]:
-        """Yield the window of each shard, or None while there is no shard."""
+        """Yield the window of each shard, or None while the next shard is not ready."""
         for shard in shards:
             if shard is None:
                 yield None
@@ -204,9 +201,9 @@ def encode_shards(
         next(items)  # starts the threads of the stream
         first_items: list[Batch | WindowEnd] = []
         if open_folder is not None:
-            # The fingerprint copies the weights from the device, and would wait for a batch that is
-            # computed there. So it is computed and cached here, while the threads of the stream
-            # tokenise the first texts. The folder is opened after the first batch was launched.
+            # The fingerprint copies the weights from the device, and would have to wait for a batch
+            # that is computed there. So it is computed and cached here, while the threads of the
+            # stream tokenise the first texts. The folder is opened after the first batch started.
             _ = job.fingerprint
             first_items = list(islice(items, 1))
             open_folder()
@@ -237,15 +234,14 @@ def encode_in_memory(job: Job[Any, V], argument: str) -> V:
         raise ArgumentError(argument, "expected at least one, got an empty mapping.")
     check_text_ids(argument, job.texts)
     shard: PendingShard[V] = PendingShard(0, list(job.texts), job.texts)
-    with closing(job.plain_stream(iter([shard.window(job.model)]))) as items:
-        for item in items:
-            if isinstance(item, Batch):
-                shard.add_batch(item, job)
+    for batch in job.encode_window(0, shard.window(job.model)):
+        shard.add_batch(batch, job)
     report_truncation(job.encoding.kind, len(job.texts), shard.truncation)
     vectors, failed = shard.assemble(job)
     if failed:
         text_id, failure = next(iter(failed.items()))
         raise DataError(
-            f"{argument}: {len(failed)} of {len(job.texts)} failed, {text_id!r} first ({failure}).",
+            f"{argument}: {len(failed)} of {len(job.texts)} failed; the first is {text_id!r} "
+            f"({failure}).",
         )
     return vectors

@@ -71,12 +71,12 @@ def encode_collection(
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
     A text that cannot be encoded (it is not a string, or the model fails or returns NaN) is left
-    out, and listed with the reason in ``manifest.failed``. Other texts are not lost.
+    out, and listed with the reason in ``manifest.failed``.
 
     With an accelerated model, threads tokenise and write while it encodes batches of equal numbers
-    of tokens, without padding where the model allows it. Rows are equal to those of the plain model
-    up to the order in which sums are evaluated. In 16 bits, the bits of a row may depend on the
-    texts that it was encoded with.
+    of tokens, without padding if the model allows it. Rows are equal to those of the plain model up
+    to the order in which sums are evaluated. In 16 bits, the bits of a row may depend on the texts
+    that it was encoded with.
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
@@ -84,10 +84,10 @@ def encode_collection(
             (:class:`tilefold.retrieval.Passages`).
         output_dir: the folder; see :mod:`tilefold.retrieval.vectors.sparse_files`.
         kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
-        batch_size: texts per batch, at most. By default 32 for a plain model, and as many as
-            `batch_tokens` allows for an accelerated one.
-        batch_tokens: tokens per batch of an accelerated model, at most. By default a number that
-            suits the device.
+        batch_size: maximum number of texts per batch. By default 32 for a plain model, and as many
+            as `batch_tokens` allows for an accelerated one.
+        batch_tokens: maximum number of tokens per batch of an accelerated model. By default a
+            number that suits the device.
         shard_size: consecutive texts per shard, which is written atomically.
         save_minutes: minutes after which the finished part of a shard is saved. It is also saved on
             Ctrl-C.
@@ -103,23 +103,25 @@ def encode_collection(
         resume: keep the complete shards of an earlier run; a different model, text or setting is an
             error. With False, earlier vectors are discarded.
         group: the ranks of ``torch.distributed`` that share the work: a process group, ``"world"``
-            for all ranks if there are any, or None for this process alone. Every rank calls with
-            the same arguments and gets the same manifest. On a CPU with the same number of threads,
-            the folder has the same bytes as one process writes. A rank takes the next shard when it
-            is ready for it, so there should be many more shards than ranks. Only complete shards
-            are kept. Rank 0 calls `progress`.
+            for all ranks if there are any, or None for only this process. Every rank calls with the
+            same arguments and gets the same manifest. On a CPU with the same number of threads, the
+            folder has the same bytes as one process writes. A rank takes the next shard when it is
+            ready for it, so there should be many more shards than ranks. Only complete shards are
+            kept. Rank 0 calls `progress`.
 
     Returns:
         The complete manifest.
 
     Raises:
-        TypeError: `model` is not a loaded model, or `texts` is not a mapping.
-        ValueError: an argument is wrong, or there is no text.
-        DataError: with `resume`, the folder has vectors with other settings; or every text failed,
-            or every text of a shard of at least 16, which is the fault of the model.
-        FileExistsError: the folder has other files.
-        InUseError: another process writes there.
-        RankError: another rank of the group failed or ended, or did not join within five minutes.
+        TypeError: if `model` is not a loaded model, or `texts` is not a mapping.
+        ValueError: if an argument is invalid, or there is no text.
+        DataError: if the folder has vectors with other settings, and `resume` is True; or if all
+            texts failed, or all texts of a shard of at least 16, because the model is then at
+            fault.
+        FileExistsError: if the folder has other files.
+        InUseError: if another process writes into the folder.
+        RankError: if another rank of the group failed or ended, or did not join within five
+            minutes.
     """
     encoding = SparseEncoding(
         kind=kind,
@@ -148,20 +150,19 @@ def encode_to_folder(
     output: Output,
     group: object = None,
 ) -> Any:
-    """Encode `texts` into a folder of vectors of any kind.
+    """Encode `texts` into a folder of vectors.
+
+    It raises the errors of :func:`encode_collection`.
 
     Args:
-        encoding: options, which select the kind of vectors.
+        encoding: options of encoding. Their class selects the kind of vectors.
         model: a model of the class ``encoding.MODEL``.
         texts: id -> text.
-        output: the folder.
+        output: the folder, and how it is written.
         group: the ranks that share the work, as in :func:`encode_collection`.
 
     Returns:
         The complete manifest.
-
-    Raises:
-        Exception: the errors of :func:`encode_collection`.
     """
     check_instance("encoding", encoding, Encoding, "SparseEncoding()")
     check_instance("output", output, Output, "Output(Path(folder))")
@@ -171,7 +172,9 @@ def encode_to_folder(
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
     process_group = ranks_of(group)
-    with limited(model, encoding.kind, encoding.max_length, before=lambda: job.fingerprint):
+    if encoding.max_length is not None:
+        _ = job.fingerprint  # computed and cached before the limits of the model are changed
+    with limited(model, encoding.kind, encoding.max_length):
         if process_group is None:
             return FolderEncoder(job).run()
         with open_rank_store(process_group) as store, store.sharing_failures():
@@ -225,9 +228,9 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vocabulary = vocabulary_fingerprint(getattr(self.model, "tokenizer", None))
-        self._removed_terms: list[int] = []
+        self._dropped_terms: list[int] = []
         if not self.encoding.special_tokens:
-            self._removed_terms = list(self.model.tokenizer.all_special_ids)
+            self._dropped_terms = list(self.model.tokenizer.all_special_ids)
 
     def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
         return functools.partial(
@@ -251,12 +254,12 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
     def to_vectors(self, ids: list[str], rows: SparseRows | Tensor) -> SparseVectors:
         """Convert the rows of a batch to sparse vectors with ids.
 
-        Terms with a weight of at most ``min_weight`` are dropped, and special tokens if the options
-        say so.
+        Terms with a weight of at most ``min_weight`` are dropped. Special tokens are dropped unless
+        ``special_tokens`` is set.
 
         Args:
             ids: ids of the texts of the batch.
-            rows: rows of an accelerated model, or ``[N, V]`` of a plain model.
+            rows: sparse rows of an accelerated model, or a tensor ``[N, V]`` of a plain model.
         """
         min_weight = self.encoding.min_weight
         if isinstance(rows, SparseRows):
@@ -271,31 +274,35 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             vectors = vectors.above(min_weight)
         else:
             vectors = SparseVectors.from_torch(ids, rows, self.vocabulary, min_weight)
-        return vectors.without(self._removed_terms) if self._removed_terms else vectors
+        return vectors.without(self._dropped_terms) if self._dropped_terms else vectors
 
     def empty_vectors(self) -> SparseVectors:
         return SparseVectors.from_rows({}, self.size, self.vocabulary)
 
-    def open_writer(self, *, lists: bool) -> SparseVectorWriter:
-        """Open the output folder for sparse vectors."""
+    def open_writer(self, *, writes_manifest: bool) -> SparseVectorWriter:
+        """Open the output folder for sparse vectors.
+
+        Args:
+            writes_manifest: whether the writer locks the folder and writes the manifest.
+        """
         manifest = VectorManifest(
-            self.size,
-            self.vocabulary,
-            model_name(self.model),
-            self.encoding.kind,
+            vocab_size=self.size,
+            fingerprint=self.vocabulary,
+            model_name=model_name(self.model),
+            kind=self.encoding.kind,
             settings=self._manifest_settings(),
         )
         return SparseVectorWriter(
             self.output.folder,
             manifest,
             resume=self.output.resume,
-            lists=lists,
+            writes_manifest=writes_manifest,
             overwrite=not self.output.resume,
             precision=self.precision,
         )
 
     def _manifest_settings(self) -> dict[str, object]:
-        """Return the settings that a resumed run must share. Their order is that of the file."""
+        """Return the settings that a resumed run must share, in the order of the manifest."""
         settings = {
             "model_fingerprint": self.fingerprint,
             **self.encoding.settings(self.get_provenance()),
@@ -304,6 +311,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             "min_weight": self.encoding.min_weight,
         }
         if not self.encoding.special_tokens:
+            # Not written by default, because older manifests do not have this setting.
             settings["special_tokens"] = False
         return settings
 
@@ -321,13 +329,13 @@ def encode_queries(
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
         queries: id -> text.
-        batch_size: texts per batch, at most; 32 by default.
+        batch_size: maximum number of texts per batch; 32 by default.
         top_k: number of heaviest terms to keep per query; None uses the model's own limit.
         min_weight: terms are kept if their weight is above this.
 
     Raises:
-        ValueError: if there is no query, or an argument is wrong.
-        DataError: if a query cannot be encoded; the message names it.
+        ValueError: if there is no query, or an argument is invalid.
+        DataError: if a query cannot be encoded. The message names the query.
     """
     check_encoder("model", model)
     check_mapping("queries", queries, "id -> text")
@@ -337,7 +345,8 @@ def encode_queries(
         top_k=top_k,
         min_weight=min_weight,
     )
-    # The length of the vectors is needed for empty ones only, and here every query has a vector.
+    # A job needs the length of vectors only if no text can be encoded, which is an error here. So
+    # any length will do, and no text is encoded to measure it.
     job = SparseJob(encoding, model, size=1, texts=queries)
     return encode_in_memory(job, "queries")
 
@@ -345,8 +354,8 @@ def encode_queries(
 def _vocab_size(model: Model, kind: Kind) -> int:
     """Return the length V of the model's vectors.
 
-    An accelerated model states it. For a plain model, one word is encoded and the length of its
-    vector is returned.
+    The head of an accelerated model has it as an attribute. For a plain model, one word is encoded
+    and the length of its vector is returned.
 
     Raises:
         ValueError: if the model does not return one vector per text.
@@ -371,7 +380,7 @@ def encode_batch(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """Encode the texts of one forward pass into sparse rows.
+    """Encode texts into sparse rows in a single forward pass.
 
     Args:
         model: a ``SparseEncoder``, plain or accelerated.
@@ -385,18 +394,23 @@ def encode_batch(
         ``[len(texts), V]``, dense from a plain model and CSR from an accelerated one.
 
     Raises:
-        TypeError: `model` is not a loaded model, or `texts` is not a sequence.
-        ValueError: another argument is wrong.
+        TypeError: if `model` is not a loaded model, or `texts` is not a sequence.
+        ValueError: if another argument is invalid.
     """
     check_encoder("model", model)
     check_choice("kind", kind, ("document", "query"))
     check_least_count("top_k", top_k)
     check_number("min_weight", min_weight)
     texts = list_of("texts", texts)
-    encode: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
-    if encode is not None:
-        return encode(cut_texts(model, texts), task=kind, top_k=top_k, min_weight=min_weight)
-    rows: Tensor = encode_stock(
+    encode_accelerated: Callable[..., Tensor] | None = getattr(model, "encode_sparse_batch", None)
+    if encode_accelerated is not None:
+        return encode_accelerated(
+            cut_texts(model, texts),
+            task=kind,
+            top_k=top_k,
+            min_weight=min_weight,
+        )
+    rows: Tensor = encode_with_model_method(
         model,
         texts,
         kind,
@@ -408,14 +422,18 @@ def encode_batch(
 
 
 @torch.no_grad()
-def encode_stock(model: Model, texts: Sequence[str], kind: Kind, **options: object) -> Any:
-    """Encode texts in one forward pass by the model's own ``encode_document`` or ``encode_query``.
+def encode_with_model_method(
+    model: Model, texts: Sequence[str], kind: Kind, **options: object
+) -> Any:
+    """Encode texts in one forward pass with the model's ``encode_document`` or ``encode_query``.
+
+    Texts that are much longer than the model reads are cut first, which saves tokenisation.
 
     Args:
         model: a plain model of sentence-transformers.
         texts: the texts of one batch.
         kind: ``"document"`` or ``"query"``, which selects the method.
-        options: further arguments of the method.
+        options: additional arguments of the method.
 
     Returns:
         The result of the method, whose type depends on the model and the options.

@@ -25,7 +25,11 @@ from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
 from tilefold.retrieval.encoding.pending_shards import encode_in_memory
-from tilefold.retrieval.encoding.sparse import encode_stock, encode_to_folder, model_name
+from tilefold.retrieval.encoding.sparse import (
+    encode_to_folder,
+    encode_with_model_method,
+    model_name,
+)
 from tilefold.retrieval.vectors import tokens as stored
 from tilefold.retrieval.vectors.tokens import (
     DenseManifest,
@@ -69,10 +73,10 @@ def encode_tokens(
         model: a ``MultiVectorEncoder``, plain or accelerated.
         kind: ``"document"`` or ``"query"``, which selects the model's prompt, length, expansion and
             skipped words.
-        storage: ``"fp16"``; or ``"int8"`` with one scale per token, which takes half the bytes and
-            has an error of at most half of 1/127 of the token's largest entry.
-        source: folder or name that `model` was loaded from, stored so that queries can be encoded
-            with it.
+        storage: ``"fp16"``; or ``"int8"`` with one scale per token, which takes half the bytes. Its
+            error is at most max|x| / 254, for the largest entry max|x| of the token's vector.
+        source: folder or name that `model` was loaded from. It is stored, so that queries can be
+            encoded with the same model.
     """
     encoding = TokenEncoding(
         kind=kind,
@@ -149,7 +153,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
 
     def encode_batch(self, texts: list[str]) -> list[Tensor]:
         """Return a tensor ``[tokens, D]`` for each text."""
-        rows: list[Tensor] = encode_stock(self.model, texts, self.encoding.kind)
+        rows: list[Tensor] = encode_with_model_method(self.model, texts, self.encoding.kind)
         return rows
 
     def to_vectors(self, ids: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
@@ -160,47 +164,53 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             rows: packed rows of an accelerated model, or ``[tokens, D]`` of each text.
 
         Raises:
-            DataError: for a vector that is not finite in the storage.
+            DataError: if a vector is not finite after conversion to the storage dtype.
         """
         storage = self.encoding.storage
         if not isinstance(rows, TokenRows):
             return TokenVectors.pack(ids, rows, self.size, storage)
-        # Offsets [N + 1]: the sums of the numbers of tokens, with a 0 in front.
+        # Offsets [N + 1]: the cumulative numbers of tokens, with a 0 in front.
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
+        # int8 values are always finite, so an invalid number is in their scales.
+        numbers = rows.values if rows.scales is None else rows.scales
         stored.check_finite(
             ids,
             offsets,
-            rows.finite,
-            storage,
-            rows.values if rows.scales is None else rows.scales,
+            numbers,
+            is_finite=rows.finite,
+            storage=storage,
         )
         return TokenVectors(ids, offsets, rows.values, rows.scales)
 
     def empty_vectors(self) -> TokenVectors:
         return TokenVectors.pack([], [], self.size, self.encoding.storage)
 
-    def open_writer(self, *, lists: bool) -> TokenVectorWriter:
-        """Open the output folder for token vectors, or for dense ones."""
+    def open_writer(self, *, writes_manifest: bool) -> TokenVectorWriter:
+        """Open the output folder for token vectors or, in a subclass, dense vectors.
+
+        Args:
+            writes_manifest: whether the writer locks the folder and writes the manifest.
+        """
         manifest = self.MANIFEST(
-            self.size,
-            self.encoding.storage,
-            model_name(self.model),
-            self.fingerprint,
-            self.encoding.source,
-            self.encoding.kind,
+            dimension=self.size,
+            storage=self.encoding.storage,
+            model_name=model_name(self.model),
+            model_fingerprint=self.fingerprint,
+            model_source=self.encoding.source,
+            kind=self.encoding.kind,
             settings=self._manifest_settings(),
         )
         return TokenVectorWriter(
             self.output.folder,
             manifest,
             resume=self.output.resume,
-            lists=lists,
+            writes_manifest=writes_manifest,
             overwrite=not self.output.resume,
             precision=self.precision,
         )
 
     def _manifest_settings(self) -> Json:
-        """Return the settings that a resumed run must share. Their order is that of the file."""
+        """Return the settings that a resumed run must share, in the order of the manifest."""
         settings = self.encoding.settings(self.get_provenance())
         settings["shard_size"] = self.output.shard_size
         return settings
@@ -224,16 +234,33 @@ def encode_dense_collection(
 ) -> DenseManifest:
     """Encode `texts` into a folder of dense vectors, shard by shard, resuming an earlier run.
 
-    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the
-    same as in :func:`tilefold.retrieval.encode_collection`.
+    Shards, failed texts, resuming, ranks and errors are the same as in
+    :func:`tilefold.retrieval.encode_collection`.
 
     Args:
         model: a ``SentenceTransformer``, with its prompts, routes and similarity.
-        storage: ``"fp32"``; ``"fp16"``, half the bytes with relative errors up to 2^-11; or
-            ``"int8"``, a quarter of the bytes, with one scale per vector and errors of at most half
-            of 1/127 of its largest entry.
+        texts: id -> text, in a fixed order; or passages of long documents
+            (:class:`tilefold.retrieval.Passages`).
+        output_dir: the folder.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
+        storage: ``"fp32"``; ``"fp16"``, which takes half the bytes, with relative errors up to
+            2^-11; or ``"int8"``, which takes a quarter of the bytes, with one scale per vector and
+            errors of at most max|x| / 254, for the largest entry max|x| of the vector.
         dimension: number of leading entries of a vector to keep, for models that are trained for it
             (Matryoshka, arXiv 2205.13147).
+        batch_size: maximum number of texts per batch.
+        max_length: tokens read per text, at most as many as the model reads; None uses the model's
+            limit.
+        shard_size: consecutive texts per shard, which is written atomically.
+        save_minutes: minutes after which the finished part of a shard is saved.
+        progress: called as ``progress(texts done, texts in all)``.
+        resume: keep the complete shards of an earlier run. With False, earlier vectors are
+            discarded.
+        group: the ranks of ``torch.distributed`` that share the work, as in
+            :func:`tilefold.retrieval.encode_collection`.
+
+    Returns:
+        The complete manifest.
     """
     encoding = DenseEncoding(
         kind=kind,
@@ -278,13 +305,15 @@ class DenseEncoding(TokenEncoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> DenseJob:
-        """Return the job of encoding `texts` into dense vectors."""
+        """Return the job of encoding `texts` into dense vectors.
+
+        The arguments are described in :meth:`Encoding.create_job`.
+        """
         model_dimension = dense_dimension(model, self.kind)
         if self.dimension is not None and self.dimension > model_dimension:
             raise ArgumentError(
                 "dimension",
-                f"expected at most {model_dimension}, as the model's vectors have, "
-                f"got {self.dimension}.",
+                f"expected at most the model's dimension, {model_dimension}, got {self.dimension}.",
             )
         return DenseJob(
             encoding=self,
@@ -307,13 +336,15 @@ class DenseJob(TokenJob):
     encoding: DenseEncoding
 
     def encode_batch(self, texts: list[str]) -> list[Tensor]:
-        """Encode the texts of one forward pass.
+        """Encode texts in a single forward pass.
 
         Returns:
-            A tensor ``[1, D]`` for each text, of length 1 if the model's similarity is the cosine.
-            Matryoshka dimensions beyond the requested ones are dropped.
+            A tensor ``[1, D]`` for each text, normalized if the model uses cosine similarity.
+            Dimensions beyond the requested ones are dropped.
         """
-        vectors = encode_stock(self.model, texts, self.encoding.kind, convert_to_tensor=True)
+        vectors = encode_with_model_method(
+            self.model, texts, self.encoding.kind, convert_to_tensor=True
+        )
         rows = vectors[:, : self.size].float()
         if self.model.similarity_fn_name == "cosine":
             rows = torch.nn.functional.normalize(rows)
@@ -329,12 +360,13 @@ def dense_dimension(model: Model, kind: Kind) -> int:
     """Return the dimension of the model's dense vectors, measured on one word.
 
     Raises:
-        ValueError: if the model does not make one dense vector per text.
+        ValueError: if the model does not return one dense vector per text.
     """
     expected = "expected a SentenceTransformer of dense vectors"
+    # Only models that encode texts for retrieval have a similarity.
     if type(model).__name__ == "MultiVectorEncoder" or not hasattr(model, "similarity_fn_name"):
         raise ArgumentError("model", f"{expected}, got {type(model).__name__}.")
-    vectors = encode_stock(model, ["a"], kind, convert_to_tensor=True)
+    vectors = encode_with_model_method(model, ["a"], kind, convert_to_tensor=True)
     is_dense_matrix = (
         isinstance(vectors, Tensor)
         and not vectors.is_sparse
@@ -344,7 +376,8 @@ def dense_dimension(model: Model, kind: Kind) -> int:
     if not is_dense_matrix:
         raise ArgumentError(
             "model",
-            f"{expected}, got {type(model).__name__}, which makes others of a text.",
+            f"{expected}, got {type(model).__name__}, which does not return one dense vector per "
+            "text.",
         )
     return int(vectors.size(1))
 
@@ -364,16 +397,16 @@ def encode_texts(
         texts: id -> text.
         kind: ``"document"`` or ``"query"``.
         storage: ``"fp16"``, or ``"int8"`` with one scale per token.
-        batch_size: texts per batch, at most.
+        batch_size: maximum number of texts per batch.
 
     Raises:
-        ValueError: if there is no text, or an argument is wrong.
-        DataError: if a text cannot be encoded; the message names it.
+        ValueError: if there is no text, or an argument is invalid.
+        DataError: if a text cannot be encoded. The message names the text.
     """
     check_encoder("model", model, TokenEncoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
-    job = TokenJob(encoding, model, token_dimension(model, kind), texts)
+    job = TokenJob(encoding, model, size=token_dimension(model, kind), texts=texts)
     return encode_in_memory(job, "texts")
 
 
@@ -381,11 +414,11 @@ def token_dimension(model: Model, kind: Kind) -> int:
     """Return the dimension of the model's token vectors, measured on one word.
 
     Raises:
-        ValueError: if the model does not make token vectors.
+        ValueError: if the model does not return token vectors.
     """
     if not hasattr(model, "encode_query") or not hasattr(model, "similarity_fn_name"):
         raise ArgumentError("model", f"expected a MultiVectorEncoder, got {type(model).__name__}.")
-    (vectors,) = encode_stock(model, ["a"], kind)
+    (vectors,) = encode_with_model_method(model, ["a"], kind)
     if not isinstance(vectors, Tensor) or vectors.dim() != 2:
         raise ArgumentError(
             "model",

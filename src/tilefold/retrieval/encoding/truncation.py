@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from tilefold._internal.arguments import ArgumentError, check_least_count
@@ -22,6 +22,7 @@ from tilefold.pipeline.truncation import (
 
 __all__ = [
     "Tally",
+    "TextCutter",
     "TokenizerCall",
     "counting_truncation",
     "cut_texts",
@@ -29,70 +30,78 @@ __all__ = [
     "limited",
     "report_manifest_truncation",
     "tally_truncation",
-    "text_cutter",
     "token_counts",
 ]
 
-# Characters per token at which a cut at white space is tried first. Texts up to twice that are not
-# cut.
+# Characters per token that a prefix has which ends at white space. A word and its space rarely have
+# as many, so such a prefix usually has enough tokens.
 _CHARACTERS_PER_TOKEN = 16
-_CHARACTERS_PER_TOKEN_ANYWHERE = (8, 32, 128, 512)  # at which cuts anywhere are tried
+# Texts of up to twice as many characters per token are not cut, because cutting them saves little.
+_UNCUT_CHARACTERS_PER_TOKEN = 2 * _CHARACTERS_PER_TOKEN
+# Characters per token of the prefixes that are tried one after the other, and may end anywhere.
+_PREFIX_CHARACTERS_PER_TOKEN = (8, 32, 128, 512)
+_LONGER_PREFIX = 4  # a prefix at white space that has too few tokens is made this much longer
 _SPACE = re.compile(r"\s")
-# Characters at the end of a text that normalisers and splitters may treat differently when the text
-# goes on.
-MARGIN = 64
-# Letters and digits in the margin, at least, so that it is more than one cluster of combining
-# characters.
-_MIN_PLAIN_IN_MARGIN = 8
-_BYTES_PER_CHARACTER = 4  # at most; a byte is a character of a byte-level piece
+# Characters at the end of a prefix that a tokenizer may normalise or split differently when the
+# text goes on.
+UNSTABLE_CHARACTERS = 64
+# Minimum number of letters and digits among them. Otherwise they could all belong to one cluster of
+# combining characters, which may change even before them.
+_MIN_ALPHANUMERIC = 8
+_BYTES_PER_CHARACTER = 4  # maximum in UTF-8; a piece of a byte-level tokenizer has one per byte
 
 
 def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     """Cut texts that are much longer than the model reads, before they are tokenised.
 
-    A text is cut where its beginning provably has the same first tokens as the complete text, as
-    many as the model reads (:class:`Beginnings`). Where that cannot be proved (a tokenizer without
-    a fast backend, one word that never ends, special tokens in the text), it is cut at white space,
-    where tokenizers begin a new word, if there is some. Texts are not cut for models that truncate
-    on the left or not at all.
+    A text is cut to a prefix whose first tokens are provably those of the complete text, as many as
+    the model reads (:class:`PrefixTokenizer`). If this cannot be proved (a tokenizer without a fast
+    backend, one word that never ends, special tokens in the text), the text is cut at white space,
+    where tokenizers begin a new word. A text without white space is then left as it is. Texts are
+    not cut for models that truncate on the left or not at all.
     """
-    return text_cutter(model)(texts)
+    return TextCutter(model).cut(texts)
 
 
-def text_cutter(
-    model: Model, *, copy_tokenizer: bool = False
-) -> Callable[[Sequence[str]], list[str]]:
-    """Return :func:`cut_texts` with the present limits of `model`, for many calls.
+class TextCutter:
+    """Cuts texts that are much longer than a model's token limit, for many calls.
+
+    It uses the limit that the model has when the cutter is created. See :func:`cut_texts`.
 
     Args:
         model: a model of sentence-transformers.
         copy_tokenizer: whether to use a copy of the tokenizer, because another thread tokenises at
             the same time.
     """
-    limit = _token_limit(model)
-    tokenizer = getattr(model, "tokenizer", None)
-    truncates_right = getattr(tokenizer, "truncation_side", None) == "right"
-    if limit is None or not callable(tokenizer) or not truncates_right:
-        return list
-    max_characters = 2 * _CHARACTERS_PER_TOKEN * limit
-    prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
 
-    @functools.cache
-    def create_cutter() -> _TextCutter:
-        """Create the cutter when the first long text comes, because it reads the vocabulary."""
-        # One token more than the limit, so that the tokenizer sees that the text was longer.
-        return _TextCutter(
-            copy.deepcopy(tokenizer) if copy_tokenizer else tokenizer, prompts, limit + 1
-        )
+    def __init__(self, model: Model, *, copy_tokenizer: bool = False) -> None:
+        self._limit = _token_limit(model) or 0
+        self._tokenizer = getattr(model, "tokenizer", None)
+        self._copies_tokenizer = copy_tokenizer
+        self._prompts = {"", *(getattr(model, "prompts", None) or {}).values()}
+        truncates_right = getattr(self._tokenizer, "truncation_side", None) == "right"
+        self._cuts_texts = self._limit > 0 and callable(self._tokenizer) and truncates_right
 
-    def cut(texts: Sequence[str]) -> list[str]:
-        """Cut long texts, and leave the others."""
+    def cut(self, texts: Sequence[str]) -> list[str]:
+        """Return the texts, with the long ones cut."""
+        if not self._cuts_texts:
+            return list(texts)
+        max_characters = _UNCUT_CHARACTERS_PER_TOKEN * self._limit
         with ignoring_truncation():
             return [
-                text if len(text) <= max_characters else create_cutter().cut(text) for text in texts
+                text if len(text) <= max_characters else self._prefix_cutter.cut(text)
+                for text in texts
             ]
 
-    return cut
+    @functools.cached_property
+    def _prefix_cutter(self) -> _PrefixCutter:
+        """Created when the first long text comes, because it reads the vocabulary."""
+        tokenizer = self._tokenizer
+        if self._copies_tokenizer:
+            tokenizer = copy.deepcopy(tokenizer)
+        # One token more than the limit, so that the tokenizer still truncates the text, and reports
+        # it as truncated.
+        return _PrefixCutter(tokenizer, self._prompts, self._limit + 1)
 
 
 def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
@@ -100,7 +109,7 @@ def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
 
     Args:
         model: a model of sentence-transformers.
-        texts: texts to count tokens of. Tokens beyond the model's limit are not counted.
+        texts: the texts. Tokens beyond the model's limit are not counted.
 
     Returns:
         The number of tokens of each text, or the exception of the tokenizer for that text.
@@ -127,12 +136,13 @@ def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
 
 
 def report_manifest_truncation(kind: str, texts: int, truncated: Mapping[str, int | None]) -> None:
-    """Add the truncation counts of a manifest or a result to every active tally.
+    """Report the truncated texts of a manifest or a result, which a command then shows.
 
     Args:
         kind: what the texts are, such as ``"document"``.
         texts: number of texts that were encoded.
-        truncated: ``count`` and ``max_length`` of the truncated texts; empty if there are none.
+        truncated: ``count`` and ``max_length`` of the truncated texts; empty if they were not
+            counted.
     """
     if truncated:
         report_truncation(
@@ -143,15 +153,15 @@ def report_manifest_truncation(kind: str, texts: int, truncated: Mapping[str, in
 
 
 def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model, int | None]:
-    """Let a model read at most `max_length` tokens per text of a kind.
+    """Limit the tokens that a model reads per text of a kind.
 
     Args:
         model: a model of sentence-transformers, whose modules are changed.
         kind: ``"document"`` or ``"query"``.
-        max_length: number of tokens, special tokens included; None changes nothing.
+        max_length: maximum number of tokens, special tokens included; None changes nothing.
 
     Returns:
-        The limits before, by module.
+        The previous limit of each module that was changed.
 
     Raises:
         ValueError: if the model reads fewer tokens, or has no limit for this kind of texts.
@@ -165,46 +175,44 @@ def limit_length(model: Model, kind: str, max_length: int | None) -> dict[Model,
             "max_length",
             f"expected at most {model_limit}, the tokens that the model reads, got {max_length}.",
         )
-    attribute = f"{kind}_length"
+    attribute = _length_attribute(kind)
     modules = [module for module in model.modules() if hasattr(module, attribute)]
     if not modules:
         raise ArgumentError(
             "max_length",
-            f"expected a model whose tokenizer takes a length for a {kind}, got "
+            f"expected a model whose tokenizer module has a {attribute}, got "
             f"{type(model).__name__} without one. Set its max_seq_length.",
         )
-    former_limits = {module: getattr(module, attribute) for module in modules}
+    previous_limits = {module: getattr(module, attribute) for module in modules}
     for module in modules:
         setattr(module, attribute, max_length)
-    return former_limits
+    return previous_limits
 
 
 @contextmanager
-def limited(
-    model: Model,
-    kind: str,
-    max_length: int | None,
-    *,
-    before: Callable[[], object],
-) -> Iterator[None]:
-    """Limit the tokens that a model reads within the block.
+def limited(model: Model, kind: str, max_length: int | None) -> Iterator[None]:
+    """Limit the tokens that a model reads per text of a kind, until the end of the block.
 
     Args:
-        model, kind, max_length: as for :func:`limit_length`.
-        before: called while the model still has its own limits, if they are changed.
+        model: a model of sentence-transformers, whose modules are changed.
+        kind: ``"document"`` or ``"query"``.
+        max_length: maximum number of tokens, special tokens included; None changes nothing.
     """
-    if max_length is not None:
-        before()
-    former_limits = limit_length(model, kind, max_length)
+    previous_limits = limit_length(model, kind, max_length)
     try:
         yield
     finally:
-        for module, limit in former_limits.items():
-            setattr(module, f"{kind}_length", limit)
+        for module, limit in previous_limits.items():
+            setattr(module, _length_attribute(kind), limit)
+
+
+def _length_attribute(kind: str) -> str:
+    """Return the attribute of a tokenizer module with the token limit for a kind of texts."""
+    return f"{kind}_length"
 
 
 def _token_limit(model: Model) -> int | None:
-    """Return the largest number of tokens that the model reads of a text of any kind."""
+    """Return the largest token limit of a model for any kind of texts, or None without a limit."""
     limits = [getattr(model, "max_seq_length", None)]
     first_module = next(iter(model.children()), None) if hasattr(model, "children") else None
     for attribute in ("query_length", "document_length"):
@@ -212,182 +220,190 @@ def _token_limit(model: Model) -> int | None:
     return max((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
-class _TextCutter:
-    """Cuts texts that are much longer than a token limit.
+class _PrefixCutter:
+    """Cuts texts to prefixes that have the same first tokens.
 
     Args:
         tokenizer: the tokenizer of the model.
         prompts: texts that the model may put before a text.
-        limit: number of leading tokens that a cut must preserve.
+        n_tokens: number of first tokens that a prefix must keep.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompts: set[str], limit: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompts: set[str], n_tokens: int) -> None:
         self._tokenizer = tokenizer
         self._prompts = prompts
-        self._limit = limit
-        self._beginnings: Beginnings | None = None
+        self._n_tokens = n_tokens
+        self._prefix_tokenizer: PrefixTokenizer | None = None
         if getattr(tokenizer, "backend_tokenizer", None) is not None:
-            self._beginnings = Beginnings(tokenizer)
+            self._prefix_tokenizer = PrefixTokenizer(tokenizer)
 
     def cut(self, text: str) -> str:
-        """Return a beginning of `text` with the same first tokens, or `text` without one."""
-        beginning = self._cut_anywhere(text)
-        return self._cut_at_white_space(text) if beginning is None else beginning
+        """Return a prefix of a text with the same first tokens, or the text if there is none."""
+        prefix = self._cut_anywhere(text)
+        return self._cut_at_white_space(text) if prefix is None else prefix
 
     def _cut_anywhere(self, text: str) -> str | None:
-        """Return a beginning whose first tokens do not depend on what follows it."""
-        if self._beginnings is None:
+        """Return a prefix whose first tokens do not depend on the rest, or None."""
+        if self._prefix_tokenizer is None:
             return None
-        for characters_per_token in _CHARACTERS_PER_TOKEN_ANYWHERE:
-            size = characters_per_token * self._limit
-            beginning = text[:size]
-            if size >= len(text) or self._has_fixed_tokens(self._beginnings, beginning):
-                return beginning
+        for characters_per_token in _PREFIX_CHARACTERS_PER_TOKEN:
+            n_characters = characters_per_token * self._n_tokens
+            prefix = text[:n_characters]
+            if n_characters >= len(text) or self._has_fixed_tokens(self._prefix_tokenizer, prefix):
+                return prefix
         return None
 
-    def _has_fixed_tokens(self, beginnings: Beginnings, text: str) -> bool:
-        """Return whether the first tokens of `text` are fixed, with each prompt before it."""
+    def _has_fixed_tokens(self, prefix_tokenizer: PrefixTokenizer, prefix: str) -> bool:
+        """Return whether the first tokens after each prompt do not depend on the rest."""
         return all(
-            beginnings.first(prompt + text, self._limit) is not None for prompt in self._prompts
+            prefix_tokenizer.first_tokens(prompt + prefix, self._n_tokens) is not None
+            for prompt in self._prompts
         )
 
     def _cut_at_white_space(self, text: str) -> str:
-        """Return a beginning that ends before white space and has enough tokens.
+        """Return a prefix that ends before white space and has enough tokens.
 
-        Longer beginnings are tried until one has as many tokens as the limit.
+        Longer prefixes are tried until one has enough tokens.
 
         Returns:
-            The beginning, or the complete text if no white space follows or it is too short.
+            The prefix, or the complete text if no white space follows.
         """
-        size = _CHARACTERS_PER_TOKEN * self._limit
-        while size < len(text):
-            space = _SPACE.search(text, size)
+        search_from = _CHARACTERS_PER_TOKEN * self._n_tokens
+        while search_from < len(text):
+            space = _SPACE.search(text, search_from)
             if space is None:
                 return text
-            beginning = text[: space.start()]
+            prefix = text[: space.start()]
             encoded = self._tokenizer(
-                beginning,
+                prefix,
                 add_special_tokens=False,
                 truncation=True,
-                max_length=self._limit,
+                max_length=self._n_tokens,
             )
-            if len(encoded["input_ids"]) >= self._limit:
-                return beginning
-            size = 4 * space.start()
+            if len(encoded["input_ids"]) >= self._n_tokens:
+                return prefix
+            search_from = _LONGER_PREFIX * space.start()
         return text
 
 
-class Beginnings:
-    """The tokens that a text begins with, whatever follows it.
+class PrefixTokenizer:
+    """Finds the first tokens of texts from a prefix, if they do not depend on the rest of the text.
 
     A fast tokenizer normalises a text, splits it into pieces, and tokenises each piece by itself.
-    Pieces that end well before the end of a text stay the same when the text goes on. The last
-    piece is open: its last tokens may change.
+    Pieces that end well before the end of the prefix are complete: they stay the same when the text
+    goes on. The next piece is open: the text may continue it, so its last tokens may change.
 
-    For BPE and Unigram, if ``t1 ... tk`` are the tokens of a piece, then ``t1 ... tj`` are the
-    tokens of their characters, for each j: neither merges left of a boundary nor the best path to
-    it depend on the characters after it. No token is longer than the longest of the vocabulary, M
-    characters, so that the complete piece has a boundary among any M consecutive positions. If all
-    M beginnings that end there agree on their first n tokens, the complete piece begins with these
-    n tokens. Tokens that a tokenizer fuses (unknown characters) are closed by the next token, which
-    is therefore required. WordPiece and WordLevel know a word or do not, as a unit, so that nothing
-    is known of their open piece.
+    The first tokens of an open piece can be found for BPE and Unigram. If ``t1 ... tk`` are the
+    tokens of a piece, then ``t1 ... tj`` are the tokens of their characters, for each j, because
+    neither merges left of a token boundary nor the best path to it depend on the characters after
+    it. No token is longer than the longest token of the vocabulary, which has M characters. So the
+    complete piece has a token boundary among any M consecutive positions. If the piece, cut at each
+    of M such positions, has the same first n tokens, the complete piece has them too. A tokenizer
+    may fuse a token with the next one (unknown characters), so one more token must follow.
+    WordPiece and WordLevel know a word or do not, as a unit, so an open piece tells nothing.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Read from a tokenizer how long its tokens are, and whether open pieces can be read."""
+        """Read the length of the longest token, and whether open pieces can be tokenised."""
         self.tokenizer = tokenizer
         self.backend = tokenizer.backend_tokenizer
+        # An added token may begin at the end of the prefix.
         added_tokens = tokenizer.get_added_vocab()
-        self.margin = max([MARGIN, *(len(token) for token in added_tokens)])
+        self.n_unstable = max([UNSTABLE_CHARACTERS, *(len(token) for token in added_tokens)])
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         self.longest_token = max((len(token) for token in vocabulary), default=1)
         algorithm = type(self.backend.model).__name__
-        self.reads_open_pieces = algorithm == "Unigram" or (
-            algorithm == "BPE" and not self.backend.model.end_of_word_suffix
-        )
+        # With a suffix for the end of a word, BPE tokenises a cut piece as a complete word.
+        marks_word_ends = algorithm == "BPE" and self.backend.model.end_of_word_suffix
+        self.can_tokenize_open_pieces = algorithm in ("BPE", "Unigram") and not marks_word_ends
 
-    def first(self, text: str, count: int) -> list[int] | None:
-        """Return the first `count` tokens of every text that begins with `text`.
+    def first_tokens(self, prefix: str, count: int) -> list[int] | None:
+        """Return the first `count` tokens of every text that begins with `prefix`.
 
         Args:
-            text: beginning of a longer text.
+            prefix: beginning of a longer text.
             count: number of tokens.
 
         Returns:
-            Token ids, or None if they depend on how the text goes on.
+            Token ids, or None if the rest of the text could change them.
         """
-        n_plain = sum(character.isalnum() for character in text[-self.margin :])
-        if n_plain < _MIN_PLAIN_IN_MARGIN:
+        unstable_characters = prefix[-self.n_unstable :]
+        n_alphanumeric = sum(character.isalnum() for character in unstable_characters)
+        if n_alphanumeric < _MIN_ALPHANUMERIC:
             return None
-        tokens = self._tokens_of_pieces(text, count)
+        tokens = self._tokenize_pieces(prefix, count)
         if tokens is None:
             return None
-        # Added tokens, such as [MASK] in a text, are not respected by the pieces above. With them,
-        # the tokenizer's own result differs, and nothing is known.
+        # _tokenize_pieces() ignores added tokens, such as [MASK] in a text. If the tokenizer
+        # disagrees for this or any other reason, nothing is proved.
         encoded = self.tokenizer(
-            text,
+            prefix,
             add_special_tokens=False,
             truncation=True,
             max_length=count,
         )
         return tokens if list(encoded["input_ids"]) == tokens else None
 
-    def _tokens_of_pieces(self, text: str, count: int) -> list[int] | None:
-        """Tokenise a text piece by piece, as far as its pieces do not depend on what follows.
+    def _tokenize_pieces(self, prefix: str, count: int) -> list[int] | None:
+        """Tokenise a prefix piece by piece, until the rest of the text could change a piece.
 
         Args:
-            text: beginning of a longer text.
+            prefix: beginning of a longer text.
             count: number of tokens.
 
         Returns:
-            The first `count` tokens, or None if any of them may change when the text goes on.
+            The first `count` tokens, or None if the rest of the text could change them.
         """
         normalizer = self.backend.normalizer
-        normalized = normalizer.normalize_str(text) if normalizer else text
+        normalized = normalizer.normalize_str(prefix) if normalizer else prefix
         pre_tokenizer = self.backend.pre_tokenizer
         pieces = [(normalized, (0, len(normalized)))]
         if pre_tokenizer:
             pieces = pre_tokenizer.pre_tokenize_str(normalized)
+        stable_end = len(normalized) - self.n_unstable
         tokens: list[int] = []
-        for piece, (_, end) in pieces:
-            if len(tokens) > count:  # one token more, after which the last one cannot change
+        for piece, (_, piece_end) in pieces:
+            if len(tokens) > count:  # the token after the last one shows that it is not fused
                 break
-            # A piece that ends in the margin may change when the text goes on.
-            if end > len(normalized) - self.margin:
-                if not self.reads_open_pieces:
-                    return None
-                open_tokens = self._tokens_of_open_piece(piece, max(count - len(tokens), 1))
+            if piece_end > stable_end:  # an open piece
+                n_missing = max(count - len(tokens), 1)  # at least the token after the last one
+                open_tokens = self._tokenize_open_piece(piece, n_missing)
                 if open_tokens is None:
                     return None
                 tokens += open_tokens
                 break
-            tokens += [token.id for token in self.backend.model.tokenize(piece)]
+            tokens += self._tokenize_piece(piece)
         return tokens[:count] if len(tokens) >= count else None
 
-    def _tokens_of_open_piece(self, piece: str, count: int) -> list[int] | None:
-        """Return the first `count` tokens of every piece that begins like `piece`.
+    def _tokenize_piece(self, piece: str) -> list[int]:
+        """Return the token ids of a piece that is complete."""
+        return [token.id for token in self.backend.model.tokenize(piece)]
 
-        The complete piece has the boundary of a token at one of as many consecutive positions as
-        the longest token has characters. If the piece has the same first tokens when it is cut at
-        any of these positions, the complete piece has them too.
+    def _tokenize_open_piece(self, piece: str, count: int) -> list[int] | None:
+        """Return the first `count` tokens of every piece that begins with `piece`.
+
+        Any window of ``longest_token`` positions contains a token boundary of the complete piece.
+        So if all cuts in a window agree on the first tokens, the complete piece has them too.
 
         Args:
-            piece: last piece of a text. The margin at its end is not used, because it may change.
+            piece: the last piece of a prefix. Its end is not used, because it may change.
             count: number of tokens.
 
         Returns:
-            The tokens, or None if the beginnings differ or are too short.
+            The tokens, or None if the cuts disagree or are too short.
         """
-        end = len(piece) - _BYTES_PER_CHARACTER * self.margin
-        if end <= 2 * self.longest_token:
+        if not self.can_tokenize_open_pieces:
+            return None
+        # A byte-level piece has a character per byte, so a character may be several of them.
+        stable_end = len(piece) - _BYTES_PER_CHARACTER * self.n_unstable
+        if stable_end <= 2 * self.longest_token:
             return None
         agreed: list[int] | None = None
-        for stop in range(end, end - self.longest_token, -1):
-            tokens = [token.id for token in self.backend.model.tokenize(piece[:stop])]
+        for cut_position in range(stable_end, stable_end - self.longest_token, -1):
+            tokens = self._tokenize_piece(piece[:cut_position])
             if len(tokens) <= count:
                 return None
             if agreed is not None and tokens[:count] != agreed:

@@ -295,7 +295,7 @@ class DenseIndex(TorchIndex):
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:
         """Read the vectors of a saved index, see :meth:`FolderIndex._read`."""
-        tensors = read_tensors(folder / _FILE, "values")
+        tensors = read_tensors(folder / _FILE, "values", optional=("scales",))
         try:
             return cls(
                 ids,

@@ -42,17 +42,15 @@ SCHEMA_VERSION = 1
 FIELD_TYPES = ("rank_features", "sparse_vector")
 DOTS = ("refuse", "keep")
 
-# Longest ids in bytes. Vespa takes 64 KiB with the namespace and the document type.
+# Maximum length of ids in bytes. Vespa accepts 64 KiB with the namespace and the document type.
 _MAX_ID_BYTES = {"OpenSearch": 512, "Vespa": 65_000}
-# Longest term of Lucene.
-_MAX_NAME_BYTES = 32_766
-# OpenSearch takes numbers of terms modulo this one in a field of type sparse_vector.
+_MAX_NAME_BYTES = 32_766  # maximum length of a term of Lucene
+# OpenSearch stores the number of a term modulo this in a field of type sparse_vector.
 _MAX_SPARSE_VECTOR_TERMS = 32_768
-# OpenSearch takes normal float32 numbers only.
-_MIN_OPENSEARCH_WEIGHT = float(np.finfo(np.float32).tiny)
-# Names that an error lists.
-_LISTED_NAMES = 3
+_MIN_OPENSEARCH_WEIGHT = float(np.finfo(np.float32).tiny)  # OpenSearch refuses subnormal numbers
+_LISTED_NAMES = 3  # names that an error lists
 
+# Last sentences of errors about names of terms, without the full stop.
 _NUMBERS_REMEDY = "Name terms by their numbers: tokens=None, or --names numbers"
 _DOTS_REMEDY = f"{_NUMBERS_REMEDY} (for neural_sparse on OpenSearch dots='keep', or --dots keep)"
 
@@ -60,7 +58,7 @@ _FIELD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _WORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _NAMESPACE_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 
-# Returns what is wrong with a name or an id for an engine, or None.
+# Returns what is wrong with a name or an id for an engine, such as "holds a dot", or None.
 Complaint = Callable[[str], str | None]
 
 _SCHEMA = """\
@@ -98,8 +96,8 @@ class Exported:
 
     Attributes:
         engine: ``"opensearch"`` or ``"vespa"``.
-        n_documents: documents that were written.
-        n_weights: weights of all documents.
+        n_documents: number of documents that were written.
+        n_weights: number of weights of all documents.
         files: names in the folder, in the order in which the engine reads them.
     """
 
@@ -129,10 +127,10 @@ def export_opensearch(
     2^-8), and 8 bits in ``sparse_vector``.
 
     Args:
-        vectors: of documents, in memory or as a folder that ``encode`` wrote. One shard of a
-            folder is in memory at a time.
+        vectors: vectors of documents, in memory or as a folder that ``encode`` wrote. One shard of
+            a folder is in memory at a time.
         output: a new or empty folder.
-        tokens: token of each term, as :func:`tilefold.retrieval.term_names` gives them. A term
+        tokens: token of each term, as :func:`tilefold.retrieval.term_names` returns them. A term
             whose token is None is named ``[term_905]`` after its number. By default, and always for
             ``sparse_vector``, terms are named by their numbers.
         texts: id -> text, for a field ``text``.
@@ -144,12 +142,12 @@ def export_opensearch(
             on OpenSearch.
         part_bytes: size of a bulk file, below the ``http.max_content_length`` of the cluster (100
             MB).
-        overwrite: replace an earlier export in `output` when all is written.
+        overwrite: replace an earlier export in `output` once all files are written.
 
     Raises:
-        VocabularyMismatchError: for another number of tokens than the vectors have terms.
-        DataError: for two terms with one name; a name, id or weight that the engine does not take;
-            a vocabulary that is too large for ``sparse_vector``; and incomplete vectors.
+        VocabularyMismatchError: if the number of tokens is not the number of terms.
+        DataError: if two terms share a name; the engine does not accept a name, id or weight; the
+            vocabulary is too large for ``sparse_vector``; or the vectors are incomplete.
         FileExistsError: if `output` has an earlier export and `overwrite` is False.
     """
     check_choice("field_type", field_type, FIELD_TYPES)
@@ -158,8 +156,8 @@ def export_opensearch(
         "field",
         field,
         _FIELD_PATTERN,
+        form="letters, digits, - or _, a letter first",
         reserved=("id", "text"),
-        more_characters=", -",
     )
     check_integer("part_bytes", part_bytes)
     check_least("part_bytes", part_bytes)
@@ -167,36 +165,36 @@ def export_opensearch(
     if 0 < documents.min_weight < _MIN_OPENSEARCH_WEIGHT:
         raise ArgumentDataError(
             "vectors",
-            f"OpenSearch takes weights of at least {_MIN_OPENSEARCH_WEIGHT:.3g} (a normal "
+            f"OpenSearch accepts weights of at least {_MIN_OPENSEARCH_WEIGHT:.3g} (a normal "
             f"float32), got {documents.min_weight:.3g}. Drop such weights.",
         )
     if field_type == "sparse_vector":
         _check_sparse_vector(documents, tokens)
 
     def name_complaint(name: str) -> str | None:
-        """Say what OpenSearch does not take in the name of a term, or return None."""
+        """Return what is wrong with the name of a term for OpenSearch, or None."""
         if len(name.encode()) > _MAX_NAME_BYTES:
             return f"has more than {_MAX_NAME_BYTES} bytes"
         return "holds a dot" if dots == "refuse" and "." in name else None
 
     remedy = _NUMBERS_REMEDY if dots == "keep" else _DOTS_REMEDY
-    names = _name_terms(documents, tokens, name_complaint, remedy)
+    term_names = _name_terms(documents, tokens, name_complaint, remedy)
 
     def actions() -> Iterator[bytes]:
         """Yield the two lines of each document in a bulk file: the action and the fields."""
-        for document_id, fields, weights in documents.rows(names, texts):
+        for document_id, fields, weights in documents.iter_documents(term_names, texts):
             action = {"index": {"_id": document_id}}
             yield _json_line(action) + _json_line({**fields, field: weights})
 
     with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
-        mapping = _mapping(
+        index_body = _index_body(
             documents,
             field,
             field_type,
-            _origin(documents, tokens),
+            origin=_origin(documents, tokens),
             has_texts=texts is not None,
         )
-        write_json(folder / MAPPING, mapping)
+        write_json(folder / MAPPING, index_body)
         return _write_record(
             folder,
             documents,
@@ -207,14 +205,11 @@ def export_opensearch(
 
 
 def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | None) -> None:
-    """Raise an error unless a field of type ``sparse_vector`` can hold the terms.
-
-    OpenSearch stores the number of a term modulo 32,768 there, so that terms of a larger vocabulary
-    would be confused.
+    """Raise an error if a field of type ``sparse_vector`` cannot hold the terms.
 
     Args:
         documents: documents whose vectors are exported.
-        tokens: tokens by which the caller wants to name terms, which must be None.
+        tokens: must be None, because ``sparse_vector`` names terms by their numbers.
     """
     if tokens is not None:
         raise ArgumentError(
@@ -225,8 +220,9 @@ def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | N
     if vocab_size > _MAX_SPARSE_VECTOR_TERMS:
         raise ArgumentDataError(
             "vectors",
-            f"sparse_vector takes numbers of terms modulo {_MAX_SPARSE_VECTOR_TERMS:,}, so that "
-            f"some would match in a vocabulary of {vocab_size:,}. Use field_type='rank_features'.",
+            f"sparse_vector stores the number of a term modulo {_MAX_SPARSE_VECTOR_TERMS:,}, so "
+            f"some terms would collide in a vocabulary of {vocab_size:,}. Use "
+            "field_type='rank_features'.",
         )
 
 
@@ -245,9 +241,9 @@ def export_vespa(
 
     ``DOCUMENT.sd`` is the schema. ``feed.jsonl`` has a ``put`` per document for ``vespa feed``. A
     vector is a mapped tensor ``tensor<float>(token{})``, with its float32 weights. The rank profile
-    named `field` scores with the inner product of it and ``query(q)``. The profile ranks what a
-    query's ``where`` matches, because a tensor has no postings. Ids of documents are
-    ``id:NAMESPACE:DOCUMENT::ID``.
+    named `field` scores with the inner product of the tensor and ``query(q)``. The profile ranks
+    the documents that a query's ``where`` matches, because a tensor has no postings. Ids of
+    documents are ``id:NAMESPACE:DOCUMENT::ID``.
 
     Args:
         vectors: see :func:`export_opensearch`.
@@ -255,27 +251,34 @@ def export_vespa(
         tokens: see :func:`export_opensearch`.
         texts: see :func:`export_opensearch`.
         document: name of the schema and its document type.
-        namespace: of the ids.
+        namespace: namespace of the ids.
         field: name of the field of the vectors, and of the rank profile.
         overwrite: see :func:`export_opensearch`.
 
     Raises:
-        DataError: as in :func:`export_opensearch`, and for a name, id or text with a control
+        DataError: as in :func:`export_opensearch`, and if a name, id or text has a control
             character.
         VocabularyMismatchError: as in :func:`export_opensearch`.
         FileExistsError: as in :func:`export_opensearch`.
     """
-    _check_form("document", document, _WORD_PATTERN)
-    _check_form("namespace", namespace, _NAMESPACE_PATTERN)
-    _check_form("field", field, _WORD_PATTERN, reserved=("id", "text", "token"))
-    documents = _survey(vectors, "Vespa", _control_character, texts)
+    word_form = "letters, digits or _, a letter first"
+    _check_form("document", document, _WORD_PATTERN, form=word_form)
+    _check_form("namespace", namespace, _NAMESPACE_PATTERN, form="letters, digits, - or _")
+    _check_form(
+        "field",
+        field,
+        _WORD_PATTERN,
+        form=word_form,
+        reserved=("id", "text", "token"),
+    )
+    documents = _survey(vectors, "Vespa", _first_refused_character, texts)
 
     def name_complaint(name: str) -> str | None:
-        """Say what Vespa does not take in the name of a term, or return None."""
-        control_character = _control_character(name)
-        return None if control_character is None else f"holds {control_character}"
+        """Return what is wrong with the name of a term for Vespa, or None."""
+        refused_character = _first_refused_character(name)
+        return None if refused_character is None else f"holds {refused_character}"
 
-    names = _name_terms(documents, tokens, name_complaint, _NUMBERS_REMEDY)
+    term_names = _name_terms(documents, tokens, name_complaint, _NUMBERS_REMEDY)
     with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
         schema_file = f"{document}.sd"
         schema = _SCHEMA.format(
@@ -285,14 +288,14 @@ def export_vespa(
         )
         (folder / schema_file).write_text(schema, encoding="utf-8")
         with (folder / FEED).open("wb") as stream:
-            for document_id, fields, weights in documents.rows(names, texts):
-                control_character = _control_character(fields.get("text", ""))
-                if control_character is not None:
+            for document_id, fields, weights in documents.iter_documents(term_names, texts):
+                refused_character = _first_refused_character(fields.get("text", ""))
+                if refused_character is not None:
                     raise DataError(
-                        f"texts: Vespa takes no text with {control_character}, got one for "
-                        f"{document_id!r}. Mend it.",
+                        f"texts: Vespa does not accept texts with {refused_character}, got one for "
+                        f"{document_id!r}. Remove the character.",
                     )
-                # The weights are below "cells", because a token may be "cells" or "values" itself.
+                # The weights are nested in "cells", because a token may be "cells" or "values".
                 operation = {
                     "put": f"id:{namespace}:{document}::{document_id}",
                     "fields": {**fields, field: {"cells": weights}},
@@ -309,18 +312,18 @@ def export_vespa(
 
 @dataclass(frozen=True)
 class _Documents:
-    """Documents that are exported, and what a first pass over their vectors showed.
+    """Documents that are exported, with statistics from a first pass over their vectors.
 
     Weights of 0 are left out, because no score depends on them.
 
     Attributes:
         engine: ``"OpenSearch"`` or ``"Vespa"``.
         source: vectors in memory, or a folder of shards.
-        fingerprint: of the vocabulary.
-        provenance: of the vectors.
-        is_used: bool ``[V]``, whether a document has a positive weight for the term.
-        min_weight: lightest positive weight; 0 without any.
-        max_weight: heaviest weight; 0 without any.
+        fingerprint: digest of the vocabulary; None if unknown.
+        provenance: model and texts of the vectors, as far as they are known.
+        is_used: whether a document has a positive weight for each term, bool ``[V]``.
+        min_weight: lightest positive weight; 0 if no weight is positive.
+        max_weight: heaviest weight; 0 if no weight is positive.
         n_documents: number of documents.
         n_weights: number of positive weights.
     """
@@ -335,15 +338,15 @@ class _Documents:
     n_documents: int
     n_weights: int
 
-    def rows(
+    def iter_documents(
         self,
-        names: Sequence[str],
+        term_names: Sequence[str],
         texts: Mapping[str, str] | None,
     ) -> Iterator[tuple[str, dict[str, str], dict[str, float]]]:
-        """Iterate over the documents in the form that both engines take.
+        """Iterate over the documents in the form that OpenSearch and Vespa accept.
 
         Args:
-            names: name of each term.
+            term_names: name of each term.
             texts: id -> text of a document; None to leave texts out.
 
         Yields:
@@ -355,11 +358,11 @@ class _Documents:
                 terms, weights = vectors.row(row)
                 is_positive = weights > 0
                 weight_by_name: dict[str, float] = {}
-                # The text of a float32 has as few digits as identify it, such as 0.1. A conversion
-                # to a Python float would give 0.10000000149011612.
+                # numpy writes a float32 with the shortest digits that identify it, such as 0.1. A
+                # direct conversion to a Python float would give 0.10000000149011612.
                 decimals = weights[is_positive].astype(str).tolist()
                 for term, decimal in zip(terms[is_positive].tolist(), decimals, strict=True):
-                    weight_by_name[names[term]] = float(decimal)
+                    weight_by_name[term_names[term]] = float(decimal)
                 fields = {"id": document_id}
                 if texts is not None:
                     fields["text"] = _text_of(texts, document_id)
@@ -377,15 +380,15 @@ def _survey(
     Args:
         vectors: vectors of documents, in memory or as a folder.
         engine: ``"OpenSearch"`` or ``"Vespa"``.
-        id_complaint: says what the engine does not take in an id, or returns None.
-        texts: id -> text; its type is checked.
+        id_complaint: returns what is wrong with an id for the engine, or None.
+        texts: id -> text. Only its type is checked.
 
     Returns:
         The documents, with the terms in use, the range of the weights and the counts.
 
     Raises:
-        DataError: for vectors of queries, no documents, an incomplete folder, and an id that the
-            engine does not take.
+        DataError: if the vectors are of queries, there are no documents, the folder is incomplete,
+            or the engine does not accept an id.
     """
     if texts is not None:
         check_mapping("texts", texts, "id -> text")
@@ -447,12 +450,12 @@ def _shards_of(source: SparseVectors | Path) -> Iterator[SparseVectors]:
 
 
 def _check_id(document_id: str, engine: str, id_complaint: Complaint) -> None:
-    """Raise ``DataError`` for an id that an engine does not take.
+    """Raise ``DataError`` if an engine does not accept an id.
 
     Args:
         document_id: id of a document.
-        engine: ``"OpenSearch"`` or ``"Vespa"``, which limits the length.
-        id_complaint: says what else the engine does not take in an id, or returns None.
+        engine: ``"OpenSearch"`` or ``"Vespa"``.
+        id_complaint: returns what is wrong with an id, besides its length, or None.
     """
     max_bytes = _MAX_ID_BYTES[engine]
     if not is_unicode(document_id):
@@ -463,22 +466,27 @@ def _check_id(document_id: str, engine: str, id_complaint: Complaint) -> None:
             problem = f"more than {max_bytes} bytes"
     if problem is not None:
         raise DataError(
-            f"ids: {engine} takes no id with {problem}, got {document_id!r}. Rename that document.",
+            f"ids: {engine} does not accept ids with {problem}, got {document_id!r}. Rename that "
+            "document.",
         )
 
 
 def _text_of(texts: Mapping[str, str], document_id: str) -> str:
-    """Return the text of a document, or raise ``DataError`` if it is missing or no Unicode."""
+    """Return the text of a document.
+
+    Raises:
+        DataError: if the text is missing or not valid Unicode.
+    """
     text = texts.get(document_id)
     if text is None:
         raise DataError(
-            f"texts: expected one per document, got no text for {document_id!r}. Give the "
-            "collection encoded.",
+            f"texts: expected one per document, got no text for {document_id!r}. Pass the "
+            "collection that was encoded.",
         )
     if not is_unicode(text):
         raise DataError(
-            f"texts: expected Unicode, got half a surrogate pair in that of {document_id!r}. "
-            "Mend the text.",
+            f"texts: expected Unicode, got half a surrogate pair in the text of {document_id!r}. "
+            "Fix the text.",
         )
     return text
 
@@ -494,15 +502,15 @@ def _name_terms(
     Args:
         documents: documents whose terms are named. Names of terms in use are checked.
         tokens: token of each term; None to name terms by their numbers.
-        name_complaint: says what is wrong with a name, such as "holds a dot", or returns None.
-        remedy: last sentence of an error, without a full stop.
+        name_complaint: returns what is wrong with a name, such as "holds a dot", or None.
+        remedy: last sentence of an error, without the full stop.
 
     Returns:
         The name of each of the V terms.
 
     Raises:
-        VocabularyMismatchError: for another number of tokens than terms.
-        DataError: for a name that the engine does not take, or that two terms have.
+        VocabularyMismatchError: if the number of tokens is not the number of terms.
+        DataError: if the engine does not accept a name, or two terms share a name.
     """
     vocab_size = documents.is_used.size
     if tokens is None:
@@ -527,23 +535,23 @@ def _name_terms(
             refused.setdefault(problem, []).append(f"{name!r} (term {term})")
     if refused:
         first_problem, descriptions = next(iter(refused.items()))
-        n_others = len(refused) - 1
-        others = f", and {n_others} other kinds of such names" if n_others else ""
+        n_more = len(refused) - 1
+        more_problems = f", and names with {n_more} other problems" if n_more else ""
         raise ArgumentDataError(
             "tokens",
-            f"{documents.engine} takes no term whose name {first_problem}, got "
-            f"{_first_items(descriptions)}{others}. {remedy}.",
+            f"{documents.engine} does not accept a term whose name {first_problem}, got "
+            f"{_first_items(descriptions)}{more_problems}. {remedy}.",
         )
     _check_distinct(names, documents.is_used)
     return names
 
 
 def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> None:
-    """Raise ``DataError`` if two terms have one name, and documents use one of them.
+    """Raise ``DataError`` if two terms share a name, and documents use one of them.
 
     Args:
         names: name of each term.
-        is_used: bool ``[V]``, whether a document has a positive weight for the term.
+        is_used: whether a document has a positive weight for each term, bool ``[V]``.
     """
     term_by_name: dict[str, int] = {}
     repeated = []
@@ -554,30 +562,33 @@ def _check_distinct(names: Sequence[str], is_used: npt.NDArray[np.bool_]) -> Non
     if repeated:
         raise ArgumentDataError(
             "tokens",
-            f"expected a name of its own for every term, got {_first_items(repeated)} "
-            f"twice. {_NUMBERS_REMEDY}.",
+            f"expected distinct names of terms, got {_first_items(repeated)} twice. "
+            f"{_NUMBERS_REMEDY}.",
         )
 
 
 def _first_items(items: list[str]) -> str:
-    """Join the first items for an error, with the number of further ones."""
+    """Join the first items for an error, with the number of the remaining ones."""
     shown = ", ".join(items[:_LISTED_NAMES])
     n_more = len(items) - _LISTED_NAMES
     return f"{shown} and {n_more} more" if n_more > 0 else shown
 
 
-def _control_character(text: str) -> str | None:
-    """Describe the first character of a text that JSON carries but text fields of engines refuse.
+def _first_refused_character(text: str) -> str | None:
+    """Describe the first character of a text that is valid in JSON but refused by Vespa.
 
-    These are control characters except tab and line ends, and code points that are no characters.
+    These are control characters, except tabs and line breaks, and Unicode's noncharacters.
+
+    Returns:
+        The description, or None if there is no such character.
     """
     for character in text:
         code = ord(character)
-        is_control = (code < 0x20 and character not in "\t\n\r") or code == 0x7F
-        # Unicode's noncharacters: U+FDD0 to U+FDEF, and the last two code points of each plane.
-        is_noncharacter = 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE
-        if is_control or is_noncharacter:
+        if (code < 0x20 and character not in "\t\n\r") or code == 0x7F:
             return f"the control character {character!r}"
+        # U+FDD0 to U+FDEF, and the last two code points of each plane.
+        if 0xFDD0 <= code <= 0xFDEF or code & 0xFFFE == 0xFFFE:
+            return f"the noncharacter {character!r}"
     return None
 
 
@@ -586,62 +597,57 @@ def _check_form(
     value: str,
     pattern: re.Pattern[str],
     *,
+    form: str,
     reserved: Sequence[str] = (),
-    more_characters: str = "",
 ) -> None:
-    """Raise ``ValueError`` unless an option is a name in an engine's form.
+    """Raise ``ValueError`` if an option does not have the form of names of an engine.
 
     Args:
         option: name of the option, for the error.
         value: value of the option.
-        pattern: regular expression that the whole value must match.
+        pattern: regular expression that the value must match completely.
+        form: the form in words, for the error.
         reserved: values that are refused.
-        more_characters: characters in addition to letters, digits and _ that the pattern allows,
-            for the error.
     """
     if pattern.fullmatch(value) and value not in reserved:
         return
-    exception = f", and none of {', '.join(reserved)}" if reserved else ""
-    raise ArgumentError(
-        option,
-        f"expected letters, digits{more_characters} or _, a letter first{exception}, got "
-        f"{value!r}.",
-    )
+    reserved_names = f", and none of {', '.join(reserved)}" if reserved else ""
+    raise ArgumentError(option, f"expected {form}{reserved_names}, got {value!r}.")
 
 
-def _mapping(
+def _index_body(
     documents: _Documents,
     field: str,
     field_type: str,
-    origin: Json,
     *,
+    origin: Json,
     has_texts: bool,
 ) -> Json:
-    """Return the mapping of an OpenSearch index, with its settings.
+    """Return the mappings and the settings of an OpenSearch index.
 
     Args:
         documents: documents of the index.
         field: name of the field of the vectors.
         field_type: ``"rank_features"`` or ``"sparse_vector"``.
-        origin: description of the vectors, which the index keeps as metadata of the mapping.
+        origin: description of the vectors, which becomes metadata of the mappings.
         has_texts: whether documents have a field ``text``.
     """
-    mapping: Json = {}
+    index_body: Json = {}
     vector_field: Json = {"type": field_type}
     if field_type == "sparse_vector":
-        # OpenSearch stores weights in 8 bits, and cuts them off at the ceiling. The heaviest weight
-        # is rounded up to two decimals. OpenSearch refuses a ceiling of 0.
+        # OpenSearch stores weights in 8 bits, and clips them at the ceiling. The heaviest weight is
+        # rounded up to two decimals. OpenSearch refuses a ceiling of 0.
         ceiling = math.ceil(documents.max_weight * 100) / 100 or 1.0
         vector_field["method"] = {
             "name": "seismic",
             "parameters": {"quantization_ceiling_ingest": ceiling},
         }
-        mapping["settings"] = {"index": {"sparse": True}}
+        index_body["settings"] = {"index": {"sparse": True}}
     properties: Json = {"id": {"type": "keyword"}, field: vector_field}
     if has_texts:
         properties["text"] = {"type": "text"}
-    mapping["mappings"] = {"_meta": {"tilefold": origin}, "properties": properties}
-    return mapping
+    index_body["mappings"] = {"_meta": {"tilefold": origin}, "properties": properties}
+    return index_body
 
 
 def _json_line(value: object) -> bytes:
@@ -655,7 +661,7 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
     Args:
         folder: folder of the export.
         actions: the lines of each document.
-        part_bytes: the most bytes of a file. A file with a single document may be longer.
+        part_bytes: maximum number of bytes of a file. A file with a single document may be longer.
 
     Returns:
         Names of the files.
@@ -667,7 +673,7 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
         names.append(name)
         with (folder / name).open("wb") as stream:
             size = 0
-            # The first document is written in any case.
+            # The first document is written even if it is too long.
             while action is not None and (not size or size + len(action) <= part_bytes):
                 size += stream.write(action)
                 action = next(actions, None)
@@ -675,10 +681,10 @@ def _write_parts(folder: Path, actions: Iterator[bytes], part_bytes: int) -> lis
 
 
 def _export_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[Path]:
-    """Create an empty folder that is renamed to `output` at the end.
+    """Create an empty folder that is renamed to `output` at the end of the block.
 
     Args:
-        output: new, empty, or with `overwrite` an earlier export.
+        output: path of a new or empty folder or, with `overwrite`, of an earlier export.
         overwrite: replace an earlier export.
     """
     record = read_json(output / RECORD) or {}
@@ -688,7 +694,12 @@ def _export_folder(output: Path, *, overwrite: bool) -> AbstractContextManager[P
 
 
 def _origin(documents: _Documents, tokens: Sequence[str | None] | None) -> Json:
-    """Describe the exported vectors: versions, counts, fingerprints, and how terms are named."""
+    """Describe the exported vectors: versions, counts, fingerprints, and how terms are named.
+
+    Args:
+        documents: documents that are exported.
+        tokens: token of each term; None if terms are named by their numbers.
+    """
     return {
         "schema_version": SCHEMA_VERSION,
         "tilefold": __version__,
@@ -720,10 +731,10 @@ def _write_record(
         The result of the export.
     """
     exported = Exported(
-        documents.engine.lower(),
-        documents.n_documents,
-        documents.n_weights,
-        file_names,
+        engine=documents.engine.lower(),
+        n_documents=documents.n_documents,
+        n_weights=documents.n_weights,
+        files=file_names,
     )
     record = {
         **asdict(exported),

@@ -53,10 +53,10 @@ class Manifest:
 
     Attributes:
         LAYOUT: name of the kind of vectors.
-        CONTENTS: the kind of vectors in words, for errors.
-        OTHER_KIND_REMEDY: what to do with a folder of another kind.
+        CONTENTS: description of the kind of vectors, for errors.
+        OTHER_KIND_REMEDY: what to do if a folder has another kind of vectors.
         IDENTITY: fields that, with the settings, decide whether a run may be resumed.
-        TOTALS: field -> the field of shards of which it is the sum.
+        TOTALS: field of the manifest -> field of shards whose sum it is.
     """
 
     LAYOUT: ClassVar[str]
@@ -82,15 +82,38 @@ class Manifest:
 
         Raises:
             FileNotFoundError: if there is none.
-            DataError: if it is damaged, of another kind of vectors, or inconsistent.
+            DataError: if it is damaged, inconsistent or for another kind of vectors.
         """
-
-        def refused(problem: str) -> DataError:
-            return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
-
         check_folder(folder, MANIFEST_NAME, _EXPECTED)
-        value = read_json_object(folder / MANIFEST_NAME, REMEDY)
-        layout = value.get("layout", "sparse")
+        values = read_json_object(folder / MANIFEST_NAME, REMEDY)
+        cls._check_layout(folder, values)
+        # The annotations in capital letters are constants of the class.
+        types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
+        try:
+            manifest = cls(**{name: value for name, value in values.items() if name in types})
+        except TypeError as error:
+            raise _manifest_error(
+                folder,
+                f"a manifest of vectors, got {[*values]!r:.80} ({error})",
+            ) from error
+        invalid_fields = manifest.invalid_fields(types)
+        if invalid_fields:
+            raise _manifest_error(
+                folder,
+                f"a manifest of vectors, got fields of other types ({', '.join(invalid_fields)})",
+            )
+        manifest._check_totals(folder)
+        return manifest
+
+    @classmethod
+    def _check_layout(cls, folder: Path, values: Json) -> None:
+        """Raise ``DataError`` if a manifest has another kind of vectors or another version.
+
+        Args:
+            folder: folder of the manifest, for the error.
+            values: field -> value in the file.
+        """
+        layout = values.get("layout", "sparse")
         if layout != cls.LAYOUT:
             got = f"{layout} vectors"
             if layout == "tokens":
@@ -98,28 +121,28 @@ class Manifest:
             raise DataError(
                 f"{folder}: expected {cls.CONTENTS}, got {got}. {cls.OTHER_KIND_REMEDY}",
             )
-        version = value.get("schema_version")
+        version = values.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise refused(f"schema_version {SCHEMA_VERSION}, got {version!r}")
-        types = {name: kind for name, kind in get_type_hints(cls).items() if name.islower()}
-        try:
-            manifest = cls(**{name: item for name, item in value.items() if name in types})
-        except TypeError as error:
-            raise refused(f"a manifest of vectors, got {[*value]!r:.80} ({error})") from error
-        wrong = manifest.wrong(types)
-        if wrong:
-            raise refused(f"a manifest of vectors, got fields of other types ({', '.join(wrong)})")
-        rows = sum(shard["rows"] for shard in manifest.shards)
-        failed = len(manifest.failed)
-        if rows != manifest.n_documents:
-            raise refused(
-                f"{manifest.n_documents} rows, as n_documents says, got shards with {rows}",
+            raise _manifest_error(folder, f"schema_version {SCHEMA_VERSION}, got {version!r}")
+
+    def _check_totals(self, folder: Path) -> None:
+        """Raise ``DataError`` if the totals do not agree with the shards and the failed texts.
+
+        Args:
+            folder: folder of the manifest, for the error.
+        """
+        n_rows = sum(shard["rows"] for shard in self.shards)
+        n_failed = len(self.failed)
+        if n_rows != self.n_documents:
+            raise _manifest_error(
+                folder,
+                f"{self.n_documents} rows, as n_documents says, got shards with {n_rows}",
             )
-        if manifest.complete and manifest.n_texts not in (None, rows + failed):
-            raise refused(
-                f"{manifest.n_texts} texts, as n_texts says, got {rows} rows and {failed} failed",
+        if self.complete and self.n_texts not in (None, n_rows + n_failed):
+            raise _manifest_error(
+                folder,
+                f"{self.n_texts} texts, as n_texts says, got {n_rows} rows and {n_failed} failed",
             )
-        return manifest
 
     @property
     def provenance(self) -> Provenance:
@@ -136,7 +159,7 @@ class Manifest:
         return joined_precisions(entry.get("precision") for entry in entries)
 
     def to_dict(self) -> Json:
-        """The JSON object in the file."""
+        """Return the manifest as the JSON object in its file."""
         values = asdict(self)
         shared = [item.name for item in fields(Manifest)]
         specific = [name for name in values if name not in shared]
@@ -147,33 +170,47 @@ class Manifest:
         """Settings that decide whether a run may be resumed, by name."""
         return {name: getattr(self, name) for name in self.IDENTITY} | self.settings
 
-    def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
-        """Return the names of fields that have a wrong type, or entries of wrong types.
+    def invalid_fields(self, types: Mapping[str, type | UnionType]) -> list[str]:
+        """Return the names of invalid fields.
+
+        A field is invalid if it has a wrong type. If all types are right, the entries of shards and
+        of truncated texts are checked, too.
 
         Args:
             types: name of a field -> its type.
-
-        Returns:
-            The names; empty for a valid manifest.
         """
-        wrong = [
+        invalid_fields = [
             name
             for name, expected in types.items()
             if not isinstance(getattr(self, name), _class_of(expected))
         ]
-        if wrong:
-            return wrong
-        shard_types = {"file": str, "sha256": str, **dict.fromkeys(self.TOTALS.values(), int)}
-        for shard in self.shards:
-            if not (_has(shard, shard_types) and _is_truncation(shard.get("truncated", {}))):
-                return ["shards"]
-        for truncated in (self.truncated, self.partial.get("truncated", {})):
-            if not _is_truncation(truncated):
-                return ["truncated"]
-        return []
+        if invalid_fields:
+            return invalid_fields
+        counts = dict.fromkeys(self.TOTALS.values(), int)
+        shard_types = {"file": str, "sha256": str, **counts}
+        are_valid_shards = all(
+            _has(shard, shard_types) and _is_truncation(shard.get("truncated", {}))
+            for shard in self.shards
+        )
+        if not are_valid_shards:
+            invalid_fields.append("shards")
+        partial_truncation = self.partial.get("truncated", {})
+        if not (_is_truncation(self.truncated) and _is_truncation(partial_truncation)):
+            invalid_fields.append("truncated")
+        return invalid_fields
 
 
 M = TypeVar("M", bound=Manifest)
+
+
+def _manifest_error(folder: Path, problem: str) -> DataError:
+    """Create the error for an invalid manifest.
+
+    Args:
+        folder: folder of the manifest.
+        problem: what was expected, and what the manifest has instead.
+    """
+    return DataError(f"{folder / MANIFEST_NAME}: expected {problem}. {REMEDY}")
 
 
 def layout_of(folder: Path) -> str:
@@ -202,26 +239,26 @@ class PartialShard(Generic[V]):
 
     Attributes:
         vectors: rows of the texts that were encoded.
-        failed: id -> reason, of texts that could not be encoded.
-        cut: how many texts were truncated.
+        failed: id -> reason for each text that could not be encoded.
+        truncation: how many texts were truncated.
     """
 
     vectors: V
     failed: Mapping[str, str]
-    cut: Truncation
+    truncation: Truncation
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """A file about a shard that is written, but not yet listed in the manifest.
+    """Proof that a shard was written completely, before the manifest lists the shard.
 
-    It is written by a process that does not hold the lock of the folder.
+    A receipt is a file. It is written by a process that does not hold the lock of the folder.
 
     Attributes:
         key: :attr:`ShardWriter.key` of the folder that the shard belongs to.
-        size: bytes of the shard's file.
-        shard: the entry of the shard for the manifest.
-        failed: id -> reason, of texts that could not be encoded.
+        size: number of bytes of the shard's file.
+        shard: entry of the shard for the manifest.
+        failed: id -> reason for each text that could not be encoded.
     """
 
     key: str
@@ -244,8 +281,8 @@ class Receipt:
             key: key of the folder, which the receipt must have (:attr:`ShardWriter.key`).
 
         Returns:
-            The receipt, or None if there is none with this key, or the shard's file is missing or
-            of another size.
+            The receipt. None if there is no receipt with this key, or the shard's file is missing
+            or has another size.
         """
         values = _files.read_json(cls.file_of(folder, number))
         names = {item.name for item in fields(cls)}
@@ -257,31 +294,55 @@ class Receipt:
             return None
         return receipt
 
+    @property
+    def n_encoded(self) -> int:
+        """Number of texts of the shard that were encoded."""
+        return int(self.shard["rows"])
+
+    @property
+    def model_failed(self) -> bool:
+        """Whether all texts failed, and there are so many that the model is at fault."""
+        return self.n_encoded == 0 and len(self.failed) >= MIN_ALL_FAILED
+
 
 def check_not_all_failed(
-    number: int, rows: int, failed: Mapping[str, str], *, nothing_yet: bool
+    number: int,
+    n_encoded: int,
+    failed: Mapping[str, str],
+    *,
+    leaves_no_vectors: bool,
 ) -> None:
     """Raise ``DataError`` if all texts of a shard failed, because then the model is at fault.
 
-    A few failed texts are not an error. They are listed in the manifest.
+    All texts of a shard with fewer than ``MIN_ALL_FAILED`` texts may fail by chance. The manifest
+    lists failed texts.
 
     Args:
         number: number of the shard.
-        rows: number of texts of the shard that were encoded.
-        failed: id -> reason, of texts that could not be encoded.
-        nothing_yet: whether no earlier shard has rows. Then shards of less than 16 texts raise the
-            error too.
+        n_encoded: number of texts of the shard that were encoded.
+        failed: id -> reason for each text that could not be encoded.
+        leaves_no_vectors: whether the folder has no vectors without this shard, and no shard
+            follows. The error is then raised for a shard of any size.
     """
-    if failed and not rows and (len(failed) >= MIN_ALL_FAILED or nothing_yet):
+    if n_encoded or not failed:
+        return
+    if len(failed) >= MIN_ALL_FAILED or leaves_no_vectors:
         name, reason = next(iter(failed.items()))
         raise DataError(
-            f"texts: all {len(failed)} of shard {number} failed, {name!r} first ({reason}). "
+            f"texts: all {len(failed)} of shard {number} failed; the first is {name!r} ({reason}). "
             "Check the model; earlier shards are kept.",
         )
 
 
 def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
-    """Raise ``FileExistsError`` unless an interrupted run with the same settings left `earlier`."""
+    """Raise ``FileExistsError`` if the vectors in a folder may not be replaced without asking.
+
+    Args:
+        folder: the folder.
+        earlier: manifest of the vectors in the folder. Those of an interrupted run with the same
+            settings may be replaced.
+        manifest: manifest of this run.
+    """
     if not earlier.complete and earlier.identity == manifest.identity:
         return
     state = "" if earlier.complete else "an unfinished run of "
@@ -298,17 +359,18 @@ def _key_of(manifest: Manifest) -> str:
 
 
 class ShardWriter(ABC, Generic[M, V]):
-    """Base class of writers of a folder of vectors, which one process at a time may use.
+    """Base class of writers of a folder of vectors.
 
-    Writers in other processes, with ``lists=False``, may leave shards by :meth:`leave_shard`. The
-    writer that holds the folder lists them by :meth:`receive`. The others neither check nor change
-    anything until a shard is stored.
+    One process at a time writes the manifest, and holds the lock of the folder. It writes shards by
+    :meth:`write_shard`. Writers in other processes, with ``writes_manifest=False``, write shards by
+    :meth:`write_shard_with_receipt`. They do not check or change the folder before. The process
+    that holds the lock adds these shards to the manifest by :meth:`register_received`.
 
     Args:
         path: the folder.
-        manifest: that of a new folder, without shards.
+        manifest: manifest of a new folder, without shards.
         resume: keep the shards of an earlier run with the same settings.
-        lists: whether this writer lists the shards in the manifest.
+        writes_manifest: whether this writer locks the folder and writes the manifest.
         precision: number type in which the model computes what is written, such as ``"bf16"``;
             None if unknown.
         overwrite: without `resume`, replace any vectors in the folder. By default only the shards
@@ -316,8 +378,8 @@ class ShardWriter(ABC, Generic[M, V]):
 
     Raises:
         DataError: with `resume`, if the folder holds vectors with other settings.
-        FileExistsError: if the folder holds other files, or without `resume` and `overwrite` other
-            or finished vectors.
+        FileExistsError: if the folder holds other files; or, without `resume` and `overwrite`, if
+            it holds finished vectors or vectors with other settings.
     """
 
     suffix: ClassVar[str]
@@ -330,75 +392,97 @@ class ShardWriter(ABC, Generic[M, V]):
         manifest: M,
         *,
         resume: bool = False,
-        lists: bool = True,
+        writes_manifest: bool = True,
         overwrite: bool = False,
         precision: str | None = None,
     ) -> None:
-        """Open the folder, and lock it if this writer lists shards. See the class."""
+        """Open the folder, and lock it if this writer writes the manifest.
+
+        The arguments are described in the class.
+        """
         require(*self.package)
         self.precision = precision
         if not isinstance(manifest, self.manifest_type):
-            got = type(manifest).__name__
             raise TypeError(
-                f"manifest: expected a {self.manifest_type.__name__}, got {got}. Make one for "
-                "these vectors.",
+                f"manifest: expected a {self.manifest_type.__name__}, got "
+                f"{type(manifest).__name__}. Create one for these vectors.",
             )
         self.path = path_of("path", path)
+        self.manifest = manifest
         self._manifest_type = type(manifest)
-        self._received: dict[int, Receipt] = {}
-        if not lists:
-            self.manifest = manifest
-            return
-        if manifest.shards or manifest.partial or manifest.complete:
-            got = f"one that lists {len(manifest.shards)} shard(s)"
+        self._received: dict[int, Receipt] = {}  # shards that wait for earlier ones
+        if writes_manifest:
+            self._lock_and_open(resume=resume, overwrite=overwrite)
+
+    def _lock_and_open(self, *, resume: bool, overwrite: bool) -> None:
+        """Lock the folder, and resume or replace its vectors.
+
+        Args:
+            resume: keep the shards of an earlier run with the same settings.
+            overwrite: without `resume`, replace any vectors in the folder.
+        """
+        if self.manifest.shards or self.manifest.partial or self.manifest.complete:
             raise ArgumentError(
                 "manifest",
-                f"expected that of a new folder, got {got}. Make a new one with its settings.",
+                "expected the manifest of a new folder, got one that lists "
+                f"{len(self.manifest.shards)} shard(s). Create a new one with its settings.",
             )
-        replace = overwrite and not resume
-        self._earlier(replace=replace)  # refuses a foreign folder before anything is written there
+        # Refuse a folder with other files before a lock is created in it.
+        self._read_earlier(may_replace=overwrite and not resume)
         self._lock = lock_folder(self.path)
         try:
-            self._open(manifest, resume=resume, overwrite=overwrite)
+            self._open(resume=resume, overwrite=overwrite)
         except BaseException:
             if self._lock.lock_counter == 1:
                 unlock_folder(self._lock)
-            else:  # another writer of this process goes on
+            else:  # another writer of this process still needs the lock
                 self._lock.release()
             raise
 
-    def _open(self, manifest: M, *, resume: bool, overwrite: bool) -> None:
-        """Resume the vectors that the folder has, or remove them if that is allowed.
+    def _open(self, *, resume: bool, overwrite: bool) -> None:
+        """Resume the vectors in the folder, or replace them if that is allowed.
 
         Args:
-            manifest: manifest of the new run.
             resume: keep the shards of an earlier run with the same settings.
-            overwrite: without `resume`, remove any earlier vectors. By default only those of an
-                interrupted run with the same settings are removed.
+            overwrite: without `resume`, replace any vectors in the folder.
         """
-        earlier = self._earlier(replace=overwrite and not resume)
-        receipt_files = list(self.path.glob(RECEIPTS))
-        if earlier is not None and not (earlier.shards or earlier.partial or receipt_files):
-            earlier = None  # nothing to resume or to lose, whatever the settings
-        resume = resume and earlier is not None
-        if earlier is not None and resume:
-            self._check_same_settings(earlier, manifest)
-            self._check_precision(earlier)
-            manifest = earlier
-        elif earlier is not None and not overwrite:
-            _check_unfinished(self.path, earlier, manifest)
-        self.manifest = manifest
-        if not resume:
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._save()
-            for stale in (*self.path.glob(f"part-*.{self.suffix}"), *receipt_files):
-                stale.unlink(missing_ok=True)
+        earlier = self._read_earlier(may_replace=overwrite and not resume)
+        if earlier is None or not self._has_work(earlier):
+            self._start_new()  # whatever the settings were, nothing is lost
+        elif resume:
+            self._resume(earlier)
+        else:
+            if not overwrite:
+                _check_unfinished(self.path, earlier, self.manifest)
+            self._start_new()
+
+    def _has_work(self, earlier: M) -> bool:
+        """Whether an earlier run has left shards, a part of a shard, or receipts."""
+        return bool(earlier.shards or earlier.partial or self._numbers_of_receipts())
+
+    def _resume(self, earlier: M) -> None:
+        """Continue an earlier run, whose manifest replaces the new one.
+
+        Raises:
+            DataError: if the settings or the precision differ.
+        """
+        self._check_same_settings(earlier, self.manifest)
+        self._check_precision(earlier)
+        self.manifest = earlier
         remove_leftovers(self.path)
-        if resume:
-            self.receive()
+        self.register_received()
+
+    def _start_new(self) -> None:
+        """Write the new manifest, and remove earlier shards and receipts."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._save()
+        for pattern in (f"part-*.{self.suffix}", RECEIPTS):
+            for file in self.path.glob(pattern):
+                file.unlink(missing_ok=True)
+        remove_leftovers(self.path)
 
     def _check_same_settings(self, earlier: M, manifest: M) -> None:
-        """Raise ``DataError`` unless an earlier run had the settings of this one.
+        """Raise ``DataError`` if an earlier run had other settings.
 
         Args:
             earlier: manifest of the earlier run.
@@ -407,10 +491,13 @@ class ShardWriter(ABC, Generic[M, V]):
         changed = differences(earlier.identity, manifest.identity, "before", "now")
         if not changed:
             return
-        remedy = f"Go on with the former ones, choose another folder, or take {_START_AGAIN}."
+        remedy = (
+            f"Use the earlier settings, choose another folder, or start again with {_START_AGAIN}."
+        )
+        # Other texts may mean that documents were added.
         if earlier.identity.get("texts_sha256") != manifest.identity.get("texts_sha256"):
             remedy += (
-                " To add documents, encode the new ones alone into another folder, and put "
+                " To add documents, encode only the new ones into another folder, and put "
                 "them into the index (tilefold index --update)."
             )
         raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
@@ -418,36 +505,40 @@ class ShardWriter(ABC, Generic[M, V]):
     def _check_precision(self, earlier: M) -> None:
         """Raise ``DataError`` if an unfinished folder was computed in another precision.
 
-        Shards that have a receipt and are not listed yet count, too.
+        This includes shards that have a receipt, but are not yet in the manifest.
 
         Args:
-            earlier: manifest of the earlier run, with the settings of this one.
+            earlier: manifest of the earlier run, which has the same settings.
         """
+        if earlier.complete:
+            return
         precisions = [earlier.precision]
         for number in self._numbers_of_receipts():
             receipt = Receipt.read(self.path, number, _key_of(earlier))
             if receipt is not None:
                 precisions.append(receipt.shard.get("precision"))
-        stored_precision = joined_precisions(precisions)
-        are_known = None not in (stored_precision, self.precision)
-        if are_known and stored_precision != self.precision and not earlier.complete:
+        stored_precision = joined_precisions(precisions)  # None if any of them is unknown
+        if stored_precision is None or self.precision is None:
+            return
+        if stored_precision != self.precision:
             raise DataError(
-                f"{self.path}: holds vectors that were computed in {stored_precision}, and here "
-                f"the model computes in {self.precision}, which gives other scores. Go on on a "
-                f"machine like the former one, choose another folder, or take {_START_AGAIN}.",
+                f"{self.path}: holds vectors that were computed in {stored_precision}, but here "
+                f"the model computes in {self.precision}, which gives other scores. Continue on a "
+                "machine like the earlier one, choose another folder, or start again with "
+                f"{_START_AGAIN}.",
             )
 
-    def listed(self) -> M:
+    def read_manifest(self) -> M:
         """Read the manifest on disk, which another process may have written."""
         return self._manifest_type.read(self.path)
 
     @abstractmethod
     def _check(self, vectors: V) -> None:
-        """Raise an error for vectors that do not belong into this folder."""
+        """Raise an error if vectors do not belong in this folder."""
 
     @abstractmethod
     def _counts(self, vectors: V) -> dict[str, int]:
-        """Return the numbers that the manifest lists of a shard, such as its rows."""
+        """Return the counts in the manifest entry of a shard, such as the number of rows."""
 
     @abstractmethod
     def _store(self, vectors: V, path: Path) -> None:
@@ -457,42 +548,44 @@ class ShardWriter(ABC, Generic[M, V]):
     def _read(self, path: Path) -> V:
         """Read the file of a shard."""
 
-    def _earlier(self, *, replace: bool) -> M | None:
+    def _read_earlier(self, *, may_replace: bool) -> M | None:
         """Read the manifest of an earlier run in the folder.
 
         Args:
-            replace: whether vectors in the folder may be replaced. Then a damaged manifest counts
-                as none, because it could not be resumed.
+            may_replace: whether vectors in the folder may be replaced. If so, a damaged manifest is
+                ignored, since it cannot be resumed.
 
         Returns:
             The manifest, or None if the folder is new or has at most temporary files and locks.
 
         Raises:
-            DataError: for vectors of another kind and, without `replace`, a damaged manifest.
-            FileExistsError: for a file, or a folder with other files.
+            DataError: if the folder has vectors of another kind or, without `may_replace`, a
+                damaged manifest.
+            FileExistsError: if the path is a file, or a folder with other files.
         """
         if self.path.is_file():
             raise FileExistsError(f"{self.path}: expected a folder for vectors, got a file.")
         if (self.path / MANIFEST_NAME).exists():
             try:
-                return self.listed()
+                return self.read_manifest()
             except DataError:
-                if replace and self._may_hold_this_kind():
+                if may_replace and self._may_hold_this_kind():
                     return None
                 raise
-        if self.path.exists() and any(
+        has_other_files = self.path.exists() and any(
             not entry.name.endswith((".tmp", LOCK)) for entry in self.path.iterdir()
-        ):
-            expected = "expected a new folder or one with vectors, got one with other files"
+        )
+        if has_other_files:
             raise FileExistsError(
-                f"{self.path}: {expected}. Choose another path; nothing was overwritten.",
+                f"{self.path}: expected a new folder or one with vectors, got one with other "
+                "files. Choose another path; nothing was overwritten.",
             )
         return None
 
     def _may_hold_this_kind(self) -> bool:
-        """Whether a folder with a damaged manifest holds vectors of this writer's kind.
+        """Whether a folder with a damaged manifest may hold vectors of this writer's kind.
 
-        If the manifest cannot be read at all, the files of its shards decide.
+        If the manifest cannot be read at all, the suffixes of the shard files decide.
         """
         try:
             return layout_of(self.path) == self._manifest_type.LAYOUT
@@ -500,64 +593,71 @@ class ShardWriter(ABC, Generic[M, V]):
             shards = [path for path in self.path.glob("part-*") if path.suffix != ".json"]
             return all(path.suffix == f".{self.suffix}" for path in shards)
 
-    def has_shard(self, number: int) -> bool:
-        """Whether shard `number` is listed or received, and its file is unchanged.
+    def reuse_shard(self, number: int) -> bool:
+        """Use a shard that an earlier run or another process has written, if it is intact.
 
-        A received shard whose file has changed is forgotten, so that it is written again.
+        A received shard whose file has changed is forgotten, so that it can be written again.
+
+        Args:
+            number: number of the shard.
+
+        Returns:
+            Whether the shard is in the manifest or was received, and its file is unchanged.
         """
         if number < len(self.manifest.shards):
-            shard = self.manifest.shards[number]
+            entry = self.manifest.shards[number]
         elif number in self._received:
-            shard = self._received[number].shard
+            entry = self._received[number].shard
         else:
             return False
-        file = self.path / str(shard["file"])
-        if file.is_file() and sha256_file(file) == shard["sha256"]:
+        file = self.path / str(entry["file"])
+        if file.is_file() and sha256_file(file) == entry["sha256"]:
             return True
         self._received.pop(number, None)
         return False
 
     @property
     def key(self) -> str:
-        """SHA-256 of the settings of the folder, by which receipts are recognised."""
+        """SHA-256 of the settings of the folder, which identifies its receipts."""
         return _key_of(self.manifest)
 
     def _numbers_of_receipts(self) -> list[int]:
         """Return the numbers of the shards that have a receipt in the folder."""
         return [int(file.name.split("-")[1].split(".")[0]) for file in self.path.glob(RECEIPTS)]
 
-    def receive(self, numbers: Iterable[int] | None = None) -> set[int]:
-        """Read receipts of shards, and list these shards as far as no earlier one is missing.
+    def register_received(self, numbers: Iterable[int] | None = None) -> set[int]:
+        """Add shards that other processes have written to the manifest, up to the first gap.
 
-        Other processes write a shard with a receipt (:meth:`leave_shard`). The manifest lists
-        shards in order, so a shard waits in memory until all earlier ones are listed.
+        Other processes write a shard with a receipt (:meth:`write_shard_with_receipt`). The
+        manifest lists shards in order, so a shard waits in memory until all earlier ones are there.
 
         Args:
             numbers: shards whose receipts are read; all receipts in the folder by default.
 
         Returns:
-            Numbers of the shards that have a receipt, and whose texts did not all fail.
+            Numbers of the shards that have a receipt, without those whose texts all failed because
+            of the model.
         """
         if numbers is None:
             numbers = self._numbers_of_receipts()
         receipts: dict[int, Receipt] = {}
         for number in numbers:
             receipt = Receipt.read(self.path, number, self.key)
-            if receipt and (receipt.shard["rows"] or len(receipt.failed) < MIN_ALL_FAILED):
+            if receipt is not None and not receipt.model_failed:
                 receipts[number] = receipt
         self._received.update(receipts)
         for number in sorted(receipts):
-            if number < len(self.manifest.shards):  # written again
-                self.list_shard(number, receipts[number].shard, receipts[number].failed)
-        self._list_received()
+            if number < len(self.manifest.shards):  # a shard of the manifest was written again
+                self.register_shard(number, receipts[number].shard, receipts[number].failed)
+        self._register_waiting()
         return set(receipts)
 
-    def _list_received(self) -> None:
-        """List received shards, as long as the next one is there."""
+    def _register_waiting(self) -> None:
+        """Add received shards to the manifest, as long as the next one was received."""
         number = len(self.manifest.shards)
         while number in self._received:
             receipt = self._received[number]
-            self._list_one(number, receipt.shard, receipt.failed)
+            self._record_shard(number, receipt.shard, receipt.failed)
             number += 1
 
     def read_partial(self, number: int) -> PartialShard[V] | None:
@@ -567,7 +667,7 @@ class ShardWriter(ABC, Generic[M, V]):
             number: number of the shard.
 
         Returns:
-            The part, or None if there is none of this shard or its file has changed.
+            The part, or None if no part of this shard is stored or its file has changed.
         """
         partial = self.manifest.partial
         file = self.path / str(partial.get("file"))
@@ -577,35 +677,36 @@ class ShardWriter(ABC, Generic[M, V]):
             if sha256_file(file) != partial["sha256"]:
                 return None
             return PartialShard(
-                self._read(file),
-                dict(partial["failed"]),
-                _truncation(partial) or Truncation(),
+                vectors=self._read(file),
+                failed=dict(partial["failed"]),
+                truncation=_sum_truncation([partial]) or Truncation(),  # no counts if unknown
             )
         except FileNotFoundError:
-            return None  # another rank's shard was listed meanwhile, which removes the part
+            return None  # another process has added a shard to the manifest and removed the part
 
     def write_partial(self, number: int, part: PartialShard[V]) -> None:
         """Store the finished part of a shard, so that a killed run loses less work.
 
-        The part replaces an earlier one, and is removed when a shard is listed. The earlier part
-        has another file name, which the manifest lists until the new part is complete: a kill at
-        any time leaves one of the two.
+        The part replaces an earlier one. It is removed when a shard is added to the manifest.
 
         Args:
             number: number of the shard.
             part: vectors and failed texts so far.
         """
         self._check(part.vectors)
+        # Two file names take turns, so that the manifest lists the earlier part until the new one
+        # is complete. A kill at any time leaves one of the two.
         earlier_file = self.manifest.partial.get("file")
         file = self.path / f"part-{number:05d}.partial.{self.suffix}"
         if file.name == earlier_file:
             file = self.path / f"part-{number:05d}.partial-2.{self.suffix}"
+        sha256 = self._write_file(part.vectors, file)
         self.manifest.partial = {
             "shard": number,
             "file": file.name,
-            "sha256": self._save_shard(part.vectors, file),
+            "sha256": sha256,
             "failed": dict(part.failed),
-            **_truncation_entry(part.cut),
+            "truncated": _truncation_counts(part.truncation),
         }
         if self.precision is not None:
             self.manifest.partial["precision"] = self.precision
@@ -613,7 +714,7 @@ class ShardWriter(ABC, Generic[M, V]):
         if earlier_file is not None:
             (self.path / str(earlier_file)).unlink(missing_ok=True)
 
-    def _save_shard(self, vectors: V, file: Path) -> str:
+    def _write_file(self, vectors: V, file: Path) -> str:
         """Write the file of a shard atomically, and return its SHA-256."""
         with atomic_file(file) as temporary:
             self._store(vectors, temporary)
@@ -624,136 +725,148 @@ class ShardWriter(ABC, Generic[M, V]):
         number: int,
         vectors: V,
         failed: Mapping[str, str] | None = None,
-        cut: Truncation | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
-        """Write a shard and list it in the manifest.
+        """Write a shard and add it to the manifest.
 
         Args:
-            number: the next shard, or one to replace.
+            number: number of a new shard, which must be the next one, or of a shard to replace.
             vectors: rows of the shard.
-            failed: id -> reason, of texts that could not be encoded.
-            cut: how many texts were truncated; None if unknown.
+            failed: id -> reason for each text that could not be encoded.
+            truncation: how many texts were truncated; None if unknown.
         """
         self._check_next(number)
-        # texts of a replaced shard may have failed before
+        # Texts of a replaced shard may have failed before.
         for name in self.manifest.failed.keys() & set(vectors.ids):
             del self.manifest.failed[name]
-        self.list_shard(number, self.store_shard(number, vectors, cut), failed)
+        entry = self.store_shard(number, vectors, truncation)
+        self.register_shard(number, entry, failed)
 
-    def store_shard(self, number: int, vectors: V, cut: Truncation | None = None) -> Json:
+    def store_shard(
+        self,
+        number: int,
+        vectors: V,
+        truncation: Truncation | None = None,
+    ) -> Json:
         """Write the file of a shard, and return its entry for the manifest.
 
         Args:
             number: number of the shard.
             vectors: rows of the shard.
-            cut: how many texts were truncated; None if unknown.
+            truncation: how many texts were truncated; None if unknown.
 
         Returns:
             File name, counts, checksum, truncated texts and precision of the shard.
         """
         self._check(vectors)
         file = self.path / f"part-{number:05d}.{self.suffix}"
-        entry = {
-            "file": file.name,
-            **self._counts(vectors),
-            "sha256": self._save_shard(vectors, file),
-            **_truncation_entry(cut),
-        }
+        sha256 = self._write_file(vectors, file)
+        entry: Json = {"file": file.name, **self._counts(vectors), "sha256": sha256}
+        if truncation is not None:
+            entry["truncated"] = _truncation_counts(truncation)
         if self.precision is not None:
             entry["precision"] = self.precision
         return entry
 
-    def leave_shard(
+    def write_shard_with_receipt(
         self,
         number: int,
         vectors: V,
         failed: Mapping[str, str],
-        cut: Truncation | None,
+        truncation: Truncation | None,
     ) -> None:
-        """Write a shard with a receipt, for :meth:`receive` of the writer that holds the folder.
+        """Write a shard and a receipt.
+
+        The process that holds the lock of the folder adds the shard to the manifest by
+        :meth:`register_received`.
 
         Args:
             number: number of the shard.
             vectors: rows of the shard.
-            failed: id -> reason, of texts that could not be encoded.
-            cut: how many texts were truncated; None if unknown.
+            failed: id -> reason for each text that could not be encoded.
+            truncation: how many texts were truncated; None if unknown.
         """
-        entry = self.store_shard(number, vectors, cut)
+        entry = self.store_shard(number, vectors, truncation)
         size = (self.path / entry["file"]).stat().st_size
-        receipt = Receipt(self.key, size, entry, dict(failed))
+        receipt = Receipt(key=self.key, size=size, shard=entry, failed=dict(failed))
         _files.write_json(Receipt.file_of(self.path, number), asdict(receipt))
 
-    def list_shard(
+    def register_shard(
         self,
         number: int,
-        stored: Json,
+        entry: Json,
         failed: Mapping[str, str] | None = None,
     ) -> None:
-        """List a shard in the manifest, and received shards that follow it.
+        """Add a shard to the manifest, and then the received shards that follow it.
 
         Args:
-            number: the next shard, or one to replace.
-            stored: its entry, which :meth:`store_shard` returned.
-            failed: id -> reason, of texts that could not be encoded.
+            number: number of a new shard, which must be the next one, or of a shard to replace.
+            entry: entry of the shard, which :meth:`store_shard` returned.
+            failed: id -> reason for each text that could not be encoded.
         """
-        self._list_one(number, stored, failed)
-        self._list_received()
+        self._record_shard(number, entry, failed)
+        self._register_waiting()
 
-    def _list_one(
+    def _record_shard(
         self,
         number: int,
-        stored: Json,
+        entry: Json,
         failed: Mapping[str, str] | None,
     ) -> None:
-        """List one shard in the manifest, and update the manifest's sums over all shards.
-
-        Files of a partial shard and the receipt of this one are no longer needed, and are removed.
+        """Write a shard into the manifest, and remove files that are no longer needed.
 
         Args:
-            number: the next shard, or one to replace.
-            stored: entry of the shard for the manifest.
-            failed: id -> reason, of texts that could not be encoded.
+            number: number of a new shard, which must be the next one, or of a shard to replace.
+            entry: entry of the shard for the manifest.
+            failed: id -> reason for each text that could not be encoded.
         """
         self._check_next(number)
-        self.manifest.shards[number : number + 1] = [dict(stored)]
-        for total, count in self._manifest_type.TOTALS.items():
-            setattr(self.manifest, total, sum(int(shard[count]) for shard in self.manifest.shards))
-        truncation = _truncation(*self.manifest.shards)
-        self.manifest.truncated = _truncation_entry(truncation).get("truncated", {})
+        self.manifest.shards[number : number + 1] = [dict(entry)]
         self.manifest.failed.update(failed or {})
-        self.manifest.complete = False
         self.manifest.partial = {}
+        self.manifest.complete = False  # also if a shard of a complete folder is replaced
+        self._update_totals()
         self._save()
         for partial_file in self.path.glob(f"part-*.partial*.{self.suffix}"):
             partial_file.unlink()
         self._received.pop(number, None)
         Receipt.file_of(self.path, number).unlink(missing_ok=True)
 
+    def _update_totals(self) -> None:
+        """Compute the sums over all shards in the manifest."""
+        for total, count in self._manifest_type.TOTALS.items():
+            setattr(self.manifest, total, sum(int(shard[count]) for shard in self.manifest.shards))
+        truncation = _sum_truncation(self.manifest.shards)
+        self.manifest.truncated = {} if truncation is None else _truncation_counts(truncation)
+
     def _check_next(self, number: int) -> None:
-        """Raise ``ValueError`` unless a shard is the next one or a listed one."""
+        """Raise ``ValueError`` if a shard is neither in the manifest nor the next one."""
         if not 0 <= number <= len(self.manifest.shards):
-            following = f"at most {len(self.manifest.shards)}, the next shard"
             raise ArgumentError(
                 "number",
-                f"expected {following}, got {number}. Shards are written in order.",
+                f"expected at most {len(self.manifest.shards)}, the next shard, got {number}. "
+                "Shards are written in order.",
             )
 
     def finish(self, n_texts: int | None = None) -> M:
-        """Mark the folder as complete, and release it.
+        """Mark the folder as complete, and unlock it.
 
         Args:
             n_texts: number of texts that were to be encoded; None if unknown.
 
         Raises:
-            DataError: unless each of the texts has a row or a reason why it failed.
+            DataError: if a text has neither a row nor a reason why it failed.
         """
-        # A worker that was given up as lost may have written a shard a second time since.
-        self.receive()
-        rows = self.manifest.n_documents
+        # A worker that was believed to be lost may have written a shard a second time. Its receipt
+        # has the checksum of the new file.
+        self.register_received()
+        n_rows = self.manifest.n_documents
         n_failed = len(self.manifest.failed)
-        if n_texts is not None and rows + n_failed != n_texts:
-            got = f"{rows} rows and {n_failed} errors. Write the vectors again with {_START_AGAIN}"
-            raise DataError(f"{self.path}: expected {n_texts} texts, got {got}.")
+        if n_texts is not None and n_rows + n_failed != n_texts:
+            raise DataError(
+                f"{self.path}: expected {n_texts} texts, got {n_rows} rows and {n_failed} errors. "
+                f"Write the vectors again with {_START_AGAIN}.",
+            )
         self.manifest.n_texts = n_texts
         self.manifest.complete = True
         self._save()
@@ -764,46 +877,46 @@ class ShardWriter(ABC, Generic[M, V]):
         write_json_object(self.path / MANIFEST_NAME, self.manifest.to_dict())
 
 
-def _truncation_entry(truncation: Truncation | None) -> Json:
-    """Return the manifest entry of truncated texts, empty where they were not counted."""
-    if truncation is None:
-        return {}
-    return {"truncated": {"count": truncation.count, "max_length": truncation.max_length}}
+def _truncation_counts(truncation: Truncation) -> dict[str, int | None]:
+    """Return the counts of truncated texts as a manifest has them."""
+    return {"count": truncation.count, "max_length": truncation.max_length}
 
 
-def _truncation(*entries: Json) -> Truncation | None:
+def _sum_truncation(entries: Iterable[Json]) -> Truncation | None:
     """Add up how many texts of shards were truncated.
 
     Args:
         entries: manifest entries of the shards.
 
     Returns:
-        The sum, or None if the truncated texts of any shard were not counted.
+        The sum, or None if the truncated texts of a shard were not counted.
     """
     total = Truncation()
     for entry in entries:
-        if "truncated" not in entry:
+        counts = entry.get("truncated")
+        if counts is None:
             return None
-        total.add(0, int(entry["truncated"]["count"]), entry["truncated"]["max_length"])
+        # A manifest does not have the number of tokenised texts, and the sum does not need it.
+        total.add(n_texts=0, count=int(counts["count"]), max_length=counts["max_length"])
     return total
 
 
 def differences(left: Json, right: Json, left_name: str, right_name: str) -> str:
     """Describe the settings in which two folders differ, for an error.
 
-    An example is ``"vocab_size: 100 before, 200 now"``.
+    An example is ``vocab_size: 100 before, 200 now``.
 
     Args:
         left: settings of one folder.
         right: settings of the other folder.
-        left_name: words after a value of the first folder, such as ``"before"``.
-        right_name: words after a value of the second folder, such as ``"now"``.
+        left_name: word after a value of the first folder, such as ``"before"``.
+        right_name: word after a value of the second folder, such as ``"now"``.
 
     Returns:
         The description, which is empty if there are no differences.
     """
-    # Digests tell a reader nothing, so these words stand for their values.
-    digests = {
+    # Digests tell a reader nothing, so they are described in words.
+    digest_descriptions = {
         "texts_sha256": "other texts",
         "model_fingerprint": "another model, or other weights",
     }
@@ -811,12 +924,12 @@ def differences(left: Json, right: Json, left_name: str, right_name: str) -> str
     for name in {**left, **right}:
         if left.get(name) != right.get(name):
             values = f"{left.get(name)!r} {left_name}, {right.get(name)!r} {right_name}"
-            described.append(f"{name}: {digests.get(name, values)}")
+            described.append(f"{name}: {digest_descriptions.get(name, values)}")
     return "; ".join(described)
 
 
 def _class_of(annotation: type | UnionType) -> type | UnionType:
-    """Return the class of a type annotation, ``list`` for ``list[str]``, for ``isinstance``."""
+    """Return a type annotation as ``isinstance`` accepts it, such as ``list`` for ``list[str]``."""
     if isinstance(annotation, UnionType):
         return annotation
     return get_origin(annotation) or annotation
@@ -837,7 +950,7 @@ def _is_truncation(value: Json) -> bool:
 
 
 def check_complete(folder: Path, manifest: Manifest) -> None:
-    """Raise ``DataError`` unless the writer of a folder has finished."""
+    """Raise ``DataError`` if the writer of a folder has not finished."""
     if not manifest.complete:
         raise DataError(
             f"{folder}: expected complete vectors, got {len(manifest.shards)} shard(s) of an "
@@ -846,12 +959,12 @@ def check_complete(folder: Path, manifest: Manifest) -> None:
 
 
 def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
-    """Return the file of a listed shard.
+    """Return the file of a shard in the manifest.
 
     Args:
         folder: the folder of vectors.
-        shard: the entry of the shard in the manifest.
-        verify: whether to compare the checksum, which reads the file.
+        shard: entry of the shard in the manifest.
+        verify: whether to compare the checksum, for which the file is read.
 
     Raises:
         FileNotFoundError: if the file is missing.
@@ -859,8 +972,8 @@ def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
     """
     return listed_file(
         folder,
-        str(shard["file"]),
-        shard["sha256"] if verify else None,
-        "the manifest",
-        REMEDY,
+        name=str(shard["file"]),
+        digest=shard["sha256"] if verify else None,
+        manifest="the manifest",
+        remedy=REMEDY,
     )

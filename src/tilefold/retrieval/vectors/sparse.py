@@ -46,16 +46,16 @@ class SparseVectors:
         indptr: int64 ``[N + 1]``; row `i` is ``indices[indptr[i]:indptr[i + 1]]``.
         indices: int32 ``[nnz]``, terms in ``[0, V)``, ascending and unique within a row.
         data: float32 ``[nnz]``, finite and not negative.
-        vocab_size: V.
-        fingerprint: of :func:`vocabulary_fingerprint` for the tokenizer, or None when unknown.
-        provenance: the model and the texts that the vectors were made from, as far as they are
-            known.
+        vocab_size: number of terms of the vocabulary, V.
+        fingerprint: digest of the tokenizer's vocabulary (:func:`vocabulary_fingerprint`), or None
+            if it is unknown.
+        provenance: model and texts of the vectors, as far as they are known.
 
     `ids` may be any sequence, such as a pandas Series, and are read by position.
 
     Raises:
-        DataError: for shapes that do not fit, a term out of range or twice in a row, a weight that
-            is NaN, infinite or negative, or an empty or repeated id. It names the row.
+        DataError: if shapes are inconsistent, a term is out of range or twice in a row, a weight is
+            NaN, infinite or negative, or an id is empty or repeated. The message names the row.
     """
 
     ids: list[str]
@@ -81,7 +81,7 @@ class SparseVectors:
         """Sort the terms of each row, with their weights.
 
         Raises:
-            DataError: for a term that a row has twice.
+            DataError: if a row has a term twice.
         """
         # One key sorts by row, then by term. Keys are equal only for a repeated term.
         rows = np.repeat(np.arange(len(self.ids), dtype=np.int64), np.diff(self.indptr))
@@ -93,12 +93,12 @@ class SparseVectors:
         if repeated.size:
             position = int(repeated[0])
             raise DataError(
-                f"indices: term {self.indices[position]} is given twice for "
+                f"indices: term {self.indices[position]} occurs twice in the row of "
                 f"{self._owner(position)}.",
             )
 
     def _check(self) -> None:
-        """Raise ``DataError`` for shapes that do not fit, and invalid terms or weights."""
+        """Raise ``DataError`` if shapes are inconsistent, or terms or weights are invalid."""
         n = len(self.ids)
         nnz = self.indices.size
         check_integer("vocab_size", self.vocab_size)
@@ -109,21 +109,23 @@ class SparseVectors:
                 f"indptr: expected {n + 1} offsets for {n} ids, got shape {self.indptr.shape}.",
             )
         if self.indices.shape != (nnz,) or self.data.shape != (nnz,):
-            got = f"shapes {self.indices.shape} and {self.data.shape}"
-            raise DataError(f"indices and data: expected two flat arrays of one length, got {got}.")
-        check_offsets(self.indptr, nnz)
-        invalid = first_outside(self.indices, self.vocab_size)
-        if invalid is not None:
             raise DataError(
-                f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[invalid]} "
-                f"for {self._owner(invalid)}. Were the vectors made with another vocabulary?",
+                "indices and data: expected two flat arrays of the same length, got shapes "
+                f"{self.indices.shape} and {self.data.shape}.",
             )
-        invalid = first_invalid_weight(self.data)
-        if invalid is not None:
+        check_offsets(self.indptr, nnz)
+        position = first_outside(self.indices, self.vocab_size)
+        if position is not None:
+            raise DataError(
+                f"indices: expected terms in [0, {self.vocab_size}), got {self.indices[position]} "
+                f"for {self._owner(position)}. Were the vectors computed with another vocabulary?",
+            )
+        position = first_invalid_weight(self.data)
+        if position is not None:
             n_invalid = int((~np.isfinite(self.data) | (self.data < 0)).sum())
             raise DataError(
-                f"data: expected finite weights of at least 0, got {self.data[invalid]} for "
-                f"{self._owner(invalid)} ({n_invalid} in all). Check the model's output and its "
+                f"data: expected finite weights of at least 0, got {self.data[position]} for "
+                f"{self._owner(position)} ({n_invalid} in all). Check the model's output and its "
                 "activation.",
             )
 
@@ -159,7 +161,7 @@ class SparseVectors:
             fingerprint: digest of the vocabulary; None if it is unknown.
 
         Raises:
-            DataError: for a term, weight or id that sparse vectors cannot have.
+            DataError: if a term, weight or id is invalid.
         """
         check_mapping("rows", rows, "id -> weights by term")
         for identifier, row in rows.items():
@@ -191,11 +193,11 @@ class SparseVectors:
 
         Args:
             ids: N ids.
-            matrix: dense, sparse COO or CSR, on any device and of any float dtype.
-            fingerprint: digest of the vocabulary. By default it is the one that ``encode_sparse``
-                has attached to its result, if `matrix` is one.
+            matrix: a dense, sparse COO or CSR tensor, on any device and in any float dtype.
+            fingerprint: digest of the vocabulary. By default the one that ``encode_sparse`` has
+                attached to `matrix`, if it has returned it.
             min_weight: positive entries up to this weight are dropped, as zeros are. NaN and
-                negative entries are kept so that they are reported.
+                negative entries are kept, so that they are reported.
         """
         import torch
 
@@ -239,8 +241,8 @@ class SparseVectors:
             parts: at least one set of vectors.
 
         Raises:
-            VocabularyMismatchError: for parts over different vocabularies.
-            DataError: for an id that two parts have.
+            VocabularyMismatchError: if the vocabularies of the parts differ.
+            DataError: if two parts have the same id.
         """
         parts = list_of("parts", parts)
         if not parts:
@@ -266,8 +268,8 @@ class SparseVectors:
             rows: positions of rows, in the order of the result.
 
         Raises:
-            TypeError: for positions that are no integers.
-            IndexError: for a position that no row has.
+            TypeError: if the positions are not integers.
+            IndexError: if a position is out of range.
         """
         positions_of_rows = np.asarray(rows)
         if positions_of_rows.size and positions_of_rows.dtype.kind not in "iu":
@@ -292,7 +294,7 @@ class SparseVectors:
     def above(self, min_weight: float) -> SparseVectors:
         """Return the vectors without weights up to `min_weight`.
 
-        They are not copied if there are none.
+        If no weight is dropped, the vectors are not copied.
         """
         keep = self.data > min_weight
         return self if keep.all() else self.selected(keep)
@@ -327,7 +329,7 @@ class SparseVectors:
 
 
 class HasVocabulary(Protocol):
-    """Vectors, a manifest of some, or an index."""
+    """Sparse vectors, or a manifest or an index of sparse vectors."""
 
     @property
     def vocab_size(self) -> int | None: ...
@@ -341,26 +343,25 @@ def check_same_vocabulary(
     left_name: str,
     right_name: str,
 ) -> None:
-    """Raise ``VocabularyMismatchError`` unless sizes and known fingerprints are equal.
+    """Raise ``VocabularyMismatchError`` if sizes or known fingerprints of vocabularies differ.
 
     Args:
-        left: vectors, a manifest or an index, whose vocabulary is expected.
-        right: vectors, a manifest or an index, which the error complains of.
+        left: vectors, a manifest or an index with the expected vocabulary.
+        right: vectors, a manifest or an index that is compared with it.
         left_name: name of `left` in the error.
         right_name: name of `right` in the error.
     """
     if left.vocab_size != right.vocab_size:
-        expected = f"with {left.vocab_size} terms"
-        got = f"with {right.vocab_size}"
-    elif left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
-        expected = f"(fingerprint {left.fingerprint[:12]})"
-        got = f"of the same size (fingerprint {right.fingerprint[:12]})"
-    else:
-        return
-    raise VocabularyMismatchError(
-        f"{right_name}: expected the vocabulary of {left_name} {expected}, got one {got}. Encode "
-        "both with the same model.",
-    )
+        raise VocabularyMismatchError(
+            f"{right_name}: expected the vocabulary of {left_name} with {left.vocab_size} terms, "
+            f"got one with {right.vocab_size}. Encode both with the same model.",
+        )
+    if left.fingerprint and right.fingerprint and left.fingerprint != right.fingerprint:
+        raise VocabularyMismatchError(
+            f"{right_name}: expected the vocabulary of {left_name} (fingerprint "
+            f"{left.fingerprint[:12]}), got one of the same size (fingerprint "
+            f"{right.fingerprint[:12]}). Encode both with the same model.",
+        )
 
 
 def check_vectors(
@@ -368,26 +369,29 @@ def check_vectors(
     vectors: object,
     remedy: str = "read_vectors(folder) or SparseVectors.from_rows(rows, vocab_size)",
 ) -> None:
-    """Raise ``TypeError`` unless an argument is :class:`SparseVectors`.
+    """Raise ``TypeError`` if an argument is not :class:`SparseVectors`.
 
-    `remedy` says how to make them.
+    Args:
+        name: name of the argument.
+        vectors: value of the argument.
+        remedy: expression that creates such vectors, for the error.
     """
     check_instance(name, vectors, SparseVectors, remedy)
 
 
 def check_buildable(vectors: SparseVectors) -> None:
-    """Raise an error unless an index can be built of vectors.
+    """Raise an error if no index can be built from vectors.
 
     Raises:
-        TypeError: for anything but ``SparseVectors``.
+        TypeError: if `vectors` is not ``SparseVectors``.
         ValueError: if no vector has a positive weight.
     """
     check_vectors("vectors", vectors)
     if not len(vectors) or not bool((vectors.data > 0).any()):
-        got = f"{len(vectors)} vector(s) without"
         raise ArgumentError(
             "vectors",
-            f"expected at least one vector with a positive weight, got {got}. Check the model.",
+            "expected at least one vector with a positive weight, got "
+            f"{len(vectors)} vector(s) without. Check the model.",
         )
 
 
@@ -408,7 +412,7 @@ def _as_int32(indices: npt.ArrayLike) -> Ints:
     """Convert terms to a contiguous int32 array.
 
     Raises:
-        DataError: for numbers that are not integers, or do not fit int32.
+        DataError: if the numbers are not integers, or do not fit int32.
     """
     array = np.asarray(indices)
     if array.size and not np.issubdtype(array.dtype, np.integer):
@@ -422,11 +426,11 @@ def _as_int32(indices: npt.ArrayLike) -> Ints:
 
 
 def check_ids(ids: list[str]) -> None:
-    """Raise ``DataError`` unless the ids are unique, non-empty strings."""
+    """Raise ``DataError`` if ids are not unique, non-empty strings."""
     earlier_ids: set[str] = set()
     for number, value in enumerate(ids):
         if not isinstance(value, str) or not value:
             raise DataError(f"ids[{number}]: expected a non-empty string, got {value!r}.")
         if value in earlier_ids:
-            raise DataError(f"ids[{number}]: {value!r} was given before. Ids must be unique.")
+            raise DataError(f"ids[{number}]: {value!r} is a duplicate. Ids must be unique.")
         earlier_ids.add(value)

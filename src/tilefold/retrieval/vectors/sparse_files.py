@@ -67,17 +67,18 @@ class VectorManifest(Manifest):
 
     Attributes:
         vocab_size: number of terms of the vocabulary.
-        fingerprint: of the vocabulary; see :class:`SparseVectors`.
-        model_name: the model that made the vectors, if known.
+        fingerprint: digest of the vocabulary; see :class:`SparseVectors`.
+        model_name: name of the model that computed the vectors, if known.
         kind: ``"document"`` or ``"query"``.
-        n_texts: texts to encode, including failed ones; None if only the rows are known.
-        n_documents: rows of all shards.
+        n_texts: number of texts to encode, including failed ones; None if only the rows are known.
+        n_documents: number of rows of all shards.
         shards: ``{"file", "rows", "nonzeros", "sha256", "truncated", "precision"}`` for each shard,
-            in order. The precision, such as ``"bf16"``, is that of the model's products.
-        settings: how the vectors were computed. A writer resumes a folder only if these are equal.
-        failed: id -> reason, for texts that could not be encoded.
+            in order. ``precision`` is the number type in which the model computed, such as
+            ``"bf16"``.
+        settings: how the vectors were computed. A folder is resumed only if the settings are equal.
+        failed: id -> reason for each text that could not be encoded.
         partial: the file of the finished part of the next shard, its checksum and its failed
-            texts. Empty if there is none.
+            texts. Empty if no part is stored.
         truncated: ``{"count", "max_length"}``, how many texts were truncated before they were
             encoded, and to how many tokens (None for a model without a limit). Empty if they were
             not counted.
@@ -108,9 +109,9 @@ class VectorManifest(Manifest):
 
         Args:
             ids: N ids.
-            indptr: ``[N + 1]``.
-            indices: terms, ``[nnz]``.
-            weights: of the terms, ``[nnz]``.
+            indptr: where the entries of each row begin, ``[N + 1]``.
+            indices: term of each entry, ``[nnz]``.
+            weights: weight of each entry, ``[nnz]``.
         """
         return SparseVectors(
             ids,
@@ -133,10 +134,10 @@ class VectorManifest(Manifest):
 
 
 class SparseVectorWriter(ShardWriter[VectorManifest, SparseVectors]):
-    """Write sparse vectors shard by shard into a folder, which one process at a time may use.
+    """Writer of a folder of sparse vectors, which one process at a time may use.
 
     Shards and manifest are replaced atomically, and a shard counts only once the manifest lists it.
-    The arguments and errors are those of
+    Arguments, methods and errors are described in
     :class:`tilefold.retrieval.vectors.shards.ShardWriter`.
     """
 
@@ -190,7 +191,7 @@ def read_manifest(path: str | Path) -> VectorManifest:
 
     Raises:
         FileNotFoundError: if there is no manifest.
-        DataError: if it is damaged, or of other vectors.
+        DataError: if the manifest is damaged or for another kind of vectors.
     """
     return VectorManifest.read(path_of("path", path))
 
@@ -211,32 +212,32 @@ def read_vectors(path: str | Path) -> SparseVectors:
 def read_rows(path: str | Path, names: Iterable[str]) -> SparseVectors:
     """Read the vectors of some texts.
 
-    Of shards without any of them, only the ids are read.
+    If a shard has none of the texts, only its ids are read.
 
     Args:
         path: folder of sparse vectors.
-        names: ids of the texts; unknown ids are ignored.
+        names: ids of the texts. Unknown ids are ignored.
 
     Returns:
         The vectors, in the order of the folder.
     """
     folder = path_of("path", path)
-    missing = set(list_of_ids("names", names))
+    missing_ids = set(list_of_ids("names", names))
     manifest = read_manifest(folder)
     check_complete(folder, manifest)
-    _, parquet = arrow("Storing vectors")
+    _, parquet = arrow("Reading vectors")
     parts = [manifest.no_vectors()]
     for shard in manifest.shards:
-        if not missing:
+        if not missing_ids:
             break
         file = shard_file(folder, shard, verify=False)
         with _as_data_error(file):
             shard_ids = parquet.read_table(file, columns=["id"]).column("id").to_pylist()
-        rows = [row for row, name in enumerate(shard_ids) if name in missing]
+        rows = [row for row, text_id in enumerate(shard_ids) if text_id in missing_ids]
         if rows:
             vectors = _read_shard(folder, shard, manifest).take(rows)
             parts.append(vectors)
-            missing.difference_update(vectors.ids)
+            missing_ids.difference_update(vectors.ids)
     return SparseVectors.concatenate(parts)
 
 
@@ -244,14 +245,14 @@ def iter_shards(
     path: str | Path,
     manifest: VectorManifest | None = None,
 ) -> Iterator[SparseVectors]:
-    """Read the listed shards one at a time, for collections larger than memory.
+    """Read the shards of a folder one at a time, for collections larger than memory.
 
     Args:
         path: folder of sparse vectors.
-        manifest: manifest of the folder. It is read from the folder if it is None.
+        manifest: manifest of the folder; None reads it from the folder.
 
     Raises:
-        DataError: for a shard that is damaged.
+        DataError: if a shard is damaged.
     """
     folder = path_of("path", path)
     manifest = manifest or read_manifest(folder)
@@ -260,7 +261,16 @@ def iter_shards(
 
 
 def _read_shard(folder: Path, shard: Json, manifest: VectorManifest) -> SparseVectors:
-    """Read a listed shard, and raise ``DataError`` for a damaged one."""
+    """Read a shard.
+
+    Args:
+        folder: folder of sparse vectors.
+        shard: entry of the shard in the manifest.
+        manifest: manifest of the folder.
+
+    Raises:
+        DataError: if the shard is damaged.
+    """
     file = shard_file(folder, shard)
     vectors = _read_parquet(file, manifest)
     if len(vectors) != shard["rows"]:
@@ -283,7 +293,7 @@ def write_vectors(
         vectors: sparse vectors.
         path: the folder, new or empty.
         model_name: name of the model that computed the vectors.
-        kind: ``"document"`` or ``"query"``, of which the vectors are.
+        kind: whether the vectors are of documents or queries: ``"document"`` or ``"query"``.
         shard_size: number of vectors per file.
         overwrite: replace vectors that are in the folder.
 
@@ -300,10 +310,10 @@ def write_vectors(
     provenance = replace(vectors.provenance, precision=None).to_dict()
     settings = {name: value for name, value in provenance.items() if value}
     manifest = VectorManifest(
-        vectors.vocab_size,
-        vectors.fingerprint,
-        model_name,
-        kind,
+        vocab_size=vectors.vocab_size,
+        fingerprint=vectors.fingerprint,
+        model_name=model_name,
+        kind=kind,
         settings=settings,
     )
     writer = SparseVectorWriter(
@@ -319,7 +329,7 @@ def write_vectors(
 
 
 def _check_distinct_names(term_names: Sequence[str], vectors: SparseVectors) -> None:
-    """Raise ``DataError`` if two terms that occur in the vectors have one name.
+    """Raise ``DataError`` if two terms that occur in the vectors have the same name.
 
     Args:
         term_names: name of each term.
@@ -350,19 +360,20 @@ def export_jsonl(
     A line is ``{"id", "contents", "vector": {token: weight}}``.
 
     Args:
-        vectors: of documents or queries.
+        vectors: vectors of documents or queries.
         path: the file, which is replaced atomically.
-        tokens: token of each term, as :func:`term_names` gives them. A term whose token is None is
-            named ``[term_905]`` after its number. By default terms are named by their numbers.
-        contents: id -> text for the ``contents`` field, which is empty otherwise.
-        scale: weights become ``round(weight * scale)``, for engines of integer impacts (100 is
+        tokens: token of each term, as :func:`term_names` returns them. A term whose token is None
+            is named ``[term_905]`` after its number. By default terms are named by their numbers.
+        contents: id -> text for the ``contents`` field. By default the field is empty.
+        scale: weights become ``round(weight * scale)``, for engines with integer impacts (100 is
             usual), and terms that round to 0 are dropped. By default weights are floats.
-        overwrite: replace a file that exists.
+        overwrite: replace an existing file.
 
     Raises:
-        VocabularyMismatchError: for too few tokens.
-        DataError: for two terms of the vectors with one token, which a reader could not tell apart.
-        FileExistsError: if the file exists, without `overwrite`.
+        VocabularyMismatchError: if there are too few tokens.
+        DataError: if two terms of the vectors have the same token, so that a reader could not tell
+            them apart.
+        FileExistsError: if the file exists and `overwrite` is False.
     """
     check_vectors("vectors", vectors)
     if contents is not None:
@@ -387,22 +398,22 @@ def export_jsonl(
 
 
 def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> list[str]:
-    """Name the terms of vectors by tokens.
+    """Return the name of each term: its token, or ``[term_5]`` for a term without a token.
 
     Args:
         vectors: vectors whose terms are named.
-        tokens: token of each term. A term whose token is None is named after its number.
+        tokens: token of each term, or None.
 
     Raises:
         VocabularyMismatchError: if a term of the vectors has no entry in `tokens`.
-        DataError: for two terms of the vectors with one token.
+        DataError: if two terms of the vectors have the same token.
     """
     tokens = list_of("tokens", tokens)
     highest = int(vectors.indices.max()) if vectors.indices.size else -1
     if highest >= len(tokens):
         raise VocabularyMismatchError(
             f"tokens: expected a token for every index up to {highest}, got {len(tokens)} tokens. "
-            "Pass the vocabulary of the model that made the vectors.",
+            "Pass the vocabulary of the model that computed the vectors.",
         )
     names = fill_missing_names(tokens)
     _check_distinct_names(names, vectors)
@@ -411,13 +422,14 @@ def _names_of_terms(vectors: SparseVectors, tokens: Sequence[str | None]) -> lis
 
 @contextmanager
 def _as_data_error(path: Path) -> Iterator[None]:
-    """Turn Arrow's errors for a damaged or foreign file into one ``DataError`` that names it."""
-    pa, _ = arrow("Storing vectors")
+    """Convert Arrow's errors in the block to a ``DataError`` that names the file."""
+    pa, _ = arrow("Reading vectors")
     try:
         yield
     except (pa.ArrowException, OSError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{path}: expected Parquet with id, indices and weights, got ({error}). {REMEDY}",
+            f"{path}: expected Parquet with id, indices and weights, which could not be read "
+            f"({error}). {REMEDY}",
         ) from error
 
 
@@ -429,27 +441,28 @@ def _read_parquet(path: Path, manifest: VectorManifest) -> SparseVectors:
         manifest: manifest of the folder, for the vocabulary and the provenance of the vectors.
 
     Raises:
-        DataError: for another file, nulls, and invalid vectors.
+        DataError: if the file is not a shard, or has nulls or invalid vectors.
     """
-    _, parquet = arrow("Storing vectors")
-    names = ("id", "indices", "weights")
+    _, parquet = arrow("Reading vectors")
+    columns = ["id", "indices", "weights"]
     with _as_data_error(path):
-        table = parquet.read_table(path, columns=list(names)).combine_chunks()
-        ids, indices, weights = (table.column(name).combine_chunks() for name in names)
+        table = parquet.read_table(path, columns=columns).combine_chunks()
+        ids, indices, weights = (table.column(name).combine_chunks() for name in columns)
         n_indices = indices.value_lengths().to_numpy(zero_copy_only=False)
         n_weights = weights.value_lengths().to_numpy(zero_copy_only=False)
         is_unequal = n_indices != n_weights
         flat_indices = indices.flatten().to_numpy(zero_copy_only=False)
         flat_weights = weights.flatten().to_numpy(zero_copy_only=False)
-    with_nulls = [name for name in names if table.column(name).null_count]
-    if with_nulls or bool(is_unequal.any()):
-        if with_nulls:
-            got = f"nulls in {', '.join(with_nulls)}"
-        else:
-            row = int(np.argmax(is_unequal))
-            got = f"{n_weights[row]} and {n_indices[row]} for {ids[row].as_py()!r}"
+    columns_with_nulls = [name for name in columns if table.column(name).null_count]
+    if columns_with_nulls:
         raise DataError(
-            f"{path}: expected as many weights as indices and no nulls, got {got}. {REMEDY}",
+            f"{path}: expected no nulls, got nulls in {', '.join(columns_with_nulls)}. {REMEDY}",
+        )
+    if bool(is_unequal.any()):
+        row = int(np.argmax(is_unequal))
+        raise DataError(
+            f"{path}: expected as many weights as indices, got {n_weights[row]} weights and "
+            f"{n_indices[row]} indices for {ids[row].as_py()!r}. {REMEDY}",
         )
     try:
         return manifest.vectors(ids.to_pylist(), offsets_of(n_indices), flat_indices, flat_weights)

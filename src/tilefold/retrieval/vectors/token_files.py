@@ -15,29 +15,30 @@ from tilefold.retrieval.vectors.tokens import TokenVectors, safetensors_package
 
 __all__ = ["read_token_file"]
 
-# Arrays that an error lists.
-_SHOWN_ARRAYS = 4
+_SHOWN_ARRAYS = 4  # arrays that an error lists
 
 _LAYOUTS = (
     "Expected one array [n, D] for each text under its id; or values [T, D] with offsets [N + 1]; "
-    "or embeddings [N, L, D], zero or left out by a mask [N, L] behind a text's end. The latter "
-    "two may have ids: a list of N"
+    "or embeddings [N, L, D], zero or left out by a mask [N, L] after a text's end. The last two "
+    "may have ids: a list of N"
 )
 
 
 def read_token_file(path: str | Path) -> TokenVectors:
-    """Read token vectors of another program for :meth:`tilefold.retrieval.LateIndex.build`.
+    """Read a file of token vectors that was written by another program.
+
+    The vectors are for :meth:`tilefold.retrieval.LateIndex.build`.
 
     The file has one of three layouts:
 
     * An array ``[n, D]`` for each text, named by its id.
     * Packed ``values`` ``[T, D]`` and ``offsets`` ``[N + 1]``. Integer values have ``scales``
       ``[T]``.
-    * Padded ``embeddings`` ``[N, L, D]``, as ColPali makes of pages. A ``mask`` ``[N, L]`` is
-      nonzero for vectors; without it, rows of zeros are padding.
+    * Padded ``embeddings`` ``[N, L, D]``, as ColPali returns for pages. A ``mask`` ``[N, L]`` is
+      nonzero for vectors. Without it, rows of zeros are padding.
 
-    The latter two may have ``ids``, in safetensors as UTF-8 bytes of a JSON list. By default texts
-    are numbered from 0.
+    The last two may have ``ids``, in safetensors as a tensor with the UTF-8 bytes of a JSON list.
+    By default texts are numbered from 0.
 
     Args:
         path: a ``.safetensors`` or ``.npz`` file.
@@ -46,23 +47,24 @@ def read_token_file(path: str | Path) -> TokenVectors:
         The vectors in fp32.
 
     Raises:
-        DataError: for other arrays, and for NaN or infinity.
+        DataError: if the arrays have none of these layouts, or numbers are NaN or infinite.
     """
     file = path_of("path", path)
-    tensors, ids = _read_arrays(file)
+    tensors, stored_ids = _read_arrays(file)
     try:
+        ids = stored_ids
         if "embeddings" in tensors:
             vectors = _without_padding(tensors["embeddings"].float(), tensors.get("mask"))
         elif "values" in tensors and "offsets" in tensors:
             lengths = tensors["offsets"].long().diff().tolist()
             vectors = list(torch.split(_scaled_values(tensors), lengths))
-        else:
+        else:  # an array for each text
             ids = list(tensors)
             vectors = [tensor.float() for tensor in tensors.values()]
         if ids is None:
             ids = [str(number) for number in range(len(vectors))]
         return TokenVectors.pack(ids, vectors, int(vectors[0].size(-1)), "fp32")
-    except (RuntimeError, IndexError, ValueError) as error:  # of shapes that do not fit
+    except (RuntimeError, IndexError, ValueError) as error:  # the shapes are inconsistent
         shown = list(tensors.items())[:_SHOWN_ARRAYS]
         shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in shown)
         raise DataError(f"{file}: {_LAYOUTS}. Got {shapes or 'none'} ({error}).") from error
@@ -75,7 +77,7 @@ def _scaled_values(tensors: dict[str, Tensor]) -> Tensor:
         tensors: ``values`` ``[T, D]``, with ``scales`` ``[T]`` if they are integers.
 
     Raises:
-        ValueError: for integers without scales, or scales of another number.
+        ValueError: if integers have no scales, or the number of scales is wrong.
     """
     values = tensors["values"]
     scales = tensors.get("scales")
@@ -108,23 +110,35 @@ def _read_arrays(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
         Name -> tensor, without ``ids``, and the ids of the texts, or None if the file has no ids.
 
     Raises:
-        DataError: for a file that cannot be read.
+        DataError: if the file cannot be read.
     """
     try:
         if file.suffix == ".npz":
-            with np.load(file, allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-            array_ids = arrays.pop("ids", None)
-            tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
-            return tensors, None if array_ids is None else list(map(str, array_ids.tolist()))
-        with safetensors_package().safe_open(str(file), framework="pt") as opened:
-            # The opened file is no mapping.
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        encoded_ids = tensors.pop("ids", None)
-        if encoded_ids is None:
-            return tensors, None
-        return tensors, json.loads(encoded_ids.numpy().tobytes().decode("utf-8"))
-    except Exception as error:  # safetensors and numpy raise their own for damaged files
+            return _read_npz(file)
+        return _read_safetensors(file)
+    except Exception as error:  # safetensors and numpy raise exceptions of their own
         raise DataError(
-            f"{file}: expected a safetensors or npz file of token vectors, got ({error}).",
+            f"{file}: expected a safetensors or npz file of token vectors, which could not be read "
+            f"({error}).",
         ) from error
+
+
+def _read_npz(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
+    """Read the tensors and the ids of an npz file, as :func:`_read_arrays` returns them."""
+    with np.load(file, allow_pickle=False) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    ids = arrays.pop("ids", None)
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return tensors, None if ids is None else list(map(str, ids.tolist()))
+
+
+def _read_safetensors(file: Path) -> tuple[dict[str, Tensor], list[str] | None]:
+    """Read the tensors and the ids of a safetensors file, as :func:`_read_arrays` returns them."""
+    with safetensors_package().safe_open(str(file), framework="pt") as opened:
+        # An opened file cannot be iterated over.
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    encoded_ids = tensors.pop("ids", None)
+    if encoded_ids is None:
+        return tensors, None
+    # safetensors has no strings: the ids are a tensor with the UTF-8 bytes of a JSON list.
+    return tensors, json.loads(encoded_ids.numpy().tobytes().decode("utf-8"))

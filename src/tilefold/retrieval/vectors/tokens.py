@@ -19,7 +19,7 @@ from tilefold._internal.arguments import check_choice, check_instance, list_of, 
 from tilefold.ops import QuantizedTokens, quantize_tokens
 from tilefold.pipeline.ragged import gather_positions, offsets_of
 from tilefold.retrieval.common.array_checks import check_offsets
-from tilefold.retrieval.common.files import require
+from tilefold.retrieval.common.files import Json, require
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.vectors.shards import (
@@ -57,10 +57,10 @@ class TokenVectors:
         offsets: int64 ``[N + 1]``; text `i` has rows ``offsets[i]`` to ``offsets[i + 1]``, possibly
             none.
         values: ``[T, D]`` fp16, fp32 or int8.
-        scales: ``[T]`` fp32 factors of int8 values, else None.
+        scales: ``[T]`` fp32 factors of int8 values; None for floats.
 
     Raises:
-        DataError: for shapes, dtypes or offsets that do not fit, and an empty or repeated id.
+        DataError: if shapes, dtypes or offsets are inconsistent, or an id is empty or repeated.
     """
 
     ids: list[str]
@@ -89,17 +89,18 @@ class TokenVectors:
         dimension: int,
         storage: str,
     ) -> TokenVectors:
-        """Pack the token vectors of several texts into one tensor on the CPU, in a storage.
+        """Pack the token vectors of several texts into one tensor on the CPU.
 
         Args:
             ids: N ids.
             vectors: N tensors ``[n_i, D]``, on any device.
-            dimension: D.
-            storage: ``"fp32"``, ``"fp16"`` or ``"int8"``.
+            dimension: length of a vector, D.
+            storage: number type to which the vectors are converted: ``"fp32"``, ``"fp16"`` or
+                ``"int8"``.
 
         Raises:
-            DataError: for a tensor of another shape, and an entry that is not finite in `storage`.
-                It names the id.
+            DataError: if a tensor has a wrong shape, or a number is not finite in `storage`. The
+                message names the id.
         """
         ids = list_of("ids", ids)
         vectors = list_of("vectors", vectors)
@@ -117,7 +118,13 @@ class TokenVectors:
         if vectors:
             packed = torch.cat([rows.detach().float() for rows in vectors])
         rounded = packed.half() if storage == "fp16" else packed
-        check_finite(ids, offsets, rounded.isfinite().all(dim=1).cpu(), storage, packed)
+        check_finite(
+            ids,
+            offsets,
+            packed,
+            is_finite=rounded.isfinite().all(dim=1).cpu(),
+            storage=storage,
+        )
         if storage != "int8":
             return cls(ids, offsets, rounded.cpu())
         quantized = quantize_tokens(packed, "int8")
@@ -139,28 +146,28 @@ class TokenVectors:
         return values if self.scales is None else values * self.scales[low:high, None]
 
     def packed(self) -> Tensor | QuantizedTokens:
-        """Return the documents for :func:`tilefold.ops.maxsim`.
+        """Return the vectors of all texts as :func:`tilefold.ops.maxsim` reads them.
 
-        ``offsets`` are their offsets.
+        ``offsets`` says where the vectors of each text begin.
         """
         return self.values if self.scales is None else QuantizedTokens(self.values, self.scales)
 
-    def take(self, chosen: Sequence[int]) -> TokenVectors:
-        """Return a copy of some texts.
+    def take(self, texts: Sequence[int]) -> TokenVectors:
+        """Return a copy of the token vectors of some texts.
 
         Args:
-            chosen: positions of texts, in the order of the result.
+            texts: positions of texts, in the order of the result.
         """
-        positions, offsets = gather_positions(
+        token_rows, new_offsets = gather_positions(
             self.offsets.numpy(),
-            np.asarray(chosen, np.int64),
+            np.asarray(texts, np.int64),
         )
-        tokens = torch.from_numpy(positions)
+        rows = torch.from_numpy(token_rows)
         return TokenVectors(
-            [self.ids[row] for row in chosen],
-            torch.from_numpy(offsets),
-            self.values[tokens],
-            None if self.scales is None else self.scales[tokens],
+            [self.ids[text] for text in texts],
+            torch.from_numpy(new_offsets),
+            self.values[rows],
+            None if self.scales is None else self.scales[rows],
         )
 
     @classmethod
@@ -168,11 +175,12 @@ class TokenVectors:
         """Join the texts of several parts, in order.
 
         Args:
-            parts: at least one set of vectors. All have one dimension and one dtype.
+            parts: at least one set of vectors. All have the same dimension and dtype. So all of
+                them or none of them have scales.
         """
         lengths = torch.cat([part.offsets.diff() for part in parts])
         scales = [part.scales for part in parts if part.scales is not None]
-        # Autocast of the caller would make torch.cat fail for fp16, or widen it.
+        # If the caller uses autocast, torch.cat would fail for fp16 or return fp32.
         with torch.autocast("cpu", enabled=False):
             values = torch.cat([part.values for part in parts])
         return cls(
@@ -184,7 +192,7 @@ class TokenVectors:
 
 
 def check_values(values: Tensor, scales: Tensor | None) -> None:
-    """Raise ``DataError`` unless values and scales have the shapes and dtypes of a storage.
+    """Raise ``DataError`` if values or scales have invalid shapes or dtypes.
 
     Args:
         values: must be ``[T, D]`` in fp32, fp16 or int8.
@@ -203,45 +211,51 @@ def check_values(values: Tensor, scales: Tensor | None) -> None:
 def check_finite(
     ids: Sequence[str],
     offsets: Tensor,
-    finite: Tensor,
-    storage: str,
     numbers: Tensor,
+    *,
+    is_finite: Tensor,
+    storage: str,
 ) -> None:
-    """Raise ``DataError`` unless all token vectors are finite in their storage.
+    """Raise ``DataError`` if a token vector is not finite in its storage.
 
     Args:
         ids: N ids.
         offsets: where the vectors of each text begin, ``[N + 1]``.
-        finite: bool ``[T]``, whether each vector is finite after it was rounded to the storage.
+        numbers: vectors ``[T, D]`` before they were converted to the storage, or scales ``[T]``.
+            They are used for the message.
+        is_finite: whether each vector is finite in the storage, bool ``[T]``.
         storage: ``"fp32"``, ``"fp16"`` or ``"int8"``.
-        numbers: the vectors ``[T, D]`` before they were rounded, for the error.
     """
-    if bool(finite.all()):
+    if bool(is_finite.all()):
         return
-    rounded = numbers.half() if storage == "fp16" else numbers
-    got = named(ids, offsets, numbers, ~rounded.isfinite())
+    # fp16 has the smallest range: a number that is finite in fp32 may overflow. int8 has scales.
+    stored_numbers = numbers.half() if storage == "fp16" else numbers
+    got = describe_first_invalid(ids, offsets, numbers, is_invalid=~stored_numbers.isfinite())
     raise ArgumentDataError(
         "vectors",
         f"expected finite numbers within the range of {storage}, got {got}. Check the model.",
     )
 
 
-def named(ids: Sequence[str], offsets: Tensor, numbers: Tensor, wrong: Tensor) -> str:
-    """Describe the first wrong number of token vectors, with the id of its text, for an error.
+def describe_first_invalid(
+    ids: Sequence[str],
+    offsets: Tensor,
+    numbers: Tensor,
+    *,
+    is_invalid: Tensor,
+) -> str:
+    """Describe the first invalid number of token vectors for an error, such as ``nan for 'd1'``.
 
     Args:
         ids: N ids.
         offsets: where the vectors of each text begin, ``[N + 1]``.
         numbers: vectors ``[T, D]``, or scales ``[T]``.
-        wrong: bool of the same shape, True for wrong numbers. At least one is.
-
-    Returns:
-        The number and the id, such as ``"nan for 'd1'"``.
+        is_invalid: whether each number is invalid, bool of the same shape. At least one is.
     """
-    position = wrong.nonzero()[0].tolist()
-    token = position[0]
+    first_index = tuple(is_invalid.nonzero()[0].tolist())
+    token = first_index[0]
     text = int(torch.searchsorted(offsets.contiguous(), token, right=True)) - 1
-    return f"{numbers[tuple(position)].item()} for {ids[text]!r}"
+    return f"{numbers[first_index].item()} for {ids[text]!r}"
 
 
 def _described(tensor: Tensor) -> str:
@@ -262,12 +276,14 @@ class TokenManifest(Manifest):
     Attributes:
         dimension: D, the length of a vector.
         storage: ``"fp16"`` or ``"int8"``.
-        model_name: the model that made the vectors, if known.
-        model_fingerprint: its :func:`tilefold.retrieval.common.provenance.model_fingerprint`.
+        model_name: name of the model that computed the vectors, if known.
+        model_fingerprint: digest of that model
+            (:func:`tilefold.retrieval.common.provenance.model_fingerprint`).
         model_source: folder or name that the model was loaded from, if known.
-        n_tokens: vectors in all shards. The entry of a shard has its number as ``tokens``.
+        n_tokens: number of vectors in all shards. The entry of a shard has its number of vectors as
+            ``tokens``.
 
-    The other attributes are those of :class:`tilefold.retrieval.VectorManifest`.
+    The other attributes are described in :class:`tilefold.retrieval.VectorManifest`.
     """
 
     LAYOUT = "tokens"
@@ -288,19 +304,19 @@ class TokenManifest(Manifest):
     n_tokens: int = field(default=0, kw_only=True)
     layout: str = field(default="tokens", kw_only=True)
 
-    def wrong(self, types: Mapping[str, type | UnionType]) -> list[str]:
-        wrong = super().wrong(types)
-        if not wrong and self.storage not in self.STORAGES:
+    def invalid_fields(self, types: Mapping[str, type | UnionType]) -> list[str]:
+        invalid_fields = super().invalid_fields(types)
+        if not invalid_fields and self.storage not in self.STORAGES:
             return ["storage"]
-        return wrong
+        return invalid_fields
 
 
 @dataclass
 class DenseManifest(TokenManifest):
     """Manifest of a folder of dense vectors, stored like token vectors with one vector per text.
 
-    ``storage`` may also be ``"fp32"``. If ``similarity`` is ``"cosine"``, vectors were brought to
-    length 1 before they were rounded.
+    ``storage`` may also be ``"fp32"``. If ``similarity`` is ``"cosine"``, vectors were normalized
+    before they were rounded.
     """
 
     LAYOUT = "dense"
@@ -312,12 +328,16 @@ class DenseManifest(TokenManifest):
 
     @property
     def similarity(self) -> str:
-        """How the model compares: ``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``."""
+        """The model's similarity: ``"cosine"``, ``"dot"``, ``"euclidean"`` or ``"manhattan"``."""
         return str(self.settings.get("similarity"))
 
 
 class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
-    """Write token vectors as :class:`tilefold.retrieval.SparseVectorWriter` does."""
+    """Writer of a folder of token vectors, which one process at a time may use.
+
+    Arguments, methods and errors are described in
+    :class:`tilefold.retrieval.vectors.shards.ShardWriter`.
+    """
 
     suffix = "safetensors"
     package = ("safetensors.torch", "safetensors", "Storing token vectors")
@@ -359,9 +379,9 @@ class TokenStore:
 
     Attributes:
         folder: the folder.
-        manifest: its manifest.
+        manifest: manifest of the folder.
         dimension: D, the length of a vector.
-        ids: id -> number of its shard, and row in the shard.
+        ids: id -> index of the shard with the text, and position of the text in the shard.
     """
 
     def __init__(self, folder: Path, manifest: TokenManifest) -> None:
@@ -372,75 +392,81 @@ class TokenStore:
             manifest: manifest of the folder.
 
         Raises:
-            DataError: for a shard with another number of ids than the manifest lists, or an id that
-                occurs twice.
+            DataError: if a shard has a different number of ids than the manifest lists, or an id is
+                repeated.
         """
         self.folder = folder
         self.manifest = manifest
         self.dimension = manifest.dimension
-        self._shards: dict[int, TokenVectors] = {}
+        self._mapped_shards: dict[int, TokenVectors] = {}  # index -> shard that was checked
         self.ids: dict[str, tuple[int, int]] = {}
-        for number, shard in enumerate(manifest.shards):
-            names = _read_ids(shard_file(folder, shard, verify=False))
-            if len(names) != shard["rows"]:
+        for shard_index, entry in enumerate(manifest.shards):
+            file = shard_file(folder, entry, verify=False)
+            ids = _read_ids(file)
+            if len(ids) != entry["rows"]:
                 raise DataError(
-                    f"{folder / shard['file']}: expected {shard['rows']} texts, got {len(names)}. "
-                    f"{REMEDY}",
+                    f"{file}: expected {entry['rows']} texts, got {len(ids)}. {REMEDY}",
                 )
-            for row, name in enumerate(names):
-                if self.ids.setdefault(name, (number, row)) != (number, row):
-                    raise DataError(
-                        f"{folder / shard['file']}: {name!r} was given before. {REMEDY}",
-                    )
+            for position, text_id in enumerate(ids):
+                if text_id in self.ids:
+                    raise DataError(f"{file}: the id {text_id!r} is a duplicate. {REMEDY}")
+                self.ids[text_id] = (shard_index, position)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @cached_property
     def passages(self) -> dict[str, list[str]]:
-        """Document id -> ids of its passages, with those that could not be encoded."""
+        """Document id -> ids of its passages, including those that could not be encoded."""
         passages: dict[str, list[str]] = {}
         for name in (*self.ids, *self.manifest.failed):
             passages.setdefault(document_of(name), []).append(name)
         return passages
 
-    def shard(self, number: int) -> TokenVectors:
-        """Return shard `number`, memory-mapped, which is checked the first time.
+    def shard(self, index: int) -> TokenVectors:
+        """Return a memory-mapped shard. It is checked on first access.
+
+        Args:
+            index: index of the shard in the manifest.
 
         Raises:
-            FileNotFoundError: if its file is missing.
-            DataError: if it is damaged.
+            FileNotFoundError: if the file of the shard is missing.
+            DataError: if the file is damaged.
         """
-        if number not in self._shards:
-            listed = self.manifest.shards[number]
-            file = shard_file(self.folder, listed)
-            vectors = _read_shard(file)
-            expected = (
-                self.dimension,
-                _DTYPES[self.manifest.storage],
-                listed["rows"],
-                listed["tokens"],
+        if index not in self._mapped_shards:
+            self._mapped_shards[index] = self._map_shard(self.manifest.shards[index])
+        return self._mapped_shards[index]
+
+    def _map_shard(self, entry: Json) -> TokenVectors:
+        """Map the file of a shard into memory, and check it.
+
+        Args:
+            entry: entry of the shard in the manifest.
+        """
+        file = shard_file(self.folder, entry)
+        vectors = _read_shard(file)
+        expected = (
+            self.dimension,
+            _DTYPES[self.manifest.storage],
+            entry["rows"],
+            entry["tokens"],
+        )
+        actual = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
+        if actual != expected:
+            raise DataError(
+                f"{file}: expected (D, dtype, texts, token vectors) {expected}, got {actual}. "
+                f"{REMEDY}",
             )
-            actual = (vectors.dimension, vectors.values.dtype, len(vectors), vectors.values.size(0))
-            if actual != expected:
-                raise DataError(
-                    f"{file}: expected (D, dtype, texts, vectors) {expected}, got {actual}. "
-                    f"{REMEDY}",
-                )
-            _check_finite(vectors, file)
-            self._shards[number] = vectors
-        return self._shards[number]
+        _check_stored_values(vectors, file)
+        return vectors
 
     def iter_shards(self) -> Iterator[TokenVectors]:
-        """Yield all shards.
-
-        Those that were not mapped before are mapped one at a time.
-        """
-        for number in range(len(self.manifest.shards)):
-            was_mapped = number in self._shards
-            yield self.shard(number)
+        """Yield all shards. A shard that was not mapped before is mapped only while it is used."""
+        for index in range(len(self.manifest.shards)):
+            was_mapped = index in self._mapped_shards
+            yield self.shard(index)
             if not was_mapped:
-                del self._shards[number]
+                del self._mapped_shards[index]
 
     def read(self, names: Iterable[str]) -> TokenVectors:
         """Copy the vectors of some texts into memory.
@@ -449,21 +475,24 @@ class TokenStore:
             names: ids of the texts, in the order of the result.
 
         Raises:
-            KeyError: for an unknown id.
+            KeyError: if an id is unknown.
         """
         ids = list_of_ids("names", names)
         if not ids:
             return TokenVectors.pack([], [], self.dimension, self.manifest.storage)
-        rows_by_shard: dict[int, list[int]] = {}
-        for name in ids:
-            number, row = self.ids[name]
-            rows_by_shard.setdefault(number, []).append(row)
-        # In the order of the shards. The last step brings them into the order of the ids.
+        positions_by_shard: dict[int, list[int]] = {}
+        for text_id in ids:
+            shard_index, position = self.ids[text_id]
+            positions_by_shard.setdefault(shard_index, []).append(position)
+        # Read shard by shard, then reorder.
         vectors = TokenVectors.concatenate(
-            [self.shard(number).take(rows) for number, rows in rows_by_shard.items()],
+            [
+                self.shard(shard_index).take(positions)
+                for shard_index, positions in positions_by_shard.items()
+            ],
         )
-        positions = {name: position for position, name in enumerate(vectors.ids)}
-        return vectors.take([positions[name] for name in ids])
+        position_of_id = {text_id: position for position, text_id in enumerate(vectors.ids)}
+        return vectors.take([position_of_id[text_id] for text_id in ids])
 
 
 def open_tokens(path: str | Path) -> TokenStore:
@@ -475,12 +504,23 @@ def open_tokens(path: str | Path) -> TokenStore:
 
 
 def open_dense(path: str | Path) -> TokenStore:
-    """Open a folder of dense vectors, one for each text, as :func:`open_tokens` does."""
+    """Open a folder of dense vectors without loading it.
+
+    The checksum of a shard is compared when the shard is first used.
+    """
     return _opened(DenseManifest, path_of("path", path))
 
 
 def _opened(manifest_type: type[TokenManifest], folder: Path) -> TokenStore:
-    """Open a complete folder whose manifest has a type."""
+    """Open a folder of vectors.
+
+    Args:
+        manifest_type: class of the manifest, which the folder must have.
+        folder: the folder.
+
+    Raises:
+        DataError: if the folder is incomplete, or has another kind of vectors.
+    """
     manifest = manifest_type.read(folder)
     check_complete(folder, manifest)
     return TokenStore(folder, manifest)
@@ -493,9 +533,11 @@ def safetensors_package() -> ModuleType:
 
 
 def save_tensors(path: Path, **tensors: Tensor | None) -> None:
-    """Write the tensors of a shard by name.
+    """Write tensors into a safetensors file.
 
-    Those that are None are left out.
+    Args:
+        path: the file.
+        tensors: tensors by name. None is left out.
     """
     contiguous = {
         name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None
@@ -503,70 +545,75 @@ def save_tensors(path: Path, **tensors: Tensor | None) -> None:
     safetensors_package().torch.save_file(contiguous, str(path), metadata={"format": "pt"})
 
 
-def read_tensors(path: Path, *names: str) -> dict[str, Tensor]:
+def read_tensors(path: Path, *names: str, optional: Sequence[str] = ()) -> dict[str, Tensor]:
     """Read tensors of a safetensors file by name, memory-mapped.
 
     Args:
         path: the file.
-        names: names of tensors that the file must have. A tensor ``scales`` is read if there is
-            one.
+        names: names of tensors that the file must have.
+        optional: names of tensors that are read if the file has them.
 
     Raises:
-        DataError: for a file that cannot be read, or lacks one of the tensors.
+        DataError: if the file cannot be read, or lacks one of the tensors.
     """
     try:
         with safetensors_package().safe_open(str(path), framework="pt") as file:
-            stored = set(file.keys())
-            tensors = {name: file.get_tensor(name) for name in stored & {*names, "scales"}}
-    # safetensors raises its own exception, or OSError for a truncated file
+            stored_names = set(file.keys())
+            read_names = stored_names & {*names, *optional}
+            tensors = {name: file.get_tensor(name) for name in read_names}
+    # safetensors raises an exception of its own, or OSError if the file is truncated.
     except Exception as error:
         raise DataError(
-            f"{path}: expected a shard of token vectors, got ({error}). {REMEDY}",
+            f"{path}: expected a safetensors file of vectors, which could not be read ({error}). "
+            f"{REMEDY}",
         ) from error
     for name in names:
         if name not in tensors:
-            raise DataError(f"{path}: expected a tensor {name!r}, got {sorted(stored)}. {REMEDY}")
+            raise DataError(
+                f"{path}: expected a tensor {name!r}, got {sorted(stored_names)}. {REMEDY}",
+            )
     return tensors
 
 
 def _read_ids(path: Path) -> list[str]:
-    """Read the ids of a shard, which are a tensor with the UTF-8 bytes of a JSON list."""
+    """Read the ids of a shard, which are stored as the UTF-8 bytes of a JSON list."""
     raw = read_tensors(path, "ids")["ids"]
     try:
-        names = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
+        # Ids in memory may have half a surrogate pair, which strict UTF-8 cannot encode.
+        ids = json.loads(raw.numpy().tobytes().decode("utf-8", "surrogatepass"))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
-            f"{path}: expected the ids of its texts, got ({error}). {REMEDY}",
+            f"{path}: could not read the ids of its texts ({error}). {REMEDY}"
         ) from error
-    if not isinstance(names, list):
-        raise DataError(f"{path}: expected a list of ids, got {type(names).__name__}. {REMEDY}")
-    return names
+    if not isinstance(ids, list):
+        raise DataError(f"{path}: expected a list of ids, got {type(ids).__name__}. {REMEDY}")
+    return ids
 
 
 def _read_shard(path: Path) -> TokenVectors:
     """Read the vectors and ids of a shard, memory-mapped.
 
     Raises:
-        DataError: for a damaged file, which the error names.
+        DataError: if the file is damaged. The message names the file.
     """
-    tensors = read_tensors(path, "offsets", "values")
+    tensors = read_tensors(path, "offsets", "values", optional=("scales",))
+    ids = _read_ids(path)
     try:
         return TokenVectors(
-            _read_ids(path),
+            ids,
             tensors["offsets"],
             tensors["values"],
             tensors.get("scales"),
         )
-    except DataError as error:
-        if str(error).startswith(str(path)):
-            raise
+    except DataError as error:  # it does not name the file yet
         raise DataError(f"{path}: {error} {REMEDY}") from error
 
 
-def _check_finite(vectors: TokenVectors, path: Path) -> None:
-    """Raise ``DataError`` for vectors of a file that are NaN or infinite.
+def _check_stored_values(vectors: TokenVectors, path: Path) -> None:
+    """Raise ``DataError`` if token vectors of a file are NaN or infinite.
 
-    int8 values are always finite. Their scales are checked, which must not be negative either.
+    int8 values are always finite, so their scales are checked: they must be finite and not
+    negative.
 
     Args:
         vectors: vectors of the file.
@@ -574,16 +621,23 @@ def _check_finite(vectors: TokenVectors, path: Path) -> None:
     """
     if vectors.scales is None:
         numbers = vectors.values
-        least = -math.inf
-        prefix = ""
+        lower_bound = -math.inf
+        description = ""
     else:
         numbers = vectors.scales
-        least = 0.0
-        prefix = "a scale of "
+        lower_bound = 0.0
+        description = "a scale of "
     if not numbers.numel():
         return
-    low, high = numbers.aminmax()  # the least and the largest; both are NaN if any number is
-    if not (math.isfinite(low) and math.isfinite(high) and low >= least):
-        is_wrong = ~numbers.isfinite() | (numbers < least)
-        got = named(vectors.ids, vectors.offsets, numbers, is_wrong)
-        raise DataError(f"{path}: expected finite token vectors, got {prefix}{got}. {REMEDY}")
+    minimum, maximum = numbers.aminmax()  # both are NaN if any number is
+    are_finite = math.isfinite(minimum) and math.isfinite(maximum)
+    if are_finite and minimum >= lower_bound:
+        return
+    is_invalid = ~numbers.isfinite() | (numbers < lower_bound)
+    invalid = describe_first_invalid(
+        vectors.ids,
+        vectors.offsets,
+        numbers,
+        is_invalid=is_invalid,
+    )
+    raise DataError(f"{path}: expected finite token vectors, got {description}{invalid}. {REMEDY}")
