@@ -258,7 +258,7 @@ def test_rows_of_a_table_are_read_by_ranges_that_go_over_files(table: Path) -> N
     parts = [part.read() for part in survey.ranges]
     assert [len(part) for part in parts] == [2, 2, 2, 1]
     assert {name: text for part in parts for name, text in part.items()} == texts
-    assert [len(part.rows) for part in survey.ranges] == [1, 2, 1, 1]
+    assert [len(part.row_ranges) for part in survey.ranges] == [1, 2, 1, 1]
     with (table / "b.jsonl").open("a", encoding="utf-8") as stream:
         stream.write('{"_id": "d1", "text": "again"}\n')
     refused(DataError, r"b.jsonl:5: '_id' 'd1' is a duplicate", FileTexts(table).plan_shards, 2)

@@ -298,8 +298,8 @@ class Collection:
             breaks_table = name in judged and any(mark in name for mark in "\t\r\n")
             if not name or not is_unicode(name) or breaks_table:
                 raise DataError(
-                    "ids: expected nonempty Unicode, without tabs and line breaks in judgements, "
-                    f"because the BEIR layout cannot represent others, got {name!r}. Rename it.",
+                    "ids: the BEIR layout needs nonempty Unicode, without tabs and line breaks in "
+                    f"judgements, got {name!r}. Rename it.",
                 )
 
 

@@ -263,7 +263,7 @@ def _read_lines(
 
     Args:
         stream: the open file.
-        path: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        path: path of the file. A ``.jsonl`` file has JSON lines, other files ``id<tab>text``.
         start: first byte of the range.
         stop: the byte after the range.
         fields: custom names of the document fields.
@@ -318,7 +318,7 @@ def _parse_lines(
     Args:
         offsets: offset of each line in the file.
         lines: the lines.
-        path: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        path: path of the file. A ``.jsonl`` file has JSON lines, other files ``id<tab>text``.
         fields: custom names of the document fields.
     """
     filled_offsets: list[int] = []
@@ -383,7 +383,7 @@ def id_and_document_of_line(
 
     Args:
         text: the line.
-        file: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        file: path of the file. A ``.jsonl`` file has JSON lines, other files ``id<tab>text``.
         fields: custom names of the document fields.
 
     Returns:
@@ -408,7 +408,7 @@ def id_and_contents_of_line(
 
     Args:
         text: the line.
-        file: path of the file. Lines of ``.jsonl`` are JSON, and others ``id<tab>text``.
+        file: path of the file. A ``.jsonl`` file has JSON lines, other files ``id<tab>text``.
         fields: custom names of the document fields.
 
     Returns:

@@ -209,7 +209,7 @@ class LazyDocuments(Mapping[str, V]):
         order = np.argsort(keys)
         ranks = np.empty(len(keys), np.int64)
         ranks[order] = np.searchsorted(self._sorted_id_keys, keys[order])
-        # A key above all others has the rank N. It is unknown, and differs from the last key.
+        # A key above all keys of the file has the rank N. It differs from the last one, too.
         ranks = np.minimum(ranks, len(self) - 1)
         is_known = self._sorted_id_keys[ranks] == keys
         return np.where(is_known, self.line_index.positions[ranks], -1).astype(np.int64)

@@ -150,7 +150,7 @@ class Job(ABC, Generic[M, V]):
     Attributes:
         encoding: options of encoding.
         model: a model of sentence-transformers, plain or accelerated.
-        size: length of a vector.
+        vector_size: length of a vector: the terms of the vocabulary, or the dimension.
         texts: id -> text.
         output: the folder of vectors; unused if vectors stay in memory.
         get_provenance: returns the provenance of the texts.
@@ -163,7 +163,7 @@ class Job(ABC, Generic[M, V]):
 
     encoding: Encoding
     model: Model
-    size: int
+    vector_size: int
     texts: Mapping[str, object]
     output: Output = IN_MEMORY
     get_provenance: GetProvenance = Provenance

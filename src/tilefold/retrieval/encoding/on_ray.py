@@ -86,8 +86,8 @@ class RayCluster:
         address: ``host:port`` of a cluster, ``"auto"`` for the cluster of this machine, or
             ``"local"`` to start Ray on this machine. ``None`` reads the variable ``RAY_ADDRESS``,
             and is ``"local"`` without it.
-        workers: maximum number of workers. They start as far as they fit on the cluster, and more
-            start when it grows. By default as many as fit when the command begins.
+        workers: maximum number of workers. As many start as fit on the cluster, and more when it
+            grows. By default as many as fit when the command begins.
         worker_gpus: GPUs per worker. By default one if the cluster has GPUs.
         worker_cpus: cores per worker. By default an equal share for each GPU, and up to 4 without a
             GPU.
@@ -139,9 +139,10 @@ def encode_on_ray(
 ) -> Any:
     """Encode texts into a folder that all machines of a Ray cluster share.
 
-    The result is that of :func:`tilefold.retrieval.encode_collection`: shards, manifest and failed
-    texts. It has the same bytes if all workers have the same kind of device, the same releases,
-    and, on a CPU, the same number of threads. A run of any engine can be resumed.
+    The folder has the same shards, manifest and failed texts as with
+    :func:`tilefold.retrieval.encode_collection`. It has the same bytes if all workers have the same
+    kind of device, the same releases and, on a CPU, the same number of threads. A run that began
+    without Ray can be resumed with Ray, and the other way round.
 
     A task is a few shards, each described by ranges of rows and a digest. A worker reads and
     encodes them, and writes each shard into the folder with a receipt. If it is killed, another
@@ -164,11 +165,11 @@ def encode_on_ray(
         The complete manifest.
 
     Raises:
-        MissingPackageError: Ray is not installed.
-        ClusterError: the cluster cannot be reached, has no room for a worker, or workers died
+        MissingPackageError: if Ray is not installed.
+        ClusterError: if the cluster cannot be reached or has no room for a worker, or workers died
             several times.
-        DataError: as in ``encode_collection``; or rows are malformed or repeated; or a machine has
-            another folder, other texts or another model.
+        DataError: if rows are malformed or repeated, or a machine has another folder, other texts
+            or another model; and for the reasons of ``encode_collection``.
     """
     check_instance(
         "texts",
@@ -277,7 +278,7 @@ def _encode_missing(
         Numbers of the shards of a task, when a worker has written them.
 
     Raises:
-        DataError: for an error within a worker.
+        DataError: if a worker reports an error.
         ClusterError: if workers were lost.
     """
     if not shards:
@@ -307,7 +308,7 @@ def _encode_missing(
         except ray.exceptions.RayError as error:
             cause = " ".join(str(error).split())[:300]
             raise ClusterError(
-                f"Ray: the workers were lost ({cause}). What was written is kept: run the same "
+                f"Ray: the workers were lost ({cause}). Written shards are kept: run the same "
                 "command again.",
             ) from error
 
@@ -382,8 +383,8 @@ def _connect(cluster: RayCluster) -> Iterator[ModuleType]:
         The module ``ray``.
 
     Raises:
-        MissingPackageError: Ray is not installed.
-        ClusterError: the cluster cannot be reached.
+        MissingPackageError: if Ray is not installed.
+        ClusterError: if the cluster cannot be reached.
     """
     purpose = "Encoding on several machines"
     require("ray.data", "ray[data]", purpose, extra="ray")

@@ -42,7 +42,7 @@ class PendingShard(Generic[V]):
     Attributes:
         number: position of the shard in its folder.
         ids: ids of its texts, in their order.
-        texts: id -> text, of this shard and perhaps of others.
+        texts: id -> text. It may have texts of other shards, too.
         encodable_ids: ids of the texts that are strings. The window has these texts.
         encoded: vectors of the batches that are done.
         failed: id -> reason for each text that could not be encoded.

@@ -208,11 +208,14 @@ class SparseEncoding(Encoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> SparseJob:
-        """Return the job of encoding `texts` into sparse vectors."""
+        """Return the job of encoding `texts` into sparse vectors.
+
+        The arguments are described in :meth:`Encoding.create_job`.
+        """
         return SparseJob(
             encoding=self,
             model=model,
-            size=_vocab_size(model, self.kind),
+            vector_size=_vocab_size(model, self.kind),
             texts=texts,
             output=output,
             get_provenance=get_provenance,
@@ -254,8 +257,8 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
     def to_vectors(self, ids: list[str], rows: SparseRows | Tensor) -> SparseVectors:
         """Convert the rows of a batch to sparse vectors with ids.
 
-        Terms with a weight of at most ``min_weight`` are dropped. Special tokens are dropped unless
-        ``special_tokens`` is set.
+        Terms with a weight of at most ``min_weight`` are dropped. Special tokens are dropped if
+        ``special_tokens`` is False.
 
         Args:
             ids: ids of the texts of the batch.
@@ -277,7 +280,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         return vectors.without(self._dropped_terms) if self._dropped_terms else vectors
 
     def empty_vectors(self) -> SparseVectors:
-        return SparseVectors.from_rows({}, self.size, self.vocabulary)
+        return SparseVectors.from_rows({}, self.vector_size, self.vocabulary)
 
     def open_writer(self, *, writes_manifest: bool) -> SparseVectorWriter:
         """Open the output folder for sparse vectors.
@@ -286,7 +289,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             writes_manifest: whether the writer locks the folder and writes the manifest.
         """
         manifest = VectorManifest(
-            vocab_size=self.size,
+            vocab_size=self.vector_size,
             fingerprint=self.vocabulary,
             model_name=model_name(self.model),
             kind=self.encoding.kind,
@@ -347,7 +350,7 @@ def encode_queries(
     )
     # A job needs the length of vectors only if no text can be encoded, which is an error here. So
     # any length will do, and no text is encoded to measure it.
-    job = SparseJob(encoding, model, size=1, texts=queries)
+    job = SparseJob(encoding, model, vector_size=1, texts=queries)
     return encode_in_memory(job, "queries")
 
 
@@ -356,6 +359,10 @@ def _vocab_size(model: Model, kind: Kind) -> int:
 
     The head of an accelerated model has it as an attribute. For a plain model, one word is encoded
     and the length of its vector is returned.
+
+    Args:
+        model: a ``SparseEncoder``, plain or accelerated.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
 
     Raises:
         ValueError: if the model does not return one vector per text.

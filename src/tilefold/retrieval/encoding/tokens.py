@@ -66,17 +66,36 @@ def encode_tokens(
 ) -> TokenManifest:
     """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
-    Shards, failed texts, resuming, ranks, errors, and the arguments that are not named here are the
-    same as in :func:`tilefold.retrieval.encode_collection`.
+    Shards, failed texts, resuming, ranks and errors are the same as in
+    :func:`tilefold.retrieval.encode_collection`.
 
     Args:
         model: a ``MultiVectorEncoder``, plain or accelerated.
+        texts: id -> text, in a fixed order; or passages of long documents
+            (:class:`tilefold.retrieval.Passages`).
+        output_dir: the folder.
         kind: ``"document"`` or ``"query"``, which selects the model's prompt, length, expansion and
             skipped words.
         storage: ``"fp16"``; or ``"int8"`` with one scale per token, which takes half the bytes. Its
             error is at most max|x| / 254, for the largest entry max|x| of the token's vector.
+        batch_size: maximum number of texts per batch. By default 32 for a plain model, and as many
+            as `batch_tokens` allows for an accelerated one.
+        batch_tokens: maximum number of tokens per batch of an accelerated model. By default a
+            number that suits the device.
+        shard_size: consecutive texts per shard, which is written atomically.
+        save_minutes: minutes after which the finished part of a shard is saved.
         source: folder or name that `model` was loaded from. It is stored, so that queries can be
             encoded with the same model.
+        max_length: tokens read per text, at most as many as the model reads; None uses the model's
+            limit.
+        progress: called as ``progress(texts done, texts in all)``.
+        resume: keep the complete shards of an earlier run. With False, earlier vectors are
+            discarded.
+        group: the ranks of ``torch.distributed`` that share the work, as in
+            :func:`tilefold.retrieval.encode_collection`.
+
+    Returns:
+        The complete manifest.
     """
     encoding = TokenEncoding(
         kind=kind,
@@ -124,11 +143,14 @@ class TokenEncoding(Encoding):
         output: Output,
         get_provenance: GetProvenance,
     ) -> TokenJob:
-        """Return the job of encoding `texts` into token vectors."""
+        """Return the job of encoding `texts` into token vectors.
+
+        The arguments are described in :meth:`Encoding.create_job`.
+        """
         return TokenJob(
             encoding=self,
             model=model,
-            size=token_dimension(model, self.kind),
+            vector_size=token_dimension(model, self.kind),
             texts=texts,
             output=output,
             get_provenance=get_provenance,
@@ -168,7 +190,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         """
         storage = self.encoding.storage
         if not isinstance(rows, TokenRows):
-            return TokenVectors.pack(ids, rows, self.size, storage)
+            return TokenVectors.pack(ids, rows, self.vector_size, storage)
         # Offsets [N + 1]: the cumulative numbers of tokens, with a 0 in front.
         offsets = torch.nn.functional.pad(rows.counts.cumsum(0), (1, 0))
         # int8 values are always finite, so an invalid number is in their scales.
@@ -183,7 +205,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         return TokenVectors(ids, offsets, rows.values, rows.scales)
 
     def empty_vectors(self) -> TokenVectors:
-        return TokenVectors.pack([], [], self.size, self.encoding.storage)
+        return TokenVectors.pack([], [], self.vector_size, self.encoding.storage)
 
     def open_writer(self, *, writes_manifest: bool) -> TokenVectorWriter:
         """Open the output folder for token vectors or, in a subclass, dense vectors.
@@ -192,7 +214,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             writes_manifest: whether the writer locks the folder and writes the manifest.
         """
         manifest = self.MANIFEST(
-            dimension=self.size,
+            dimension=self.vector_size,
             storage=self.encoding.storage,
             model_name=model_name(self.model),
             model_fingerprint=self.fingerprint,
@@ -318,7 +340,7 @@ class DenseEncoding(TokenEncoding):
         return DenseJob(
             encoding=self,
             model=model,
-            size=self.dimension or model_dimension,
+            vector_size=self.dimension or model_dimension,
             texts=texts,
             output=output,
             get_provenance=get_provenance,
@@ -345,7 +367,7 @@ class DenseJob(TokenJob):
         vectors = encode_with_model_method(
             self.model, texts, self.encoding.kind, convert_to_tensor=True
         )
-        rows = vectors[:, : self.size].float()
+        rows = vectors[:, : self.vector_size].float()
         if self.model.similarity_fn_name == "cosine":
             rows = torch.nn.functional.normalize(rows)
         return list(rows.unsqueeze(1))
@@ -358,6 +380,10 @@ class DenseJob(TokenJob):
 
 def dense_dimension(model: Model, kind: Kind) -> int:
     """Return the dimension of the model's dense vectors, measured on one word.
+
+    Args:
+        model: a ``SentenceTransformer``.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
 
     Raises:
         ValueError: if the model does not return one dense vector per text.
@@ -406,12 +432,16 @@ def encode_texts(
     check_encoder("model", model, TokenEncoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
-    job = TokenJob(encoding, model, size=token_dimension(model, kind), texts=texts)
+    job = TokenJob(encoding, model, vector_size=token_dimension(model, kind), texts=texts)
     return encode_in_memory(job, "texts")
 
 
 def token_dimension(model: Model, kind: Kind) -> int:
     """Return the dimension of the model's token vectors, measured on one word.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        kind: ``"document"`` or ``"query"``, which selects the model's prompt and route.
 
     Raises:
         ValueError: if the model does not return token vectors.

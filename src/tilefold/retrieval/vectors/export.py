@@ -474,6 +474,10 @@ def _check_id(document_id: str, engine: str, id_complaint: Complaint) -> None:
 def _text_of(texts: Mapping[str, str], document_id: str) -> str:
     """Return the text of a document.
 
+    Args:
+        texts: id -> text.
+        document_id: id of the document.
+
     Raises:
         DataError: if the text is missing or not valid Unicode.
     """

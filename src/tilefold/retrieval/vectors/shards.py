@@ -365,21 +365,6 @@ class ShardWriter(ABC, Generic[M, V]):
     :meth:`write_shard`. Writers in other processes, with ``writes_manifest=False``, write shards by
     :meth:`write_shard_with_receipt`. They do not check or change the folder before. The process
     that holds the lock adds these shards to the manifest by :meth:`register_received`.
-
-    Args:
-        path: the folder.
-        manifest: manifest of a new folder, without shards.
-        resume: keep the shards of an earlier run with the same settings.
-        writes_manifest: whether this writer locks the folder and writes the manifest.
-        precision: number type in which the model computes what is written, such as ``"bf16"``;
-            None if unknown.
-        overwrite: without `resume`, replace any vectors in the folder. By default only the shards
-            of an interrupted run with the same settings are removed.
-
-    Raises:
-        DataError: with `resume`, if the folder holds vectors with other settings.
-        FileExistsError: if the folder holds other files; or, without `resume` and `overwrite`, if
-            it holds finished vectors or vectors with other settings.
     """
 
     suffix: ClassVar[str]
@@ -398,7 +383,20 @@ class ShardWriter(ABC, Generic[M, V]):
     ) -> None:
         """Open the folder, and lock it if this writer writes the manifest.
 
-        The arguments are described in the class.
+        Args:
+            path: the folder.
+            manifest: manifest of a new folder, without shards.
+            resume: keep the shards of an earlier run with the same settings.
+            writes_manifest: whether this writer locks the folder and writes the manifest.
+            overwrite: without `resume`, replace any vectors in the folder. By default only the
+                shards of an interrupted run with the same settings are removed.
+            precision: number type in which the model computes what is written, such as ``"bf16"``;
+                None if unknown.
+
+        Raises:
+            DataError: if `resume` is True, and the folder holds vectors with other settings.
+            FileExistsError: if the folder holds other files; or, without `resume` and `overwrite`,
+                if it holds finished vectors or vectors with other settings.
         """
         require(*self.package)
         self.precision = precision
@@ -458,7 +456,8 @@ class ShardWriter(ABC, Generic[M, V]):
 
     def _has_work(self, earlier: M) -> bool:
         """Whether an earlier run has left shards, a part of a shard, or receipts."""
-        return bool(earlier.shards or earlier.partial or self._numbers_of_receipts())
+        has_receipts = any(self.path.glob(RECEIPTS))
+        return bool(earlier.shards or earlier.partial) or has_receipts
 
     def _resume(self, earlier: M) -> None:
         """Continue an earlier run, whose manifest replaces the new one.
