@@ -386,7 +386,7 @@ def test_an_interrupted_encoding_does_not_go_on_in_another_precision(
         progress=stop_at(4),
     )
     machine(bf16=False)
-    with pytest.raises(DataError, match="computed in bf16, and here the model computes in fp32"):
+    with pytest.raises(DataError, match="computed in bf16, but here the model computes in fp32"):
         r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4)
     machine(bf16=True)
     manifest = r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4)

@@ -176,7 +176,7 @@ def test_texts_go_along(export: Any, make_vectors: Make, tmp_path: Path) -> None
     )
     for texts, message in (
         ({"d0": ""}, "texts: expected one per document, got no text for 'd1'"),
-        ({"d0": "\ud800", "d1": ""}, "half a surrogate pair in that of 'd0'"),
+        ({"d0": "\ud800", "d1": ""}, "half a surrogate pair in the text of 'd0'"),
     ):
         refused(DataError, message, export, vectors, tmp_path / "other", texts=texts)
     assert not (tmp_path / "other").exists()

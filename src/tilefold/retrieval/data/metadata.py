@@ -159,7 +159,8 @@ class Filter:
             match = _CONDITION.fullmatch(text)
             if match is None:
                 raise ArgumentError(
-                    "where", f"expected a condition such as {_FORMS}, got {text!r}."
+                    "where",
+                    f"expected a condition such as {_FORMS}, got {text!r}.",
                 )
             name, operator, right_side = match.groups()
             value = _parse_right_side(operator, right_side, (kinds or {}).get(name))
