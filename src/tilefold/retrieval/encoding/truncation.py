@@ -33,8 +33,8 @@ __all__ = [
     "token_counts",
 ]
 
-# Characters per token that a prefix has which ends at white space. A word and its space rarely have
-# as many, so such a prefix usually has enough tokens.
+# Characters per token of a prefix that ends at white space. Tokens rarely have as many, so such a
+# prefix usually has enough tokens.
 _CHARACTERS_PER_TOKEN = 16
 # Texts of up to twice as many characters per token are not cut, because cutting them saves little.
 _UNCUT_CHARACTERS_PER_TOKEN = 2 * _CHARACTERS_PER_TOKEN
@@ -45,20 +45,20 @@ _SPACE = re.compile(r"\s")
 # Characters at the end of a prefix that a tokenizer may normalise or split differently when the
 # text goes on.
 UNSTABLE_CHARACTERS = 64
-# Minimum number of letters and digits among them. Otherwise they could all belong to one cluster of
-# combining characters, which may change even before them.
+# Minimum number of letters and digits among them. With fewer, one cluster of combining characters
+# could span all of them, so that the text before could change, too.
 _MIN_ALPHANUMERIC = 8
-_BYTES_PER_CHARACTER = 4  # maximum in UTF-8; a piece of a byte-level tokenizer has one per byte
+_BYTES_PER_CHARACTER = 4  # maximum in UTF-8
 
 
 def cut_texts(model: Model, texts: Sequence[str]) -> list[str]:
     """Cut texts that are much longer than the model reads, before they are tokenised.
 
-    A text is cut to a prefix whose first tokens are provably those of the complete text, as many as
-    the model reads (:class:`PrefixTokenizer`). If this cannot be proved (a tokenizer without a fast
-    backend, one word that never ends, special tokens in the text), the text is cut at white space,
-    where tokenizers begin a new word. A text without white space is then left as it is. Texts are
-    not cut for models that truncate on the left or not at all.
+    A text is cut to a prefix that provably has the same first tokens as the complete text, as many
+    as the model reads (:class:`PrefixTokenizer`). If this cannot be proved (a tokenizer without a
+    fast backend, one word that never ends, special tokens in the text), the text is cut at white
+    space, where tokenizers begin a new word. A text without white space is then left as it is.
+    Texts are not cut for models that truncate on the left or not at all.
     """
     return TextCutter(model).cut(texts)
 
