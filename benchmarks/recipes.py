@@ -156,7 +156,7 @@ def run_job(job: Job) -> dict[str, Any]:
     config = job.config()
     with quiet_libraries():
         if job.kind == "start":
-            model = config.start(list(collection.contents().values()))
+            model = config.build_model(list(collection.contents().values()))
             return measure(model, config, collection)
         folder = (
             Path(job.work) / "models" / f"{job.data}-{_slug(job.recipe)}-{job.steps}-{job.seed}"

@@ -39,7 +39,7 @@ from tilefold.recipes import minilm_splade
 from tilefold.recipes._bge_m3 import load_sparse_linear
 from tilefold.recipes._splate import splate_encoder
 from tilefold.recipes.adaptation import pack_texts
-from tilefold.recipes.adapters import check_trainable, merge_adapters, train_adapters
+from tilefold.recipes.adapters import check_trainable, merge_adapters, unfreeze_adapters
 from tilefold.recipes.loading import load_saved, saved_kind
 from tilefold.recipes.onnx_export import export_onnx
 from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
@@ -147,7 +147,7 @@ def small_collection() -> retrieval.Collection:
         ),
         pytest.param(export_onnx, {"model": "x", "output": None}, "output", id="onnx-output"),
         pytest.param(merge_adapters, {"model": "x"}, "model", id="merge-adapters"),
-        pytest.param(train_adapters, {"model": "x"}, "model", id="train-adapters"),
+        pytest.param(unfreeze_adapters, {"model": "x"}, "model", id="unfreeze-adapters"),
         pytest.param(check_trainable, {"model": "x"}, "model", id="check-trainable"),
         pytest.param(
             splate_encoder, {"colbert": "x", "masked_lm": "x"}, "colbert", id="splate-colbert"

@@ -122,8 +122,12 @@ def test_foreign_tokens_are_refused(
         return str(outcome.err)
 
     others = {name: tmp_path / name for name in ("wide", "seeded")}
-    ColbertRecipe(base_model=masked_lm, dimension=24).start().save_pretrained(str(others["wide"]))
-    ColbertRecipe(base_model=masked_lm, dimension=16).start().save_pretrained(str(others["seeded"]))
+    ColbertRecipe(base_model=masked_lm, dimension=24).build_model().save_pretrained(
+        str(others["wide"])
+    )
+    ColbertRecipe(base_model=masked_lm, dimension=16).build_model().save_pretrained(
+        str(others["seeded"])
+    )
     stored = ("--rerank", shared / "tokens", "--rerank-model")
     assert "makes vectors of dimension 24, and" in searched(*stored, others["wide"])
     assert "its weights or settings differ" in searched(*stored, others["seeded"])

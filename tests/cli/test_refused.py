@@ -92,9 +92,12 @@ USAGE = [
     ),
     (
         "train --output m --data DATA --recipe splade-v2 --negatives no-such-file",
-        "--negatives: the recipe 'splade-v2' takes none from a file",
+        "--negatives: the recipe 'splade-v2' does not read mined negatives",
     ),
-    (f"{LATE} --negatives x", "--negatives: the recipe 'ColbertRecipe' takes none from a file"),
+    (
+        f"{LATE} --negatives x",
+        "--negatives: the recipe 'ColbertRecipe' does not read mined negatives",
+    ),
     ("encode --model m --output v --split test --data DATA", "together with --queries"),
     (
         "encode --model=a --model a --output v --data DATA",

@@ -504,7 +504,7 @@ def test_the_loss_of_deepct_reaches_terms_below_zero() -> None:
 
 @pytest.fixture
 def colbert(tiny_lm: str) -> MultiVectorEncoder:
-    return ColbertRecipe(tiny_lm, dimension=8, max_length=32, query_length=16).start()
+    return ColbertRecipe(tiny_lm, dimension=8, max_length=32, query_length=16).build_model()
 
 
 def masked_lm(folder: str | Path) -> Transformer:

@@ -332,7 +332,7 @@ def test_a_run_that_ends_before_training_releases_its_folder(
         raise error
 
     with monkeypatch.context() as during, pytest.raises(type(error)):
-        during.setattr(type(recipe), "start", fail)
+        during.setattr(type(recipe), "build_model", fail)
         train(recipe, small_collection(), tmp_path / "m")
     assert not (tmp_path / "m.training").exists()
 
@@ -355,7 +355,7 @@ def test_the_error_before_training_stays_if_its_folder_cannot_be_removed(
             raise PermissionError("read-only")
         remove_folder(path, *arguments, **options)
 
-    monkeypatch.setattr(type(recipe), "start", fail)
+    monkeypatch.setattr(type(recipe), "build_model", fail)
     monkeypatch.setattr("shutil.rmtree", refuse)
     with pytest.raises(ValueError, match="no such model"):
         train(recipe, small_collection(), tmp_path / "m")

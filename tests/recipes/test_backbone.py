@@ -206,7 +206,7 @@ def test_an_untrained_projection_keeps_lengths_up_to_its_rows_and_loads(
         expand_queries=True,
         query_length=8,
         skip_punctuation=False,
-    ).start()
+    ).build_model()
     weight = model[1].linear.weight
     torch.testing.assert_close(
         weight @ weight.T,
@@ -219,28 +219,28 @@ def test_an_untrained_projection_keeps_lengths_up_to_its_rows_and_loads(
         for rows in model.encode_query(["one", "one two three four five six seven eight nine"])
     ] == [8, 8]
     assert len(model.encode_document(["one, two!"])[0]) == 6
-    wide: Any = replace(recipe, dimension=None).start()
+    wide: Any = replace(recipe, dimension=None).build_model()
     assert [type(module).__name__ for module in wide] == [
         "Transformer",
         "MultiVectorMask",
         "Normalize",
     ]
     assert wide.get_embedding_dimension() == 32
-    again: Any = recipe.start()[1].linear.weight
-    assert torch.equal(again, recipe.start()[1].linear.weight)
-    assert not torch.equal(again, replace(recipe, seed=1).start()[1].linear.weight)
+    again: Any = recipe.build_model()[1].linear.weight
+    assert torch.equal(again, recipe.build_model()[1].linear.weight)
+    assert not torch.equal(again, replace(recipe, seed=1).build_model()[1].linear.weight)
 
 
 def test_a_multi_vector_model_and_a_dense_one_are_starting_points_too(
     recipe: ColbertRecipe,
     tmp_path: Path,
 ) -> None:
-    first: Any = recipe.start()
+    first: Any = recipe.build_model()
     first.save_pretrained(str(tmp_path))
-    again: Any = replace(recipe, base_model=str(tmp_path), dimension=64, seed=1).start()
+    again: Any = replace(recipe, base_model=str(tmp_path), dimension=64, seed=1).build_model()
     assert torch.equal(again[1].linear.weight, first[1].linear.weight)
     assert again[0].document_length == 24
-    minilm: Any = ColbertRecipe(max_length=512).start()
+    minilm: Any = ColbertRecipe(max_length=512).build_model()
     assert minilm.get_embedding_dimension() == 128
     assert minilm[0].document_length == minilm.max_seq_length <= 512
 

@@ -21,8 +21,8 @@ from tilefold.recipes._rows import Column, Examples, TextsInMemory
 from tilefold.recipes._steps import (
     PairCounts,
     TextCounts,
-    announced_pairs,
     check_batches,
+    expected_pairs,
     step_warnings,
 )
 from tilefold.recipes.lsr import filled_batches, length_grouped_batches
@@ -47,7 +47,7 @@ def batches_of(
         lambda rows: keys[rows],
         len(queries),
         batch_size,
-        drop_last=full,
+        fill_batches=full,
         seed=3,
         lengths=None if lengths is None else np.array(lengths),
     )
@@ -118,10 +118,10 @@ def test_filled_batches_take_other_queries_again_instead_of_being_short() -> Non
 
 
 def test_rows_may_share_texts_where_documents_are_no_negatives_of_each_other() -> None:
-    drawn = list(TrainingBatches(None, 10, 4, drop_last=False))
+    drawn = list(TrainingBatches(None, 10, 4, fill_batches=False))
     assert sorted(row for batch in drawn for row in batch) == list(range(10))
     assert [len(batch) for batch in drawn] == [4, 4, 2]
-    filled = list(TrainingBatches(None, 10, 4, drop_last=True))
+    filled = list(TrainingBatches(None, 10, 4, fill_batches=True))
     assert [len(set(batch)) for batch in filled] == [4, 4, 4]
     assert {row for batch in filled for row in batch} == set(range(10))
 
@@ -129,7 +129,7 @@ def test_rows_may_share_texts_where_documents_are_no_negatives_of_each_other() -
 def test_batches_that_no_order_fills_are_an_error_instead_of_none() -> None:
     # three queries share a document with each other query: no three rows are distinct
     keys = np.array([[0, 10], [0, 11], [1, 10], [1, 11]], np.uint64)
-    batches = TrainingBatches(lambda rows: keys[rows], 4, 3, drop_last=True)
+    batches = TrainingBatches(lambda rows: keys[rows], 4, 3, fill_batches=True)
     with pytest.raises(TrainingError, match="batch_size must be at most 2 for full batches"):
         list(batches)
 
@@ -159,17 +159,17 @@ def test_a_stock_trainer_can_take_the_batches_of_a_data_set(make: Any) -> None:
 def test_bounds_on_batches_follow_from_how_often_texts_occur() -> None:
     counts = TextCounts(examples_of_queries(SKEWED_QUERIES))
     assert counts.fewest_distinct() == ("query", 11)
-    assert counts.most_full_batches(8) == 1  # of 1 + 10 rows with different queries, 2 + 10 in two
-    assert counts.most_distinct_rows(5) == 15
+    assert counts.max_full_batches(8) == 1  # of 1 + 10 rows with different queries, 2 + 10 in two
+    assert counts.max_distinct_rows(5) == 15
     even = TextCounts(examples_of_queries(EVEN_QUERIES))
-    assert even.most_full_batches(8) == 5
-    assert even.most_distinct_rows(5) == 40
+    assert even.max_full_batches(8) == 5
+    assert even.max_distinct_rows(5) == 40
 
 
 def test_pairs_of_steps_are_counted_over_epochs() -> None:
-    assert announced_pairs(4, 24, 64) == 96
-    assert announced_pairs(2, 100, 64) == 100
-    assert announced_pairs(3, 100, 64) == 164
+    assert expected_pairs(4, 24, 64) == 96
+    assert expected_pairs(2, 100, 64) == 100
+    assert expected_pairs(3, 100, 64) == 164
     counts = PairCounts()
     for pairs in (16, 10, 1):
         counts = counts.add_step(pairs)
@@ -200,7 +200,7 @@ def test_what_differs_from_the_announcement_is_a_warning(
 ) -> None:
     warnings = step_warnings(
         counts,
-        announced=counts.steps * 16,
+        expected_pairs=counts.steps * 16,
         n_pairs=160,
         batch_size=16,
         negatives_among=lambda pairs: pairs - 1,
@@ -231,7 +231,7 @@ def test_batches_that_must_be_full_and_cannot_be_are_refused_before_training(
 ) -> None:
     recipe = get_recipe("splade", batch_size=16, **options)
     with pytest.raises(ValueError, match=message):
-        check_batches(recipe, examples_of_queries(queries), ranks=ranks, distinct_texts=True)
+        check_batches(recipe, examples_of_queries(queries), ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_batches_that_are_short_are_announced_before_training(
     message: str,
 ) -> None:
     recipe = get_recipe("splade", batch_size=8, **options)
-    told = check_batches(recipe, examples_of_queries(queries), ranks=1, distinct_texts=True)
+    told = check_batches(recipe, examples_of_queries(queries), ranks=1)
     assert told[: len(message)] == message and bool(told) == bool(message)
 
 

@@ -143,7 +143,7 @@ def test_idf_queries_are_fitted_and_learn_at_their_own_rate(
     recipe = small_recipe(RECIPES["inference-free"], bases)
     assert isinstance(recipe, LsrRecipe) and recipe.query is not None
     texts = list(collection.contents().values())
-    start = recipe.start(texts).cpu()[0].sub_modules["query"][0]
+    start = recipe.build_model(texts).cpu()[0].sub_modules["query"][0]
     (token,) = start.tokenizer("functions", add_special_tokens=False)["input_ids"]
     assert start.weight[token].item() == pytest.approx(
         math.log1p(0.5 / (len(texts) + 0.5)),
@@ -189,7 +189,12 @@ def test_deepct_starts_at_an_idf_match_and_saturates(
 ) -> None:
     recipe = small_recipe(RECIPES["deepct"], bases)
     texts = list(collection.contents().values())
-    rows = recipe.start(texts).cpu().eval().encode_document(texts, convert_to_sparse_tensor=False)
+    rows = (
+        recipe.build_model(texts)
+        .cpu()
+        .eval()
+        .encode_document(texts, convert_to_sparse_tensor=False)
+    )
     assert set(rows[rows > 0].tolist()) == {0.5}  # all terms alike: queries' IDF decides
     train(recipe, collection, tmp_path / "m")
     model = load_encoder(str(tmp_path / "m"), device="cpu")
@@ -513,9 +518,9 @@ def test_the_splade_recipe_goes_on_from_all_modules_of_a_sparse_encoder(
         base_model=bases["masked-lm"],
         document=MlmSpec(top_k=3),
         max_length=24,
-    ).start(texts)
+    ).build_model(texts)
     trained.save_pretrained(str(tmp_path))
-    model = get_recipe("splade", base_model=str(tmp_path), max_length=16).start(texts)
+    model = get_recipe("splade", base_model=str(tmp_path), max_length=16).build_model(texts)
     assert model[1].top_k == 3
     assert model.max_seq_length == 16
     two_encoders = LsrRecipe(
@@ -577,7 +582,7 @@ def test_pairs_alone_need_no_file_and_refuse_one(collection: Collection, mined: 
     )
     refused(
         ValueError,
-        "'splade-v2' takes none from a file",
+        "'splade-v2' does not read mined negatives",
         make_examples,
         recipe,
         collection,

@@ -215,8 +215,11 @@ def test_a_dying_head_comes_back_to_life(bases: dict[str, str]) -> None:
         recipe,
         progress=lambda step, steps, loss: recorded.append((step, steps)),
     )
-    assert result.first_alive == 0.0 and not result.dying and result.alive > 0.9
-    assert result.plain < result.first_plain and result.activated < result.first_activated
+    assert result.first_alive_share == 0.0 and not result.dying and result.alive_share > 0.9
+    assert (
+        result.plain_loss < result.first_plain_loss
+        and result.activated_loss < result.first_activated_loss
+    )
     assert recorded == [(step, 12) for step in range(1, 13)]
     assert result.steps == 12
 
@@ -232,8 +235,8 @@ def test_adaptation_reports_the_blocks_that_its_steps_trained_with(
     texts = [tokenizer.decode(stream[: 16 * n_blocks])]
     result = adapt(network, tokenizer, texts, recipe)
     assert result.text_blocks == len(pack_texts(tokenizer, texts, 16)) == n_blocks
-    assert (result.steps, result.announced_blocks) == (3, 12)
-    assert (result.blocks, result.fewest_blocks, result.trained_blocks) == (4, 2, 10)
+    assert (result.steps, result.planned_blocks) == (3, 12)
+    assert (result.most_blocks, result.fewest_blocks, result.trained_blocks) == (4, 2, 10)
     assert "3 steps of 2 to 4 blocks, 10 in all (12 in full steps; the texts fill 6)" in str(result)
     assert "the adaptation had 3 steps, which hardly change a model" in result.warnings[0]
     assert capsys.readouterr().out == ""
@@ -307,7 +310,7 @@ def test_what_cannot_be_built_or_adapted_is_refused(bases: dict[str, str]) -> No
         intermediate_size=48,
         final_logit_softcapping=0.05,
     )
-    message = "logits must be those of the LM head, got changed ones in Gemma2ForCausalLM"
+    message = "logits must be the outputs of the LM head, but Gemma2ForCausalLM changes them"
     refused(
         ValueError,
         message,

@@ -17,10 +17,11 @@ from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tests.refusals import refused
 from tilefold._internal.files import LOCK
 from tilefold.recipes import ColbertRecipe, OutOfTimeError, get_recipe, train
-from tilefold.recipes._evaluation import create_evaluation
+from tilefold.recipes._evaluation import _sample_documents, create_evaluation
 from tilefold.recipes.loading import newest_step
 from tilefold.retrieval import SparseVectors, build_index, evaluate, hits_to_run
 from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.lazy_documents import LazyDocuments, open_lazy_documents
 from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.training_data.passages import training_passages
 
@@ -219,8 +220,8 @@ def test_a_missing_split_is_refused_before_the_model_is_loaded(
 ) -> None:
     recipe = replace(recipe_of("splade", base_model), base_model="no-such-model")
     message = (
-        "evaluate_split: expected pairs of 'dev' in 'small', got test, train. "
-        "Add positive judgements"
+        "evaluate_split: must be a split of 'small' with positive judgements, got 'dev'; the "
+        "collection has judgements of: test, train. Add positive judgements"
     )
     refused(ValueError, message, train, recipe, small_collection(), tmp_path / "m")
 
@@ -248,6 +249,26 @@ def test_the_sample_of_documents_depends_on_the_seed(base_model: str) -> None:
     *_, fingerprint = create_evaluation(recipe, collection)
     *_, other_fingerprint = create_evaluation(replace(recipe, seed=1), collection)
     assert fingerprint != other_fingerprint
+
+
+def test_a_sample_of_documents_in_a_file_reads_no_other_documents(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lines = [json.dumps({"_id": f"d{number}", "text": f"text {number}"}) for number in range(50)]
+    file = tmp_path / "corpus.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    documents = open_lazy_documents(file, tmp_path / "cache")
+    assert documents is not None
+    collection = Collection("lazy", documents, {"q": "question"}, {"dev": {"q": {"d7": 1}}})
+
+    def read_all(_: object) -> None:
+        raise AssertionError("all documents were read")
+
+    monkeypatch.setattr(LazyDocuments, "pairs", read_all)
+    sample = _sample_documents(collection, "dev", 10, seed=0)
+    assert len(sample) == 10
+    assert sample["d7"] == "text 7"
 
 
 def test_a_recipe_rejects_patience_without_evaluations() -> None:
@@ -282,7 +303,7 @@ def train_two_steps(base_model: str, tmp_path: Path) -> tuple[str | Path, ...]:
         ),
         pytest.param(
             ["--evaluate-steps", "1", "--evaluate-split", "x"],
-            "--evaluate-split: expected pairs of 'x'",
+            "--evaluate-split: must be a split of",
             id="missing split",
         ),
     ],

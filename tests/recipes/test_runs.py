@@ -194,7 +194,7 @@ def test_a_trained_colbert_model_loads_in_sentence_transformers(
     assert model[0].document_length == 24
     assert model[0].query_length == 32
     assert model.get_embedding_dimension() == 16
-    weights_before = recipe_of("colbert", masked_lm).start([]).cpu().state_dict()
+    weights_before = recipe_of("colbert", masked_lm).build_model([]).cpu().state_dict()
     for name, weight in model.state_dict().items():
         if "linear" in name:
             assert not torch.equal(weight, weights_before[name])
@@ -315,7 +315,7 @@ def test_a_run_stops_when_its_hours_are_over_and_resumes(
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "m"
-    message = "the 1e-09 hours are over, at step 1 of 4; run the same again"
+    message = "the 1e-09 hours are over, at step 1 of 4; run the same command again"
     refused(OutOfTimeError, message, train, recipe, collection, folder, hours=1e-9)
     assert newest_step(folder) == 1
     assert train(recipe, collection, folder, hours=9.0).resumed_from == 1
@@ -325,7 +325,9 @@ def test_a_run_stops_when_its_hours_are_over_and_resumes(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        pytest.param({"hours": 0}, "hours: must be above 0 or None, got 0", id="no hours"),
+        pytest.param(
+            {"hours": 0}, "hours: must be above 0, or None for no limit, got 0", id="no hours"
+        ),
         pytest.param({"report_to": "x"}, "report_to: must be none, .*got 'x'", id="report_to"),
     ],
 )
@@ -591,7 +593,7 @@ def test_negatives_are_refused_by_a_recipe_that_uses_none(
     collection: Any,
     tmp_path: Path,
 ) -> None:
-    message = "negatives: the recipe 'splade' takes none from a file; leave the file out, or set"
+    message = "negatives: the recipe 'splade' does not read mined negatives; omit them, or set"
     with pytest.raises(ValueError, match=message):
         train(
             replace(recipe, max_steps=0),
@@ -604,7 +606,7 @@ def test_negatives_are_refused_by_a_recipe_that_uses_none(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_graphs_are_refused_without_a_gpu(recipe: Any, collection: Any, tmp_path: Path) -> None:
-    message = "graphs: expected a GPU of CUDA, got none; leave graphs out on this machine"
+    message = "graphs: must be False without a CUDA GPU, got True; leave graphs out on this machine"
     with_graphs = replace(recipe, graphs=True)
     refused(ValueError, message, train, with_graphs, collection, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []

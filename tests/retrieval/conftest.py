@@ -125,6 +125,6 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Any:
         dimension=16,
         max_length=24,
         query_length=8,
-    ).start()
+    ).build_model()
     assert isinstance(model, MultiVectorEncoder)
     return model.to("cpu")

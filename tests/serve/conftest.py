@@ -41,7 +41,7 @@ def sparse(masked_lm: str) -> Any:
 def late(masked_lm: str) -> Any:
     """A late-interaction model of random weights."""
     recipe = ColbertRecipe(base_model=masked_lm, dimension=16, max_length=32, bf16=False)
-    return recipe.start()
+    return recipe.build_model()
 
 
 @pytest.fixture(scope="session")

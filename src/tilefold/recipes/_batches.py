@@ -1,4 +1,4 @@
-"""Batches of training rows: as many in every epoch as announced, and full ones where required."""
+"""Batches of training rows without repeated texts, and the same number of them in every epoch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import itertools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -16,16 +17,20 @@ from torch.utils.data import BatchSampler
 
 from tilefold.recipes._run import TrainingError
 
-POOL_BATCHES = 8  # batches whose rows are sorted by length together
+POOL_BATCHES = 8  # number of batches whose rows are sorted by length together
 KEY_BATCH_SIZE = 4096  # rows whose keys are read together
 
 RowNumbers = npt.NDArray[np.int64]
-KeysOfRows = Callable[[RowNumbers], npt.NDArray[np.uint64]]
-"""Function of the numbers of n rows that returns the keys ``[n, C]`` of their C texts."""
+Lengths = npt.NDArray[np.int64]
+TextKeys = Callable[[RowNumbers], npt.NDArray[np.uint64]]
+"""Function that maps n row numbers to the keys ``[n, C]`` of their C texts.
+
+Equal texts have equal keys.
+"""
 
 
 class Row(NamedTuple):
-    """A training row, with keys by which equal texts are found.
+    """A training row: its number, and an integer key for each of its texts.
 
     Attributes:
         number: number of the row in the data.
@@ -37,7 +42,7 @@ class Row(NamedTuple):
 
 
 class _Batch:
-    """Batch of rows that have no text in common.
+    """Batch of rows that share no text with each other.
 
     Args:
         size: number of rows of a full batch.
@@ -50,7 +55,7 @@ class _Batch:
 
     @property
     def full(self) -> bool:
-        """Whether no row fits in any more."""
+        """Whether the batch has as many rows as it may have."""
         return len(self.rows) >= self._size
 
     def has(self, key: int) -> bool:
@@ -58,7 +63,7 @@ class _Batch:
         return key in self._keys
 
     def shared_key(self, row: Row) -> int | None:
-        """Return the first key of `row` that the batch has too; ``None`` without one."""
+        """Return the first key of `row` that is also in the batch, or ``None``."""
         if self._keys.isdisjoint(row.keys):  # true for nearly all rows, and fast
             return None
         return next(key for key in row.keys if key in self._keys)
@@ -70,61 +75,64 @@ class _Batch:
 
 
 class RowStream:
-    """The rows of an epoch in random order, from which batches of distinct texts are drawn.
+    """The rows of an epoch in random order, from which batches without repeated texts are drawn.
 
-    A row that shares a text with a batch waits for a later batch. Waiting rows come first there.
+    A row that shares a text with the current batch waits for a later batch, where it comes first.
 
     Args:
-        keys_of: returns the keys ``[n, C]`` of the texts of n rows.
+        text_keys: maps row numbers to the keys of their texts.
         n_rows: number of rows.
         generator: draws the random orders.
-        repeats: whether the rows begin again, in a new order, when all of them were drawn.
+        repeats: whether a new random order follows when all rows were drawn.
     """
 
     def __init__(
         self,
-        keys_of: KeysOfRows,
+        text_keys: TextKeys,
         n_rows: int,
         generator: torch.Generator,
         *,
         repeats: bool,
     ) -> None:
-        """Draw the first random order of the rows.
-
-        Keys are read when a batch needs them. A key is a number for a text, equal for equal texts.
+        """Create a stream of batches without repeated texts from shuffled rows.
 
         Args:
-            keys_of: returns the keys ``[n, C]`` of the C texts of each of n rows.
+            text_keys: maps n row numbers to keys ``[n, C]``, one for each of the C texts of a row.
+                A text's key is an integer that equal texts share.
             n_rows: number of rows.
             generator: draws the random orders.
-            repeats: whether the rows begin again, in a new order, when all of them were drawn.
+            repeats: whether a new random order follows when all rows were drawn.
         """
-        self._keys_of = keys_of
+        self._text_keys = text_keys
         self._n_rows = n_rows
         self._generator = generator
         self._repeats = repeats
-        # key of a text -> rows with this text that wait, because a batch already had it
+        self._returned: list[Row] = []
+        # key of a text -> rows that wait, because another row with this text was drawn before
         self._waiting: dict[int, deque[Row]] = {}
         self._order = self._shuffled_rows()
 
-    def take(self, size: int, carried: Sequence[Row] = ()) -> list[Row]:
+    def put_back(self, rows: list[Row]) -> None:
+        """Return rows of the last draw to the stream; they come first in the next draw."""
+        self._returned = rows
+
+    def take(self, size: int) -> list[Row]:
         """Draw up to `size` rows that share no text with each other.
 
-        Rows that waited since an earlier call come first, then the next rows of the random order.
-        A row that shares a text with a drawn row waits for a later call.
+        Rows that were put back come first, then waiting rows, and then the next rows of the random
+        order. A row that shares a text with a drawn row waits for a later draw.
 
         Args:
             size: largest number of rows.
-            carried: rows that an earlier call returned and that no batch has used. They are the
-                first rows of the result.
 
         Returns:
-            The rows. There are fewer than `size` if every other row shares a text with one of them
-            or, where rows do not repeat, if no other row is left.
+            The rows. There are fewer than `size` if each remaining row shares a text with one of
+            them, or if the rows are used up and do not repeat.
         """
         batch = _Batch(size)
-        for row in carried:
+        for row in self._returned:
             batch.add(row)
+        self._returned = []
         self._add_waiting(batch)
         self._add_from_order(batch)
         if self._repeats and not batch.full:
@@ -133,7 +141,7 @@ class RowStream:
         return batch.rows
 
     def _add_waiting(self, batch: _Batch) -> None:
-        """Move waiting rows into a batch, as far as they fit."""
+        """Move waiting rows that share no text with a batch into it, until it is full."""
         for key in list(self._waiting):
             queue = self._waiting[key]
             # All rows of a queue have its key, so at most one of them fits into the batch.
@@ -151,7 +159,7 @@ class RowStream:
             self._add_or_defer(row, batch)
 
     def _add_or_defer(self, row: Row, batch: _Batch) -> None:
-        """Add a row to a batch, or let it wait if they share a text."""
+        """Add a row to a batch, or let the row wait if it shares a text with the batch."""
         key = batch.shared_key(row)
         if key is None:
             batch.add(row)
@@ -159,70 +167,71 @@ class RowStream:
             self._waiting.setdefault(key, deque()).append(row)
 
     def _shuffled_rows(self) -> Iterator[Row]:
-        """Yield all rows that do not wait, in a new random order."""
+        """Yield all rows, except for waiting ones, in a new random order."""
         order = torch.randperm(self._n_rows, generator=self._generator).numpy()
         waiting = [row.number for queue in self._waiting.values() for row in queue]
         if waiting:
             order = order[~np.isin(order, waiting)]
         for start in range(0, len(order), KEY_BATCH_SIZE):
             numbers = order[start : start + KEY_BATCH_SIZE]
-            yield from map(Row, numbers.tolist(), self._keys_of(numbers).tolist())
+            yield from map(Row, numbers.tolist(), self._text_keys(numbers).tolist())
 
 
 class TrainingBatches(BatchSampler):
     """Batches of row numbers, exactly ``ceil(n_rows / batch_size)`` of them in every epoch.
 
-    A trainer derives the epoch of a step from this number. A sampler that promises another number
-    than it yields makes a run stop early, leave out rows, or resume in the wrong place.
+    A trainer derives the epoch of a step from this number. A sampler that yields fewer or more
+    batches than its length makes a run stop early, leave out rows, or resume at the wrong batch.
 
-    No batch has a text twice. Rows that share texts can therefore make short batches at the end of
-    an epoch. With ``drop_last`` all batches are full instead: where the rows of an epoch run out,
-    the batch is filled with rows of a new random order.
+    No batch has a text twice. Rows that share texts can therefore lead to short batches at the end
+    of an epoch. With ``fill_batches``, they are filled with rows of a new random order.
 
     Args:
-        keys_of: returns the keys ``[n, C]`` of the texts of n rows; ``None`` allows equal texts in
-            a batch.
+        text_keys: maps row numbers to the keys of their texts; ``None`` allows equal texts in a
+            batch.
         n_rows: number of rows.
-        batch_size: rows of a full batch.
-        drop_last: whether all batches are full.
+        batch_size: number of rows of a full batch.
+        fill_batches: whether short batches are filled with rows that the epoch already had.
         seed: seed of the order of rows, which differs between epochs.
         lengths: text length of each row, ``[n_rows]``, in any unit; batches then have rows of
-            similar length.
+            similar length. ``None`` for batches of random rows.
     """
 
     def __init__(
         self,
-        keys_of: KeysOfRows | None,
+        text_keys: TextKeys | None,
         n_rows: int,
         batch_size: int,
         *,
-        drop_last: bool,
+        fill_batches: bool,
         seed: int = 0,
-        lengths: RowNumbers | None = None,
+        lengths: Lengths | None = None,
     ) -> None:
-        """Store how batches are drawn. They are drawn anew whenever an epoch is iterated.
+        """Create the batches of all epochs; an epoch is drawn when it is iterated.
 
         Args:
-            keys_of: returns the keys ``[n, C]`` of the C texts of each of n rows, which are equal
-                for equal texts; ``None`` allows equal texts in a batch.
+            text_keys: maps n row numbers to keys ``[n, C]``, one for each of the C texts of a row;
+                equal texts have equal keys. ``None`` allows equal texts in a batch.
             n_rows: number of rows.
-            batch_size: rows of a full batch.
-            drop_last: whether all batches are full (torch's name). No rows are dropped: short
-                batches are filled.
+            batch_size: number of rows of a full batch.
+            fill_batches: whether short batches are filled with rows that the epoch already had.
             seed: seed of the order of rows, which differs between epochs.
-            lengths: text length of each row, ``[n_rows]``, if batches have rows of similar length.
+            lengths: text length of each row, ``[n_rows]``, for batches of rows of similar length;
+                ``None`` for batches of random rows.
         """
-        super().__init__(range(n_rows), batch_size, drop_last)
+        # accelerate reads torch's `drop_last`, which is true if every batch is full.
+        super().__init__(range(n_rows), batch_size, drop_last=fill_batches)
         self.epoch = 0
-        self._keys_of = keys_of or _row_numbers_as_keys
+        self._text_keys = text_keys or _row_numbers_as_keys
         self._n_rows = n_rows
+        self._fill_batches = fill_batches
         self._seed = seed
         self._lengths = lengths
         # epoch -> number of rows of each batch that was drawn
         self._sizes: dict[int, list[int]] = {}
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which decides about the order of rows."""
+        """Set the epoch, which determines the order of rows."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -230,29 +239,29 @@ class TrainingBatches(BatchSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the row numbers of each batch of the current epoch, and record the batch sizes."""
+        epoch = self.epoch
         stream = RowStream(
-            self._keys_of,
+            self._text_keys,
             self._n_rows,
-            torch.Generator().manual_seed(self._seed + self.epoch),
-            repeats=self.drop_last,
+            torch.Generator().manual_seed(self._seed + epoch),
+            repeats=self._fill_batches,  # rows of a second order fill the short batches
         )
         if self._lengths is None:
             batches = self._random_batches(stream)
         else:
-            batches = self._grouped_batches(stream, self._lengths)
-        sizes: list[int] = []
-        self._sizes[self.epoch] = sizes
+            batches = self._batches_of_similar_length(stream, self._lengths)
+        self._sizes[epoch] = []
         for rows in itertools.islice(batches, len(self)):
-            sizes.append(len(rows))
+            self._sizes[epoch].append(len(rows))
             yield [row.number for row in rows]
 
     def pairs_of_step(self, step: int) -> int:
-        """Number of rows of a step, counted from 1, whose batch was drawn."""
+        """Return the number of rows of a step whose batch was drawn; the first step is 1."""
         epoch, batch = divmod(step - 1, len(self))
         return self._sizes[epoch][batch]
 
     def _random_batches(self, stream: RowStream) -> Iterator[list[Row]]:
-        """Yield batches of rows in random order, as long as there are rows."""
+        """Yield batches of rows in random order, until no rows are left."""
         while True:
             rows = stream.take(self.batch_size)
             if not rows:
@@ -260,56 +269,51 @@ class TrainingBatches(BatchSampler):
             self._check_full(rows)
             yield rows
 
-    def _grouped_batches(self, stream: RowStream, lengths: RowNumbers) -> Iterator[list[Row]]:
-        """Yield batches of rows of similar length, as long as there are rows.
+    def _batches_of_similar_length(
+        self,
+        stream: RowStream,
+        lengths: Lengths,
+    ) -> Iterator[list[Row]]:
+        """Yield batches of rows of similar length, until no rows are left.
 
-        A pool is a few batches' worth of rows with distinct texts. It is sorted by length and cut
-        into batches, which come in random order. Rows that fill no batch are carried to the next
-        pool.
+        A pool of rows without repeated texts is drawn, sorted by length and split into batches,
+        which come in random order. The rows that are too few for a batch go to the next pool.
 
         Args:
             stream: the rows in random order.
             lengths: text length of each row, ``[n_rows]``.
         """
-        generator = random.Random(self._seed + self.epoch)  # noqa: S311 - reproducible, no secret
-        carried: list[Row] = []  # the last rows of a pool, too few for a batch
+        shuffler = random.Random(self._seed + self.epoch)  # noqa: S311 - reproducible, no secret
+        remainder: list[Row] = []  # rows of the last pool that were too few for a batch
         while True:
-            pool = stream.take(POOL_BATCHES * self.batch_size, carried)
+            stream.put_back(remainder)
+            pool = stream.take(POOL_BATCHES * self.batch_size)
             if not pool:
                 return
-            has_new_rows = len(pool) > len(carried)
-            if not has_new_rows:  # every other row shares a text with a carried row
-                self._check_full(carried)
-                yield carried
-                carried = []
+            if len(pool) == len(remainder):  # no row can be added to the remainder
+                self._check_full(remainder)
+                yield remainder
+                remainder = []
                 continue
-            batches = self._cut_pool(pool, lengths)
-            generator.shuffle(batches)
-            carried_numbers = {row.number for row in carried}
-            with_carried_rows = []
-            without_carried_rows = []
-            for batch in batches:
-                if carried_numbers.isdisjoint(row.number for row in batch):
-                    without_carried_rows.append(batch)
-                else:
-                    with_carried_rows.append(batch)
-            # The epoch may end before the last batches of a pool. Rows that were carried before
-            # come first, so that they are not left out.
-            yield from with_carried_rows
-            yield from without_carried_rows
-            carried = pool[len(batches) * self.batch_size :]
+            batches = self._split_by_length(pool, lengths)
+            shuffler.shuffle(batches)
+            # The epoch may end before the last batches of a pool. Batches with rows of the
+            # earlier remainder come first (False sorts before True), so that none is left out.
+            batches.sort(key=partial(_share_no_rows, remainder))
+            yield from batches
+            remainder = pool[len(batches) * self.batch_size :]
 
-    def _cut_pool(self, pool: list[Row], lengths: RowNumbers) -> list[list[Row]]:
-        """Sort the rows of a pool by length, and cut them into full batches.
+    def _split_by_length(self, pool: list[Row], lengths: Lengths) -> list[list[Row]]:
+        """Sort the rows of a pool by length, and split them into full batches.
 
         Args:
-            pool: rows with distinct texts. The last rows, too few for a batch, are left out.
+            pool: rows without repeated texts. The last rows, too few for a batch, are left out.
             lengths: text length of each row, ``[n_rows]``.
 
         Returns:
             The batches, each with rows of similar length.
         """
-        n_rows = len(pool) // self.batch_size * self.batch_size  # in full batches
+        n_rows = len(pool) // self.batch_size * self.batch_size  # rows in full batches
         by_length = sorted(pool[:n_rows], key=lambda row: lengths[row.number])
         return [
             by_length[start : start + self.batch_size]
@@ -317,15 +321,15 @@ class TrainingBatches(BatchSampler):
         ]
 
     def _check_full(self, rows: list[Row]) -> None:
-        """Refuse a short batch if all batches must be full.
+        """Raise an error if all batches must be full, and this one cannot be.
 
         Args:
-            rows: rows of the batch; every other row shares a text with one of them.
+            rows: the largest batch without repeated texts that could be drawn.
 
         Raises:
-            TrainingError: if the data have no full batch of distinct texts.
+            TrainingError: if batches must be full, and the batch is short.
         """
-        if self.drop_last and len(rows) < self.batch_size:
+        if self._fill_batches and len(rows) < self.batch_size:
             raise TrainingError(
                 f"batch_size must be at most {len(rows)} for full batches of this data, in which "
                 f"no query and no document occurs twice, got {self.batch_size}. Train with a "
@@ -333,6 +337,12 @@ class TrainingBatches(BatchSampler):
             )
 
 
+def _share_no_rows(rows: list[Row], other_rows: list[Row]) -> bool:
+    """Return whether no row is in both lists."""
+    numbers = {row.number for row in rows}
+    return numbers.isdisjoint(row.number for row in other_rows)
+
+
 def _row_numbers_as_keys(rows: RowNumbers) -> npt.NDArray[np.uint64]:
-    """Return keys ``[n, 1]`` of n rows by which different rows never share a text."""
+    """Return the numbers of n rows as keys ``[n, 1]``, so that no two rows share a text."""
     return rows.astype(np.uint64)[:, None]

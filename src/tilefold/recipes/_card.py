@@ -1,4 +1,4 @@
-"""The section on training in a model's card, after what sentence-transformers writes."""
+"""The section about training in a model card, which sentence-transformers has written."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ def describe(
     history: Sequence[Mapping[str, float]],
     command: str,
 ) -> str:
-    """Describe a training in Markdown, for the model's card.
+    """Describe a training run in Markdown, for the model card.
 
     The section has a table of data, command and losses, a usage example, the recipe's settings and
-    the warnings of the training.
+    the warnings of the run.
 
     Args:
-        recipe: the recipe.
+        recipe: the :class:`Recipe`.
         result: the :class:`TrainResult`.
         data: name of the collection.
         n_pairs: number of training pairs.
-        history: rows of the training's log, each a dictionary of names and values.
-        command: command that repeats the training; empty without one.
+        history: rows of the run's log, each a mapping from names to values.
+        command: command that repeats the training, or an empty string.
     """
     parts = [
         "## Made with tilefold\n",
@@ -54,12 +54,15 @@ def describe(
     if result.warnings:
         bullets = "".join(f"- {warning}\n" for warning in result.warnings)
         parts.append(f"Warnings of the training:\n\n{bullets}")
-    kept_step_note = ""
     if result.evaluations:
-        kept_step_note = " up to the step that was kept, which nDCG@10 on these documents chose"
+        parts.append(
+            "Losses and terms are means over the last logged steps up to the saved step. That step "
+            "was chosen by nDCG@10 on the evaluated documents.",
+        )
+    else:
+        parts.append("Losses and terms are means over the last logged steps of training.")
     parts.append(
-        f"Losses and terms are means over the last logged steps of training{kept_step_note}; this "
-        "card says nothing of search quality (`tilefold evaluate` measures it).\n",
+        "These numbers do not measure search quality; `tilefold evaluate` measures it.\n",
     )
     return "\n".join(parts)
 
@@ -72,17 +75,17 @@ def _summary_table(
     history: Sequence[Mapping[str, float]],
     command: str,
 ) -> str:
-    """Return a Markdown table that summarizes a training: its recipe, data, steps and losses.
+    """Return a Markdown table that summarizes a training run: its recipe, data, steps and losses.
 
     Rows without a value are left out.
 
     Args:
-        recipe: the recipe.
+        recipe: the :class:`Recipe`.
         result: the :class:`TrainResult`.
         data: name of the collection.
         n_pairs: number of training pairs.
-        history: rows of the training's log.
-        command: command that repeats the training; empty without one.
+        history: rows of the run's log.
+        command: command that repeats the training, or an empty string.
     """
     name = getattr(recipe, "name", type(recipe).__name__)
     saved_step = result.kept_step or result.steps  # without evaluations, the last step is saved
@@ -93,11 +96,11 @@ def _summary_table(
         "command": f"`{command}`" if command else "",
         "training": describe_steps(result),
         "negatives of a query": describe_negatives(result),
-        "trained weights": _trained_weights(result),
+        "trained weights": _describe_trained_weights(result),
         "processes": str(result.ranks),
-        "last losses": _losses(last_log),
-        f"nDCG@10 of {result.evaluated}": _evaluations(result),
-        "terms of a vector": _active_terms(last_log),
+        "last losses": _describe_losses(last_log),
+        f"nDCG@10 of {result.evaluated}": _describe_evaluations(result),
+        "terms of a vector": _describe_active_terms(last_log),
     }
     rows = ["| | |", "|---|---|"]
     for label, value in values.items():
@@ -108,15 +111,15 @@ def _summary_table(
 
 
 def _last_log(history: Sequence[Mapping[str, float]], last_step: int) -> Mapping[str, float]:
-    """Return the last row of the log with losses, up to a step; an empty row without one."""
+    """Return the last row of the log with losses, up to a step; empty if there is none."""
     for row in reversed(history):
         if "loss" in row and row["step"] <= last_step:
             return row
     return {}
 
 
-def _losses(row: Mapping[str, float]) -> str:
-    """Return the losses and penalties of a row of the log."""
+def _describe_losses(row: Mapping[str, float]) -> str:
+    """Describe the losses and penalties in a row of the log."""
     return ", ".join(
         f"{name.replace('_', ' ')} {value:.4g}"
         for name, value in row.items()
@@ -124,8 +127,8 @@ def _losses(row: Mapping[str, float]) -> str:
     )
 
 
-def _active_terms(row: Mapping[str, float]) -> str:
-    """Return the mean numbers of active terms of queries and documents in a row of the log."""
+def _describe_active_terms(row: Mapping[str, float]) -> str:
+    """Describe the mean numbers of active terms in a row of the log."""
     suffix = "_active_terms"
     return ", ".join(
         f"{name.removesuffix(suffix)} {value:.0f}"
@@ -134,8 +137,8 @@ def _active_terms(row: Mapping[str, float]) -> str:
     )
 
 
-def _evaluations(result: Any) -> str:
-    """Return nDCG@10 of each evaluation of a :class:`TrainResult`, and which step was kept."""
+def _describe_evaluations(result: Any) -> str:
+    """Describe the evaluations of a :class:`TrainResult`, and mark the saved step."""
     texts = []
     for row in result.evaluations:
         marker = " (kept)" if row["kept"] else ""
@@ -153,8 +156,8 @@ def _settings_section(recipe: Any) -> str:
     )
 
 
-def _trained_weights(result: Any) -> str:
-    """Return how many weights a :class:`TrainResult` trained; empty if it does not say."""
+def _describe_trained_weights(result: Any) -> str:
+    """Describe how many weights were trained; empty if a :class:`TrainResult` has no number."""
     if result.trained_weights is None:
         return ""
     if result.trained_weights == result.weights:
@@ -163,11 +166,11 @@ def _trained_weights(result: Any) -> str:
 
 
 def extend_card(card: Path, section: str) -> None:
-    """Insert a section into a model's card, before the details of training or at the end.
+    """Insert a section into a model card, before its training details or at the end.
 
     Args:
-        card: ``README.md`` of the model; created if it is missing.
-        section: Markdown; nothing happens if it is empty.
+        card: path of the model's ``README.md``; created if it is missing.
+        section: the section in Markdown; an empty one changes nothing.
     """
     if not section:
         return

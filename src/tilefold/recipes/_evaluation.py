@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.recipes._settings import TrainingSettings
-from tilefold.retrieval.common.identical_ids import ignores_identical_ids
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.lazy_documents import LazyDocuments
 
-DEFAULT_DOCUMENTS = 10_000  # searched documents of a recipe that names no number
-CUT_OFF = 10  # hits that the measures read
+DEFAULT_DOCUMENTS = 10_000  # number of searched documents, if the recipe sets none
+CUT_OFF = 10  # number of hits that are measured
 MAX_SCORES = 2**26  # scores of queries and documents in memory at a time, 256 MiB in fp32
 MAX_CHUNK_SIZE = 1000  # documents that are encoded and searched at a time
 
@@ -24,8 +24,8 @@ class Evaluation(NamedTuple):
 
     Attributes:
         evaluator: evaluator of sentence-transformers; ``None`` for no evaluation.
-        description: split, and numbers of queries and documents, in words.
-        digest: digest of queries, documents and judgements.
+        description: split, and numbers of queries and documents, for the user.
+        digest: digest of queries, documents, judgements and whether identical ids are ignored.
     """
 
     evaluator: Any = None
@@ -34,21 +34,19 @@ class Evaluation(NamedTuple):
 
 
 def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evaluation:
-    """Create the evaluation that repeats while a model trains, on one split of a collection.
+    """Create the evaluation that is repeated during training, on one split of a collection.
 
-    The searched documents are all judged documents of the split, and others that the recipe's seed
-    draws.
+    It searches all judged documents of the split, and a random sample of other documents.
 
     Args:
         recipe: the recipe. Without ``evaluate_steps`` there is no evaluation.
         collection: collection with judgements of the split.
 
     Returns:
-        The evaluator of sentence-transformers, its description for the user, and a digest that
-        changes with anything that it measures.
+        The evaluation. Its evaluator is ``None`` if the recipe does not evaluate.
 
     Raises:
-        ValueError: if the split has no pairs.
+        ValueError: if the split has no positive judgements.
     """
     if recipe.evaluate_steps is None or recipe.max_steps == 0:
         return Evaluation()
@@ -60,16 +58,18 @@ def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evalu
     description = f"{len(queries):,} queries, {len(documents):,} documents"
     judgements = {query_id: repr(sorted(names)) for query_id, names in relevant.items()}
     digest = texts_digest(queries) + texts_digest(documents) + texts_digest(judgements)
-    evaluator_class = _evaluator_class(late=recipe.late)
-    # As BEIR does, a query that is a document itself must not retrieve itself.
-    n_own_documents = _count_own_documents(collection, queries, documents)
-    if n_own_documents and not _judges_own_documents(collection, relevant):
-        evaluator_class = _ignoring_identical_ids(
+    evaluator_class = _evaluator_class(multi_vector=recipe.late)
+    # In data sets such as ArguAna and Quora, queries are documents too. As in BEIR, such a query
+    # must not retrieve itself.
+    document_of = collection.whole_document_of
+    n_own_hits = _count_own_hits(queries, documents, document_of)
+    if n_own_hits and not _is_relevant_to_itself(relevant, document_of):
+        evaluator_class = _ignoring_own_hits(
             evaluator_class,
-            collection.whole_document_of,
-            max_own_hits=max(n_own_documents.values()),
+            document_of,
+            max_own_hits=max(n_own_hits.values()),
         )
-        n_queries = len(n_own_documents)
+        n_queries = len(n_own_hits)
         description += f", hits with the query's own id ignored for {n_queries:,} queries"
         digest += "without identical ids"
     evaluator = evaluator_class(
@@ -105,7 +105,7 @@ def _relevant_documents(collection: Collection, split: str) -> dict[str, set[str
         Query id -> ids of its relevant documents, for queries that have any.
 
     Raises:
-        ValueError: if the split has no pairs.
+        ValueError: if the split has no positive judgements.
     """
     relevant: dict[str, set[str]] = {}
     if split in collection.qrels:
@@ -115,8 +115,9 @@ def _relevant_documents(collection: Collection, split: str) -> dict[str, set[str
         splits = ", ".join(sorted(collection.qrels)) or "none"
         raise ArgumentError(
             "evaluate_split",
-            f"expected pairs of {split!r} in {collection.name!r}, got {splits}. Add positive "
-            "judgements to its folder, as qrels/dev.tsv, or name another split.",
+            f"must be a split of {collection.name!r} with positive judgements, got {split!r}; the "
+            f"collection has judgements of: {splits}. Add positive judgements to its folder, as "
+            "qrels/dev.tsv, or name another split.",
         )
     return relevant
 
@@ -132,8 +133,8 @@ def _sample_documents(
     Args:
         collection: the collection.
         split: name of the split.
-        n_documents: number of documents of the sample. Judged documents are all in it, even if
-            they are more.
+        n_documents: number of documents in all. All judged documents are returned, even if they
+            are more.
         seed: seed of the random documents.
 
     Returns:
@@ -144,7 +145,7 @@ def _sample_documents(
         judged_ids.update(dict.fromkeys(grades))
     contents = collection.contents()
     n_others = max(0, n_documents - len(judged_ids))
-    # A draw may hit any judged document, which is skipped. This many draws suffice nevertheless.
+    # Judged documents among the draws are skipped, so as many more are drawn.
     n_draws = min(len(contents), n_others + len(judged_ids))
     generator = random.Random(seed)  # noqa: S311 - reproducible, no secret
     positions = generator.sample(range(len(contents)), n_draws)
@@ -160,110 +161,104 @@ def _sample_documents(
 
 def _documents_at(
     contents: Mapping[str, str],
-    positions: Iterable[int],
+    positions: Sequence[int],
 ) -> Iterable[tuple[str, str]]:
-    """Return the ids and texts of the documents at positions of a collection.
+    """Return the ids and texts of the documents at the given positions.
 
     Args:
-        contents: id -> text. It is a dictionary, or a file with a method ``pair`` that reads the
-            id and text of a single document.
+        contents: id -> text, for all documents in their order.
         positions: positions of the documents.
 
     Returns:
         Pairs ``(id, text)``.
     """
-    read_pair = getattr(contents, "pair", None)
-    if read_pair is not None:
-        return map(read_pair, positions)
+    if isinstance(contents, LazyDocuments):  # reads only these documents from a file
+        return contents.pairs_at(positions)
     pairs = list(contents.items())
     return [pairs[position] for position in positions]
 
 
-def _evaluator_class(*, late: bool) -> Any:
-    """Return the class of sentence-transformers that evaluates retrieval with a kind of model.
+def _evaluator_class(*, multi_vector: bool) -> Any:
+    """Return the evaluator class of sentence-transformers for multi-vector or sparse models.
 
     Args:
-        late: whether the model computes a vector for each token (late interaction); otherwise it
-            computes sparse vectors.
+        multi_vector: whether the model computes a vector for each token (late interaction);
+            otherwise it computes sparse vectors.
     """
     from sentence_transformers.multi_vector_encoder.evaluation import (
         MultiVectorInformationRetrievalEvaluator,
     )
     from sentence_transformers.sparse_encoder.evaluation import SparseInformationRetrievalEvaluator
 
-    if late:
+    if multi_vector:
         return MultiVectorInformationRetrievalEvaluator
     return SparseInformationRetrievalEvaluator
 
 
-def _count_own_documents(
-    collection: Collection,
+def _count_own_hits(
     queries: Iterable[str],
     documents: Iterable[str],
+    document_of: Callable[[str], str],
 ) -> dict[str, int]:
-    """Count the documents that have the same id as a query, or are passages of such a document.
-
-    In data sets such as ArguAna and Quora, queries are documents too.
+    """Count the documents whose id is the id of a query, or that are passages of such a document.
 
     Args:
-        collection: its ``whole_document_of`` maps the id of a passage to that of its document.
         queries: ids of the queries.
-        documents: ids of the sampled documents.
+        documents: ids of the sampled documents, or of their passages.
+        document_of: maps the id of a passage to the id of its document.
 
     Returns:
-        Query id -> number of documents, for queries that have any.
+        Query id -> number of documents, for queries with at least one.
     """
-    n_passages = Counter(map(collection.whole_document_of, documents))
-    return {query_id: n_passages[query_id] for query_id in queries if query_id in n_passages}
+    counts = Counter(map(document_of, documents))
+    return {query_id: counts[query_id] for query_id in queries if query_id in counts}
 
 
-def _judges_own_documents(
-    collection: Collection,
+def _is_relevant_to_itself(
     relevant: Mapping[str, Iterable[str]],
+    document_of: Callable[[str], str],
 ) -> bool:
-    """Return whether a query has a relevant document with the query's own id.
+    """Return whether a document with the id of a query is relevant to that query.
 
-    The equal id is then an answer or a coincidence, and hits with it must count.
+    If so, equal ids do not mean equal texts, and hits with the query's id must count.
 
     Args:
-        collection: its ``whole_document_of`` maps the id of a passage to that of its document.
-        relevant: query id -> ids of its relevant documents.
+        relevant: query id -> ids of its relevant documents, or of their passages.
+        document_of: maps the id of a passage to the id of its document.
     """
-    judgements: dict[str, dict[str, int]] = {}
-    for query_id, document_ids in relevant.items():
-        judgements[query_id] = dict.fromkeys(map(collection.whole_document_of, document_ids), 1)
-    return not ignores_identical_ids(judgements)
+    return any(
+        query_id in map(document_of, document_ids) for query_id, document_ids in relevant.items()
+    )
 
 
-def _ignoring_identical_ids(
+def _ignoring_own_hits(
     evaluator_class: Any,
-    whole_document_of: Callable[[str], str],
+    document_of: Callable[[str], str],
     max_own_hits: int,
 ) -> Any:
-    """Return a class of evaluators that leaves out hits of the query's own document, as BEIR does.
+    """Return an evaluator class that ignores hits with the id of the query, as BEIR does.
 
-    Stock evaluators count them. The class has the name of the stock one, by which model cards and
-    logs call it.
+    Evaluators of sentence-transformers count such hits. The new class keeps the name of
+    `evaluator_class`, because model cards and logs show it.
 
     Args:
-        evaluator_class: the class of stock evaluators.
-        whole_document_of: returns the id of the document of a hit, which may be a passage.
-        max_own_hits: the most hits that a query's own document can have.
+        evaluator_class: an information retrieval evaluator of sentence-transformers.
+        document_of: maps the id of a hit, which may be a passage, to the id of its document.
+        max_own_hits: the largest number of hits that a query can have with its own id.
     """
 
-    class EvaluatorIgnoringIdenticalIds(evaluator_class):
-        """Evaluator that collects more hits than it measures, and leaves out some."""
+    class EvaluatorIgnoringOwnHits(evaluator_class):
+        """Evaluator that retrieves a few more hits, and ignores those with the id of the query."""
 
-        map_at_k: list[int]
+        measured_map_at_k: list[int]  # the cut-offs of MAP that are measured
 
         def __call__(self, *args: Any, **options: Any) -> Any:
-            """Evaluate a model, and raise the cut-off of MAP while its hits are collected.
+            """Evaluate a model, with enough hits to replace the ignored ones.
 
-            The stock evaluator collects as many hits as its largest cut-off. A larger one makes up
-            for the hits of the query's own document, which ``compute_metrics`` leaves out. That
-            method also restores the cut-off before it measures.
+            The evaluator retrieves as many hits as its largest cut-off. A larger cut-off of MAP is
+            therefore added while it retrieves, and removed by :meth:`compute_metrics`.
             """
-            self._map_at_k = self.map_at_k
+            self.measured_map_at_k = self.map_at_k
             cut_offs = (
                 self.accuracy_at_k,
                 self.precision_recall_at_k,
@@ -271,24 +266,28 @@ def _ignoring_identical_ids(
                 self.ndcg_at_k,
                 self.map_at_k,
             )
-            largest = max(max(values) for values in cut_offs)
-            self.map_at_k = [*self.map_at_k, largest + max_own_hits]
+            largest_cut_off = max(max(values) for values in cut_offs)
+            self.map_at_k = [*self.map_at_k, largest_cut_off + max_own_hits]
             try:
                 return super().__call__(*args, **options)
-            finally:
-                self.map_at_k = self._map_at_k
+            finally:  # an error may come before compute_metrics()
+                self.map_at_k = self.measured_map_at_k
 
         def compute_metrics(self, queries_result_list: list[Any]) -> Any:
-            """Compute the measures of the hits without the query's own document."""
-            self.map_at_k = self._map_at_k
-            hits_of_others = []
+            """Compute the measures of the hits that do not have the id of the query.
+
+            Args:
+                queries_result_list: hits of each query, with the keys ``corpus_id`` and ``score``.
+            """
+            self.map_at_k = self.measured_map_at_k
+            counted_hits = []
             for query_id, hits in zip(self.queries_ids, queries_result_list, strict=True):
-                hits_of_others.append(
-                    [hit for hit in hits if whole_document_of(hit["corpus_id"]) != query_id],
+                counted_hits.append(
+                    [hit for hit in hits if document_of(hit["corpus_id"]) != query_id],
                 )
-            return super().compute_metrics(hits_of_others)
+            return super().compute_metrics(counted_hits)
 
     for attribute in ("__name__", "__qualname__", "__module__"):
         value = getattr(evaluator_class, attribute)
-        setattr(EvaluatorIgnoringIdenticalIds, attribute, value)
-    return EvaluatorIgnoringIdenticalIds
+        setattr(EvaluatorIgnoringOwnHits, attribute, value)
+    return EvaluatorIgnoringOwnHits

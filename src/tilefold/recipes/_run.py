@@ -30,12 +30,12 @@ LOG = "training_log.jsonl"
 PLOT = "training.png"
 PANEL_INCHES = (7, 3.5)  # width and height of a panel of the plot
 RUN_FIELDS = ("save_steps", "save_minutes", "log_steps")
-"""Fields of a recipe that do not change the model; a run may be resumed with other values."""
+"""Fields of a recipe that do not change the model; a resumed run may have other values."""
 Record = Mapping[str, Any]
 
 
 class Losses(NamedTuple):
-    """Mean losses of the steps since the last log, and the evaluations until then.
+    """Mean losses of the steps between two logs, and the evaluations so far.
 
     Attributes:
         loss: the ranking loss plus the weighted penalties, whose weights rise at first.
@@ -68,17 +68,17 @@ Progress = Callable[[int, int, "Losses | None"], None]
 
 
 class ResumePoint(NamedTuple):
-    """Where a call of ``train`` begins.
+    """Step from which a call of ``train`` continues a run.
 
     Attributes:
         checkpoint: folder of the newest complete checkpoint; ``None`` for a new run.
         step: step of the checkpoint, 0 for a new run.
-        full_batches: whether short batches are filled.
+        fill_batches: whether short batches are filled with rows that the epoch already had.
     """
 
-    checkpoint: Path | None
-    step: int
-    full_batches: bool
+    checkpoint: Path | None = None
+    step: int = 0
+    fill_batches: bool = False
 
 
 class TrainingRun:
@@ -91,10 +91,8 @@ class TrainingRun:
 
     Attributes:
         work_dir: folder of the checkpoints.
-        settings: the recipe and the digest of the data, which a resumed run must share.
-        checkpoint: checkpoint that this call resumes from, or ``None``.
-        resumed_from: step of that checkpoint, or 0.
-        full_batches: whether short batches are filled, which several ranks need.
+        settings: the recipe and the digest of the data, which must be equal in a resumed run.
+        resume_point: step from which this call continues the run.
         history: rows of the log.
     """
 
@@ -102,27 +100,25 @@ class TrainingRun:
         self.output_dir = output_dir
         self.work_dir = work_folder(output_dir)
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}
-        self.checkpoint: Path | None = None
-        self.resumed_from = 0
-        self.full_batches = False
+        self.resume_point = ResumePoint()
         self.history: list[dict[str, float]] = []
 
     def finished_result(self, *, overwrite: bool, resume: bool) -> dict[str, Any] | None:
-        """Return the result of a finished run with the same recipe and data.
+        """Return the result of a finished run with the same recipe and data, if there is one.
 
-        Checkpoints that such a run has not removed itself are removed.
+        Leftover checkpoints of that run are removed.
 
         Args:
-            overwrite: whether a model of other settings may be replaced.
-            resume: whether the result of a finished run may be returned. Otherwise its model must
-                be overwritten.
+            overwrite: whether a trained model in the folder may be replaced.
+            resume: whether to return the result of a finished run. Otherwise the run is repeated,
+                which replaces its model.
 
         Returns:
-            The result; ``None`` if the training has to run.
+            The result; ``None`` if training has to run.
 
         Raises:
-            FileExistsError: if the folder holds anything else, and `overwrite` does not allow it to
-                be replaced.
+            FileExistsError: if the folder holds something other than a model of tilefold, or a
+                model that would be replaced without `overwrite`.
         """
         if not self.output_dir.exists():
             return None
@@ -132,7 +128,7 @@ class TrainingRun:
         if record is None:
             raise FileExistsError(
                 f"{self.output_dir} exists and holds no model that tilefold trained; choose "
-                "another one.",
+                "another folder.",
             )
         difference = self._difference(record)
         if resume and not difference:
@@ -141,30 +137,36 @@ class TrainingRun:
             return result if isinstance(result, dict) else None
         if overwrite:
             return None
+        if not difference:  # resume=False repeats the finished run
+            raise FileExistsError(
+                f"{self.output_dir} holds the finished model of this run; return it (resume=True, "
+                "without --fresh), or replace it (overwrite=True or --overwrite).",
+            )
         raise FileExistsError(
-            f"{self.output_dir} holds a model of other settings ({difference}); choose another "
-            "one, or replace it (overwrite=True or --overwrite).",
+            f"{self.output_dir} holds a model trained with other settings ({difference}); choose "
+            "another folder, or replace it (overwrite=True or --overwrite).",
         )
 
     def _remove_leftover_checkpoints(self) -> None:
-        """Remove the checkpoints of a run that was interrupted after its model was in place."""
+        """Remove the checkpoints of a run that was interrupted after it had saved its model."""
         record = read_json(self.work_dir / RECORD_FILE)
         if record is not None and not self._difference(record):
             shutil.rmtree(self.work_dir)
 
-    def open(self, *, resume: bool, full_batches: bool) -> ResumePoint:
-        """Lock the work folder, and choose the checkpoint from which this call resumes.
+    def lock_and_resume(self, *, resume: bool, fill_batches: bool) -> ResumePoint:
+        """Lock the work folder, and find the newest checkpoint of an interrupted run.
 
-        Everything that cannot be resumed is removed from the folder. A run that began with full
-        batches keeps them. A run that began with short batches gets full ones if this call needs
-        them, as several ranks do. The number of steps of an epoch is the same for both.
+        Folders and files that cannot be resumed are removed. Short batches are filled if either the
+        interrupted call or this one needs full batches; an epoch has the same number of batches
+        with and without filling.
 
         Args:
             resume: whether to resume from a checkpoint.
-            full_batches: whether this call needs full batches.
+            fill_batches: whether this call needs full batches.
 
         Returns:
-            The newest checkpoint with its step, and whether batches are full.
+            The step from which this call continues. Only rank 0 calls this method, so the caller
+            has to store it in `resume_point` on all ranks.
 
         Raises:
             ValueError: if the checkpoints belong to a run with other settings.
@@ -172,28 +174,29 @@ class TrainingRun:
         self._lock = lock_folder(self.work_dir)
         record = read_json(self.work_dir / RECORD_FILE)
         checkpoints = complete_checkpoints(self.work_dir) if resume else {}
-        began_with_full_batches = False
+        resume_point = ResumePoint(fill_batches=fill_batches)
         if checkpoints and record is not None:
             difference = self._difference(record)
             if difference:
                 raise ValueError(
                     f"{self.work_dir} holds an interrupted run with other settings ({difference}); "
-                    "go on with the same settings, or discard it with resume=False (--fresh).",
+                    "continue it with the same settings, or discard it with resume=False "
+                    "(--fresh).",
                 )
-            self.resumed_from, self.checkpoint = max(checkpoints.items())
-            began_with_full_batches = bool(record.get("full_batches"))
-        self.full_batches = full_batches or began_with_full_batches
+            step, checkpoint = max(checkpoints.items())
+            filled_batches = bool(record.get("full_batches"))
+            resume_point = ResumePoint(checkpoint, step, fill_batches or filled_batches)
         self._remove_incomplete(checkpoints)
         if not checkpoints:
-            new_record = {"settings": self.settings, "full_batches": self.full_batches}
+            new_record = {"settings": self.settings, "full_batches": fill_batches}
             write_json(self.work_dir / RECORD_FILE, new_record)
-        return ResumePoint(self.checkpoint, self.resumed_from, self.full_batches)
+        return resume_point
 
     def _remove_incomplete(self, checkpoints: Mapping[int, Path]) -> None:
-        """Remove folders other than complete checkpoints, and all files if there are none.
+        """Remove incomplete checkpoints, and also all files if no checkpoint is complete.
 
         Args:
-            checkpoints: step -> folder of the complete checkpoints.
+            checkpoints: step -> folder of each complete checkpoint.
         """
         for entry in self.work_dir.iterdir():
             if entry.is_dir() and entry not in checkpoints.values():
@@ -204,13 +207,14 @@ class TrainingRun:
     def finish(self, model: Model, result: Record, card: str = "") -> None:
         """Save the trained model with its card, log and plot, and close the run.
 
-        The model is written into the work folder, and moved into place atomically. The work folder
-        with all checkpoints is then removed.
+        The log and the plot are saved if the run has a history. The model is written into the work
+        folder, and moved to the output folder atomically. The work folder with all checkpoints is
+        then removed.
 
         Args:
             model: the trained model.
-            result: fields of the :class:`TrainResult`.
-            card: Markdown section on the training for the model's card.
+            result: the fields of the :class:`TrainResult`, as JSON values.
+            card: Markdown section about the training for the model card.
         """
         model_dir = self.work_dir / "model"
         if model_dir.exists():
@@ -228,52 +232,50 @@ class TrainingRun:
         unlock_folder(self._lock)
 
     def close(self) -> None:
-        """Unlock the work folder, and remove it if no checkpoint is resumed from."""
+        """Unlock the work folder, and remove it if it has no checkpoint to resume from."""
         try:
-            if self.checkpoint is None:
+            if self.resume_point.checkpoint is None:
                 shutil.rmtree(self.work_dir)
         finally:
             unlock_folder(self._lock)
 
     def _difference(self, record: Record) -> str:
-        """Describe in which settings a stored run differs from this one.
+        """Describe how the settings of a stored run differ from the settings of this run.
+
+        Fields of the recipe that do not change the model are not compared.
 
         Args:
-            record: content of the stored run's JSON file. Its ``"settings"`` hold the fields of
-                the recipe and the digest of the training data.
+            record: content of the stored run's JSON file. Its ``"settings"`` are the fields of the
+                recipe and the digest of the training data.
 
         Returns:
-            ``"differs in <fields>"``; empty if the settings are equal.
+            ``"differs in <fields>"``, ``"unreadable record"``, or an empty string if the settings
+            are equal.
         """
         settings = record.get("settings")
         if not isinstance(settings, dict) or not isinstance(settings.get("recipe"), dict):
             return "unreadable record"
-        stored_fields = _fields_of_model(settings["recipe"])
-        fields = _fields_of_model(self.settings["recipe"])
+        stored_recipe = settings["recipe"]
+        recipe = self.settings["recipe"]
         names = sorted(
             name
-            for name in {*stored_fields, *fields}
-            if stored_fields.get(name) != fields.get(name)
+            for name in {*stored_recipe, *recipe} - {*RUN_FIELDS}
+            if stored_recipe.get(name) != recipe.get(name)
         )
         if settings.get("data") != self.settings["data"]:
             names.append("training data")
         return "differs in " + ", ".join(names) if names else ""
 
 
-def _fields_of_model(recipe: Record) -> Record:
-    """Return the fields of a recipe that change the model."""
-    return {name: value for name, value in recipe.items() if name not in RUN_FIELDS}
-
-
 def plot_history(history: Sequence[Mapping[str, float]], picture: Path) -> None:
-    """Plot the log of a training over its steps.
+    """Plot the log of a training run over its steps.
 
     The panels, from top to bottom, show losses and weighted penalties, active terms, and nDCG@10.
     A panel without values is left out.
 
     Args:
-        history: rows of the log, each with the step and the values that were logged then.
-        picture: image file that is written.
+        history: rows of the log, each with a step and the values that were logged after it.
+        picture: path of the image file, which is created.
     """
     names = list(dict.fromkeys(name for row in history for name in row))
     losses = [name for name in names if name.endswith("loss")]
@@ -316,7 +318,7 @@ def newest_step(output_dir: Path) -> int | None:
 
 
 def complete_checkpoints(work_dir: Path) -> dict[int, Path]:
-    """Return the folders of the complete checkpoints of a run, by their steps."""
+    """Return step -> folder of each complete checkpoint of a run."""
     checkpoints = {}
     for file in work_dir.glob(f"checkpoint-*/{COMPLETE_FILE}"):
         record = read_json(file)
@@ -326,7 +328,7 @@ def complete_checkpoints(work_dir: Path) -> dict[int, Path]:
 
 
 def work_folder(output_dir: Path) -> Path:
-    """Return the folder of the checkpoints of a run that is not finished."""
+    """Return the folder in which an unfinished run stores its checkpoints."""
     return output_dir.with_name(output_dir.name + ".training")
 
 
@@ -335,4 +337,4 @@ class TrainingError(RuntimeError):
 
 
 class OutOfTimeError(TrainingError):
-    """The time limit of a call is over; a checkpoint is kept."""
+    """The time limit of a call is reached; a checkpoint has been saved."""

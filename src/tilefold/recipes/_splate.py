@@ -54,7 +54,7 @@ class SplateSpec(EncoderSpec, kind="splate"):
             self.base_model or base.base_model,
             max_length=base.max_length,
             seed=base.seed,
-        ).start([])
+        ).build_model([])
         # the modules alone are returned, so that prompts of the model would be lost
         prompts = {name: text for name, text in colbert.prompts.items() if text}
         if prompts:

@@ -1,11 +1,11 @@
-"""Steps and pairs of a training: how many were announced, and how many were done."""
+"""Numbers of steps and pairs of a training run: the expected ones, and the actual ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,19 +13,22 @@ from tilefold._internal.arguments import ArgumentError
 from tilefold.recipes._rows import Column, Examples
 from tilefold.recipes._settings import TrainingSettings
 
-FEW_STEPS = 20  # below which a training hardly changes a model
+if TYPE_CHECKING:
+    from tilefold.recipes._training import Recipe
+
+FEW_STEPS = 20  # fewer steps hardly change a model
 
 
 @dataclass(frozen=True)
 class PairCounts:
-    """The pairs that steps trained with, on all ranks together.
+    """Numbers of pairs in the steps of a training run, over all ranks.
 
     Attributes:
         steps: number of steps.
-        total: pairs of all steps.
-        fewest: pairs of the smallest step, 0 without a step.
-        most: pairs of the largest step, 0 without a step.
-        single: number of steps of a single pair.
+        total: number of pairs of all steps.
+        fewest: number of pairs of the smallest step, 0 before the first step.
+        most: number of pairs of the largest step, 0 before the first step.
+        single: number of steps with a single pair.
     """
 
     steps: int = 0
@@ -35,7 +38,7 @@ class PairCounts:
     single: int = 0
 
     def add_step(self, pairs: int) -> PairCounts:
-        """Return the counts with one more step of a number of pairs."""
+        """Return the counts after one more step, which had this number of pairs."""
         return PairCounts(
             steps=self.steps + 1,
             total=self.total + pairs,
@@ -46,7 +49,7 @@ class PairCounts:
 
     @classmethod
     def from_json(cls, values: object) -> PairCounts:
-        """Create counts from the JSON of ``dataclasses.asdict``; no steps for a missing record."""
+        """Create the counts from their fields; counts of no steps if `values` is not an object."""
         return cls(**values) if isinstance(values, dict) else cls()
 
 
@@ -57,25 +60,25 @@ def total_steps(recipe: TrainingSettings, n_pairs: int) -> int:
     return max(1, math.ceil(recipe.epochs * math.ceil(n_pairs / recipe.batch_size)))
 
 
-def announced_pairs(steps: int, n_rows: int, batch_size: int) -> int:
-    """Return the number of pairs that a number of steps trains with.
+def expected_pairs(steps: int, n_rows: int, batch_size: int) -> int:
+    """Return the number of pairs that some steps train with if no batch is needlessly short.
 
-    A pair counts once for each epoch that it is trained in. Only the last batch of an epoch is
-    assumed to be short.
+    Only the last batch of an epoch may be short. A pair counts once for each epoch in which it is
+    trained.
 
     Args:
         steps: number of steps.
         n_rows: number of rows of an epoch.
-        batch_size: rows of a full batch.
+        batch_size: number of rows of a full batch.
     """
     epochs, steps_of_last_epoch = divmod(steps, math.ceil(n_rows / batch_size))
     return epochs * n_rows + min(n_rows, steps_of_last_epoch * batch_size)
 
 
 class TextCounts:
-    """Counts of equal texts in the rows of a training, by column.
+    """Counts of equal texts in the training rows, by column.
 
-    They bound how many batches without equal texts can be made.
+    They limit how many batches without repeated texts are possible.
 
     Args:
         examples: the rows.
@@ -91,35 +94,35 @@ class TextCounts:
         self._n_rows = len(next(iter(examples.columns.values()), ()))
 
     def fewest_distinct(self) -> tuple[str, int]:
-        """Return the column with the fewest distinct texts, and their number.
+        """Return the name of the column with the fewest distinct texts, and their number.
 
-        No batch of distinct texts has more rows than this number.
+        No batch without repeated texts has more rows than this number.
         """
         sizes = {name: len(counts) for name, counts in self._columns.items()}
         name = min(sizes, key=lambda column: sizes[column])
         return name, sizes[name]
 
-    def most_full_batches(self, batch_size: int) -> int:
-        """Return an upper bound on the full batches of one epoch."""
+    def max_full_batches(self, batch_size: int) -> int:
+        """Return an upper bound on the number of full batches of an epoch."""
         return min(
-            _most_batches(counts, self._n_rows, batch_size) for counts in self._columns.values()
+            _max_full_batches(counts, self._n_rows, batch_size) for counts in self._columns.values()
         )
 
-    def most_distinct_rows(self, batches: int) -> int:
-        """Return an upper bound on the number of different rows in a number of batches."""
-        return min(int(np.minimum(counts, batches).sum()) for counts in self._columns.values())
+    def max_distinct_rows(self, n_batches: int) -> int:
+        """Return an upper bound on the number of different rows in some batches."""
+        return min(int(np.minimum(counts, n_batches).sum()) for counts in self._columns.values())
 
 
-def _most_batches(counts: Any, n_rows: int, batch_size: int) -> int:
-    """Return how many full batches can be made such that no text occurs twice in a batch.
+def _max_full_batches(counts: Any, n_rows: int, batch_size: int) -> int:
+    """Return how many full batches are possible if no text may occur twice in a batch.
 
     A text fills at most one row of a batch, and so at most ``min(count, k)`` rows of k batches.
     Together the texts must fill ``k * batch_size`` rows. The largest such k is found by bisection.
 
     Args:
-        counts: number of rows ``[n_texts]`` in which each distinct text of a column occurs.
-        n_rows: number of rows.
-        batch_size: rows of a batch.
+        counts: number of rows ``[n_texts]`` in which each distinct text occurs.
+        n_rows: number of rows, the sum of `counts`.
+        batch_size: number of rows of a full batch.
     """
     possible = 0  # a number of batches that can be made
     upper_bound = n_rows // batch_size
@@ -134,33 +137,33 @@ def _most_batches(counts: Any, n_rows: int, batch_size: int) -> int:
 
 
 def check_batches(
-    recipe: TrainingSettings,
+    recipe: Recipe,
     examples: Examples,
     *,
     ranks: int,
-    distinct_texts: bool,
 ) -> str:
-    """Check before a training that its batches can be made.
+    """Check before training that the batches of a recipe are possible.
+
+    Several ranks and the field ``fill_batches`` need full batches.
 
     Args:
-        recipe: the settings.
-        examples: the rows.
+        recipe: the recipe, with the batch size.
+        examples: the training rows.
         ranks: number of processes that share each batch.
-        distinct_texts: whether no text may occur twice in a batch.
 
     Returns:
-        A warning about batches that cannot be full; empty if there is none.
+        A warning about batches that cannot be full; empty if all of them can be.
 
     Raises:
-        ValueError: for batches that the ranks cannot share evenly, or that must be full and cannot
-            be.
+        ValueError: if the ranks cannot share a batch evenly, or if full batches are required and
+            impossible.
     """
     batch_size = recipe.batch_size
     if batch_size % ranks:
         divisible = ranks * max(1, batch_size // ranks)
         raise ArgumentError(
             "batch_size",
-            f"must be a multiple of the {ranks} ranks, got {batch_size}; take {divisible}, or "
+            f"must be a multiple of the {ranks} ranks, got {batch_size}; use {divisible}, or "
             "another number of ranks.",
         )
     n_rows = len(next(iter(examples.columns.values()), ()))
@@ -174,7 +177,7 @@ def check_batches(
             f"must be at most the {n_rows} rows of the data, because {reason} need "
             f"full batches, got {batch_size}.",
         )
-    if not distinct_texts:
+    if not recipe.distinct_texts:
         return ""
     counts = TextCounts(examples)
     column, n_distinct = counts.fewest_distinct()
@@ -191,52 +194,40 @@ def check_batches(
             f"fewer than batch_size ({batch_size:,}), and none occurs twice in a batch. Set "
             f"batch_size to at most {n_distinct:,}."
         )
-    return _short_batches_warning(counts, n_rows, batch_size, fills_batches=needs_full_batches)
+    max_full_batches = counts.max_full_batches(batch_size)
+    n_full_batches = n_rows // batch_size
+    if max_full_batches >= n_full_batches:
+        return ""
+    if needs_full_batches:
+        return _omitted_pairs_warning(counts, n_rows, batch_size)
+    return (
+        f"at most {max_full_batches:,} of {n_full_batches:,} batches can be full: some queries or "
+        "documents occur in very many pairs, but can occur only once per batch. Set fill_batches "
+        "to fill short batches with pairs that an epoch has already had."
+    )
 
 
-def _short_batches_warning(
-    counts: TextCounts,
-    n_rows: int,
-    batch_size: int,
-    *,
-    fills_batches: bool,
-) -> str:
-    """Return a warning if some texts are too frequent for all batches to be full.
-
-    A text occurs at most once in a batch.
+def _omitted_pairs_warning(counts: TextCounts, n_rows: int, batch_size: int) -> str:
+    """Return a warning that an epoch of full batches leaves out some pairs and repeats others.
 
     Args:
-        counts: how often each text occurs in the rows.
-        n_rows: number of rows of an epoch.
-        batch_size: rows of a full batch.
-        fills_batches: whether short batches are filled with rows that the epoch has already had.
-
-    Returns:
-        The warning; empty if all batches but the last one can be full.
+        counts: number of rows in which each text occurs.
+        n_rows: number of rows.
+        batch_size: number of rows of a full batch.
     """
-    n_full_batches = n_rows // batch_size
-    n_possible = counts.most_full_batches(batch_size)
-    if n_possible >= n_full_batches:
-        return ""
-    if fills_batches:
-        n_batches = math.ceil(n_rows / batch_size)
-        n_distinct_rows = counts.most_distinct_rows(n_batches)
-        return (
-            f"an epoch of {n_batches:,} full batches has at most {n_distinct_rows:,} of the "
-            f"{n_rows:,} pairs, and others more than once: some queries or documents occur in very "
-            "many pairs, and in a batch only once."
-        )
+    n_batches = math.ceil(n_rows / batch_size)
+    max_distinct_rows = counts.max_distinct_rows(n_batches)
     return (
-        f"at most {n_possible:,} of {n_full_batches:,} batches can be full: some queries or "
-        "documents occur in very many pairs, and in a batch only once. Set fill_batches to fill "
-        "the others with pairs that an epoch has already had."
+        f"an epoch of {n_batches:,} full batches has at most {max_distinct_rows:,} of the "
+        f"{n_rows:,} pairs, and repeats some of them: some queries or documents occur in very many "
+        "pairs, but can occur only once per batch."
     )
 
 
 def step_warnings(
     counts: PairCounts,
     *,
-    announced: int,
+    expected_pairs: int,
     n_pairs: int,
     batch_size: int,
     negatives_among: Callable[[int], int],
@@ -244,11 +235,12 @@ def step_warnings(
     """Return warnings about a finished training with few steps, short batches or no negatives.
 
     Args:
-        counts: number of steps, and of the pairs that they trained with.
-        announced: number of pairs in these steps if every batch but the last of an epoch is full.
-        n_pairs: number of pairs of the data.
-        batch_size: number of pairs of a full step.
-        negatives_among: returns how many negatives a query has in a step of a number of pairs.
+        counts: number of steps, and numbers of pairs in them.
+        expected_pairs: number of pairs that the steps have if only the last batch of each epoch is
+            short.
+        n_pairs: number of training pairs.
+        batch_size: number of pairs of a full batch.
+        negatives_among: maps the number of pairs of a step to the number of negatives of a query.
     """
     warnings = []
     if counts.steps < FEW_STEPS:
@@ -261,11 +253,11 @@ def step_warnings(
             f"the data have {n_pairs:,} pairs, fewer than batch_size ({batch_size:,}): no step was "
             f"full, and a query had at most {negatives_among(counts.most):,} negatives.",
         )
-    if counts.total < announced:
+    if counts.total < expected_pairs:
         warnings.append(
             f"{count_of(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
-            f"{announced:,}: texts that occur in many pairs, and in a batch only once, left "
-            "batches short. Set fill_batches to fill them, or take a smaller batch_size.",
+            f"{expected_pairs:,}: batches were short because a text may occur only once in a "
+            "batch. Set fill_batches to fill them, or use a smaller batch_size.",
         )
     if counts.single and not negatives_among(1):
         warnings.append(
@@ -277,7 +269,7 @@ def step_warnings(
 
 
 def describe_steps(result: Any) -> str:
-    """Describe the steps of a :class:`TrainResult`, with the pairs that they trained with."""
+    """Describe how many steps a :class:`TrainResult` has, and how many pairs were in them."""
     steps = count_of(result.steps, "step")
     if not result.pairs:
         return steps
@@ -293,10 +285,10 @@ def describe_negatives(result: Any) -> str:
 
 
 def range_of(fewest: int | None, most: int) -> str:
-    """Return the sizes of steps in words: one number if all are alike."""
+    """Return a range of numbers in words; a single number if both ends are equal."""
     return f"{most:,}" if fewest in (None, most) else f"{fewest:,} to {most:,}"
 
 
 def count_of(count: int, name: str) -> str:
-    """Return a number with its noun, which has an s unless the number is 1."""
+    """Return a number with its noun, which gets an "s" unless the number is 1."""
     return f"{count:,} {name}" if count == 1 else f"{count:,} {name}s"

@@ -1,4 +1,4 @@
-"""The stock trainer of a run: its arguments, batches and callbacks, on one rank of several."""
+"""The stock trainer of a training run: its arguments, batches and callbacks, on each rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tilefold.distributed.ranks import has_other_ranks
 from tilefold.distributed.world import World
 from tilefold.recipes._rows import BalancedBatches, Column, Reader
 from tilefold.recipes._run import COMPLETE_FILE, NDCG, TrainingError, TrainingRun
-from tilefold.recipes._steps import PairCounts, announced_pairs, step_warnings
-from tilefold.recipes._training import TrainingJob, TrainResult
+from tilefold.recipes._steps import PairCounts, expected_pairs, step_warnings
+from tilefold.recipes._training import DEFAULT_ALPHA, TrainingJob, TrainResult
 from tilefold.recipes.adapters import count_weights
 from tilefold.retrieval.encoding.truncation import Tally
 
@@ -27,77 +27,109 @@ if TYPE_CHECKING:
     from tilefold.recipes._batches import TrainingBatches
     from tilefold.recipes._watch import Watcher
 
-GRADIENT_BUCKETS = 16  # of DDP, where CUDA graphs return many gradients at once
+GRADIENT_BUCKETS = 16  # buckets of DDP with CUDA graphs, which return many gradients at once
+BYTES_PER_GRADIENT = 4  # fp32
 NEVER = 10**9  # steps
+
 _logger = logging.getLogger(__name__)
 
 
-def _ddp_options(graphs: Any, n_weights: int) -> Any:
-    """Create DDP's options: whole buckets of gradients are averaged, the same ones in every step.
+class _GraphBuckets:
+    """Lets CUDA graphs write their gradients directly into DDP's buckets.
 
-    So DDP need not look for parameters without a gradient. Buffers are only broadcast where
-    training changes them.
+    A bucket is one buffer with the gradients of several parameters.
+
+    Args:
+        graphs: the :class:`StepGraphs` of the encoder.
+    """
+
+    def __init__(self, graphs: Any) -> None:
+        self._graphs = graphs
+        self._addresses: dict[int, int] = {}  # index of a bucket -> address of its buffer
+
+    def register(self, bucket: Any) -> None:
+        """Pass the gradients of a bucket to the graphs, unless they already write into it.
+
+        DDP rebuilds its buckets after the first step, so the addresses of their buffers change.
+
+        Args:
+            bucket: DDP's ``GradBucket``.
+        """
+        parameters = bucket.parameters()
+        address = bucket.buffer().data_ptr()
+        has_moved = self._addresses.get(bucket.index()) != address
+        is_unknown = id(parameters[0]) not in self._graphs.bucket_gradients
+        if not has_moved and not is_unknown:
+            return
+        self._addresses[bucket.index()] = address
+        bucket_gradients = dict(self._graphs.bucket_gradients)
+        for parameter, gradient in zip(parameters, bucket.gradients(), strict=True):
+            bucket_gradients[id(parameter)] = gradient
+        self._graphs.use_bucket_gradients(bucket_gradients)
+
+
+# A communication hook of DDP. DDP refuses annotations that are strings, so there are none.
+def _average_bucket(graph_buckets, bucket):  # type: ignore[no-untyped-def]
+    """Average the gradients of a bucket over all ranks.
+
+    Args:
+        graph_buckets: the :class:`_GraphBuckets` of CUDA graphs, which learn of new buckets;
+            ``None`` without graphs.
+        bucket: DDP's ``GradBucket``: one buffer with the gradients of several parameters.
+
+    Returns:
+        A future of the averaged buffer.
+    """
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    if graph_buckets is not None:
+        graph_buckets.register(bucket)
+    buffer = bucket.buffer()
+    group = dist.group.WORLD
+    has_nccl = buffer.is_cuda and "nccl" in dist.get_backend_config(group)
+    if not has_nccl:  # other backends cannot average
+        return allreduce_hook(group, bucket)
+    work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _ddp_options(graphs: Any, n_weights: int) -> Any:
+    """Create the options of DDP, with a hook that averages buckets of gradients.
 
     Args:
         graphs: CUDA graphs of the encoder, which write their gradients into the buckets; or
             ``None``.
         n_weights: number of fp32 weights, which determines the size of a bucket.
+
+    Returns:
+        A handler for ``Accelerator.ddp_handler``.
     """
-    import torch.distributed as dist
     from accelerate import DistributedDataParallelKwargs
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     class BucketOptions(DistributedDataParallelKwargs):
-        """DDP's options with a hook that averages buckets."""
+        """DDP's options, and what changes in the wrapped model."""
 
         def register_comm_hook(self, model: Any) -> None:
-            """Register a hook on a model that DDP wraps, which averages each bucket of gradients.
+            """Register the hook on a DDP model, and turn off needless broadcasts of buffers.
 
-            A bucket is one buffer with the gradients of several parameters. CUDA graphs must write
-            gradients into it directly, so that they get the addresses of new buckets.
+            accelerate calls this method after it has wrapped the model.
+
+            Args:
+                model: the ``DistributedDataParallel`` model.
             """
-            bucket_addresses: dict[int, int] = {}  # number of a bucket -> address of its buffer
-
-            # DDP refuses annotations that are strings.
-            def reduce_bucket(group, bucket):  # type: ignore[no-untyped-def]
-                """Average the gradients of a bucket over all ranks of a process group.
-
-                Args:
-                    group: the process group, as DDP passes it to the hook.
-                    bucket: DDP's ``GradBucket``: one buffer with the gradients of some parameters.
-
-                Returns:
-                    A future of the averaged buffer.
-                """
-                buffer = bucket.buffer()
-                parameters = bucket.parameters()
-                if graphs is not None:  # `bucket_gradients`: id of a parameter -> its gradient
-                    address = buffer.data_ptr()
-                    is_new = bucket_addresses.get(bucket.index()) != address
-                    if is_new or id(parameters[0]) not in graphs.bucket_gradients:
-                        bucket_addresses[bucket.index()] = address
-                        gradients = dict(
-                            zip(map(id, parameters), bucket.gradients(), strict=True),
-                        )
-                        # The graphs write their gradients into the bucket from now on.
-                        graphs.use_bucket_gradients({**graphs.bucket_gradients, **gradients})
-                has_nccl = buffer.is_cuda and "nccl" in dist.get_backend_config(group)
-                if not has_nccl:  # other backends cannot average
-                    return allreduce_hook(group, bucket)
-                work = dist.all_reduce(buffer, dist.ReduceOp.AVG, group, async_op=True)
-                return work.get_future().then(lambda future: future.value()[0])
-
-            model.register_comm_hook(None, reduce_bucket)
-            # Of all buffers, only the running means of norms change in training.
+            graph_buckets = None if graphs is None else _GraphBuckets(graphs)
+            model.register_comm_hook(graph_buckets, _average_bucket)
+            # Among buffers, training changes only the running means of norms.
             model.broadcast_buffers = any(
                 hasattr(module, "running_mean") for module in model.modules()
             )
 
-    # static_graph: the trainer of transformers 5.0 to 5.2 sets options of its own, which look for
-    # parameters without a gradient
+    # A static graph spares DDP the search for parameters without a gradient. It must be set,
+    # because the trainer of transformers 5.0 to 5.2 enables that search otherwise.
     if graphs is None:
         return BucketOptions(static_graph=True, gradient_as_bucket_view=True)
-    bytes_per_bucket = 4 * n_weights // GRADIENT_BUCKETS
+    bytes_per_bucket = BYTES_PER_GRADIENT * n_weights // GRADIENT_BUCKETS
     return BucketOptions(
         static_graph=True,
         gradient_as_bucket_view=True,
@@ -116,18 +148,18 @@ def run_trainer(
     """Run a stock trainer over the job's model, which is trained in place.
 
     Args:
-        job: the training.
-        trainer_class: trainer of the kind of model.
-        arguments_class: its arguments.
+        job: the training job: recipe, model and training rows.
+        trainer_class: trainer class of sentence-transformers for the kind of model.
+        arguments_class: class of the trainer's arguments.
         loss: the loss.
-        callbacks: further callbacks.
-        settings: further arguments of the trainer.
+        callbacks: callbacks besides those that every recipe has.
+        settings: fields of `arguments_class` besides those that every recipe sets.
 
     Returns:
         The job's result with the steps, losses and warnings of the training.
 
     Raises:
-        TrainingError: if fewer steps were done than announced.
+        TrainingError: if the batches ran out before the last step.
     """
     from transformers.trainer_callback import EarlyStoppingCallback, TrainerState
 
@@ -139,7 +171,7 @@ def run_trainer(
     reader = Reader(job.examples.columns, job.model, job.examples.digest())
     batches = _training_batches(job, reader)
     watcher = Watcher(job, batches)
-    metric = ""
+    metric = None  # name of nDCG@10 in the trainer's logs
     if job.evaluator:
         metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10"
     trainer = _create_trainer(
@@ -149,15 +181,23 @@ def run_trainer(
         loss,
         [*callbacks, *_recipe_callbacks(job), watcher],
         reader,
-        {**_settings(job), **settings, "metric_for_best_model": metric or None},
+        {**_settings(job), **settings, "metric_for_best_model": metric},
     )
     trainer.get_batch_sampler = lambda *_, **__: batches
-    graphs = _prepare_loading(trainer, job, reader)
-    checkpoint = job.run.checkpoint
+    graphs = _collate_in_thread(trainer, job)
+    n_weights = sum(parameter.numel() for parameter in job.model.parameters())
+    trainer.accelerator.ddp_handler = _ddp_options(graphs, n_weights)
+    trainer.get_train_dataloader = functools.partial(
+        _create_loader,
+        trainer.get_train_dataloader,
+        reader,
+        job.world,
+    )
+    checkpoint = job.run.resume_point.checkpoint
     record = (read_json(checkpoint / COMPLETE_FILE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
     ended = bool(record.get("ended"))
-    if checkpoint and ended:  # the stock trainer would train on
+    if checkpoint and ended:  # the stock trainer would continue to train
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load_best(trainer, job.run)
     else:
@@ -167,7 +207,7 @@ def run_trainer(
         finally:
             if graphs is not None:
                 graphs.use_bucket_gradients({})  # the model outlives DDP's buckets
-    # A resumed trainer has another callback object than the one that was passed to it.
+    # A resumed trainer restores its callbacks from the checkpoint, as new objects.
     out_of_patience = any(
         callback.early_stopping_patience_counter >= callback.early_stopping_patience
         for callback in trainer.callback_handler.callbacks
@@ -183,19 +223,20 @@ def run_trainer(
 
 
 def _prepare_logging(job: TrainingJob) -> None:
-    """Set the folder of TensorBoard's logs, and an example for the model card."""
+    """Set the folder of TensorBoard's logs, and an example query for the model card."""
     card = job.model.model_card_data
-    if not card.widget:  # else the card draws examples with a progress bar
+    if not card.widget:  # without an example, the card searches for some with a progress bar
         card.widget = [{"text": job.examples.columns["query"][0]}]
-    # This folder outlives the checkpoints.
+    # The logs are not in the work folder, which is removed with the checkpoints.
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", f"{job.run.output_dir}.logs")
 
 
 def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
-    """Create the callbacks for a rising alpha of entmax and for early stopping.
+    """Create the callbacks that a recipe enables: rising alpha of entmax, and early stopping.
 
     Args:
-        job: the training. Its recipe enables each callback by ``anneal_alpha`` and ``patience``.
+        job: the training job. The fields ``anneal_alpha`` and ``patience`` of its recipe enable
+            the callbacks.
     """
     from transformers.trainer_callback import EarlyStoppingCallback
 
@@ -204,9 +245,10 @@ def _recipe_callbacks(job: TrainingJob) -> list[TrainerCallback]:
     recipe = job.recipe
     callbacks: list[TrainerCallback] = []
     if recipe.anneal_alpha:
-        # Alpha rises from 1 (softmax) to its final value over a share of the steps.
+        # Alpha rises from 1 (softmax) to its final value over this share of the steps.
         share_of_steps = float(recipe.anneal_alpha)
-        callbacks.append(AlphaSchedule(recipe.alpha or 1.5, until=share_of_steps))
+        final_alpha = recipe.alpha or DEFAULT_ALPHA
+        callbacks.append(AlphaSchedule(final_alpha, until=share_of_steps))
     if recipe.patience:
         callbacks.append(EarlyStoppingCallback(recipe.patience))
     return callbacks
@@ -227,13 +269,13 @@ def _create_trainer(
     them.
 
     Args:
-        job: the training: its model, training rows and evaluator.
-        trainer_class: trainer of the kind of model.
+        job: the training job: its model, training rows and evaluator.
+        trainer_class: trainer class of sentence-transformers for the kind of model.
         arguments_class: class of the trainer's arguments.
         loss: the loss.
         callbacks: callbacks of the trainer.
-        reader: function from positions of texts to texts.
-        settings: the trainer's arguments.
+        reader: replaces the positions of texts in a batch by the texts.
+        settings: fields of `arguments_class`.
     """
     from datasets import Dataset
     from transformers.trainer_callback import PrinterCallback
@@ -261,87 +303,86 @@ def _create_trainer(
     return trainer
 
 
-def _prepare_loading(trainer: Trainer, job: TrainingJob, reader: Reader) -> Any:
-    """Replace how a trainer loads batches and, with several ranks, averages gradients.
-
-    A thread tokenizes the next batches while the model trains. Gradients are averaged in buckets.
-    All ranks share each batch.
+def _collate_in_thread(trainer: Trainer, job: TrainingJob) -> Any:
+    """Let a thread tokenize the next batches of a trainer while the model trains.
 
     Args:
         trainer: the trainer, changed in place.
-        job: the training.
-        reader: reads the texts of a batch.
+        job: the training job. Its recipe enables CUDA graphs.
 
     Returns:
-        The CUDA graphs of the encoder, or ``None``.
+        The CUDA graphs of the encoder, which run its forward and backward pass; ``None`` without
+        graphs.
     """
     from tilefold.integrations.sentence_transformers import collate_ahead
 
     collate_ahead(trainer, graphs=job.recipe.graphs)
-    graphs = getattr(job.model[0].forward, "graphs", None)
-    n_weights = sum(parameter.numel() for parameter in job.model.parameters())
-    trainer.accelerator.ddp_handler = _ddp_options(graphs, n_weights)
-    trainer.get_train_dataloader = functools.partial(
-        _batches_by_epoch,
-        trainer.get_train_dataloader,
-        reader,
-        job.world,
-    )
-    return graphs
+    return _graphs_of(job.model)
 
 
-def _check_all_steps(done: int, announced: int, *, stopped_early: bool) -> None:
-    """Raise a ``TrainingError`` unless all steps were done, or patience stopped the training."""
-    if done < announced and not stopped_early:
+def _graphs_of(model: Any) -> Any:
+    """Return the CUDA graphs that ``collate_ahead`` has given a model's encoder, or ``None``."""
+    return getattr(model[0].forward, "graphs", None)
+
+
+def _check_all_steps(steps: int, expected_steps: int, *, stopped_early: bool) -> None:
+    """Raise a ``TrainingError`` if steps are missing, unless early stopping is the reason."""
+    if steps < expected_steps and not stopped_early:
         raise TrainingError(
-            f"the training ended after {done:,} of {announced:,} steps, because the batches of the "
-            "data ran out; no model was saved. Train with a smaller batch_size.",
+            f"the training ended after {steps:,} of {expected_steps:,} steps, because the batches "
+            "of the data ran out; no model was saved. Train with a smaller batch_size.",
         )
 
 
-def _record_history(trainer: Trainer, job: TrainingJob, metric: str) -> None:
-    """Add the trainer's logs to the run's history, and the best evaluation to the model card.
+def _record_history(trainer: Trainer, job: TrainingJob, metric: str | None) -> None:
+    """Add the losses and evaluations in a trainer's logs to the history of its run.
 
     Args:
         trainer: the trainer, after training.
-        job: its job, which has the run and the model.
-        metric: name of nDCG@10 in the trainer's logs; empty without evaluations.
+        job: the training job, with its run, model and evaluator.
+        metric: name of nDCG@10 in the trainer's logs; ``None`` without evaluations.
     """
     from tilefold.recipes._watch import LOG_NAMES
 
     best_step = trainer.state.best_global_step
     for row in trainer.state.log_history:
         if "loss" in row:
-            renamed = {LOG_NAMES.get(name, name): value for name, value in row.items()}
-            job.run.history.append(renamed)
-        elif metric in row:
-            job.run.history.append(
-                {"step": row["step"], NDCG: row[metric], "kept": row["step"] == best_step},
-            )
-            if row["step"] == best_step:
-                # The trainer has put the last evaluation there. Measures have names such as
-                # "eval_dev_dot_ndcg@10".
-                job.model.model_card_data.eval_results_dict[job.evaluator] = {
-                    name.removeprefix("eval_"): row[name] for name in row if "@" in name
-                }
+            job.run.history.append({LOG_NAMES.get(name, name): row[name] for name in row})
+        elif metric is not None and metric in row:
+            is_best = row["step"] == best_step
+            job.run.history.append({"step": row["step"], NDCG: row[metric], "kept": is_best})
+            if is_best:
+                _set_evaluation_of_card(job, row)
+
+
+def _set_evaluation_of_card(job: TrainingJob, log_row: Mapping[str, float]) -> None:
+    """Replace the last evaluation, which the stock trainer has put into the model card, by another.
+
+    Args:
+        job: the training job, with its model and evaluator.
+        log_row: row of the trainer's log with the measures of an evaluation, such as
+            ``"eval_dev_dot_ndcg@10"``.
+    """
+    job.model.model_card_data.eval_results_dict[job.evaluator] = {
+        name.removeprefix("eval_"): value for name, value in log_row.items() if "@" in name
+    }
 
 
 def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> TrainResult:
     """Return the job's result with the steps, pairs, losses and warnings of its training.
 
-    All ranks call this, because they gather how many texts each of them has truncated.
+    All ranks must call this, because truncated texts are counted over all ranks.
 
     Args:
-        trainer: trainer of the finished training.
-        job: the training, with a result that has what was known before it.
-        watcher: counted the pairs of each step, and stored the last losses.
+        trainer: the trainer, after training.
+        job: the training job, with a result that has what was known before training.
+        watcher: the callback that counted pairs, and stored the last losses.
     """
     recipe = job.recipe
     counts = watcher.counts
     trained_weights, weights = count_weights(job.model)
     warnings = job.result.warnings
-    graphs = getattr(trainer.model[0].forward, "graphs", None)
-    if getattr(graphs, "failed", False):
+    if getattr(_graphs_of(trainer.model), "failed", False):
         warnings += (
             "the training ran without CUDA graphs, which could not be captured; leave --graphs "
             "out.",
@@ -349,12 +390,12 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
     n_rows = len(job.examples.columns["query"])
     warnings += step_warnings(
         counts,
-        announced=announced_pairs(counts.steps, n_rows, recipe.batch_size),
+        expected_pairs=expected_pairs(counts.steps, n_rows, recipe.batch_size),
         n_pairs=job.examples.pairs,
         batch_size=recipe.batch_size,
         negatives_among=recipe.negatives_among,
     )
-    tally = Tally()  # of the texts that were truncated on any rank
+    tally = Tally()  # counts of truncated texts over all ranks
     tally_of_rank = getattr(trainer.data_collator, "cut", Tally())
     for truncations in job.world.gather(list(tally_of_rank.counts.values())):
         for truncation in truncations:
@@ -391,7 +432,12 @@ def _with_outcome(trainer: Trainer, job: TrainingJob, watcher: Watcher) -> Train
 def _load_best(trainer: Trainer, run: TrainingRun) -> None:
     """Load the best checkpoint of a run, or the last one of a run without evaluations.
 
-    The folder of the run may have moved since the checkpoint was written.
+    The trainer's own path of the best checkpoint is not used, because the folder of the run may
+    have been moved since the checkpoint was written.
+
+    Args:
+        trainer: the trainer, whose model is changed in place.
+        run: the run, with the folder of its checkpoints.
     """
     step = trainer.state.best_global_step or trainer.state.global_step
     trainer.model.model_card_data.set_best_model_step(step)
@@ -399,58 +445,80 @@ def _load_best(trainer: Trainer, run: TrainingRun) -> None:
 
 
 def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
-    """Create the batches of row numbers of a job, which are the same on all ranks.
+    """Create the batch sampler of a job, which yields the same row numbers on all ranks.
 
     Args:
-        job: the training, whose recipe has the batch size and the seed.
-        reader: returns keys and lengths of the texts of rows.
+        job: the training job. Its recipe has the batch size and the seed.
+        reader: computes keys and lengths of the texts of rows.
     """
     from tilefold.recipes._batches import TrainingBatches
 
     recipe = job.recipe
     group_by_length = getattr(recipe, "group_by_length", False)  # a field of some recipes
     return TrainingBatches(
-        reader.text_keys if recipe.distinct_texts else None,
-        len(reader),
-        recipe.batch_size,
-        drop_last=job.run.full_batches,
+        text_keys=reader.text_keys if recipe.distinct_texts else None,
+        n_rows=len(reader),
+        batch_size=recipe.batch_size,
+        fill_batches=job.run.resume_point.fill_batches,
         seed=recipe.seed,
         lengths=reader.document_lengths() if group_by_length else None,
     )
 
 
-def _batches_by_epoch(
-    create_loader: Callable[[], Any],
+def _create_loader(
+    create_stock_loader: Callable[[], Any],
     reader: Reader,
     world: World,
 ) -> Any:
-    """Create the trainer's data loader, with a new order in each epoch and a share for each rank.
+    """Create the data loader of a trainer, and change how it samples and reads batches.
 
     Args:
-        create_loader: the trainer's ``get_train_dataloader``.
+        create_stock_loader: ``get_train_dataloader`` of the stock trainer.
         reader: reads the rows of a batch.
         world: all ranks.
     """
-    loader = create_loader()
-    # With several ranks, accelerate's sampler wraps the sampler of the trainer.
-    outer_sampler = loader.batch_sampler
-    sampler: Any = getattr(outer_sampler, "batch_sampler", outer_sampler)
-    if hasattr(sampler, "set_epoch") and not hasattr(outer_sampler, "set_epoch"):
-        outer_sampler.set_epoch = sampler.set_epoch
-    if world.size > 1:
-        outer_sampler.batch_sampler = BalancedBatches(sampler, reader, world.size)
+    loader = create_stock_loader()
+    _prepare_sampler(loader.batch_sampler, reader, world)
     if hasattr(loader.collate_fn, "read"):
-        # The data set returns numbers of rows, which the collator reads in its own thread.
-        loader.dataset.__getitems__ = list
-        loader.collate_fn.read = reader.rows
+        _read_in_collator(loader, reader)
     return loader
 
 
-def _settings(job: TrainingJob) -> dict[str, object]:
-    """Return the arguments of the stock trainer that all kinds of models share.
+def _prepare_sampler(batch_sampler: Any, reader: Reader, world: World) -> None:
+    """Let a data loader's sampler follow the epoch, and give all ranks about as much text.
 
     Args:
-        job: the training: its recipe, number of steps, run and ranks.
+        batch_sampler: the sampler, changed in place. With several ranks, it is accelerate's
+            sampler, which wraps the trainer's as its ``batch_sampler``.
+        reader: estimates the sizes of rows.
+        world: all ranks.
+    """
+    trainer_sampler: Any = getattr(batch_sampler, "batch_sampler", batch_sampler)
+    # accelerate calls set_epoch() of the outer sampler only, and its own one has no such method.
+    if hasattr(trainer_sampler, "set_epoch") and not hasattr(batch_sampler, "set_epoch"):
+        batch_sampler.set_epoch = trainer_sampler.set_epoch
+    if world.size > 1:
+        batch_sampler.batch_sampler = BalancedBatches(trainer_sampler, reader, world.size)
+
+
+def _read_in_collator(loader: Any, reader: Reader) -> None:
+    """Let the collator of a data loader read the texts of a batch, in its own thread.
+
+    Args:
+        loader: the data loader, changed in place. Its collator gets row numbers from the data set
+            and reads the rows.
+        reader: reads the rows of a batch.
+    """
+    # The data set returns the row numbers themselves in place of the rows.
+    loader.dataset.__getitems__ = list
+    loader.collate_fn.read = reader.rows
+
+
+def _settings(job: TrainingJob) -> dict[str, object]:
+    """Return the arguments of the stock trainer that every recipe sets.
+
+    Args:
+        job: the training job: its recipe, number of steps, run and ranks.
 
     Returns:
         Name -> value of fields of ``TrainingArguments``.
@@ -469,10 +537,10 @@ def _settings(job: TrainingJob) -> dict[str, object]:
     return {
         **distributed_settings,
         "batch_sampler": "no_duplicates" if recipe.distinct_texts else "batch_sampler",
-        "dataloader_drop_last": job.run.full_batches,
+        "dataloader_drop_last": job.run.resume_point.fill_batches,
         "output_dir": str(job.run.work_dir),
         "max_steps": steps,
-        "per_device_train_batch_size": recipe.batch_size,  # split_batches shares it among ranks
+        "per_device_train_batch_size": recipe.batch_size,  # split_batches divides it among ranks
         "learning_rate": recipe.learning_rate,
         "lr_scheduler_type": "linear",
         "warmup_steps": int(recipe.warmup_ratio * steps),
@@ -482,11 +550,13 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "dataloader_pin_memory": on_gpu,
         "eval_strategy": "steps" if job.evaluator else "no",
         "eval_steps": recipe.evaluate_steps,
-        "eval_delay": math.ceil(recipe.anneal_alpha * steps),  # compare models of the same alpha
+        # Models are compared once alpha has its final value.
+        "eval_delay": math.ceil(recipe.anneal_alpha * steps),
         "load_best_model_at_end": job.evaluator is not None,
-        "restore_callback_states_from_checkpoint": True,  # the count of patience
+        # Early stopping continues to count after a resume.
+        "restore_callback_states_from_checkpoint": True,
         "save_strategy": "steps",
-        # the watcher requests checkpoints by time
+        # The watcher requests checkpoints by time.
         "save_steps": recipe.evaluate_steps or recipe.save_steps or NEVER,
         "logging_first_step": True,
         "logging_nan_inf_filter": False,
@@ -498,7 +568,7 @@ def _settings(job: TrainingJob) -> dict[str, object]:
 
 
 def warn_unused_gpus() -> None:
-    """Warn if several GPUs are visible, because a process trains on one of them only."""
+    """Warn if several GPUs are visible, because one process trains on a single GPU."""
     import torch
 
     n_gpus = torch.cuda.device_count()

@@ -27,13 +27,14 @@ from tilefold.recipes._evaluation import create_evaluation
 from tilefold.recipes._rows import Examples, document_texts, pair_examples
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._steps import check_batches, total_steps
-from tilefold.recipes.adapters import check_trainable, train_adapters
+from tilefold.recipes.adapters import check_trainable, unfreeze_adapters
 from tilefold.recipes.loading import quiet_libraries, supports_bf16
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.training_data.rows import RowsAhead
 
-EXPLODED = 4.0  # growth of the ranking loss that means that the model is worse than before
+DEFAULT_ALPHA = 1.5  # alpha of entmax attention, if the recipe sets none
+EXPLODED = 4.0  # a ranking loss that grew by this factor means a model worse than at the start
 _logger = logging.getLogger(__name__)
 Losses = _run.Losses
 Progress = _run.Progress
@@ -56,8 +57,8 @@ class TrainResult:
         ranking_loss: ranking loss of the last logged steps, without penalties.
         penalties: weighted penalties of the last logged steps; None without penalties.
         warnings: problems of the training, with remedies.
-        truncated: ``{"texts", "count", "max_length"}`` for each length: texts that this call's
-            steps read, repeated ones too, and how many of them were truncated.
+        truncated: ``{"texts", "count", "max_length"}`` for each maximum length: the number of texts
+            that this call's steps read, including repetitions, and how many were truncated.
         ranks: number of processes of the last call.
         pairs: pairs of the largest step, on all ranks.
         fewest_pairs: pairs of the smallest step.
@@ -66,7 +67,7 @@ class TrainResult:
         fewest_negatives: negatives of each query in the smallest step.
         trained_weights: number of weights that were trained.
         weights: number of all weights.
-        evaluated: description of the queries and documents of nDCG@10; empty without evaluations.
+        evaluated: description of the evaluated queries and documents; empty without evaluations.
         evaluations: ``{"step", "nDCG@10", "kept"}`` of each evaluation.
         kept_step: step of the saved model, which has the best evaluation.
     """
@@ -118,18 +119,18 @@ class Call:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Everything that the training of one model reads.
+    """Training job: one model, its training rows, and everything else that training needs.
 
     Attributes:
         recipe: the recipe.
         model: the model, which is trained in place.
         examples: the training rows.
-        run: checkpoints and logs.
-        result: the result so far, without what the training adds.
-        progress: called after every step, on rank 0.
+        run: the run, with its checkpoints and logs.
+        result: the result so far; training adds its losses and counts.
+        progress: function that is called after every step, on rank 0; ``None`` on other ranks.
         world: all ranks.
-        call: arguments that do not change the model.
-        evaluator: stock evaluator, or None.
+        call: arguments of :func:`train` that do not change the model.
+        evaluator: evaluator of sentence-transformers; ``None`` without evaluations.
     """
 
     recipe: Recipe
@@ -158,7 +159,7 @@ class Recipe(TrainingSettings):
         return ("pairs",)
 
     def preparation(self, data: str) -> list[str]:
-        """Return the commands that make the data that :attr:`needs` lists besides pairs.
+        """Return the commands that create the data in :attr:`needs` other than pairs.
 
         Args:
             data: name or folder of the collection.
@@ -171,7 +172,7 @@ class Recipe(TrainingSettings):
         return True
 
     def negatives_among(self, pairs: int) -> int:
-        """Return the number of negatives of each query in a step of ``pairs`` pairs."""
+        """Return the number of negatives of each query in a step with this many pairs."""
         return pairs - 1
 
     @property
@@ -179,8 +180,12 @@ class Recipe(TrainingSettings):
         """Whether training adds adapters to the base model, which are merged at the end."""
         return False
 
-    def start(self, texts: Sequence[str]) -> Model:
-        """Build the untrained model; ``texts`` are the documents of the collection."""
+    def build_model(self, texts: Sequence[str]) -> Model:
+        """Build the untrained model of the recipe.
+
+        Args:
+            texts: documents, from which some models compute initial weights.
+        """
         raise NotImplementedError
 
     def examples(
@@ -188,7 +193,12 @@ class Recipe(TrainingSettings):
         collection: Collection,
         negatives: str | Path | RowsAhead | None,
     ) -> Examples:
-        """Return the rows that training reads."""
+        """Return the training rows.
+
+        Args:
+            collection: collection with the training pairs.
+            negatives: mined negatives, or their file; ``None`` without negatives.
+        """
         return pair_examples(collection, "document")
 
     def fit(self, job: TrainingJob) -> TrainResult:
@@ -283,17 +293,17 @@ def _check_arguments(
     """Check the arguments of :func:`train` before anything is read or written.
 
     Args:
-        recipe: a recipe, not its name or class.
-        collection: a ``Collection``.
-        negatives: file of mined negatives; ``None`` without one.
-        hours: time limit of the call; ``None`` for none.
+        recipe: the recipe, which must be an instance of :class:`Recipe`.
+        collection: the collection, which must be a ``Collection``.
+        negatives: mined negatives, or their file; ``None`` without negatives.
+        hours: time limit of the call; ``None`` for no limit.
         report_to: ``"none"``, ``"all"`` or an integration of transformers, such as ``"wandb"``.
 
     Raises:
-        TypeError: for a recipe or a collection of another type.
-        ValueError: for an argument that the recipe does not take, or a value out of range.
+        TypeError: if the recipe or the collection has another type.
+        ValueError: if the recipe reads no negatives, or a value is out of range.
     """
-    if not hasattr(recipe, "fit") or isinstance(recipe, type):
+    if not isinstance(recipe, Recipe):
         remedy = f"get_recipe({recipe!r})" if isinstance(recipe, str) else "get_recipe(name)"
         raise TypeError(
             f"recipe: expected a recipe, got {type(recipe).__name__}; pass {remedy}.",
@@ -301,15 +311,15 @@ def _check_arguments(
     check_instance("collection", collection, Collection, "load_collection(path)")
     if negatives is not None and not recipe.reads_negatives:
         name = getattr(recipe, "name", type(recipe).__name__)
-        remedy = "leave the file out"
+        remedy = "omit them"
         if hasattr(recipe, "negatives"):
             remedy += ", or set its field negatives to at least 1"
         raise ArgumentError(
             "negatives",
-            f"the recipe {name!r} takes none from a file; {remedy}.",
+            f"the recipe {name!r} does not read mined negatives; {remedy}.",
         )
     if hours is not None and not hours > 0:
-        raise ArgumentError("hours", f"must be above 0 or None, got {hours}.")
+        raise ArgumentError("hours", f"must be above 0, or None for no limit, got {hours}.")
     if report_to not in ("none", "all"):
         from transformers.integrations import INTEGRATION_TO_CALLBACK
 
@@ -321,23 +331,24 @@ def _check_arguments(
 
 
 def _check_launcher() -> None:
-    """Refuse several processes that cannot communicate, because no known launcher started them.
+    """Raise an error if there are several processes that cannot form a process group.
 
     They would all train the same model, and write to the same folder.
 
     Raises:
-        RuntimeError: if ``WORLD_SIZE`` is above 1 without a process group.
+        RuntimeError: if ``WORLD_SIZE`` is above 1, but the process has neither a process group nor
+            the environment variables from which one is created.
     """
     import torch.distributed as dist
 
     n_processes = int(os.environ.get("WORLD_SIZE") or 1)
-    if n_processes <= 1 or has_other_ranks():
-        return
-    if not (dist.is_available() and dist.is_initialized()):
+    can_create_group = has_other_ranks()  # torchrun has set RANK and further variables
+    has_group = dist.is_available() and dist.is_initialized()
+    if n_processes > 1 and not can_create_group and not has_group:
         raise RuntimeError(
             f"several processes must come from a known launcher, got WORLD_SIZE={n_processes}. "
-            "Start it with torchrun, accelerate launch or tilefold train --devices, or unset "
-            "WORLD_SIZE.",
+            "Start the program with torchrun, accelerate launch or tilefold train --devices, or "
+            "unset WORLD_SIZE.",
         )
 
 
@@ -372,17 +383,14 @@ def _train(
     if saved_result is not None:
         return _reused_result(saved_result, output_dir, time.monotonic() - started)
     check_graphs(recipe.graphs)
-    full_batches = world.size > 1 or recipe.fill_batches
-    resume_point = world.call_on_first(
-        lambda: run.open(resume=call.resume, full_batches=full_batches),
+    fill_batches = world.size > 1 or recipe.fill_batches
+    run.resume_point = world.call_on_first(
+        lambda: run.lock_and_resume(resume=call.resume, fill_batches=fill_batches),
     )
-    run.checkpoint = resume_point.checkpoint
-    run.resumed_from = resume_point.step
-    run.full_batches = resume_point.full_batches
     with quiet_libraries(call.verbose):
         try:
-            model = _start_model(recipe, collection)
-            adapters = train_adapters(model) if is_trained else ()
+            model = _build_model(recipe, collection)
+            adapters = unfreeze_adapters(model) if is_trained else ()
             if is_trained:
                 check_trainable(model)
         except BaseException:  # also Ctrl-C, after which the folder must not stay locked
@@ -390,7 +398,7 @@ def _train(
                 _close_unbegun(run)
             raise
         warnings = [*examples.notes]
-        if run.full_batches:  # otherwise the result warns about the steps that were short
+        if run.resume_point.fill_batches:  # otherwise the result warns about short steps
             warnings.append(batches_warning)
         warnings.append(_truncation_note(recipe, model))
         warnings.append(_adapters_note(recipe, adapters))
@@ -399,7 +407,7 @@ def _train(
             steps=total_steps(recipe, examples.pairs),
             loss=None,
             seconds=0.0,
-            resumed_from=run.resumed_from,
+            resumed_from=run.resume_point.step,
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
@@ -435,9 +443,9 @@ def _train(
 
 
 def _close_unbegun(run: _run.TrainingRun) -> None:
-    """Drop the work folder of a run whose training did not begin, and release its lock.
+    """Unlock the work folder of a run whose training did not begin, and remove it if it is new.
 
-    A folder that cannot be removed is logged, because another error is being raised.
+    A failure is only logged, because another error is being raised.
     """
     try:
         run.close()
@@ -446,10 +454,10 @@ def _close_unbegun(run: _run.TrainingRun) -> None:
 
 
 def _check_batches(recipe: Recipe, examples: Examples, world: World) -> str:
-    """Check that the batches of a training can be made, and log a warning about short batches.
+    """Check that the batches of a recipe are possible, and log a warning about short batches.
 
     Args:
-        recipe: the recipe, which has the batch size.
+        recipe: the recipe, with the batch size.
         examples: the training rows.
         world: all ranks, which share each batch. Rank 0 logs the warning.
 
@@ -457,16 +465,12 @@ def _check_batches(recipe: Recipe, examples: Examples, world: World) -> str:
         The warning; empty if there is none.
 
     Raises:
-        ValueError: for batches that the ranks cannot share, or that must be full and cannot be.
+        ValueError: if the ranks cannot share a batch evenly, or if full batches are required and
+            impossible.
     """
-    warning = check_batches(
-        recipe,
-        examples,
-        ranks=world.size,
-        distinct_texts=recipe.distinct_texts,
-    )
+    warning = check_batches(recipe, examples, ranks=world.size)
     if warning and world.rank == 0:
-        _logger.warning("%s", warning)  # before hours of training
+        _logger.warning("%s", warning)  # the result repeats it, but after hours of training
     return warning
 
 
@@ -474,24 +478,25 @@ def _check_same_run(run: _run.TrainingRun, world: World) -> None:
     """Raise a ``ValueError`` if ranks were called with different recipes or data."""
     if any(settings != run.settings for settings in world.gather(run.settings)):
         raise ValueError(
-            "recipe and data must be the same on all ranks, got others; give each rank the same "
-            "call.",
+            "recipe and data must be the same on all ranks, but they differ; make the same call on "
+            "each rank.",
         )
 
 
-def _start_model(recipe: Recipe, collection: Collection) -> Model:
+def _build_model(recipe: Recipe, collection: Collection) -> Model:
     """Build the untrained model of a recipe, with the recipe's attention.
 
     Args:
         recipe: the recipe.
-        collection: its documents are a sample from which some models compute initial weights.
+        collection: collection whose documents some models compute initial weights from.
     """
     from tilefold.integrations.transformers import register
 
     register()  # lets transformers load models with entmax attention
-    # Rank 0 downloads the model before the other ranks read it.
+    # Rank 0 downloads the model before the other ranks read it. Every rank must be able to save a
+    # temporary model, which transformers does on rank 0 only if it sees the process group.
     with first_rank_first(), as_single_process():
-        model = recipe.start(document_texts(collection))
+        model = recipe.build_model(document_texts(collection))
     _use_attention(model, recipe)
     return model
 
@@ -508,8 +513,9 @@ def _use_attention(model: Model, recipe: TrainingSettings) -> None:
     """Replace the attention of a model by entmax or softmax attention, in place.
 
     Args:
-        model: the model.
-        recipe: its ``attention`` is ``"entmax"``, ``"softmax"``, or ``None`` for no change.
+        model: the model, which may have been saved with entmax attention.
+        recipe: the recipe. Its ``attention`` is ``"entmax"``, ``"softmax"``, or ``None`` to keep
+            the attention of the model.
 
     Raises:
         ValueError: if the model's attention cannot be replaced.
@@ -519,8 +525,8 @@ def _use_attention(model: Model, recipe: TrainingSettings) -> None:
     from tilefold.integrations.transformers import runs_entmax, use_entmax, use_softmax
 
     if recipe.attention == "entmax":
-        use_entmax(model, 1.5 if recipe.alpha is None else recipe.alpha)
-    elif runs_entmax(model):
+        use_entmax(model, DEFAULT_ALPHA if recipe.alpha is None else recipe.alpha)
+    elif runs_entmax(model):  # other models have softmax attention already
         use_softmax(model)
 
 
@@ -530,7 +536,7 @@ def _adapters_note(recipe: Recipe, adapters: Sequence[str]) -> str:
         return ""
     return (
         f"base_model has adapters ({', '.join(adapters)}): they are trained on and saved as "
-        "adapters, and the weights below them stay as they are. Merge them first to train all "
+        "adapters, and the weights below them are not trained. Merge them first to train all "
         "weights (tilefold.recipes.adapters.merge_adapters)."
     )
 
@@ -553,5 +559,5 @@ def check_graphs(graphs: bool) -> None:
     if graphs and (torch.version.cuda is None or not torch.cuda.is_available()):
         raise ArgumentError(
             "graphs",
-            "expected a GPU of CUDA, got none; leave graphs out on this machine.",
+            "must be False without a CUDA GPU, got True; leave graphs out on this machine.",
         )

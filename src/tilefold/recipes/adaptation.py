@@ -21,13 +21,13 @@ from tilefold.recipes._settings import (
 )
 from tilefold.recipes._steps import FEW_STEPS, PairCounts, count_of, range_of
 from tilefold.recipes._training import Losses, Progress
-from tilefold.recipes.adapters import train_adapters_of_network
+from tilefold.recipes.adapters import unfreeze_network_adapters
 from tilefold.recipes.loading import supports_bf16
 
 if TYPE_CHECKING:
     from tilefold.losses.functional import ActivatedLmLoss
 
-DYING_SHARE = 0.5  # share of positions with a logit above 0, below which SPLADE does not learn
+DYING_SHARE = 0.5  # SPLADE hardly learns if fewer positions have a logit above 0
 HEAD_TOLERANCE = 1e-2  # relative and absolute (of the largest logit), for logits in bf16
 
 
@@ -43,7 +43,7 @@ class AdaptationRecipe(Settings):
         warmup_steps: steps over which the learning rate rises.
         activated_weight: weight of the loss on ``log1p(relu(logits))``.
         chunk: positions whose logits are in memory at a time.
-        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
+        bf16: whether to train with bf16 autocast; ``None`` uses it if the hardware supports it.
         seed: seed of the order of blocks.
     """
 
@@ -64,42 +64,44 @@ class AdaptationResult:
 
     Attributes:
         steps: optimiser steps, as many as the recipe has.
-        first_plain: next-token loss of the first step.
-        plain: next-token loss of the last step.
-        first_activated: loss on ``log1p(relu(logits))`` of the first step.
-        activated: the same of the last step.
-        first_alive: share of positions with a logit above 0, of the first step.
-        alive: the same of the last step.
-        text_blocks: blocks of packed text.
-        blocks: blocks of the largest step; a full one has the recipe's ``batch_size``.
-        fewest_blocks: blocks of the smallest step. The last step of an epoch may be short.
-        trained_blocks: sum of the blocks of all steps; repeated blocks count again.
-        announced_blocks: the recipe's ``steps * batch_size``.
+        first_plain_loss: next-token loss of the first step.
+        plain_loss: next-token loss of the last step.
+        first_activated_loss: loss on ``log1p(relu(logits))`` of the first step.
+        activated_loss: loss on ``log1p(relu(logits))`` of the last step.
+        first_alive_share: share of positions with a logit above 0 in the first step.
+        alive_share: share of positions with a logit above 0 in the last step.
+        text_blocks: number of blocks that the texts fill.
+        most_blocks: number of blocks of the largest step; a full step has ``batch_size`` blocks.
+        fewest_blocks: number of blocks of the smallest step. The last step of an epoch may be
+            short.
+        trained_blocks: number of blocks of all steps, including repetitions.
+        planned_blocks: number of blocks of all steps if each is full.
         warnings: problems of the training, with remedies.
     """
 
     steps: int
-    first_plain: float
-    plain: float
-    first_activated: float
-    activated: float
-    first_alive: float
-    alive: float
+    first_plain_loss: float
+    plain_loss: float
+    first_activated_loss: float
+    activated_loss: float
+    first_alive_share: float
+    alive_share: float
     text_blocks: int
-    blocks: int
+    most_blocks: int
     fewest_blocks: int
     trained_blocks: int
-    announced_blocks: int
+    planned_blocks: int
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        blocks = range_of(self.fewest_blocks, self.blocks)
+        blocks = range_of(self.fewest_blocks, self.most_blocks)
         lines = [
             f"{count_of(self.steps, 'step')} of {blocks} blocks, {self.trained_blocks:,} in all "
-            f"({self.announced_blocks:,} in full steps; the texts fill {self.text_blocks:,})",
-            f"next-token loss {self.first_plain:.3f} to {self.plain:.3f}, of activated logits "
-            f"{self.first_activated:.3f} to {self.activated:.3f}",
-            f"positions with a logit above 0: {self.first_alive:.1%} to {self.alive:.1%}",
+            f"({self.planned_blocks:,} in full steps; the texts fill {self.text_blocks:,})",
+            f"next-token loss {self.first_plain_loss:.3f} to {self.plain_loss:.3f}, of activated "
+            f"logits {self.first_activated_loss:.3f} to {self.activated_loss:.3f}",
+            f"positions with a logit above 0: {self.first_alive_share:.1%} to "
+            f"{self.alive_share:.1%}",
             *(f"warning: {warning}" for warning in self.warnings),
         ]
         return "\n".join(lines)
@@ -110,7 +112,7 @@ class AdaptationResult:
 
         SPLADE would not learn from these positions.
         """
-        return self.alive < DYING_SHARE
+        return self.alive_share < DYING_SHARE
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[list[int]]:
@@ -119,7 +121,7 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
     Args:
         tokenizer: a transformers tokenizer.
         texts: the texts, in the order of the blocks.
-        length: tokens of a block. Tokens after the last full block are dropped.
+        length: number of tokens of a block. Tokens after the last full block are dropped.
 
     Returns:
         The token ids of each block, `length` of them.
@@ -158,29 +160,27 @@ def adapt(
 ) -> AdaptationResult:
     """Train a causal language model to predict next tokens from activated logits, in place.
 
-    The loss is ``CE(H) + activated_weight * CE(log1p(relu(H)))`` of the logits H. Causal LM heads
-    give logits that are mostly negative, and relu of them has no gradient: trained directly, such
-    models die. Do it before the model is made bidirectional or wrapped for SPLADE; then save it,
-    and name the folder as ``base_model``. Attention is causal here, so a bidirectional model is
-    refused: it would see the token it predicts.
+    The loss is ``CE(H) + activated_weight * CE(log1p(relu(H)))`` of the logits H. The logits of
+    causal LM heads are mostly negative, and relu of them has no gradient, so such models die if
+    SPLADE trains them directly. Adapt a model before it is made bidirectional or wrapped for
+    SPLADE, save it, and use the folder as ``base_model``.
 
     Args:
-        network: a transformers ``...ForCausalLM``, adapters included, of this `tokenizer`. Its
-            active adapters are made trainable, which transformers freezes when it loads them.
+        network: a transformers ``...ForCausalLM``, which may have adapters. Active adapters are
+            trained. A bidirectional model is refused, because it sees the token that it predicts.
         tokenizer: the tokenizer of the network.
         texts: texts of the collection, or of any corpus; they are packed into blocks.
-        recipe: settings; ``None`` takes the paper's.
+        recipe: settings; ``None`` for the settings of the paper.
         progress: called as ``progress(step, steps, losses)`` after every step.
 
     Returns:
         The steps, blocks, losses and warnings of the training; ``print`` shows them in words.
 
     Raises:
-        TypeError: for a `network` or `recipe` of another kind, such as a name.
-        ValueError: a bidirectional model, one whose logits are not ``head(hidden)``, or too little
-            text.
-        RuntimeError: the loss is not a number, at the step that is named, or this is one of a
-            launcher's processes.
+        TypeError: if `network` or `recipe` has another type, such as a name.
+        ValueError: if the model is bidirectional, its logits are not the outputs of its LM head,
+            or the texts are too short.
+        RuntimeError: if the loss is not finite, or if a launcher started several processes.
     """
     from transformers import PreTrainedModel, TrainingArguments, default_data_collator
     from transformers.trainer_callback import PrinterCallback
@@ -214,7 +214,7 @@ def adapt(
             "torchrun or accelerate launch.",
         )
     blocks = pack_texts(tokenizer, texts, recipe.length)
-    train_adapters_of_network(network)
+    unfreeze_network_adapters(network)
     log = _StepLog()
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
         arguments = one_gpu(TrainingArguments)(
@@ -258,7 +258,7 @@ class _StepLog:
     Attributes:
         first: losses of the first step.
         last: losses of the latest step.
-        counts: number of steps and of their blocks.
+        counts: number of steps, and numbers of blocks in them.
     """
 
     first: ActivatedLmLoss | None = None
@@ -266,7 +266,7 @@ class _StepLog:
     counts: PairCounts = field(default_factory=PairCounts)
 
     def add(self, loss: ActivatedLmLoss, n_blocks: int) -> None:
-        """Add a step of `n_blocks` blocks."""
+        """Add the losses of a step, and the number of its blocks."""
         if self.first is None:
             self.first = loss
         self.last = loss
@@ -274,51 +274,48 @@ class _StepLog:
 
 
 def _result(recipe: AdaptationRecipe, log: _StepLog, text_blocks: int) -> AdaptationResult:
-    """Return the report of an adaptation that is done.
-
-    It compares the first and the last step: the next-token losses of plain and of activated logits,
-    and the share of positions that have a logit above 0 (``alive``).
+    """Return the result of a finished adaptation, with the losses of its first and last step.
 
     Args:
-        recipe: its settings.
-        log: losses of its first and its last step, and counts of blocks.
+        recipe: settings of the adaptation.
+        log: losses of the first and the last step, and numbers of blocks.
         text_blocks: number of blocks that the texts fill.
 
     Raises:
-        RuntimeError: if no step was done.
+        RuntimeError: if no step ran.
     """
     if log.first is None or log.last is None:
-        raise RuntimeError("the adaptation had no step, and the network is unchanged.")
+        raise RuntimeError("no adaptation step ran, and the network is unchanged.")
     return AdaptationResult(
         steps=log.counts.steps,
-        first_plain=float(log.first.plain),
-        plain=float(log.last.plain),
-        first_activated=float(log.first.activated),
-        activated=float(log.last.activated),
-        first_alive=float(log.first.alive),
-        alive=float(log.last.alive),
+        first_plain_loss=float(log.first.plain),
+        plain_loss=float(log.last.plain),
+        first_activated_loss=float(log.first.activated),
+        activated_loss=float(log.last.activated),
+        first_alive_share=float(log.first.alive),
+        alive_share=float(log.last.alive),
         text_blocks=text_blocks,
-        blocks=log.counts.most,
+        most_blocks=log.counts.most,
         fewest_blocks=log.counts.fewest,
         trained_blocks=log.counts.total,
-        announced_blocks=recipe.steps * recipe.batch_size,
+        planned_blocks=recipe.steps * recipe.batch_size,
         warnings=_warnings(recipe, log.counts, text_blocks),
     )
 
 
 def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) -> tuple[str, ...]:
-    """Return warnings about an adaptation of few steps, or without a full step.
+    """Return warnings if an adaptation had few steps or no full step.
 
     Args:
-        recipe: its settings.
-        counts: number of its steps, and of the blocks of each step.
+        recipe: settings of the adaptation.
+        counts: number of steps, and numbers of blocks in them.
         text_blocks: number of blocks that the texts fill.
     """
     warnings = []
     if counts.steps < FEW_STEPS:
         warnings.append(
             f"the adaptation had {count_of(counts.steps, 'step')}, which hardly change a model: "
-            "take more steps.",
+            "train for more steps.",
         )
     if text_blocks < recipe.batch_size:
         warnings.append(
@@ -330,22 +327,19 @@ def _warnings(recipe: AdaptationRecipe, counts: PairCounts, text_blocks: int) ->
 
 
 def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress | None) -> Any:
-    """Return a trainer class with the loss of the adaptation.
-
-    The loss is the next-token loss of a causal language model, of its logits and of its logits
-    after SPLADE's activation.
+    """Return a trainer class whose loss is the next-token loss of plain and activated logits.
 
     Args:
-        recipe: weight of the activated loss, and number of steps.
-        log: receives the losses of every step.
-        progress: called after every step; ``None`` without it.
+        recipe: settings of the adaptation, with the weight of the activated loss.
+        log: log to which the losses of every step are added.
+        progress: function that is called after every step; ``None`` for no function.
     """
     from transformers import Trainer
 
     from tilefold.losses import activated_lm_loss
 
     class AdaptationTrainer(Trainer):
-        """Trainer whose loss is that of plain and of activated logits."""
+        """Trainer whose loss is the next-token loss of plain and activated logits."""
 
         def compute_loss(
             self,
@@ -359,7 +353,7 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
             Args:
                 model: the causal language model, which accelerate may have wrapped.
                 inputs: its ``"input_ids"`` are the blocks ``[B, length]``.
-                return_outputs: whether the trainer expects outputs, too; they are empty.
+                return_outputs: whether to return outputs as well, which are empty.
 
             Returns:
                 The loss, or the loss and the outputs.
@@ -398,10 +392,10 @@ def _trainer_class(recipe: AdaptationRecipe, log: _StepLog, progress: Progress |
 
 
 def _check_head(network: Network) -> None:
-    """Refuse a model whose logits are not simply the outputs of its LM head.
+    """Raise an error if the logits of a model are not simply the outputs of its LM head.
 
-    Some models cap or scale the logits. The loss computes them in chunks, from hidden states and
-    the head's weight, and does not reproduce that. The check encodes four tokens.
+    The loss computes logits in chunks, from hidden states and the head's weight. It does not
+    reproduce the caps or scales of some models. The check encodes four tokens.
 
     Args:
         network: a causal language model.
@@ -423,6 +417,6 @@ def _check_head(network: Network) -> None:
     absolute_tolerance = HEAD_TOLERANCE * float(expected.abs().max())
     if not torch.allclose(logits, expected, rtol=HEAD_TOLERANCE, atol=absolute_tolerance):
         raise ValueError(
-            f"logits must be those of the LM head, got changed ones in {type(network).__name__} "
+            f"logits must be the outputs of the LM head, but {type(network).__name__} changes them "
             "(soft-capping or a scale), which the chunked loss does not reproduce.",
         )

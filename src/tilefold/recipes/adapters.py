@@ -1,4 +1,4 @@
-"""Adapters of Hugging Face's PEFT, such as LoRA: training them on, and merging them exactly."""
+"""PEFT adapters, such as LoRA: continuing their training, and merging them exactly."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import Any
 from tilefold._internal.arguments import check_instance
 from tilefold._internal.typing import Model, Module, Network, SparseEncoder, Tensor
 
-PROBE_TOKENS = 8  # tokens of the input whose outputs are compared before and after a merge
-# Largest difference of outputs before and after a merge in fp32, as a share of the largest output.
+PROBE_TOKENS = 8  # number of tokens whose outputs are compared before and after a merge
+# largest difference of outputs before and after a merge in fp32, relative to the largest output
 TOLERANCE = 1e-4
 
 
-def train_adapters(model: Model) -> tuple[str, ...]:
-    """Unfreeze the active adapters of a model, so that a training continues them.
+def unfreeze_adapters(model: Model) -> tuple[str, ...]:
+    """Unfreeze the active adapters of a model, so that training continues them.
 
     transformers freezes an adapter that it loads, and all weights below it. Without this function,
-    a training would end in an error of torch, or train only the modules after the network.
+    training would fail, or would train only the modules after the network.
 
     Args:
-        model: model whose networks may have adapters of PEFT, such as LoRA.
+        model: model whose networks may have PEFT adapters, such as LoRA.
 
     Returns:
         The names of the adapters; none for a model without adapters.
@@ -30,11 +30,11 @@ def train_adapters(model: Model) -> tuple[str, ...]:
     _check_is_model(model)
     names: list[str] = []
     for network in _trained_networks(model):
-        names += train_adapters_of_network(network)
+        names += unfreeze_network_adapters(network)
     return tuple(dict.fromkeys(names))
 
 
-def train_adapters_of_network(network: Network) -> list[str]:
+def unfreeze_network_adapters(network: Network) -> list[str]:
     """Make the active adapters of a transformers model trainable, and return their names."""
     if not getattr(network, "_hf_peft_config_loaded", False):
         return []
@@ -46,7 +46,7 @@ def train_adapters_of_network(network: Network) -> list[str]:
 
 
 def _train_biases(network: Network, biases: str) -> None:
-    """Unfreeze the biases that belong to an adapter of PEFT.
+    """Unfreeze the biases that a PEFT adapter trains.
 
     Args:
         network: network with the adapter.
@@ -69,7 +69,7 @@ def _train_biases(network: Network, biases: str) -> None:
 
 
 def _trained_networks(model: Model) -> Iterator[Network]:
-    """Yield the transformers models in a model, without those that are frozen on purpose."""
+    """Yield the transformers models in a model, except for those that are frozen on purpose."""
     from sentence_transformers.base.modules import Transformer
 
     from tilefold.modules import FrozenTransformer
@@ -80,7 +80,7 @@ def _trained_networks(model: Model) -> Iterator[Network]:
 
 
 def _check_is_model(model: object) -> None:
-    """Raise ``TypeError`` unless `model` is a module of torch, as all loaded models are."""
+    """Raise ``TypeError`` if `model` is not a torch module, such as the name of a model."""
     from torch import nn
 
     check_instance("model", model, nn.Module, "a loaded model, such as load_encoder(folder)")
@@ -99,12 +99,12 @@ def count_weights(model: Model) -> tuple[int, int]:
 
 
 def check_trainable(model: Model) -> None:
-    """Raise a ``ValueError`` for a model without weights to train."""
+    """Raise a ``ValueError`` if all weights of a model are frozen."""
     n_trained, n_weights = count_weights(model)
     if not n_trained:
         raise ValueError(
             f"base_model must have weights to train, got a model whose {n_weights:,} weights are "
-            "all frozen. Take a model with trainable weights, or call requires_grad_(True) before "
+            "all frozen. Use a model with trainable weights, or call requires_grad_(True) before "
             "it is saved.",
         )
 
@@ -113,27 +113,27 @@ def merge_adapters(model: SparseEncoder) -> int:
     """Merge every active adapter into the weights of its network, and drop the adapters.
 
     A LoRA update is added to its weight. A module that was trained as a copy (``modules_to_save``)
-    takes the place of the original. A head that is tied to the embeddings gets a weight of its own
-    where only one of both has an update, and ``config.tie_word_embeddings`` becomes False.
+    replaces the original. If the LM head shares the weight of the embeddings, and only one of the
+    two has an update, they are untied, and ``config.tie_word_embeddings`` becomes False.
 
-    The sum is computed in fp32, and every weight keeps the dtype that it has. A weight in 16 bits
-    is therefore rounded once: it differs from the sum by at most half a unit in its last place
-    (a share of 2^-9 in bf16 and 2^-12 in fp16). Call ``model.float()`` before to lose nothing.
-    While a network in 16 bits is merged, it takes the memory of one in fp32.
+    The sum is computed in fp32, and every weight keeps its dtype. A 16-bit weight is therefore
+    rounded once: it differs from the sum by at most half a unit in the last place (a relative
+    error of 2^-9 in bf16 and 2^-12 in fp16). Call ``model.float()`` before the merge to avoid this.
+    While a 16-bit network is merged, it needs as much memory as in fp32.
 
     Args:
         model: a loaded model, changed in place.
 
     Returns:
-        The number of modules with an adapter.
+        The number of modules that had an adapter.
 
     Raises:
-        ValueError: for an adapter that cannot be merged exactly, an accelerated model or quantized
-            weights; the model is not changed.
-        RuntimeError: if the outputs of the network, merged in fp32, differ.
+        ValueError: if an adapter cannot be merged exactly, the model is accelerated, or its weights
+            are quantized; the model is not changed.
+        RuntimeError: if the merge in fp32 changes the outputs of the network.
 
     Warns:
-        UserWarning: if a sum is too large for fp16. The network is then kept in fp32.
+        UserWarning: if a sum is too large for fp16. The network then stays in fp32.
     """
     from sentence_transformers.base.modules import Transformer
 
@@ -148,8 +148,8 @@ def merge_adapters(model: SparseEncoder) -> int:
     adapted = [(network, _adapted_modules(network)) for network in networks]
     if is_accelerated(model) and any(names for _, names in adapted):
         raise ValueError(
-            "model must not be accelerated while adapters are merged, whose modules are replaced; "
-            "call restore(model) before, and accelerate(model) after.",
+            "model must not be accelerated while adapters are merged, because the merge replaces "
+            "modules; call restore(model) before, and accelerate(model) after.",
         )
     for network, names in adapted:
         _check_mergeable(network, names)
@@ -160,12 +160,15 @@ def merge_adapters(model: SparseEncoder) -> int:
 
 
 def _adapted_modules(network: Network) -> list[str]:
-    """Return the names of the outermost modules that PEFT put into a network."""
+    """Return the names of the modules in a network that PEFT has wrapped.
+
+    A wrapped module inside another wrapped module is left out.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
     names: list[str] = []
-    for name, module in network.named_modules():  # outer modules come before those in them
+    for name, module in network.named_modules():  # outer modules come before inner ones
         is_nested = any(name.startswith(f"{outer}.") for outer in names)
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not is_nested:
             names.append(name)
@@ -173,19 +176,17 @@ def _adapted_modules(network: Network) -> list[str]:
 
 
 def _check_mergeable(network: Network, names: list[str]) -> None:
-    """Refuse adapters of PEFT that cannot be merged exactly into the weights of their network.
+    """Raise an error if an adapter cannot be merged exactly into the weights of its network.
 
     Args:
         network: network with the adapters.
         names: names of the modules with an adapter.
 
     Raises:
-        ValueError: for a ``PeftModel``, quantized weights, adapters other than LoRA and
-            ``modules_to_save``, disabled adapters, and weights that other modules share.
+        ValueError: if the network is a ``PeftModel`` or quantized, or if an adapter cannot be
+            merged.
     """
     from peft import PeftModel
-    from peft.tuners.lora import LoraLayer
-    from peft.utils import ModulesToSaveWrapper
 
     if isinstance(network, PeftModel):
         raise ValueError(
@@ -194,68 +195,86 @@ def _check_mergeable(network: Network, names: list[str]) -> None:
         )
     if names and getattr(network, "is_quantized", False):
         raise ValueError(
-            "adapters must be on weights in floating point to be merged, got a quantized "
+            "adapters must be on floating-point weights to be merged, got a quantized "
             f"{type(network).__name__}; save the model with its adapter instead.",
         )
     for name in names:
-        module = network.get_submodule(name)
-        if not isinstance(module, LoraLayer | ModulesToSaveWrapper):
-            raise ValueError(
-                "adapters must be LoRA or modules_to_save to be merged exactly, got "
-                f"{type(module).__name__} at {name}; save the model with its adapter instead.",
-            )
-        if module.disable_adapters or not module.active_adapters:
-            raise ValueError(
-                f"adapters must be active to be merged, got a disabled one at {name}; call "
-                "enable_adapters or delete_adapter of the network first.",
-            )
-        shared_names = _names_of_shared_weights(network, name)
-        # Input embeddings and LM head may share a weight, because they can be untied.
-        if shared_names - _names_of_embeddings(network):
-            raise ValueError(
-                f"adapters must not change a weight that other modules share, got {name}, whose "
-                f"weight is also {', '.join(sorted(shared_names))}; save the model with its "
-                "adapter.",
-            )
+        _check_module_mergeable(network, name)
+
+
+def _check_module_mergeable(network: Network, name: str) -> None:
+    """Raise an error if the adapter of one module cannot be merged exactly.
+
+    Args:
+        network: network with the module.
+        name: name of the module.
+
+    Raises:
+        ValueError: if the adapter is disabled, is neither LoRA nor ``modules_to_save``, or changes
+            a weight that other modules share.
+    """
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    module = network.get_submodule(name)
+    if not isinstance(module, LoraLayer | ModulesToSaveWrapper):
+        raise ValueError(
+            "adapters must be LoRA or modules_to_save to be merged exactly, got "
+            f"{type(module).__name__} at {name}; save the model with its adapter instead.",
+        )
+    if module.disable_adapters or not module.active_adapters:
+        raise ValueError(
+            f"adapters must be active to be merged, got a disabled one at {name}; call "
+            "enable_adapters or delete_adapter of the network first.",
+        )
+    shared_names = _names_of_shared_weights(network, name)
+    # Input embeddings and LM head may share a weight, because they can be untied.
+    if shared_names - _tied_embedding_names(network):
+        raise ValueError(
+            f"adapters must not change a weight that other modules share, got {name}, which shares "
+            f"its weight with {', '.join(sorted(shared_names))}; save the model with its adapter.",
+        )
 
 
 def _merge_network(network: Network, names: list[str]) -> None:
-    """Merge the adapters of one network in fp32, and round its weights to their dtypes.
+    """Merge the adapters of one network in fp32, then cast all weights to their original dtypes.
 
-    The outputs for a few tokens are compared before and after the merge.
+    The outputs for a few tokens are compared before and after the merge in fp32.
 
     Args:
-        network: the network, which has adapters; changed in place.
+        network: the network with the adapters, changed in place.
         names: names of the modules with an adapter.
 
     Raises:
         RuntimeError: if the outputs differ.
     """
-    storage_dtypes = _dtypes_without_adapters(network)
+    original_dtypes = _dtypes_without_adapters(network)
     _convert_to_fp32(network)
     expected = _probe_outputs(network)
     for name in names:
-        network.set_submodule(name, _merged_module(network, name))
-    # transformers takes the network for one without adapters from now on
+        network.set_submodule(name, _merge_module(network, name))
+    # From now on, transformers treats the network as one without adapters.
     network._hf_peft_config_loaded = False
     vars(network).pop("peft_config", None)
-    network.requires_grad_(True)
-    _record_untied_head(network)
+    network.requires_grad_(True)  # transformers had frozen the weights below the adapters
+    _untie_head_if_changed(network)
     difference = float((_probe_outputs(network) - expected).abs().max())
     largest_output = float(expected.abs().max())
     if not difference <= TOLERANCE * largest_output:
         raise RuntimeError(
-            f"merged adapters must not change outputs, got a difference of {difference:.3g} beside "
+            f"merged adapters must not change outputs, got a difference of {difference:.3g} for "
             f"values up to {largest_output:.3g}; save the model with its adapter.",
         )
-    _convert_to_dtypes(network, storage_dtypes)
+    _convert_to_dtypes(network, original_dtypes)
 
 
-def _merged_module(network: Network, name: str) -> Module:
-    """Return the module that replaces a module with an adapter, with the update in its weight.
+def _merge_module(network: Network, name: str) -> Module:
+    """Merge the adapter of a module into the module's weight, and return the plain module.
+
+    The caller puts the plain module into the network.
 
     Args:
-        network: network with the module; not changed, except for the weights of the module.
+        network: network with the module.
         name: name of the module.
     """
     from peft.tuners.lora import LoraLayer
@@ -264,19 +283,20 @@ def _merged_module(network: Network, name: str) -> Module:
     if not isinstance(module, LoraLayer):  # a ModulesToSaveWrapper: the trained copy
         return module.modules_to_save[module.active_adapters[0]]
     if _names_of_shared_weights(network, name):
+        # Otherwise the merge would also change the modules that share the weight.
         _unshare(module.get_base_layer())
     module.merge(safe_merge=True)
     return module.get_base_layer()
 
 
 def _tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers with their names; a shared one has several names."""
+    """Yield all parameters and buffers with their names; a shared tensor has several names."""
     yield from network.named_parameters(remove_duplicate=False)
     yield from network.named_buffers(remove_duplicate=False)
 
 
 def _dtypes_without_adapters(network: Network) -> dict[str, Any]:
-    """Return the dtypes of the original weights, by the names that they have after a merge."""
+    """Return name -> dtype of each tensor, with the names that tensors have after a merge."""
     return {
         name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor.dtype
         for name, tensor in _tensors(network)
@@ -284,7 +304,7 @@ def _dtypes_without_adapters(network: Network) -> dict[str, Any]:
 
 
 def _convert_to_fp32(network: Network) -> None:
-    """Convert the tensors of a network that have 16 bits to fp32, which changes no value."""
+    """Convert the 16-bit tensors of a network to fp32, without a change of their values."""
     import torch
 
     for _, tensor in _tensors(network):
@@ -293,14 +313,16 @@ def _convert_to_fp32(network: Network) -> None:
 
 
 def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
-    """Convert every tensor of a network to its dtype, or none if one is too large for fp16.
+    """Cast each tensor of a network to the given dtype.
+
+    If a value would overflow in fp16, a warning is issued and no tensor is cast.
 
     Args:
         network: the merged network, in fp32 or wider; changed in place.
-        dtypes: name of a parameter or buffer -> its dtype.
+        dtypes: name of a parameter or buffer -> its new dtype.
 
     Warns:
-        UserWarning: if a finite value would become infinite in fp16.
+        UserWarning: if a value would overflow in fp16.
     """
     import torch
 
@@ -311,9 +333,9 @@ def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
         if overflows.any():
             largest = float(tensor.detach()[overflows].abs().max())
             warnings.warn(
-                f"the merged weight {name} has values up to {largest:.3g}, too large for fp16: the "
-                "network is kept in fp32. Convert the model to bf16 or fp32 before the merge to "
-                "choose its dtype.",
+                f"the merged weight {name} has a value of magnitude {largest:.3g}, too large for "
+                "fp16, so the network stays in fp32. To choose another dtype, convert the model to "
+                "bf16 or fp32 before the merge.",
                 stacklevel=4,  # the caller of merge_adapters
             )
             return
@@ -323,23 +345,25 @@ def _convert_to_dtypes(network: Network, dtypes: Mapping[str, Any]) -> None:
 
 
 def _names_of_shared_weights(network: Network, name: str) -> set[str]:
-    """Return the names under which other modules use the weight of a module with an adapter.
+    """Return the parameter names by which other modules use the weight of an adapted module.
 
-    An example is the LM head, whose weight is often that of the input embeddings.
+    For example, the LM head often shares the weight of the input embeddings.
 
     Args:
         network: network with the module.
         name: name of the module.
 
     Returns:
-        Names of parameters outside of the module; none if the weight is not shared.
+        Names of parameters of other modules; empty if the weight is not shared.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     module = network.get_submodule(name)
-    if not isinstance(module, BaseTunerLayer):  # modules_to_save are copies, which share nothing
+    if not isinstance(module, BaseTunerLayer):  # PEFT trains modules_to_save as unshared copies
         return set()
     weight = getattr(module.get_base_layer(), "weight", None)
+    if weight is None:
+        return set()
     return {
         parameter_name
         for parameter_name, parameter in network.named_parameters(remove_duplicate=False)
@@ -347,16 +371,17 @@ def _names_of_shared_weights(network: Network, name: str) -> set[str]:
     }
 
 
-def _names_of_embeddings(network: Network) -> set[str]:
+def _tied_embedding_names(network: Network) -> set[str]:
     """Return the parameter names of the weight that input embeddings and LM head share.
 
-    Unlike other shared weights, this one may become two, because a configuration can record it.
+    Unlike other shared weights, it can be untied, by the field ``tie_word_embeddings`` of the
+    configuration.
 
     Args:
-        network: a network of transformers.
+        network: a transformers model.
 
     Returns:
-        The names; none if the network has no head, or a head with a weight of its own.
+        The names; empty if the model has no head, or if the head has its own weight.
     """
     embeddings = network.get_input_embeddings()
     head = network.get_output_embeddings()
@@ -370,19 +395,20 @@ def _names_of_embeddings(network: Network) -> set[str]:
 
 
 def _unshare(module: Module) -> None:
-    """Replace the weight of a module, which another module shares, by a copy."""
+    """Replace the weight of a module by a copy, which no other module shares."""
     from torch.nn import Parameter
 
     module.weight = Parameter(module.weight.detach().clone())
 
 
-def _record_untied_head(network: Network) -> None:
-    """Set ``tie_word_embeddings`` to False if the head no longer shares the embeddings' weight.
+def _untie_head_if_changed(network: Network) -> None:
+    """Untie the LM head from the embeddings for good, if the two no longer share their weight.
 
-    Otherwise transformers would tie both again when the saved network is loaded.
+    Otherwise transformers would tie them again when the saved network is loaded.
 
     Args:
-        network: the network, whose configuration is changed in place.
+        network: the network, changed in place. Its configuration is set to untied, and the bias of
+            the head becomes a copy.
     """
     from torch.nn import Parameter
 
@@ -396,34 +422,36 @@ def _record_untied_head(network: Network) -> None:
     network.config.tie_word_embeddings = False
     if hasattr(network, "all_tied_weights_keys"):  # read when the network is saved
         network.all_tied_weights_keys = {}
-    if head.bias is not None:  # BERT shares it with the module around its decoder
+    # BERT's head shares its bias with the module around it. A shared tensor that is not declared as
+    # tied cannot be saved.
+    if head.bias is not None:
         head.bias = Parameter(head.bias.detach().clone())
 
 
 def _probe_outputs(network: Network) -> Tensor:
-    """Return the outputs ``[1, 8, V or D]`` of a network for eight tokens.
+    """Return the outputs ``[1, PROBE_TOKENS, V or D]`` of a network for its first tokens.
 
     Args:
-        network: a network in fp32 or wider.
+        network: a transformers model in fp32 or wider, with V logits or D states per token.
     """
     import torch
 
     from tilefold.integrations.transformers.networks import in_eval_mode
 
     device = next(network.parameters()).device
-    n_tokens = network.get_input_embeddings().weight.size(0)
-    token_ids = torch.arange(PROBE_TOKENS, device=device)[None] % n_tokens
-    with in_eval_mode(network), _attention_for_fp32(network), torch.no_grad():
+    vocab_size = network.get_input_embeddings().weight.size(0)
+    token_ids = torch.arange(PROBE_TOKENS, device=device)[None] % vocab_size
+    with in_eval_mode(network), _without_flash_attention(network), torch.no_grad():
         output: Any = network(input_ids=token_ids)
     return output[0].float()  # type: ignore[no-any-return]
 
 
 @contextmanager
-def _attention_for_fp32(network: Network) -> Iterator[None]:
+def _without_flash_attention(network: Network) -> Iterator[None]:
     """Replace FlashAttention, which does not support fp32, by torch's attention in this context.
 
     Args:
-        network: the network; other kinds of attention are not replaced.
+        network: the network. Other attention implementations are not replaced.
     """
     attention = getattr(network.config, "_attn_implementation", None)
     if attention is None or "flash" not in attention:

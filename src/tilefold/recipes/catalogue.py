@@ -1,10 +1,10 @@
-"""Catalogue of the published systems: a name, sources and a training recipe for each."""
+"""Catalogue of published systems, with a name, sources and a training recipe for each."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,12 +25,12 @@ class Entry:
     """A published system of the catalogue.
 
     Attributes:
-        name: name that ``tilefold train --recipe`` takes.
-        summary: the system in one sentence.
-        paper: arXiv number, empty without one.
-        recipe: the configuration, whose defaults suit thousands of pairs and one GPU or CPU.
-        published: the settings of the paper or of its code, in words.
-        publishes: the result that the paper reports, and the data set of the result.
+        name: name of the system, for ``tilefold train --recipe``.
+        summary: one sentence about the system.
+        paper: arXiv number of the paper; empty if it has none.
+        recipe: the training recipe, with defaults for thousands of pairs and one GPU or CPU.
+        published: description of the settings in the paper or in its code.
+        publishes: result that the paper reports, with its data set.
         base: kind of base model: ``"masked-lm"``, ``"causal-lm"``, ``"encoder"`` or
             ``"multi-vector"``.
     """
@@ -49,9 +49,10 @@ class Entry:
         return self.recipe.needs
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the entry as a JSON object, with the configuration as a nested object.
+        """Return the entry as a JSON object, with the recipe as a nested object.
 
-        ``"kind"`` is the name of the configuration's class.
+        Besides the attributes, it has ``"needs"``, and the name of the recipe's class as
+        ``"kind"``.
         """
         return {
             "name": self.name,
@@ -87,7 +88,7 @@ def get_recipe(name: str, **overrides: Any) -> Config:
 
     Args:
         name: name of the system, such as ``"splade"``.
-        overrides: field -> new value, as objects or as in JSON.
+        overrides: field -> new value, as a Python object or in its JSON form.
 
     Raises:
         ValueError: for an unknown name or field, or a value out of range.
@@ -95,8 +96,6 @@ def get_recipe(name: str, **overrides: Any) -> Config:
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")
     recipe = RECIPES[name].recipe
-    if not overrides:
-        return replace(recipe)  # a copy, since a recipe's dictionaries can be changed
     return type(recipe).from_dict(recipe.to_dict() | overrides)
 
 
@@ -107,19 +106,19 @@ def describe(recipe: Config) -> Iterator[tuple[str, object, str]]:
         recipe: the recipe. Its name is not described, because it cannot be set.
 
     Yields:
-        For each field, its name as ``--set`` takes it, such as ``document.top_k``, its JSON value,
-        and its description.
+        The name of a field as in ``tilefold train --set``, such as ``document.top_k``; the value
+        of the field in JSON; and a description.
     """
-    values = recipe.to_dict()
+    json_values = recipe.to_dict()
     for name, description in recipe.field_descriptions().items():
-        setting = getattr(recipe, name)
-        if isinstance(setting, Settings):
-            yield from _describe_nested(name, setting)
+        value = getattr(recipe, name)
+        if isinstance(value, Settings):  # an encoder or a regularizer
+            yield from _describe_nested(name, value)
         elif name != "name":
-            yield name, values[name], description
+            yield name, json_values[name], description
 
 
 def _describe_nested(prefix: str, settings: Settings) -> Iterator[tuple[str, object, str]]:
-    """Describe the fields of an encoder or a regularizer, as ``prefix.field``."""
+    """Describe the fields of an encoder or a regularizer, with names ``<prefix>.<field>``."""
     for name, description in settings.field_descriptions().items():
         yield f"{prefix}.{name}", getattr(settings, name), description

@@ -63,7 +63,7 @@ class ColbertRecipe(Recipe):
     expand_queries: bool = checked(False, BOOLEAN)
     skip_punctuation: bool = checked(True, BOOLEAN)
 
-    def start(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
+    def build_model(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
         """Load the ``MultiVectorEncoder`` that training starts from.
 
         A multi-vector model is taken as it was saved. The backbone of any other model gets the
@@ -314,6 +314,6 @@ def untrained_colbert() -> MultiVectorEncoder:
     It is the model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves.
     """
     with loading.quiet_libraries():
-        model = ColbertRecipe(max_steps=0, dimension=None).start()
+        model = ColbertRecipe(max_steps=0, dimension=None).build_model()
         loading.run_fast(model)
     return model

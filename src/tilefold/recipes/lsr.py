@@ -279,7 +279,7 @@ class LsrRecipe(Recipe):
             del commands[-1]
         return commands
 
-    def start(self, texts: Sequence[str]) -> SparseEncoder:
+    def build_model(self, texts: Sequence[str]) -> SparseEncoder:
         """Build the untrained model of the recipe.
 
         Args:
@@ -343,7 +343,7 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
     watcher = SparseWatch(
         loss,
         warmups,
-        bounded=model.max_active_dims is not None,
+        has_term_limit=model.max_active_dims is not None,
         world=job.world,
     )
     # Evaluations compare models, and begin when alpha of entmax and the weights of the penalties
@@ -682,8 +682,8 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Tr
 def filled_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBatches:
     """Create a ``batch_sampler`` for sentence-transformers with full batches of distinct texts.
 
-    The stock sampler makes short batches, down to a single pair, where a query or a document
-    occurs in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches. Short ones are
+    The stock sampler makes short batches, down to a single pair, if a query or a document occurs
+    in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches, and short batches are
     filled with rows that the epoch has already had.
     """
     settings["drop_last"] = True
@@ -702,17 +702,17 @@ def _batches_of_texts(
 ) -> TrainingBatches:
     """Create batches in which no text of a data set occurs twice.
 
-    The arguments up to `generator` are those that sentence-transformers passes to a
-    ``batch_sampler``.
+    sentence-transformers calls this as a ``batch_sampler``, with all arguments except `lengths`.
 
     Args:
         dataset: data set whose columns are texts, except for labels.
-        batch_size: rows per batch.
-        drop_last: whether short batches are filled.
-        seed: seed of the order, together with the number of the epoch.
+        batch_size: number of rows of a full batch.
+        drop_last: whether all batches must be full. Short batches are filled, not dropped.
+        seed: seed of the random order of rows, which differs between epochs.
         valid_label_columns: names of the columns that are not texts.
-        generator: ignored; the order follows from the seed.
-        lengths: length of each row's document, if batches have documents of similar length.
+        generator: ignored, because the order depends only on the seed.
+        lengths: length of each row's document, for batches of documents of similar length;
+            ``None`` for batches of random rows.
     """
     import numpy as np
 
@@ -720,18 +720,18 @@ def _batches_of_texts(
     from tilefold.retrieval.data.lazy_documents import id_key
 
     excluded = {"dataset_name", *(valid_label_columns or ())}
-    # A key of 64 bits for each text, by which equal texts are recognized.
+    # a 64-bit hash of each text, by which equal texts are recognized
     keys_by_column = [
         np.fromiter(map(id_key, dataset[name]), np.uint64, len(dataset))
         for name in dataset.column_names
         if name not in excluded
     ]
-    keys = np.column_stack(keys_by_column)
+    keys = np.column_stack(keys_by_column)  # [n_rows, n_columns]
     return TrainingBatches(
         lambda rows: keys[rows],
         len(dataset),
         batch_size,
-        drop_last=drop_last,
+        fill_batches=drop_last,
         seed=seed,
         lengths=None if lengths is None else np.asarray(lengths, np.int64),
     )

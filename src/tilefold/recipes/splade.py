@@ -72,7 +72,7 @@ def untrained_splade(
                 "another. Give those.",
             )
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as model_dir:
-            recipe.start(list(documents.values())).save_pretrained(model_dir)
+            recipe.build_model(list(documents.values())).save_pretrained(model_dir)
             _cache_model(Path(model_dir), folder)
             return loading.load_saved(model_dir, "sparse")
 

@@ -150,7 +150,7 @@ def test_another_model_is_refused_unless_it_is_allowed(
     tmp_path: Path,
 ) -> None:
     lm = small_masked_lm(tmp_path / "lm", seed=1)
-    other_model = ColbertRecipe(base_model=str(lm), dimension=8).start()
+    other_model = ColbertRecipe(base_model=str(lm), dimension=8).build_model()
 
     with pytest.raises(DataError, match=r"model: .* not the model that made the index"):
         replace(parts, model=other_model).searcher()

@@ -48,7 +48,7 @@ def late(late_folder: Path, request: pytest.FixtureRequest) -> Any:
         max_length=24,
         expand_queries=request.param,
     )
-    return recipe.start().to("cpu")
+    return recipe.build_model().to("cpu")
 
 
 @pytest.fixture
@@ -380,7 +380,7 @@ def test_expanded_queries_are_tokenised_as_stock_tokenises_them(
         max_length=24,
         expand_queries=True,
     )
-    model = recipe.start().to("cpu")
+    model = recipe.build_model().to("cpu")
     model[0].query_expansion |= {"attend": attend}
     accelerate(model)
     preprocess = model[0].preprocess
