@@ -31,6 +31,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -246,7 +247,8 @@ def _search_sparse(
     from tilefold.retrieval.index import build_index, hits_to_run
     from tilefold.retrieval.vectors.sparse_files import read_vectors
 
-    with fused_head(model, config.fused), tempfile.TemporaryDirectory() as folder:
+    head = fused_head(model) if config.fused else nullcontext()
+    with head, tempfile.TemporaryDirectory() as folder:
         encode_collection(
             model,
             collection.contents(),

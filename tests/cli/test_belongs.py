@@ -259,9 +259,12 @@ def test_fresh_weights_and_other_tokenizers_are_refused(
         ignore=shutil.ignore_patterns("tok*", "vocab*", "special*"),
     )
     for model, message in (
-        (headless, "has no masked-LM head (its config.json names BertModel)"),
+        (headless, "has no masked-LM head (its config.json lists BertModel)"),
         (lying, "weights are not in its files and would be random, cls.predictions"),
-        (speechless, f"tokens and its embeddings {VOCABULARY}: the tokenizer's files are missing"),
+        (
+            speechless,
+            f"tokens, but there are {VOCABULARY} word embeddings: the tokenizer's files are missing",
+        ),
     ):
         for verb in (("encode",), ("train", "--steps", "0")):
             fails(

@@ -192,7 +192,9 @@ def test_token_weights_go_on_from_a_trained_model(tiny_lm: str, tmp_path: Path) 
     again = built(str(tmp_path), MlpSpec())
     assert torch.equal(again[1].linear.weight, first[1].linear.weight)
     torch.testing.assert_close(vectors(again)[1], vectors(first)[1], rtol=0, atol=0)
-    refused(ValueError, "set scale as it was", built, str(tmp_path), MlpSpec(scale=0.5))
+    refused(
+        ValueError, "set scale only if the base model", built, str(tmp_path), MlpSpec(scale=0.5)
+    )
 
 
 def test_what_stock_computes_becomes_stock(tiny_lm: str, tmp_path: Path) -> None:
@@ -285,9 +287,12 @@ def test_a_side_can_keep_the_lowest_layers_alone(tmp_path: Path, kind: str) -> N
             "ignore_ids must be empty with pooling 'cls'",
         ),
         (partial(TokenWeights, 8, 9, activation="gelu"), "activation must be one of"),
-        ((BinarySpec(),), "a shared encoder needs a network"),
-        ((BinarySpec(), IdfSpec()), "one side must have a network"),
-        ((MlmSpec(), MlmSpec(shared_network=True)), "set it on the query side"),
+        ((BinarySpec(),), "has no network, so it cannot encode both"),
+        ((BinarySpec(), IdfSpec()), "must have a network, got kinds"),
+        (
+            (MlmSpec(), MlmSpec(shared_network=True)),
+            "set shared_network on the query encoder instead",
+        ),
         (
             (MlpSpec(shared_network=True), MlmSpec()),
             "a network for the task 'feature-extraction'",
@@ -302,7 +307,7 @@ def test_wrong_records_are_refused_by_name(tiny_lm: str, made: Any, said: str) -
     ("text", "said"),
     [
         ('{"a', "idf must name a JSON file of token -> weight, got .*: Unterminated string"),
-        ("[1]", "idf must name a JSON file of token -> weight, got no token of the model in"),
+        ("[1]", "idf must name a JSON file of token -> weight, got a list in"),
         ('{"a": NaN}', "idf: the weight of 'a' in .*: expected a number of at least 0, got nan"),
         ('{"a": "3"}', "idf: the weight of 'a' in .*: expected a number of at least 0, got '3'"),
         (
@@ -329,5 +334,5 @@ def test_files_of_weights_that_belong_elsewhere_are_refused(
 
 
 def test_document_frequencies_need_texts(tiny_lm: str) -> None:
-    message, base = "needs texts to count document frequencies in", Base(tiny_lm, max_length=32)
+    message, base = "counts document frequencies in sample texts", Base(tiny_lm, max_length=32)
     refused(ValueError, message, build_encoder, IdfSpec(), MlmSpec(), base)

@@ -173,7 +173,9 @@ def test_configurations_that_are_broken_name_no_head(tmp_path: Path, named: str)
     (tmp_path / "config.json").write_text(f'{{"architectures": {named}}}')
     (tmp_path / "config_sentence_transformers.json").write_text('{"model_type": []}')
     assert loading.saved_kind(str(tmp_path)) == "backbone"
-    refused(ValueError, "its config.json names nothing", loading.check_masked_lm, str(tmp_path))
+    refused(
+        ValueError, "its config.json lists no architecture", loading.check_masked_lm, str(tmp_path)
+    )
 
 
 def test_missing_and_other_weights_are_refused_with_the_extra_or_both_checksums(

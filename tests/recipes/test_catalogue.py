@@ -528,7 +528,7 @@ def test_the_splade_recipe_goes_on_from_all_modules_of_a_sparse_encoder(
         query=BinarySpec(),
         document=SparseEncoderSpec(),
     )
-    refused(ValueError, "leave the query encoder out", two_encoders.start, texts)
+    refused(ValueError, "leave the query encoder out", two_encoders.build_model, texts)
 
 
 def test_a_recipe_has_losses_of_its_own_and_the_names_of_the_module() -> None:

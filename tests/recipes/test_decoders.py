@@ -482,7 +482,7 @@ def test_bge_m3_reads_its_published_head_and_weighs_tokens_by_hand(tmp_path: Pat
     )
     refused(
         ValueError,
-        r"must fit states of width 32, got \[1, 5\]",
+        r"weight of shape \[1, 5\], expected \[1, 32\]",
         built,
         str(base),
         BgeM3Spec(),
@@ -514,17 +514,17 @@ def test_a_pickle_of_more_than_tensors_is_not_run(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "sparse_linear.pt"
     torch.save({"weight": Harmful()}, path)
-    message = r"must hold tensors alone, .* it was not run\. Load it where you trust it"
+    message = r"must hold only tensors, .* no code in it was run\. If you trust the file, load it"
     refused(ValueError, message, load_sparse_linear, path)
     path.write_bytes(pickle.dumps(Harmful(), protocol=2))
-    refused(ValueError, "must hold tensors alone", load_sparse_linear, path)
+    refused(ValueError, "must hold only tensors", load_sparse_linear, path)
     assert not (tmp_path / "harmed").exists()
     torch.save({"weight": torch.full((1, 4), torch.nan), "bias": torch.zeros(1)}, path)
     refused(ValueError, "must hold finite numbers, got NaN", load_sparse_linear, path)
     torch.save({"weight": 1, "bias": 2}, path)
-    refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
+    refused(ValueError, r"must hold `weight` \[1, D\] and `bias` \[1\]", load_sparse_linear, path)
     torch.save(torch.nn.Linear(4, 2).state_dict(), path)
-    refused(ValueError, r"must hold weight \[1, D\] and bias \[1\]", load_sparse_linear, path)
+    refused(ValueError, r"must hold `weight` \[1, D\] and `bias` \[1\]", load_sparse_linear, path)
 
 
 def test_an_interrupted_run_of_adapters_goes_on(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tilefold._internal.arguments import path_of
 from tilefold._internal.typing import Module, Tensor, Transformer
@@ -16,23 +16,26 @@ from tilefold.recipes.loading import seeded
 HEAD_FILES = ("sparse_linear.safetensors", "sparse_linear.pt")
 """Files with the sparse head, next to BGE-M3's weights; the first existing one is read."""
 UNWEIGHTED_TOKENS = ("cls", "sep", "bos", "eos", "pad", "unk")
-NEW_HEAD_WEIGHT_FACTOR = 0.1  # on the random weights of a new head
+NEW_HEAD_WEIGHT_FACTOR = 0.1  # scales the random weights of a new head
 
 
 @dataclass(frozen=True, kw_only=True)
 class BgeM3Spec(SharableSpec, kind="bge_m3"):
-    """Configuration of an encoder with BGE-M3's token weights, which it reads from a base model.
+    """Configuration of an encoder with the sparse head of BGE-M3, which computes token weights.
 
-    A base model without such weights gets a new head.
+    A base model without such a head gets a new one.
     """
+
+    transformer_task: ClassVar[str] = "feature-extraction"  # no LM head
 
     def build(self, base: Base) -> list[Module]:
         """Build a transformer and the linear layer that computes a weight for every token.
 
-        The layer is loaded from the base model if that has one, and is new otherwise.
+        The layer is loaded from the base model if it has one, and is new otherwise.
 
         Args:
-            base: base model, maximum length and seed.
+            base: the recipe's base model, maximum length and seed. ``base.network`` is the document
+                encoder's Transformer, which is reused if `shared_network` is set.
 
         Returns:
             The transformer without an LM head, and its :class:`tilefold.modules.TokenWeights`.
@@ -41,11 +44,11 @@ class BgeM3Spec(SharableSpec, kind="bge_m3"):
 
         from tilefold.modules import TokenWeights
 
-        base_model = self.base_model or base.base_model
+        base_model = self.model_name(base)
         if self.shared_network:
-            transformer = self.document_network(base, "feature-extraction")
+            transformer = self.document_network(base)
         else:
-            transformer = load_transformer(base_model, base, "feature-extraction")
+            transformer = load_transformer(base_model, base, self.transformer_task)
         vocab_size = transformer.model.get_input_embeddings().num_embeddings
         with seeded(base.seed):
             head = TokenWeights(
@@ -57,8 +60,8 @@ class BgeM3Spec(SharableSpec, kind="bge_m3"):
         if head_file is not None:
             _load_head(head, head_file)
             return [transformer, head]
-        # Every token begins with a weight near 1. A random layer and relu would leave many texts
-        # without any weight.
+        # Every token starts with a weight near 1. With a random layer, relu would set all weights
+        # of many texts to 0.
         with torch.no_grad():
             head.linear.weight.mul_(NEW_HEAD_WEIGHT_FACTOR)
             head.linear.bias.fill_(1.0)
@@ -97,20 +100,21 @@ def _find_head(base_model: str) -> str | None:
 
 
 def _load_head(head: Module, path: str) -> None:
-    """Load the linear layer of a new :class:`tilefold.modules.TokenWeights` from a file, in place.
+    """Load the linear layer of a new :class:`tilefold.modules.TokenWeights` from a file.
 
     Args:
-        head: the module; its ``linear`` maps states of width D to one weight.
+        head: the module, changed in place. Its linear layer maps states of width D to one weight.
         path: file of BGE-M3's sparse head.
 
     Raises:
-        ValueError: if the file has no such weights, or belongs to a model of another width.
+        ValueError: if the file has no such layer, or the layer has another width than D.
     """
     state = load_sparse_linear(path)
-    shape = state["weight"].shape
-    if shape != head.linear.weight.shape:
+    shape = list(state["weight"].shape)
+    expected_shape = list(head.linear.weight.shape)
+    if shape != expected_shape:
         raise ValueError(
-            f"{path} must fit states of width {head.hidden_size}, got {list(shape)}; it belongs to "
+            f"{path} has a weight of shape {shape}, expected {expected_shape}; the file belongs to "
             "another model.",
         )
     head.linear.load_state_dict(state)
@@ -119,7 +123,7 @@ def _load_head(head: Module, path: str) -> None:
 def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
     """Read the sparse head of BGE-M3 from a file, as FlagEmbedding saves it.
 
-    A ``.pt`` file is a pickle: it is read as tensors alone, and no code of it runs.
+    A ``.pt`` file is a pickle. Only tensors are read from it, and no code in it runs.
 
     Args:
         path: ``.safetensors`` or ``.pt`` file of the state of an ``nn.Linear(D, 1)``.
@@ -128,7 +132,7 @@ def load_sparse_linear(path: str | Path) -> dict[str, Tensor]:
         ``{"weight": [1, D], "bias": [1]}`` in fp32.
 
     Raises:
-        ValueError: if the file has anything else, or numbers that are not finite.
+        ValueError: if the file holds anything else, or numbers that are not finite.
     """
     path = path_of("path", path)
     state = _read_tensors(path)
@@ -143,7 +147,7 @@ def _read_tensors(path: Path) -> Any:
         path: ``.safetensors`` file, or a file of ``torch.save``.
 
     Returns:
-        The content, a dictionary of tensors in a valid file.
+        The content, which should be a dictionary of tensors.
 
     Raises:
         ValueError: if the file cannot be read, or holds something other than tensors.
@@ -164,22 +168,22 @@ def _read_tensors(path: Path) -> Any:
         AttributeError,
     ) as error:
         raise ValueError(
-            f"{path} must hold tensors alone, got a file that cannot be read as such; it was not "
-            "run. Load it where you trust it, and save its state_dict with safetensors as "
+            f"{path} must hold only tensors, but cannot be read as such; no code in it was run. If "
+            "you trust the file, load it yourself, and save its state_dict with safetensors as "
             "sparse_linear.safetensors.",
         ) from error
 
 
 def _check_linear(state: Any, path: Path) -> None:
-    """Refuse anything but the finite weights of a linear layer with one output.
+    """Raise an error if a file does not hold the finite weights of a linear layer with one output.
 
     Args:
-        state: content of the file, a dictionary of tensors if the file is valid.
-        path: the file, which the error names.
+        state: content of the file, which should be a dictionary of tensors.
+        path: path of the file, for the error message.
 
     Raises:
-        ValueError: for other names or shapes than ``weight [1, D]`` and ``bias [1]``, or for NaN
-            or infinity.
+        ValueError: if names and shapes differ from ``weight [1, D]`` and ``bias [1]``, or if a
+            number is NaN or infinite.
     """
     import torch
 
@@ -188,19 +192,13 @@ def _check_linear(state: Any, path: Path) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 shapes[name] = list(value.shape)
-    weight_shape = shapes.get("weight", [])
-    is_linear = (
-        set(shapes) == {"weight", "bias"}
-        and len(weight_shape) == 2
-        and weight_shape[0] == 1
-        and shapes["bias"] == [1]
-    )
-    if not is_linear:
+    width = shapes.get("weight", [0])[-1]
+    if shapes != {"weight": [1, width], "bias": [1]}:
         raise ValueError(
-            f"{path} must hold weight [1, D] and bias [1] of a linear layer to one number, got "
-            f"{shapes or type(state)}.",
+            f"{path} must hold `weight` [1, D] and `bias` [1] of a linear layer with one output, "
+            f"got {shapes or type(state)}.",
         )
     if not all(bool(value.isfinite().all()) for value in state.values()):
         raise ValueError(
-            f"{path} must hold finite numbers, got NaN or infinity; fetch the file again.",
+            f"{path} must hold finite numbers, got NaN or infinity; download the file again.",
         )

@@ -7,27 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
-from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.arguments import ArgumentError, check_choice
 from tilefold._internal.typing import Module, SparseEncoder, Transformer
-from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, Settings, checked, one_of
+from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, Settings, checked
 
 E = TypeVar("E", bound="EncoderSpec")
 
 
 @dataclass(frozen=True)
 class Base:
-    """Starting points of the query encoder and the document encoder of a model.
+    """Settings of a model that its query encoder and document encoder have in common.
 
     Attributes:
-        base_model: base model of encoders that name none: ``"minilm"``, a folder or a Hugging Face
-            name.
-        max_length: maximum tokens per text; saved with the model.
+        base_model: base model of encoders that have none of their own: ``"minilm"``, a folder or a
+            Hugging Face name.
+        max_length: maximum number of tokens per text; saved with the model.
         texts: sample documents, for the decoder bias of ``"minilm"`` and for document frequencies.
         seed: seed of new parameters and of samples.
         start_percentile: initial decoder bias of ``"minilm"``, see
             :func:`tilefold.recipes.minilm_splade`.
-        vocab_size: vocabulary size of the encoder with a network, which is built first.
-        network: network of that encoder, for a query encoder that shares it or its tokenizer.
+        vocab_size: vocabulary size of the encoder that is built first; 0 while it is built.
+        network: ``Transformer`` of the encoder that is built first. The second encoder may share
+            it, or take its tokenizer.
     """
 
     base_model: str
@@ -43,22 +44,22 @@ class Base:
 class EncoderSpec(Settings, ABC):
     """Configuration of the query encoder, the document encoder, or one encoder of both.
 
-    Every kind of encoder has a class of its own, such as :class:`MlmSpec`. JSON names the kind:
+    Every kind of encoder has its own class, such as :class:`MlmSpec`. JSON names the kind:
     ``EncoderSpec.from_dict({"kind": "mlm", "top_k": 256})``.
 
     Attributes:
-        kind: kind of the encoder, which decides about its other fields: ``"mlm"``, ``"cls_mlm"``,
+        kind: kind of the encoder, which determines its other fields: ``"mlm"``, ``"cls_mlm"``,
             ``"epic"``, ``"mlp"``, ``"binary"``, ``"idf"``, ``"causal"``, ``"bidirectional"``,
             ``"echo"``, ``"prosper"``, ``"bge_m3"``, ``"splate"`` or ``"sparse_encoder"``.
         base_model: base model of this encoder: ``"minilm"``, a folder or a Hugging Face name;
-            ``None`` takes the recipe's.
+            ``None`` for the recipe's base model.
     """
 
     kind: ClassVar[str] = "mlm"
     has_network: ClassVar[bool] = True
     """Whether the encoder runs a Transformer."""
     has_routes: ClassVar[bool] = False
-    """Whether one encoder of both sides encodes queries and documents in different ways."""
+    """Whether an encoder of both sides encodes queries and documents in different ways."""
     classes: ClassVar[dict[str, type[EncoderSpec]]] = {}
     """Kind of encoder -> its class."""
 
@@ -75,12 +76,16 @@ class EncoderSpec(Settings, ABC):
     def build(self, base: Base) -> list[Module]:
         """Build the modules of the encoder; the last one returns sparse vectors."""
 
+    def model_name(self, base: Base) -> str:
+        """Return the base model of this encoder, which is the recipe's if the encoder has none."""
+        return self.base_model or base.base_model
+
     def build_model(self, base: Base, device: str | None = None) -> SparseEncoder:
         """Build a ``SparseEncoder`` that encodes queries and documents with this encoder.
 
         Args:
-            base: base model, maximum length, seed and sample texts.
-            device: as in sentence-transformers, which chooses by default.
+            base: the recipe's base model, maximum length, seed and sample texts.
+            device: device of the model; default: chosen by sentence-transformers.
 
         Raises:
             ValueError: if the encoder has no network.
@@ -89,7 +94,8 @@ class EncoderSpec(Settings, ABC):
 
         if not self.has_network:
             raise ValueError(
-                f"a shared encoder needs a network, which kind {self.kind!r} has not.",
+                f"kind {self.kind!r} has no network, so it cannot encode both queries and "
+                "documents; set a document encoder with a network.",
             )
         return SparseEncoder(
             modules=self.build(base),
@@ -100,7 +106,7 @@ class EncoderSpec(Settings, ABC):
 
     @property
     def max_active_terms(self) -> int | None:
-        """Number of largest weights that the model keeps of a text; ``None`` for all."""
+        """Number of largest weights that the model keeps per text; ``None`` keeps all."""
         return None
 
     @property
@@ -110,7 +116,7 @@ class EncoderSpec(Settings, ABC):
 
     @property
     def adds_adapters(self) -> bool:
-        """Whether the encoder has new adapters, which training merges at its end."""
+        """Whether training adds adapters to the encoder, and merges them at the end."""
         return False
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,29 +129,27 @@ class EncoderSpec(Settings, ABC):
 
     @classmethod
     def from_dict(cls: type[E], values: dict[str, Any]) -> E:
-        """Create the encoder spec that a JSON object describes; the inverse of `to_dict`.
+        """Create an encoder spec from a JSON object; the inverse of `to_dict`.
 
-        The kind decides about the class of the spec: ``{"kind": "mlm", "top_k": 256}`` becomes an
-        :class:`MlmSpec`.
+        The kind selects the class: ``{"kind": "mlm", "top_k": 256}`` becomes an :class:`MlmSpec`.
 
         Args:
-            values: the kind and the fields. A field that is ``None`` takes its default. Values
-                without a kind describe a spec of this class.
+            values: the kind and the fields. A field that is ``None`` takes its default. Without a
+                kind, the result is a spec of this class.
 
         Raises:
-            ValueError: for an unknown kind, a field that the kind does not have, or a value out of
-                range.
+            ValueError: if the kind is unknown, a field does not belong to the kind, or a value is
+                out of range.
         """
         settings = {name: value for name, value in values.items() if value is not None}
         kind = settings.pop("kind", cls.kind)
-        classes = {
-            class_kind: encoder_class
-            for class_kind, encoder_class in EncoderSpec.classes.items()
+        subclasses = {
+            name: encoder_class
+            for name, encoder_class in EncoderSpec.classes.items()
             if issubclass(encoder_class, cls)
         }
-        check_kind = one_of(*sorted(classes))
-        check_kind("kind", kind)
-        encoder_class = classes[kind]
+        check_choice("kind", kind, sorted(subclasses))
+        encoder_class = subclasses[kind]
         field_names = [setting.name for setting in fields(encoder_class)]
         for name in settings:
             if name not in field_names:
@@ -162,12 +166,14 @@ class SharableSpec(EncoderSpec):
     """Configuration of an encoder that can run the network of the document encoder.
 
     Attributes:
-        shared_network: whether queries run the network of the document encoder, with a pooling of
-            their own.
+        shared_network: whether queries run the network of the document encoder, with their own
+            pooling.
     """
 
     network_fields: ClassVar[tuple[str, ...]] = ("base_model",)
-    """Fields that configure the network, and not the pooling of its states or logits."""
+    """Fields that configure the network, rather than the pooling of its states or logits."""
+    transformer_task: ClassVar[str | None] = None
+    """Task of the ``Transformer`` module, such as ``"fill-mask"``; ``None`` for any task."""
 
     shared_network: bool = checked(False, BOOLEAN)
 
@@ -188,23 +194,24 @@ class SharableSpec(EncoderSpec):
         """Whether this query encoder runs the network of the document encoder."""
         return self.shared_network
 
-    def document_network(self, base: Base, task: str | None) -> Transformer:
+    def document_network(self, base: Base) -> Transformer:
         """Return the network of the document encoder, for a query encoder that shares it.
 
         Args:
-            base: starting points of the encoders. ``base.network`` is the document encoder's
-                Transformer; ``None`` if the document encoder has none.
-            task: task that the network must have, such as ``"fill-mask"``; ``None`` allows any.
+            base: settings of the model. ``base.network`` is the document encoder's Transformer, or
+                ``None`` if the document encoder has none.
 
         Raises:
-            ValueError: if the document encoder has no network for the task.
+            ValueError: if the document encoder has no network for this encoder's task.
         """
         network = base.network
+        task = self.transformer_task
         if network is None or (task is not None and network.transformer_task != task):
             expected = "a network" if task is None else f"a network for the task {task!r}"
             raise ArgumentError(
                 "shared_network",
-                f"the document side must have {expected}, as kind {self.kind!r} does; leave it "
-                "out, and the query side gets a network of its own.",
+                f"the document encoder must have {expected}, because query encoders of kind "
+                f"{self.kind!r} need it; leave shared_network out, and the query encoder gets its "
+                "own network.",
             )
         return network

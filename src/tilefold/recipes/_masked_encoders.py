@@ -19,13 +19,13 @@ from tilefold.recipes.loading import (
     seeded,
 )
 
-# the poolings and activations of HeadPooling, repeated because its module imports torch
+# The poolings and activations of HeadPooling are repeated here, because its module imports torch.
 POOLINGS = ("max", "sum", "mean", "cls", "last")
 ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "log1p_softplus", "none")
-# initial factor on the logits of backbones whose LM head gives large logits (arXiv 2606.18811)
-SMALL_HEAD_SCALE = 1 / 16
-SMALL_HEAD_MODELS = ("modernbert", "modernbert-decoder")  # model types; Ettin has them too
-EPIC_TERMS = 1000  # terms of a passage that the paper of EPIC keeps
+# initial factor on the logits of networks whose LM head computes large logits (arXiv 2606.18811)
+LARGE_LOGITS_SCALE = 1 / 16
+LARGE_LOGITS_MODELS = ("modernbert", "modernbert-decoder")  # model types, also of Ettin
+EPIC_TERMS = 1000  # number of terms per passage in the paper of EPIC
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +110,7 @@ class MlmSpec(PooledHeadSpec, kind="mlm"):
     """
 
     network_fields: ClassVar[tuple[str, ...]] = ("base_model", "layers")
+    transformer_task: ClassVar[str] = "fill-mask"
 
     layers: int | None = checked(None, integer())
 
@@ -117,16 +118,16 @@ class MlmSpec(PooledHeadSpec, kind="mlm"):
         """Build a masked language model and the pooling of its logits.
 
         Args:
-            base: base model, maximum length and seed; and the document encoder's network, for
-                queries that share it.
+            base: the recipe's base model, maximum length and seed. ``base.network`` is the document
+                encoder's Transformer, which is reused if `shared_network` is set.
         """
         if self.shared_network:
-            transformer = self.document_network(base, "fill-mask")
+            transformer = self.document_network(base)
         else:
             transformer = load_transformer(
-                self.base_model or base.base_model,
+                self.model_name(base),
                 base,
-                "fill-mask",
+                self.transformer_task,
                 layers=self.layers,
             )
         return [
@@ -137,13 +138,14 @@ class MlmSpec(PooledHeadSpec, kind="mlm"):
 
 @dataclass(frozen=True, kw_only=True)
 class ClsMlmSpec(HeadSpec, kind="cls_mlm"):
-    """Configuration of an encoder that reads the logits of the first token alone (TILDE).
+    """Configuration of an encoder that reads only the logits of the first token (TILDE).
 
     Attributes:
         layers: number of lowest layers of the base model that are kept; ``None`` keeps all.
     """
 
     network_fields: ClassVar[tuple[str, ...]] = ("base_model", "layers")
+    transformer_task: ClassVar[str] = "fill-mask"
 
     layers: int | None = checked(None, integer())
 
@@ -151,16 +153,16 @@ class ClsMlmSpec(HeadSpec, kind="cls_mlm"):
         """Build a masked language model and a pooling that reads the first token's logits.
 
         Args:
-            base: base model, maximum length and seed; and the document encoder's network, for
-                queries that share it.
+            base: the recipe's base model, maximum length and seed. ``base.network`` is the document
+                encoder's Transformer, which is reused if `shared_network` is set.
         """
         if self.shared_network:
-            transformer = self.document_network(base, "fill-mask")
+            transformer = self.document_network(base)
         else:
             transformer = load_transformer(
-                self.base_model or base.base_model,
+                self.model_name(base),
                 base,
-                "fill-mask",
+                self.transformer_task,
                 first_token=True,
                 layers=self.layers,
             )
@@ -190,13 +192,15 @@ class EpicSpec(EncoderSpec, kind="epic"):
     def build(self, base: Base) -> list[Module]:
         """Build a masked language model, and EPIC's pooling of its logits and hidden states.
 
+        EPIC is arXiv 2004.14245.
+
         Args:
-            base: base model, maximum length and seed.
+            base: the recipe's base model, maximum length and seed.
         """
         from tilefold.modules import EpicPooling
 
         transformer = load_transformer(
-            self.base_model or base.base_model,
+            self.model_name(base),
             base,
             "fill-mask",
             layers=self.layers,
@@ -226,6 +230,7 @@ class MlpSpec(SharableSpec, kind="mlp"):
     """
 
     network_fields: ClassVar[tuple[str, ...]] = ("base_model", "layers")
+    transformer_task: ClassVar[str] = "feature-extraction"  # no LM head
 
     activation: str = checked("relu", one_of(*ACTIVATIONS))
     scale: float | None = checked(None, POSITIVE)
@@ -234,61 +239,76 @@ class MlpSpec(SharableSpec, kind="mlp"):
     layers: int | None = checked(None, integer())
 
     def build(self, base: Base) -> list[Module]:
-        """Build a transformer without its LM head, and a layer with a weight for every token.
+        """Build a transformer without its LM head, and a layer that computes a weight per token.
 
-        A base model that already has trained token weights keeps them.
+        If the base model has trained token weights, they are loaded.
 
         Args:
-            base: base model, maximum length and seed; and the document encoder's network and
-                vocabulary size, for queries that share them.
+            base: the recipe's base model, maximum length and seed; and the vocabulary size of the
+                document encoder. ``base.network`` is the document encoder's Transformer, which is
+                reused if `shared_network` is set.
         """
-        import torch
-
         from tilefold.modules import TokenWeights
 
         if self.shared_network:
-            transformer = self.document_network(base, "feature-extraction")
+            transformer = self.document_network(base)
         else:
             transformer = load_transformer(
-                self.base_model or base.base_model,
+                self.model_name(base),
                 base,
-                "feature-extraction",
+                self.transformer_task,
                 layers=self.layers,
             )
+        # A document encoder, if there is one, has set the vocabulary size.
         n_embeddings = transformer.model.get_input_embeddings().num_embeddings
+        vocab_size = base.vocab_size or n_embeddings
         special_ids = transformer.tokenizer.all_special_ids
         with seeded(base.seed):
             weights = TokenWeights(
                 transformer.get_embedding_dimension(),
-                base.vocab_size or n_embeddings,  # 0 if no other encoder was built before
+                vocab_size,
                 activation=self.activation,
                 scale=self.scale,
                 ignore_ids=special_ids if self.drop_special_tokens else (),
                 saturation=self.saturation,
             )
-            # Every token starts with a positive weight. Otherwise half of the tokens, or all of a
-            # text, would have no weight and no gradient.
-            initial_weight = 1.0 if self.saturation is None else self.saturation
-            torch.nn.init.constant_(weights.linear.bias, initial_weight)
-            if self.saturation is not None:
-                torch.nn.init.zeros_(weights.linear.weight)
-        _load_token_weights(weights, self.base_model or base.base_model)
+            _set_initial_token_weights(weights, self.saturation)
+        _load_token_weights(weights, self.model_name(base))
         return [transformer, weights]
 
 
-def _load_token_weights(weights: Module, base_model: str) -> None:
-    """Load trained token weights from a base model, in place; do nothing if it has none.
+def _set_initial_token_weights(weights: Module, saturation: float | None) -> None:
+    """Let every token start with a positive weight.
+
+    Otherwise relu would set the weights of about half of the tokens to 0, without a gradient.
 
     Args:
-        weights: the new :class:`tilefold.modules.TokenWeights`.
+        weights: the new :class:`tilefold.modules.TokenWeights`, changed in place.
+        saturation: weight that counts half when texts are encoded, with which all tokens start;
+            ``None`` for weights that start near 1.
+    """
+    import torch
+
+    if saturation is None:
+        torch.nn.init.constant_(weights.linear.bias, 1.0)
+    else:
+        torch.nn.init.constant_(weights.linear.bias, saturation)
+        torch.nn.init.zeros_(weights.linear.weight)
+
+
+def _load_token_weights(weights: Module, base_model: str) -> None:
+    """Load trained token weights from a base model, if it has any.
+
+    Args:
+        weights: the new :class:`tilefold.modules.TokenWeights`, changed in place.
         base_model: ``"minilm"``, a folder or a Hugging Face name.
 
     Raises:
-        ValueError: if the parameters of the base model's token weights have other names or shapes.
+        ValueError: if the saved parameters and the new ones differ in names or shapes.
     """
     from tilefold.modules import TokenWeights, load_encoder
 
-    if base_model == "minilm":
+    if base_model == "minilm":  # the packaged model, which has no token weights
         return
     if not any(name.endswith(".TokenWeights") for name in saved_modules(base_model)):
         return
@@ -299,8 +319,8 @@ def _load_token_weights(weights: Module, base_model: str) -> None:
     if expected_shapes != saved_shapes:
         raise ValueError(
             f"base_model: the token weights of {base_model} have the parameters {saved_shapes}, "
-            f"and the encoder asked for {expected_shapes}; set scale as it was, or start from "
-            "another model.",
+            f"but the encoder has {expected_shapes}; set scale only if the base model was trained "
+            "with it, or use another base model.",
         )
     weights.load_state_dict(trained.state_dict())
 
@@ -311,9 +331,9 @@ def _parameter_shapes(module: Module) -> dict[str, list[int]]:
 
 
 def default_logit_scale(transformer: Transformer) -> float:
-    """Return the initial factor on the logits of a backbone: 1/16 for ModernBERT, else 1."""
+    """Return the initial factor on a network's logits: 1/16 for ModernBERT and Ettin, or else 1."""
     model_type = str(getattr(transformer.model.config, "model_type", ""))
-    return SMALL_HEAD_SCALE if model_type in SMALL_HEAD_MODELS else 1.0
+    return LARGE_LOGITS_SCALE if model_type in LARGE_LOGITS_MODELS else 1.0
 
 
 def head_rows(transformer: Transformer) -> int:
@@ -329,16 +349,17 @@ def load_transformer(
     layers: int | None = None,
     output_hidden_states: bool = False,
 ) -> Transformer:
-    """Load the stock ``Transformer`` of a base model. No remote code runs.
+    """Load a base model as a ``Transformer`` module, without running remote code.
 
     Args:
         base_model: ``"minilm"``, a folder or a Hugging Face name.
-        base: maximum length, seed and sample texts.
-        task: ``"fill-mask"`` keeps the LM head, ``"feature-extraction"`` drops it.
+        base: the maximum length; and the seed and sample texts for ``"minilm"``. Its own
+            ``base_model`` is not read.
+        task: ``"fill-mask"`` to load the LM head, ``"feature-extraction"`` to drop it.
         first_token: whether only the logits of first tokens are read; the decoder bias of
             ``"minilm"`` depends on it.
         layers: number of lowest layers to keep; ``None`` keeps all.
-        output_hidden_states: whether the network returns its hidden states, too; saved in its
+        output_hidden_states: whether the network also returns its hidden states; saved in its
             configuration.
     """
     from sentence_transformers.base.modules import Transformer

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 
 from tilefold._internal.arguments import ArgumentError
 
-Check = Callable[..., None]
-"""Validator of a field: ``check(name, value, optional=False)`` raises a ``ValueError``."""
+Validator = Callable[..., None]
+"""Validator of a field: ``validate(name, value, optional=False)`` raises a ``ValueError``."""
 S = TypeVar("S", bound="Settings")
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ _ATTRIBUTE_ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILI
 _SPHINX_ROLE = re.compile(r":\w+:`~?([^`]*)`")
 
 
-def rule(accept: Callable[[Any], bool], expected: str) -> Check:
+def validator(accept: Callable[[Any], bool], expected: str) -> Validator:
     """Create a validator of a field from a condition.
 
     Args:
@@ -29,18 +29,18 @@ def rule(accept: Callable[[Any], bool], expected: str) -> Check:
 
     Returns:
         A function of a field's name, its value and whether ``None`` is valid too. It raises an
-        ``ArgumentError`` for a value that is not valid.
+        ``ArgumentError`` if the value is not valid.
     """
 
-    def check(name: str, value: object, optional: bool = False) -> None:
-        """Raise an ``ArgumentError`` unless the value of a field is valid."""
+    def validate(name: str, value: object, optional: bool = False) -> None:
+        """Raise an ``ArgumentError`` if the value of a field is not valid."""
         if optional and value is None:
             return
         if not accept(value):
             alternative = " or None" if optional else ""
             raise ArgumentError(name, f"expected {expected}{alternative}, got {value!r}.")
 
-    return check
+    return validate
 
 
 def is_integer(value: object, minimum: int) -> bool:
@@ -48,12 +48,15 @@ def is_integer(value: object, minimum: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
 
 
-def integer(minimum: int = 1) -> Check:
+def integer(minimum: int = 1) -> Validator:
     """Create a validator of integers of at least ``minimum``."""
-    return rule(lambda value: is_integer(value, minimum), f"a whole number of at least {minimum}")
+    return validator(
+        lambda value: is_integer(value, minimum),
+        f"a whole number of at least {minimum}",
+    )
 
 
-def number(accept: Callable[[float], bool], expected: str) -> Check:
+def finite_number(accept: Callable[[float], bool], expected: str) -> Validator:
     """Create a validator of finite numbers in a range.
 
     Args:
@@ -62,42 +65,46 @@ def number(accept: Callable[[float], bool], expected: str) -> Check:
     """
 
     def is_valid(value: object) -> bool:
-        """Return whether a value is a finite number in the range; ``True`` is no number."""
+        """Return whether a value is a finite number in the range; booleans are not numbers."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         return math.isfinite(value) and accept(value)
 
-    return rule(is_valid, f"a number {expected}")
+    return validator(is_valid, f"a number {expected}")
 
 
-def one_of(*names: str) -> Check:
+def one_of(*names: str) -> Validator:
     """Create a validator of a choice among names."""
-    return rule(lambda value: value in names, f"one of {', '.join(names)}")
+    return validator(lambda value: value in names, f"one of {', '.join(names)}")
 
 
-def nonempty_text(expected: str) -> Check:
-    """Create a validator of strings that are not empty."""
-    return rule(lambda value: isinstance(value, str) and value != "", expected)
+def nonempty_text(expected: str) -> Validator:
+    """Create a validator of strings that are not empty.
+
+    Args:
+        expected: description of a valid string, for the error message.
+    """
+    return validator(lambda value: isinstance(value, str) and value != "", expected)
 
 
-BOOLEAN = rule(lambda value: isinstance(value, bool), "True or False")
-POSITIVE = number(lambda value: value > 0, "greater than 0")
-NOT_NEGATIVE = number(lambda value: value >= 0, "of at least 0")
-RATIO = number(lambda value: 0 < value <= 1, "in (0, 1]")
+BOOLEAN = validator(lambda value: isinstance(value, bool), "True or False")
+POSITIVE = finite_number(lambda value: value > 0, "greater than 0")
+NOT_NEGATIVE = finite_number(lambda value: value >= 0, "of at least 0")
+RATIO = finite_number(lambda value: 0 < value <= 1, "in (0, 1]")
 MODEL_NAME = nonempty_text("'minilm', a folder or a model name")
-SEED = rule(
+SEED = validator(
     lambda value: is_integer(value, 0) and value < 2**32,
     "a whole number of at least 0 and below 2^32",
 )
 REGULARIZERS = ("flops", "l1", "l2", "df_flops", "anti_zero", "none")
 
 
-def checked(default: T, check: Check) -> T:
+def checked(default: T, validate: Validator) -> T:
     """Declare a field of :class:`Settings` with a default and a validator.
 
     ``None`` is a valid value if it is the default.
     """
-    return field(default=default, metadata={"check": check})
+    return field(default=default, metadata={"validate": validate})
 
 
 def _to_json(value: object) -> object:
@@ -115,9 +122,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            check = setting.metadata.get("check")
-            if check is not None:
-                check(setting.name, getattr(self, setting.name), setting.default is None)
+            validate = setting.metadata.get("validate")
+            if validate is not None:
+                validate(setting.name, getattr(self, setting.name), setting.default is None)
 
     def to_dict(self) -> dict[str, Any]:
         """Field names and values, as a JSON object."""
@@ -153,7 +160,7 @@ class Settings:
             values: name -> value. Fields that are left out take their defaults.
 
         Raises:
-            ValueError: for an unknown field, or a value out of range.
+            ValueError: if a field is unknown, or a value is out of range.
         """
         names = {field.name for field in fields(cls)}
         unknown = sorted(set(values) - names)
@@ -216,7 +223,7 @@ class TrainingSettings(Settings):
     fill_batches: bool = checked(False, BOOLEAN)
     mini_batch_size: int | None = checked(None, integer())
     learning_rate: float = checked(1e-4, POSITIVE)
-    warmup_ratio: float = checked(0.1, number(lambda value: 0 <= value < 1, "in [0, 1)"))
+    warmup_ratio: float = checked(0.1, finite_number(lambda value: 0 <= value < 1, "in [0, 1)"))
     similarity_scale: float = checked(1.0, POSITIVE)
     max_length: int = checked(128, integer())
     train_max_length: int | None = checked(None, integer())
@@ -232,8 +239,8 @@ class TrainingSettings(Settings):
     patience: int | None = checked(None, integer())
     seed: int = checked(0, SEED)
     attention: str | None = checked(None, one_of("softmax", "entmax"))
-    alpha: float | None = checked(None, number(lambda value: 1 <= value <= 2, "in [1, 2]"))
-    anneal_alpha: float = checked(0.0, number(lambda value: 0 <= value <= 1, "in [0, 1]"))
+    alpha: float | None = checked(None, finite_number(lambda value: 1 <= value <= 2, "in [1, 2]"))
+    anneal_alpha: float = checked(0.0, finite_number(lambda value: 0 <= value <= 1, "in [0, 1]"))
 
     def __post_init__(self) -> None:
         """Check each field by itself, and then fields that depend on each other."""
@@ -296,15 +303,16 @@ class RegularizerSpec(Settings):
     per_position: bool = checked(False, BOOLEAN)
 
     def __post_init__(self) -> None:
-        """Check each field by itself, and refuse options that the kind of penalty does not have."""
+        """Check each field, and raise an error for options that the kind of penalty lacks."""
         super().__post_init__()
         if self.kind == "anti_zero" and self.threshold is not None:
             raise ArgumentError(
                 "threshold",
-                f"must be None for kind {self.kind!r}, got {self.threshold}.",
+                f"must be None for kind 'anti_zero', which penalises all rows, got "
+                f"{self.threshold}.",
             )
         if self.kind == "df_flops" and self.per_position:
             raise ArgumentError(
                 "per_position",
-                "must be False for kind 'df_flops', whose frequencies are of all documents.",
+                "must be False for kind 'df_flops', which counts terms over all documents.",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from tilefold._internal.arguments import check_instance
 from tilefold._internal.typing import (
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class SplateSpec(EncoderSpec, kind="splate"):
-    """Configuration of an adapter between a frozen ColBERT, the base model, and an MLM head.
+    """Configuration of SPLATE: a frozen ColBERT, a trained adapter, and an MLM head.
+
+    The base model is the ColBERT.
 
     Attributes:
-        head_model: masked language model with the head, of the ColBERT's tokenizer and width.
+        head_model: masked language model with the head, and with the ColBERT's tokenizer and width.
         trainable: whether the bias of the head is trained, besides the adapter.
     """
 
@@ -39,29 +41,31 @@ class SplateSpec(EncoderSpec, kind="splate"):
     trainable: bool = checked(False, BOOLEAN)
 
     def build(self, base: Base) -> list[Module]:
-        """Build the modules of SPLATE: a frozen ColBERT, and a head that makes sparse vectors.
+        """Build the modules of SPLATE: a frozen ColBERT, and a head that computes sparse vectors.
 
         Args:
-            base: base model, which is the ColBERT, maximum length and seed.
+            base: the name of the ColBERT, the maximum length and the seed.
 
         Returns:
             The ColBERT's Transformer, and the MLM head with its new adapter.
 
         Raises:
-            ValueError: if the ColBERT has prompts, or does not fit the head.
+            ValueError: if the ColBERT has prompts, or does not have the tokenizer and width of the
+                head's model.
         """
-        colbert = ColbertRecipe(
-            self.base_model or base.base_model,
+        colbert_recipe = ColbertRecipe(
+            self.model_name(base),
             max_length=base.max_length,
             seed=base.seed,
-        ).build_model([])
-        # the modules alone are returned, so that prompts of the model would be lost
+        )
+        colbert = colbert_recipe.build_model()
+        # Only modules are returned, so prompts of the ColBERT would be lost.
         prompts = {name: text for name, text in colbert.prompts.items() if text}
         if prompts:
             raise ValueError(
-                f"the ColBERT of kind 'splate' must have no prompts here, got {prompts}; build it "
-                "with tilefold.recipes.encoders.splate_encoder, which keeps them, and a stock "
-                "trainer.",
+                f"kind 'splate' needs a ColBERT without prompts, got {prompts}; build the model "
+                "with tilefold.recipes.encoders.splate_encoder, which keeps prompts, and train it "
+                "with the SparseEncoderTrainer of sentence-transformers.",
             )
         masked_lm = load_transformer(self.head_model, base, "fill-mask")
         with seeded(base.seed):
@@ -82,18 +86,18 @@ def splate_encoder(
 ) -> SparseEncoder:
     """Build an untrained SPLATE: sparse vectors from a frozen ColBERT through an adapter.
 
-    The adapter is new. It maps the ColBERT's token states to the input of a frozen MLM head.
+    A new adapter maps the ColBERT's token states to the input of a frozen MLM head.
 
     Args:
         colbert: any ``MultiVectorEncoder`` on a text Transformer.
-        masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) of the same tokenizer
-            and width.
-        device: as in sentence-transformers, which chooses by default.
+        masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) with the same
+            tokenizer and width.
+        device: device of the model; default: chosen by sentence-transformers.
         options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of
             :class:`tilefold.modules.splate.SplateHead`.
 
     Raises:
-        ValueError: if the two models do not fit together.
+        ValueError: if the two models have different tokenizers or widths.
     """
     from sentence_transformers import SparseEncoder
 
@@ -108,18 +112,18 @@ def splate_modules(
     masked_lm: Transformer,
     **options: Any,
 ) -> list[Module]:
-    """Build the two modules of SPLATE: a ColBERT's Transformer, frozen, and an MLM head on it.
+    """Build the two modules of SPLATE: a ColBERT's frozen Transformer, and an MLM head on it.
 
     Args:
         colbert: any ``MultiVectorEncoder`` on a text Transformer.
-        masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) of the same tokenizer
-            and width. Its MLM head is copied.
+        masked_lm: a ``Transformer`` module (``transformer_task="fill-mask"``) with the same
+            tokenizer and width. Its MLM head is copied.
         options: ``adapter_size``, ``train_bias`` and ``logit_scale`` of
             :class:`tilefold.modules.splate.SplateHead`.
 
     Raises:
-        ValueError: if `colbert` does not begin with a Transformer, or `masked_lm` has another
-            width or tokenizer.
+        ValueError: if `colbert` does not begin with a Transformer, or if the two models have
+            different tokenizers or widths.
     """
     from sentence_transformers import MultiVectorEncoder as MultiVectorModel
     from sentence_transformers.base.modules import Transformer as TransformerModule
@@ -144,31 +148,46 @@ def splate_modules(
         raise ValueError(
             f"masked_lm must have ColBERT's width {width} and its tokenizer of "
             f"{len(colbert_vocabulary)} tokens, got width {head.hidden_size} and "
-            f"{len(head_vocabulary)} tokens; take the masked LM that the ColBERT was made of.",
+            f"{len(head_vocabulary)} tokens; use the masked language model that the ColBERT was "
+            "trained from.",
         )
     # Saving and loading turns the Transformer into a FrozenTransformer with the same weights.
     with tempfile.TemporaryDirectory(prefix="tilefold-splate-") as folder:
         backbone.save(folder)
         frozen = FrozenTransformer.load(folder, local_files_only=True)
-    # the name of the base model instead of that of the temporary folder
+    # The configuration names the temporary folder otherwise.
     frozen.model.config._name_or_path = backbone.model.config._name_or_path
     return [frozen, head]
 
 
 @dataclass(frozen=True)
 class _HeadLayout:
-    """Where transformers keeps the parts of an MLM head.
+    """Names of the parts of an MLM head in one family of transformers models.
 
     Attributes:
         dense: path of the dense layer in the network.
-        layer_norm: path of the LayerNorm after it.
-        activation: field of the configuration with the activation's name; ``None`` if it is GELU
-            in all models.
+        layer_norm: path of the LayerNorm after the dense layer.
+        activation_field: field of the configuration that names the activation; ``None`` for a
+            family that always uses GELU.
     """
 
     dense: str
     layer_norm: str
-    activation: str | None
+    activation_field: str | None
+
+
+class _HeadLayers(NamedTuple):
+    """Layers of an MLM head before its linear layer to the vocabulary.
+
+    Attributes:
+        dense: the dense layer.
+        activation: name of the activation after the dense layer.
+        layer_norm: the LayerNorm after the activation.
+    """
+
+    dense: Module
+    activation: str
+    layer_norm: Module
 
 
 _BERT_LAYOUT = _HeadLayout(
@@ -176,17 +195,17 @@ _BERT_LAYOUT = _HeadLayout(
     "cls.predictions.transform.LayerNorm",
     "hidden_act",
 )
-_ROBERTA_LAYOUT = _HeadLayout("lm_head.dense", "lm_head.layer_norm", None)  # XLM-R and MPNet, too
+_ROBERTA_LAYOUT = _HeadLayout("lm_head.dense", "lm_head.layer_norm", None)  # also XLM-R and MPNet
 _DISTILBERT_LAYOUT = _HeadLayout("vocab_transform", "vocab_layer_norm", "activation")
 _MODERNBERT_LAYOUT = _HeadLayout("head.dense", "head.norm", "classifier_activation")
 _LAYOUTS = (_BERT_LAYOUT, _ROBERTA_LAYOUT, _DISTILBERT_LAYOUT, _MODERNBERT_LAYOUT)
 
 
 def mlm_head(network: Network, **options: Any) -> SplateHead:
-    """Copy the MLM head of a BERT-like ``...ForMaskedLM``, with a new adapter in front of it.
+    """Copy the MLM head of a BERT-like ``...ForMaskedLM``, after SPLATE's new adapter.
 
     The head is a dense layer, an activation, a LayerNorm and a linear layer to the vocabulary,
-    which is called the decoder.
+    which is called the decoder. The adapter is a small MLP with a residual connection.
 
     Args:
         network: BERT, RoBERTa, MPNet, DistilBERT or ModernBERT with an MLM head.
@@ -200,35 +219,29 @@ def mlm_head(network: Network, **options: Any) -> SplateHead:
     from tilefold.modules.splate import SplateHead
 
     decoder = linear_head(network)
-    layout, dense, layer_norm = _find_head_layers(network)
-    activation = "gelu"
-    if layout.activation is not None:
-        activation = getattr(network.config, layout.activation)
+    layers = _find_head_layers(network)
     head = SplateHead(
         decoder.in_features,
         decoder.out_features,
-        activation=activation,
-        layer_norm_eps=layer_norm.eps,
-        norm_bias=layer_norm.bias is not None,
-        transform_bias=dense.bias is not None,
+        activation=layers.activation,
+        layer_norm_eps=layers.layer_norm.eps,
+        norm_bias=layers.layer_norm.bias is not None,
+        transform_bias=layers.dense.bias is not None,
         **options,
     )
-    _copy_parameters(dense, head.get_submodule("transform"))
-    _copy_parameters(layer_norm, head.get_submodule("norm"))
+    _copy_parameters(layers.dense, head.get_submodule("transform"))
+    _copy_parameters(layers.layer_norm, head.get_submodule("norm"))
     _copy_parameters(decoder, head.get_submodule("decoder"))
     return head
 
 
-def _find_head_layers(network: Network) -> tuple[_HeadLayout, Module, Module]:
-    """Find the dense layer and the LayerNorm of a network's MLM head.
+def _find_head_layers(network: Network) -> _HeadLayers:
+    """Find the dense layer, the activation and the LayerNorm of a network's MLM head.
 
-    Each family of networks in transformers has its own names for them, which a layout lists.
+    Each family of transformers models has its own names for them, which a layout lists.
 
     Args:
         network: a ``...ForMaskedLM`` of transformers.
-
-    Returns:
-        The layout that fits the network, the dense layer and the LayerNorm.
 
     Raises:
         ValueError: if the network has no MLM head of a known layout.
@@ -236,8 +249,12 @@ def _find_head_layers(network: Network) -> tuple[_HeadLayout, Module, Module]:
     for layout in _LAYOUTS:
         dense = _submodule(network, layout.dense)
         layer_norm = _submodule(network, layout.layer_norm)
-        if dense is not None and layer_norm is not None:
-            return layout, dense, layer_norm
+        if dense is None or layer_norm is None:
+            continue
+        activation = "gelu"
+        if layout.activation_field is not None:
+            activation = getattr(network.config, layout.activation_field)
+        return _HeadLayers(dense, activation, layer_norm)
     raise ValueError(
         "masked_lm must have the MLM head of BERT, RoBERTa, MPNet, DistilBERT or ModernBERT, got "
         f"{type(network).__name__}.",
@@ -245,7 +262,7 @@ def _find_head_layers(network: Network) -> tuple[_HeadLayout, Module, Module]:
 
 
 def _submodule(network: Network, path: str) -> Module | None:
-    """Return the module at a dotted path in a network; ``None`` without one."""
+    """Return the module at a dotted path in a network, or ``None`` if there is none."""
     module = network
     for name in path.split("."):
         module = getattr(module, name, None)

@@ -19,7 +19,7 @@ IDF_BATCH_SIZE = 256  # texts that are tokenized at once to count document frequ
 
 @dataclass(frozen=True, kw_only=True)
 class StaticSpec(EncoderSpec):
-    """Configuration of an encoder without a network, with the tokenizer of the other encoder.
+    """Configuration of an encoder without a network, with the other encoder's tokenizer.
 
     Attributes:
         trainable: whether the weights are trained.
@@ -31,39 +31,36 @@ class StaticSpec(EncoderSpec):
 
     @abstractmethod
     def initial_weights(self, base: Base) -> list[float]:
-        """Return the weight of each vocabulary entry, or one weight of all entries."""
+        """Return the weight of each vocabulary entry, or one weight for all entries."""
 
     def build(self, base: Base) -> list[Module]:
         """Build the module that looks up the weight of each distinct token of a text.
 
         Args:
-            base: the tokenizer, maximum length and vocabulary size of the other encoder, whose
-                network is ``base.network``.
+            base: settings of the model. ``base.network`` is the Transformer of the other encoder,
+                usually the document encoder, and ``base.vocab_size`` its vocabulary size.
 
         Returns:
-            The ``SparseStaticEmbedding`` of sentence-transformers if it can hold the weights and
-            they are not trained. Otherwise :class:`tilefold.modules.StaticQuery`.
+            The ``SparseStaticEmbedding`` of sentence-transformers if the weights are not trained
+            and there is one for each token id. Otherwise :class:`tilefold.modules.StaticQuery`.
         """
         import torch
         from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
 
         from tilefold.modules import StaticQuery
 
-        weight = torch.tensor(self.initial_weights(base))
+        weights = torch.tensor(self.initial_weights(base))  # [V], or [1] for all entries
         tokenizer = base.network.tokenizer
         module: SparseStaticEmbedding = StaticQuery(
             tokenizer,
-            weight,
+            weights,
             frozen=not self.trainable,
             vocab_size=base.vocab_size,
         )
-        if not self.trainable and module.fits_stock():
-            module = SparseStaticEmbedding(
-                tokenizer,
-                weight.expand(base.vocab_size).clone(),
-                frozen=True,
-            )
-        # the network's limit, which is lower than max_length if it has few positions
+        if not self.trainable and module.fits_stock():  # the model then loads without tilefold
+            weight_of_each_id = weights.expand(base.vocab_size).clone()
+            module = SparseStaticEmbedding(tokenizer, weight_of_each_id, frozen=True)
+        # The network's limit is lower than base.max_length if it has few position embeddings.
         module.max_seq_length = base.network.max_seq_length
         return [module]
 
@@ -79,7 +76,7 @@ class BinarySpec(StaticSpec, kind="binary"):
     scale: float = checked(0.3, POSITIVE)
 
     def initial_weights(self, base: Base) -> list[float]:
-        """Return the weight of all vocabulary entries."""
+        """Return one weight for all vocabulary entries."""
         return [self.scale]
 
 
@@ -108,13 +105,15 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
 
     Args:
         file: path of the file.
-        base: the tokenizer, as ``base.network.tokenizer``, and the vocabulary size V.
+        base: settings of the model, with the tokenizer ``base.network.tokenizer`` and the
+            vocabulary size V.
 
     Returns:
         The V weights.
 
     Raises:
-        ValueError: if the file is not such a JSON file, or has no token of the vocabulary.
+        ValueError: if the file is not a JSON object of token -> weight, a weight is negative, or no
+            token is in the vocabulary.
     """
     try:
         weight_of_token = json.loads(Path(file).read_text(encoding="utf-8"))
@@ -123,10 +122,14 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
             f"idf must name a JSON file of token -> weight, got {file}: {error}.",
         ) from error
     if not isinstance(weight_of_token, dict):
-        weight_of_token = {}
+        raise ValueError(
+            "idf must name a JSON file of token -> weight, got a "
+            f"{type(weight_of_token).__name__} in {file}.",
+        )
     tokenizer = base.network.tokenizer
     weight_of_id: dict[int, float] = {}
     for token, weight in weight_of_token.items():
+        # This validator raises an error if the weight is not a number of at least 0.
         NOT_NEGATIVE(f"idf: the weight of {token!r} in {file}", weight)
         token_id = tokenizer.convert_tokens_to_ids(token)
         is_in_vocabulary = token_id not in (None, tokenizer.unk_token_id)
@@ -135,7 +138,7 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
     if not weight_of_id:
         raise ValueError(
             "idf must name a JSON file of token -> weight, got no token of the model in "
-            f"{file}; take the file of this model's vocabulary, or leave idf out.",
+            f"{file}; use a file for this model's vocabulary, or leave idf out.",
         )
     return [weight_of_id.get(token_id, 1.0) for token_id in range(base.vocab_size)]
 
@@ -143,11 +146,11 @@ def _idf_of_file(file: str, base: Base) -> list[float]:
 def _idf_of_texts(base: Base) -> list[float]:
     """Compute BM25's IDF of each vocabulary entry in the sample texts.
 
-    It is ``log(1 + (N - df + 1/2) / (df + 1/2))`` for N texts, if df of them contain the token.
+    The IDF is ``log(1 + (N - df + 1/2) / (df + 1/2))`` for N texts, df of which have the token.
 
     Args:
-        base: the sample texts, the tokenizer as ``base.network.tokenizer``, maximum length and the
-            vocabulary size V.
+        base: settings of the model, with the sample texts, the tokenizer
+            ``base.network.tokenizer``, the maximum length and the vocabulary size V.
 
     Returns:
         The V weights.
@@ -157,7 +160,7 @@ def _idf_of_texts(base: Base) -> list[float]:
     """
     if not base.texts:
         raise ValueError(
-            "kind 'idf' needs texts to count document frequencies in, got no text; pass "
+            "kind 'idf' counts document frequencies in sample texts, got no text; pass "
             "texts=[..], or idf=, a JSON file of token -> weight.",
         )
     n_texts = len(base.texts)

@@ -19,7 +19,7 @@ from tilefold._internal.typing import (
     Tensor,
     Tokenizer,
 )
-from tilefold.recipes._settings import integer, number
+from tilefold.recipes._settings import finite_number, integer
 from tilefold.recipes.loading import local_only, quiet_libraries, seeded, stay_offline
 from tilefold.retrieval.errors import MissingPackageError
 
@@ -130,7 +130,7 @@ def minilm_splade(
             "must have at least one text, from which the decoder bias is computed, got an empty "
             "list.",
         )
-    number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
+    finite_number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
     integer()("layers", layers, True)
     check_integer("max_length", max_length)
     check_integer("seed", seed)

@@ -1,4 +1,4 @@
-"""ColBERT encoders (arXiv 2004.12832), trained with the stock trainer, loss and checkpoints."""
+"""ColBERT models (arXiv 2004.12832), trained with the trainer of sentence-transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import ClassVar
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Module, MultiVectorEncoder, Tensor, Tokenizer
 from tilefold.recipes import loading
-from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, rule
+from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, validator
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
@@ -21,11 +21,11 @@ __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
 MAX_DIMENSION = 4096
 DIMENSION_MULTIPLE = 8  # kernels load 8 elements of 16 bits at a time
-UNLIMITED_TOKENS = 2**30  # limit of a model that names none
+UNLIMITED_TOKENS = 2**30  # token limit of a model that has none
 
 
 def _is_dimension(value: object) -> bool:
-    """Return whether a value is a dimension of token vectors, or ``None``."""
+    """Return whether a value is a valid dimension of token vectors, or ``None``."""
     if value is None:
         return True
     if not is_integer(value, 1):
@@ -37,17 +37,18 @@ def _is_dimension(value: object) -> bool:
 class ColbertRecipe(Recipe):
     """Configuration of a ColBERT training run; every field is checked on construction.
 
-    The base model is ``"minilm"`` for the packaged MiniLM, else a folder or a Hugging Face name: of
-    any encoder, of a SentenceTransformer, or of a multi-vector model, whose projection, query
-    length and skipped words are kept.
+    The base model may be any encoder, a SentenceTransformer, or a multi-vector model, whose
+    projection, query length and skipped words are kept.
 
     Attributes:
-        base_model: model that training starts from.
-        dimension: dimension of the projection that a backbone without one gets; None adds none, and
-            keeps the backbone's width.
-        query_length: maximum tokens per query.
-        expand_queries: pad queries with mask tokens that are scored too, as ColBERT does.
-        skip_punctuation: keep no vectors of punctuation in documents.
+        base_model: model that training starts from: ``"minilm"`` for the packaged MiniLM, a folder
+            or a Hugging Face name.
+        dimension: output dimension of the projection that is added to a model without one; None
+            adds no projection.
+        query_length: maximum number of tokens per query.
+        expand_queries: whether to pad queries with mask tokens that are scored too, as ColBERT
+            does.
+        skip_punctuation: whether to drop the vectors of punctuation in documents.
 
     The other fields are described in :class:`TrainingSettings`.
     """
@@ -57,20 +58,22 @@ class ColbertRecipe(Recipe):
     _: KW_ONLY
     dimension: int | None = checked(
         128,
-        rule(_is_dimension, f"a multiple of {DIMENSION_MULTIPLE} up to {MAX_DIMENSION} or None"),
+        validator(
+            _is_dimension, f"a multiple of {DIMENSION_MULTIPLE} up to {MAX_DIMENSION} or None"
+        ),
     )
     query_length: int = checked(32, integer())
     expand_queries: bool = checked(False, BOOLEAN)
     skip_punctuation: bool = checked(True, BOOLEAN)
 
     def build_model(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
-        """Load the ``MultiVectorEncoder`` that training starts from.
+        """Load the base model as the ``MultiVectorEncoder`` that training starts from.
 
-        A multi-vector model is taken as it was saved. The backbone of any other model gets the
-        modules of a ColBERT: a projection, a mask of punctuation and a normalization.
+        A saved multi-vector model is used as it is. To any other model, the modules of a ColBERT
+        are added: a projection, a mask of punctuation and a normalization.
 
         Args:
-            texts: ignored; other recipes read the documents.
+            texts: ignored; other recipes compute initial weights from documents.
 
         Raises:
             ValueError: if the base model does not begin with a Transformer.
@@ -87,15 +90,18 @@ class ColbertRecipe(Recipe):
                 raise ArgumentError(
                     "base_model",
                     f"must begin with a Transformer, got {type(model[0]).__name__} in "
-                    f"{self.base_model}; the recipe trains no routes or static embeddings.",
+                    f"{self.base_model}; models with two encoders or static embeddings cannot be "
+                    "trained as ColBERT.",
                 )
             if kind != "multi-vector":
+                # MultiVectorEncoder adds a projection to a model that has none. Only a saved one
+                # is kept.
                 saved_modules = loading.saved_modules(path)
-                has_projection = any(module.endswith(".Dense") for module in saved_modules)
+                has_saved_projection = any(name.endswith(".Dense") for name in saved_modules)
                 model = _as_colbert(
                     model,
                     self,
-                    keep_projection=kind == "dense" and has_projection,
+                    keep_projection=kind == "dense" and has_saved_projection,
                 )
         transformer = model[0]
         transformer.document_length = min(
@@ -103,15 +109,15 @@ class ColbertRecipe(Recipe):
             transformer.document_length or self.max_length,
             _max_tokens(model),
         )
-        if is_packaged:
+        if is_packaged:  # the configuration names the folder of the package
             transformer.model.config._name_or_path = MINILM_NAME
         return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
-        """Train the job's model in place, with the document length of training.
+        """Train the job's model in place, with documents truncated to ``train_max_length`` tokens.
 
         Args:
-            job: the training: its model, training rows and ranks.
+            job: the training job: its model, training rows and ranks.
 
         Returns:
             The job's result with the steps, losses and warnings of the training.
@@ -135,18 +141,18 @@ class ColbertRecipe(Recipe):
                 MultiVectorEncoderTrainingArguments,
                 loss,
             )
-        transformer.document_length = saved_length
+        transformer.document_length = saved_length  # an error above ends the run
         return result
 
     def _make_loss(self, job: TrainingJob) -> Module:
         """Create the contrastive loss of MaxSim scores with in-batch negatives.
 
         Args:
-            job: the training. Its model has the document length of training, to which documents
-                are padded when several ranks exchange them.
+            job: the training job: its model and its ranks, which share in-batch negatives.
 
         Returns:
-            The loss of sentence-transformers; the one with GradCache for ``mini_batch_size``.
+            The loss of sentence-transformers, or its cached version (GradCache) if
+            ``mini_batch_size`` is set.
         """
         from sentence_transformers.multi_vector_encoder import losses
         from sentence_transformers.multi_vector_encoder.scoring import (
@@ -155,26 +161,26 @@ class ColbertRecipe(Recipe):
 
         from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
-        scores = colbert_scores if self.fused else stock_scores
+        score_function = colbert_scores if self.fused else stock_scores
         if job.world.size > 1:
-            scores = functools.partial(
+            score_function = functools.partial(
                 scores_of_all_ranks,
-                scores=scores,
-                length=job.model[0].document_length,
+                score_function=score_function,
+                length=job.model[0].document_length,  # no document of any rank is longer
             )
         if self.mini_batch_size is None:
             return losses.MultiVectorMultipleNegativesRankingLoss(
                 job.model,
                 scale=self.similarity_scale,
-                similarity_fct=scores,
+                similarity_fct=score_function,
                 gather_across_devices=False,
             )
         return losses.CachedMultiVectorMultipleNegativesRankingLoss(
             job.model,
             scale=self.similarity_scale,
-            similarity_fct=scores,
+            similarity_fct=score_function,
             mini_batch_size=self.mini_batch_size,
-            score_mini_batch_size=self.batch_size,
+            score_mini_batch_size=self.batch_size,  # scores all queries of a batch at once
             gather_across_devices=False,
         )
 
@@ -185,24 +191,26 @@ def scores_of_all_ranks(
     queries_mask: Tensor,
     documents_mask: Tensor,
     *,
-    scores: Callable[..., Tensor],
+    score_function: Callable[..., Tensor],
     length: int,
 ) -> Tensor:
     """Score this rank's queries with the documents of all ranks, for in-batch negatives.
 
-    Documents are padded to a fixed length before they are gathered. The gathering of the stock
-    losses finds the longest document of all ranks instead, for which the CPU waits in every step.
+    Documents are padded to a fixed length before they are gathered. The losses of
+    sentence-transformers gather the longest length of all ranks first, which makes the CPU wait in
+    every step.
 
     Args:
         queries: token vectors ``[B, Lq, D]`` of this rank's queries.
         documents: token vectors ``[B, N, Ld, D]`` of this rank's documents, N for each query.
-        queries_mask: ``[B, Lq]``, True for tokens that are no padding.
-        documents_mask: ``[B, N, Ld]``, True for tokens that are no padding.
-        scores: function of token vectors and masks that returns scores.
+        queries_mask: ``[B, Lq]``, True for tokens that are not padding.
+        documents_mask: ``[B, N, Ld]``, True for tokens that are not padding.
+        score_function: computes scores from token vectors and masks.
         length: length to which documents are padded, at least Ld.
 
     Returns:
-        Scores ``[B, ranks * B, ...]`` as `scores` returns them. This rank's documents come first.
+        Scores ``[B, ranks * B, ...]`` as `score_function` returns them. ``gather_rows`` puts this
+        rank's documents first.
 
     Raises:
         ValueError: if documents are longer than `length`.
@@ -212,11 +220,11 @@ def scores_of_all_ranks(
     from tilefold.distributed.process_group import gather_rows
 
     n_padding = length - documents.size(2)
-    if n_padding < 0:  # other ranks would wait for tokens that never come
+    if n_padding < 0:  # the gathered shapes would differ between ranks
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
     all_masks = gather_rows(pad(documents_mask, (0, n_padding)))
     all_documents = gather_rows(pad(documents, (0, 0, 0, n_padding)))
-    return scores(
+    return score_function(
         queries,
         all_documents,
         queries_mask=queries_mask,
@@ -230,14 +238,16 @@ def _as_colbert(
     *,
     keep_projection: bool,
 ) -> MultiVectorEncoder:
-    """Return a ColBERT on the backbone of a model.
+    """Build a ColBERT from the Transformer of a model, with the recipe's other modules.
 
-    The backbone is followed by a projection, a mask of punctuation and a normalization.
+    The Transformer is followed by a projection, a mask of punctuation and a normalization.
 
     Args:
-        model: a backbone or a dense SentenceTransformer, loaded as a ``MultiVectorEncoder``.
-        recipe: dimension of the projection, query length, and whether punctuation is skipped.
-        keep_projection: whether the model's dense layers are kept in place of a new projection.
+        model: a network or a dense SentenceTransformer, loaded as a ``MultiVectorEncoder``. Its
+            Transformer is changed in place.
+        recipe: the recipe, with the dimension of the projection, the query length, and whether
+            punctuation is skipped.
+        keep_projection: whether to keep the model's dense layers instead of adding a projection.
     """
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize
@@ -258,7 +268,7 @@ def _as_colbert(
         transformer.query_expansion = {
             "strategy": "fixed",
             "length": transformer.query_length,
-            "attend": False,
+            "attend": False,  # text tokens do not attend to the mask tokens, as in ColBERT
         }
     return MultiVectorEncoder(
         modules=modules,
@@ -293,7 +303,7 @@ def _new_projection(width: int, dimension: int) -> Module:
 
 
 def _punctuation_tokens(tokenizer: Tokenizer) -> list[str]:
-    """Return the punctuation marks that are tokens; only those can be skipped."""
+    """Return the punctuation marks that are tokens of their own, which can be skipped."""
     unknown_id = getattr(tokenizer, "unk_token_id", None)
     return [
         mark
@@ -303,15 +313,15 @@ def _punctuation_tokens(tokenizer: Tokenizer) -> list[str]:
 
 
 def _max_tokens(model: MultiVectorEncoder) -> int:
-    """Return the maximum number of tokens of the backbone."""
+    """Return the maximum number of tokens of a model's Transformer."""
     length = model.max_seq_length
     return length if isinstance(length, int) and length > 0 else UNLIMITED_TOKENS
 
 
 def untrained_colbert() -> MultiVectorEncoder:
-    """Return the packaged MiniLM as a ColBERT without training: its token states, normalized.
+    """Return the packaged MiniLM as an untrained ColBERT, which computes normalized token states.
 
-    It is the model that ``ColbertRecipe(max_steps=0, dimension=None)`` saves.
+    ``ColbertRecipe(max_steps=0, dimension=None)`` saves this model.
     """
     with loading.quiet_libraries():
         model = ColbertRecipe(max_steps=0, dimension=None).build_model()

@@ -25,9 +25,9 @@ from tilefold.recipes.loading import complete_weights, local_only, saved_archite
 from tilefold.retrieval.errors import MissingPackageError
 
 VARIANTS = ("causal", "bidirectional", "echo")
-# names of the linear layers of attention and MLP in Llama, Mistral, Qwen and their relatives
+# names of the linear layers of attention and MLP in Llama, Mistral, Qwen and similar models
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LORA_ALPHA_PER_RANK = 2  # alpha of LoRA divided by its rank, as in CSPLADE
+LORA_ALPHA_PER_RANK = 2  # LoRA's alpha divided by its rank, as in CSPLADE
 TEXT_TO_LOGITS = {"text": {"method": "forward", "method_output_name": "logits"}}
 """Modality configuration of a ``Transformer`` module: texts go to ``forward``, logits come out."""
 
@@ -37,31 +37,32 @@ class CausalLmSpec(PooledHeadSpec):
     """Configuration of an encoder that pools the logits of a causal language model.
 
     Attributes:
-        lora: rank of LoRA updates, which alone are trained and are merged on saving; ``None``
-            trains all weights.
+        lora: rank of LoRA updates, which are the only trained weights of the network and are merged
+            at the end; ``None`` trains all weights.
     """
 
     network_fields: ClassVar[tuple[str, ...]] = ("base_model", "lora")
+    transformer_task: ClassVar[str] = "text-generation"
 
     lora: int | None = checked(None, integer())
 
     @property
     def adds_adapters(self) -> bool:
-        """Whether the encoder has new adapters, which training merges at its end."""
+        """Whether training adds adapters to the encoder, and merges them at the end."""
         return self.lora is not None
 
     def build(self, base: Base) -> list[Module]:
         """Build a causal language model, with LoRA if it is set, and the pooling of its logits.
 
         Args:
-            base: base model, maximum length and seed; and the document encoder's network, for
-                queries that share it.
+            base: the recipe's base model, maximum length and seed. ``base.network`` is the document
+                encoder's Transformer, which is reused if `shared_network` is set.
         """
         if self.shared_network:
-            transformer = self.document_network(base, "text-generation")
+            transformer = self.document_network(base)
         else:
             transformer = causal_transformer(
-                self.base_model or base.base_model,
+                self.model_name(base),
                 self.kind,
                 max_length=base.max_length,
             )
@@ -76,7 +77,7 @@ class CausalLmSpec(PooledHeadSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CausalSpec(CausalLmSpec, kind="causal"):
-    """Configuration of a causal language model whose tokens attend to earlier tokens alone."""
+    """Configuration of a causal language model whose tokens attend only to earlier tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +92,14 @@ class EchoSpec(CausalLmSpec, kind="echo"):
     The second copy is pooled. Its tokens attend to all tokens of the first copy.
     """
 
-    has_routes: ClassVar[bool] = True  # queries and documents have templates of their own
+    has_routes: ClassVar[bool] = True  # queries and documents have different templates
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProsperSpec(SharableSpec, kind="prosper"):
-    """Configuration of PROSPER: the logits of one token, added to a literal residual network.
+    """Configuration of PROSPER: logits of one token, plus weights of the tokens of the text.
+
+    The part that computes the weights of the text's own tokens is called the literal residual.
 
     Attributes:
         pooling: token whose logits are read, ``"last"`` or ``"cls"``, or ``"max"`` over all tokens.
@@ -104,7 +107,7 @@ class ProsperSpec(SharableSpec, kind="prosper"):
             2606.18811).
         top_k: number of largest weights that are kept per text; by default all of them.
         normalize: ``"l2"`` for vectors of length 1.
-        literal_residual: whether the residual network adds weights of the text's own tokens.
+        literal_residual: whether weights of the text's own tokens are added.
     """
 
     network_fields: ClassVar[tuple[str, ...]] = (
@@ -121,28 +124,28 @@ class ProsperSpec(SharableSpec, kind="prosper"):
     literal_residual: bool = checked(True, BOOLEAN)
 
     def build(self, base: Base) -> list[Module]:
-        """Build PROSPER's network, and the module that keeps its largest weights.
+        """Build PROSPER's network, and the module that keeps the largest weights of a text.
 
         Args:
-            base: base model, maximum length and seed; and the document encoder's network, for
-                queries that share it.
+            base: the recipe's base model, maximum length and seed. ``base.network`` is the document
+                encoder's Transformer, which is reused if `shared_network` is set.
 
         Returns:
             The network with its LM head and literal residual, and a
             :class:`tilefold.modules.window.LexicalWindow`.
 
         Raises:
-            ValueError: if queries share a network of another kind.
+            ValueError: if the shared network is not a PROSPER network.
         """
         from tilefold.modules.prosper import ProsperTransformer
         from tilefold.modules.window import LexicalWindow
 
         if self.shared_network:
-            transformer = self.document_network(base, task=None)
+            transformer = self.document_network(base)
             if not isinstance(transformer, ProsperTransformer):
                 raise ArgumentError(
                     "shared_network",
-                    "the document side must be of kind 'prosper' too.",
+                    "the document encoder must also be of kind 'prosper'.",
                 )
         else:
             with seeded(base.seed):
@@ -152,15 +155,14 @@ class ProsperSpec(SharableSpec, kind="prosper"):
     def _build_transformer(self, base: Base) -> Transformer:
         """Build the network of PROSPER on a causal or a masked language model.
 
-        The base model's configuration names the class of its head. A model with both heads is read
-        as causal.
+        The base model is loaded as causal if its configuration lists a class with a causal LM head.
 
         Args:
-            base: base model, maximum length and seed.
+            base: the recipe's base model, maximum length and seed.
         """
         from tilefold.modules.prosper import ProsperTransformer
 
-        base_model = self.base_model or base.base_model
+        base_model = self.model_name(base)
         if _is_causal_lm(base_model):
             backbone = causal_transformer(base_model, "causal", max_length=base.max_length)
         else:
@@ -182,14 +184,14 @@ class ProsperSpec(SharableSpec, kind="prosper"):
                 logit_scale=logit_scale,
                 **local_only(),
             )
-        # the name of the base model instead of that of the temporary folder
+        # The configuration names the temporary folder otherwise.
         transformer.model.config._name_or_path = backbone.model.config._name_or_path
         transformer.max_seq_length = backbone.max_seq_length
         return transformer
 
 
 def _is_causal_lm(base_model: str) -> bool:
-    """Return whether the configuration of a base model names a class with a causal LM head."""
+    """Return whether the configuration of a base model lists a class with a causal LM head."""
     if base_model == "minilm":
         return False
     architectures = saved_architectures(base_model) or []
@@ -210,18 +212,18 @@ def causal_transformer(
 
     Args:
         base_model: a folder or Hugging Face name of a model with a causal LM head.
-        variant: which tokens a token attends to. ``"causal"``: earlier tokens alone.
-            ``"bidirectional"``: all tokens, by ``config.is_causal = False``, which transformers 5.2
-            and later read and which is saved. ``"echo"``: all tokens of a first copy of the text
-            (:class:`tilefold.modules.echo.EchoTransformer`).
-        max_length: maximum tokens of an input; the two copies of an echo, and its template, share
-            them.
+        variant: ``"causal"`` if tokens attend only to earlier tokens; ``"bidirectional"`` if they
+            attend to all tokens, by the saved setting ``config.is_causal = False``, which needs
+            transformers 5.2 or later; ``"echo"`` if the text is read twice, so that tokens attend
+            to all tokens of the first copy (:class:`tilefold.modules.echo.EchoTransformer`).
+        max_length: maximum number of tokens of an input. For ``"echo"``, both copies and the
+            template count.
         model_kwargs: arguments for loading the network, as in ``Transformer``.
-        templates: ``query_template`` and ``document_template`` of an echo.
+        templates: ``query_template`` and ``document_template`` for ``"echo"``.
 
     Raises:
-        ValueError: for an unknown variant, a model without a causal LM head, or one that ignores
-            ``config.is_causal`` for ``"bidirectional"``.
+        ValueError: if the variant is unknown, the model has no causal LM head, or a bidirectional
+            model ignores ``config.is_causal``.
     """
     if variant not in VARIANTS:
         raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, got {variant!r}.")
@@ -242,7 +244,7 @@ def causal_transformer(
             transformer_task="text-generation",
             modality_config=TEXT_TO_LOGITS,
             module_output_name="token_embeddings",
-            processing_kwargs={"text": {"logits_to_keep": 0}},  # 0: of all tokens
+            processing_kwargs={"text": {"logits_to_keep": 0}},  # 0 keeps the logits of all tokens
             **loading_options,
             **templates,
         )
@@ -257,40 +259,41 @@ def causal_transformer(
 
 
 def _check_causal_lm(name_or_path: str) -> None:
-    """Refuse a model whose configuration names no class with a causal LM head.
+    """Raise an error if the configuration of a local model lists no class with a causal LM head.
 
-    A Hugging Face name is not checked, since its configuration may not be on this machine.
+    A Hugging Face name is not checked, because its configuration may not be on this machine.
 
     Args:
         name_or_path: ``"minilm"``, a folder or a Hugging Face name.
 
     Raises:
-        ValueError: if a local model has no such head.
+        ValueError: if a local model has no causal LM head.
     """
-    if name_or_path == "minilm":
-        architectures = "BertModel"
-    elif Path(name_or_path).is_dir() and not _is_causal_lm(name_or_path):
-        architectures = ", ".join(saved_architectures(name_or_path) or []) or "nothing"
-    else:
+    is_local = name_or_path == "minilm" or Path(name_or_path).is_dir()
+    if not is_local or _is_causal_lm(name_or_path):
         return
+    if name_or_path == "minilm":
+        architectures = ["BertModel"]
+    else:
+        architectures = saved_architectures(name_or_path) or ["no architecture"]
     raise ValueError(
-        f"base_model must have a causal LM head, got {name_or_path}, whose config.json names "
-        f"{architectures}; name a causal model (Llama, Mistral, Qwen), or take a recipe for masked "
-        "ones (splade-v2, splade-pp).",
+        f"base_model must have a causal LM head, got {name_or_path}, whose config.json lists "
+        f"{', '.join(architectures)}; use a causal model (Llama, Mistral, Qwen), or a recipe for "
+        "masked language models (splade-v2, splade-pp).",
     )
 
 
 def check_bidirectional(network: Network) -> None:
-    """Refuse a model whose attention is causal although ``config.is_causal`` is False.
+    """Raise an error if a model has causal attention although ``config.is_causal`` is False.
 
-    The check encodes two inputs that differ in their last token. With causal attention, their first
-    tokens have the same states.
+    The check encodes two inputs that differ only in their last token. With causal attention, their
+    first tokens have equal states.
 
     Args:
-        network: the model.
+        network: the transformers model.
 
     Raises:
-        ValueError: if the states of the first token are equal for both inputs.
+        ValueError: if the attention is causal.
     """
     import torch
 
@@ -305,8 +308,8 @@ def check_bidirectional(network: Network) -> None:
     if torch.equal(first_token_states[0], first_token_states[1]):
         raise ValueError(
             "variant 'bidirectional' needs a model whose attention reads config.is_causal, got "
-            f"{type(network).__name__}, whose first token does not see its last one; use variant "
-            "'echo', or transformers 5.2 or later.",
+            f"{type(network).__name__}, whose first token does not attend to its last one; use "
+            "variant 'echo', or transformers 5.2 or later.",
         )
 
 
@@ -319,20 +322,20 @@ def add_lora(
 ) -> list[str]:
     """Add LoRA updates to the projections of attention and MLP, and freeze all other weights.
 
-    LoRA (arXiv 2106.09685) adds a trained product of two matrices of low rank to a frozen weight.
+    LoRA (arXiv 2106.09685) adds a trained product of two low-rank matrices to a frozen weight.
 
     Args:
-        transformer: module with the network.
+        transformer: module with the network, changed in place.
         rank: rank of the updates.
-        alpha: the updates are multiplied by ``alpha / rank``.
-        dropout: dropout of the inputs of the updates.
+        alpha: scale of the updates, which are multiplied by ``alpha / rank``.
+        dropout: dropout probability for the inputs of the updates.
 
     Returns:
         The names of the layers with updates, such as ``"q_proj"``.
 
     Raises:
         ImportError: if PEFT is not installed.
-        ValueError: if the network has no projection of a known name.
+        ValueError: if the network has no projection with a known name.
     """
     try:
         from peft import LoraConfig
@@ -344,8 +347,8 @@ def add_lora(
     if not targets:
         raise ValueError(
             f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got "
-            f"{type(transformer.model).__name__}; call model.add_adapter with target_modules of "
-            "your own.",
+            f"{type(transformer.model).__name__}; call model.add_adapter with your own "
+            "target_modules.",
         )
     config = LoraConfig(
         r=rank,

@@ -53,28 +53,29 @@ __all__ = [
 class SparseEncoderSpec(EncoderSpec, kind="sparse_encoder"):
     """Configuration of the model that ``SparseEncoder(base_model)`` loads, for both sides.
 
-    The modules of a saved SparseEncoder are kept. A masked language model gets the stock SPLADE
-    pooling, and ``"minilm"`` is :func:`tilefold.recipes.minilm_splade`.
+    The modules of a saved SparseEncoder are kept. A masked language model gets the SPLADE pooling
+    of sentence-transformers, and ``"minilm"`` is :func:`tilefold.recipes.minilm_splade`.
     """
 
     def build(self, base: Base) -> list[Module]:
-        """Refuse to be one of two encoders."""
+        """Raise a ``ValueError``, because this encoder cannot be one of two encoders."""
         raise ValueError(
             f"kind {self.kind!r} encodes queries and documents: leave the query encoder out, or "
-            "take kind 'mlm'.",
+            "use kind 'mlm'.",
         )
 
     def build_model(self, base: Base, device: str | None = None) -> SparseEncoder:
-        """Load a ``SparseEncoder``, or build one on a masked language model.
+        """Load a saved ``SparseEncoder``, or build one on a masked language model.
 
         Args:
-            base: base model and maximum length; sample texts and seed for ``"minilm"``.
-            device: as in sentence-transformers, which chooses by default.
+            base: the recipe's base model and maximum length; and the sample texts and seed for
+                ``"minilm"``.
+            device: device of the model; default: chosen by sentence-transformers.
 
         Raises:
-            ValueError: if the base model has no masked-LM head.
+            ValueError: if the base model has no masked-LM head, or lacks weights.
         """
-        base_model = self.base_model or base.base_model
+        base_model = self.model_name(base)
         if base_model == "minilm":
             return minilm_splade(
                 base.texts,
@@ -90,8 +91,8 @@ class SparseEncoderSpec(EncoderSpec, kind="sparse_encoder"):
             raise ArgumentError(
                 "base_model",
                 f"{base_model} is a {model_kind} model, without the masked-LM head that SPLADE "
-                "trains. Take a masked LM, a SparseEncoder, or 'minilm'; colbert trains dense and "
-                "multi-vector models.",
+                "trains. Use a masked language model, a SparseEncoder or 'minilm', or the recipe "
+                "colbert, which trains dense and multi-vector models.",
             )
         if model_kind == "backbone":
             check_masked_lm(base_model)
@@ -113,15 +114,15 @@ def build_encoder(
     Two encoders become the routes of a ``Router``.
 
     Args:
-        query: encoder of queries; ``None`` takes the encoder of documents, with one set of weights.
-        document: encoder of documents.
-        base: base model, lengths, sample texts and seed; equal ones give equal models.
-        device: as in sentence-transformers, which chooses by default.
+        query: spec of the query encoder; ``None`` for one encoder of queries and documents.
+        document: spec of the document encoder.
+        base: base model, maximum length, sample texts and seed. Equal values give equal models.
+        device: device of the model; default: chosen by sentence-transformers.
 
     Raises:
-        TypeError: for an encoder that is no :class:`EncoderSpec`, such as the name of its kind.
-        ValueError: if no encoder has a network, the vocabularies differ, or a model lacks what its
-            kind needs.
+        TypeError: if an encoder is not an :class:`EncoderSpec`, for example a name.
+        ValueError: if neither encoder runs a network, the vocabularies differ, or a base model does
+            not suit the kind of its encoder.
     """
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Router
@@ -135,7 +136,7 @@ def build_encoder(
         if query is None:
             return stay_offline(document.build_model(base, device))
         query_modules, document_modules = _build_both(query, document, base)
-        # A model has one limit of active terms, which must not cut the vectors of either side.
+        # A model has one limit of active terms for both sides, so take the larger one.
         limits = [query.max_active_terms, document.max_active_terms]
         max_active_terms = max((limit for limit in limits if limit is not None), default=None)
         model = SparseEncoder(
@@ -154,63 +155,61 @@ def _build_both(
 ) -> tuple[list[Module], list[Module]]:
     """Build a query encoder and a document encoder with one vocabulary.
 
-    The document encoder is built first if it has a network, because a query encoder may share its
-    network, and a static one takes its tokenizer. Otherwise the query encoder is built first.
+    The encoder with a network is built first, because the other one may need that network or its
+    tokenizer. If both have one, the document encoder is first.
 
     Args:
-        query: configuration of the query encoder.
-        document: configuration of the document encoder.
+        query: spec of the query encoder.
+        document: spec of the document encoder.
         base: base model, maximum length, sample texts and seed.
 
     Returns:
         The modules of the query encoder, and of the document encoder.
 
     Raises:
-        ValueError: if no encoder has a network, or if the vocabularies differ.
+        ValueError: if neither encoder runs a network, or if the vocabularies differ.
     """
     if document.shares_network:
         raise ArgumentError(
             "shared_network",
-            "set it on the query side, which then runs the network of the document side.",
+            "set shared_network on the query encoder instead, which then runs the network of the "
+            "document encoder.",
         )
     if not document.has_network and not query.has_network:
         raise ValueError(
-            f"one side must have a network, got kinds {query.kind!r} and {document.kind!r}.",
+            "the query encoder or the document encoder must have a network, got kinds "
+            f"{query.kind!r} and {document.kind!r}.",
         )
     if document.has_network:
         document_modules = document.build(base)
-        query_modules = query.build(_with_network(base, document_modules))
+        query_modules = query.build(_for_second_encoder(base, document_modules))
     else:
         query_modules = query.build(base)
-        document_modules = document.build(_with_network(base, query_modules))
+        document_modules = document.build(_for_second_encoder(base, query_modules))
     _check_one_vocabulary(query_modules, document_modules)
     return query_modules, document_modules
 
 
-def _with_network(base: Base, modules: list[Module]) -> Base:
-    """Return the starting points of the second encoder, with the network of the first one.
+def _for_second_encoder(base: Base, modules: list[Module]) -> Base:
+    """Return the base of the second encoder, which may reuse the first encoder's network.
 
     Args:
-        base: starting points of the first encoder.
-        modules: modules of the first encoder. The first module is the network. The output dimension
-            of the last one is the vocabulary size.
+        base: base of the first encoder.
+        modules: modules of the first encoder, from the network to the pooling.
     """
-    return replace(
-        base,
-        network=modules[0],
-        vocab_size=modules[-1].get_embedding_dimension(),
-    )
+    network, pooling = modules[0], modules[-1]
+    return replace(base, network=network, vocab_size=pooling.get_embedding_dimension())
 
 
 def _check_one_vocabulary(query_modules: list[Module], document_modules: list[Module]) -> None:
-    """Refuse two encoders whose sparse vectors have different terms.
+    """Raise an error if the sparse vectors of two encoders have different terms.
 
     Args:
         query_modules: modules of the query encoder, from the network to the pooling.
-        document_modules: modules of the document encoder.
+        document_modules: modules of the document encoder, from the network to the pooling.
 
     Raises:
-        ValueError: if the vectors have different dimensions, or the tokenizers differ.
+        ValueError: if the dimensions of the vectors, or the tokenizers, differ.
     """
     n_query_terms = query_modules[-1].get_embedding_dimension()
     n_document_terms = document_modules[-1].get_embedding_dimension()
@@ -221,6 +220,6 @@ def _check_one_vocabulary(query_modules: list[Module], document_modules: list[Mo
         return
     tokenizers = "the same tokenizer" if same_tokenizer else "different tokenizers"
     raise ValueError(
-        f"both sides must have one vocabulary, got {n_query_terms} terms of queries and "
-        f"{n_document_terms} terms of documents, of {tokenizers}; take base models that share one.",
+        f"query and document encoders must share a vocabulary, got {n_query_terms} and "
+        f"{n_document_terms} terms from {tokenizers}; use base models with the same vocabulary.",
     )

@@ -32,9 +32,12 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=Model)
-_patch_lock = threading.RLock()  # held while a method of transformers is replaced
+_patch_lock = threading.RLock()  # is held while a method of transformers is replaced
 LOGGERS = ("sentence_transformers", "accelerate", "datasets", "huggingface_hub")
 
+# allowed ratios of the number of tokens to the number of word embeddings
+MIN_TOKENS_PER_EMBEDDING = 0.5  # embeddings may be padded
+MAX_TOKENS_PER_EMBEDDING = 1.1  # tokens may have been added
 KINDS = ("sparse", "multi-vector", "dense", "cross-encoder", "backbone")
 _KIND_OF_CLASS = {
     "SparseEncoder": "sparse",
@@ -48,7 +51,7 @@ _KIND_OF_CLASS = {
 def saved_kind(name_or_path: str) -> str:
     """Return the kind of a saved model, from its configuration files.
 
-    Files of sentence-transformers decide if there are any, else the classes in ``config.json``.
+    Files of sentence-transformers take precedence over the classes in ``config.json``.
 
     Args:
         name_or_path: a folder or a Hugging Face name.
@@ -56,8 +59,11 @@ def saved_kind(name_or_path: str) -> str:
     Returns:
         ``"sparse"``, ``"multi-vector"``, ``"dense"``, ``"cross-encoder"``, or ``"backbone"`` for
         any other or unknown model.
+
+    Raises:
+        TypeError: if `name_or_path` is not a string or a path.
     """
-    path_of("name_or_path", name_or_path)  # a name or a path
+    path_of("name_or_path", name_or_path)  # raises the TypeError
     config = _read_json_file(name_or_path, "config_sentence_transformers.json")
     if isinstance(config, dict):
         kind = _KIND_OF_CLASS.get(str(config.get("model_type")))
@@ -66,7 +72,7 @@ def saved_kind(name_or_path: str) -> str:
     modules = saved_modules(name_or_path)
     if any(".sparse_encoder." in module for module in modules):
         return "sparse"
-    if modules:
+    if modules:  # multi-vector models have a model_type in the first file
         return "dense"
     architectures = saved_architectures(name_or_path) or []
     for name in architectures:
@@ -79,28 +85,28 @@ def saved_kind(name_or_path: str) -> str:
 
 
 def check_masked_lm(name_or_path: str) -> None:
-    """Refuse a backbone without a masked-LM head, to which transformers would add a random one.
+    """Raise an error for a model without a masked-LM head, which transformers would initialize.
 
     Args:
-        name_or_path: a folder or a Hugging Face name. It is not checked without a ``config.json``.
+        name_or_path: a folder or a Hugging Face name. A model without ``config.json`` is not
+            checked.
 
     Raises:
-        ValueError: if its configuration names no ``...ForMaskedLM``.
+        ValueError: if the configuration of the model lists no ``...ForMaskedLM`` class.
     """
     architectures = saved_architectures(name_or_path)
     if architectures is None:
         return
     if not any(name.endswith("ForMaskedLM") for name in architectures):
-        names = ", ".join(architectures) or "nothing"
+        names = ", ".join(architectures) or "no architecture"
         raise ValueError(
-            f"{name_or_path} has no masked-LM head (its config.json names {names}), and sparse "
-            "vectors come from one. Take a masked language model, or a SparseEncoder that was "
-            "trained.",
+            f"{name_or_path} has no masked-LM head (its config.json lists {names}), which sparse "
+            "vectors are computed with. Use a masked language model, or a trained SparseEncoder.",
         )
 
 
 def saved_architectures(name_or_path: str) -> list[str] | None:
-    """Return the classes that a model's ``config.json`` names; ``None`` without the file."""
+    """Return the classes that a model's ``config.json`` lists, or ``None`` without the file."""
     config = _read_json_file(name_or_path, "config.json")
     if not isinstance(config, dict):
         return None
@@ -109,7 +115,7 @@ def saved_architectures(name_or_path: str) -> list[str] | None:
 
 
 def saved_modules(name_or_path: str) -> list[str]:
-    """Return the classes that a model's ``modules.json`` lists; none without the file."""
+    """Return the classes that a model's ``modules.json`` lists; empty without the file."""
     modules = _read_json_file(name_or_path, "modules.json")
     if not isinstance(modules, list):
         return []
@@ -117,9 +123,10 @@ def saved_modules(name_or_path: str) -> list[str]:
 
 
 def load_saved(name_or_path: str, kind: str) -> Model:
-    """Load a saved model, ready to encode, with the attention that it was saved with.
+    """Load a saved model for encoding, with the attention that it was saved with.
 
-    No remote code runs, and a folder is read without a network.
+    No remote code runs, and a folder is read without network access. The model runs in bf16 if the
+    hardware supports it (:func:`run_fast`).
 
     Args:
         name_or_path: a folder or a Hugging Face name.
@@ -128,10 +135,11 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     Raises:
         ImportError: if sentence-transformers is not installed, or older than 6.2.
         OSError: if there is no such model, locally or on the Hugging Face hub.
-        ValueError: for a model that was trained with entmax attention and would run softmax, one
-            whose files lack weights, or one with the tokenizer of another model.
+        TypeError: if `name_or_path` is not a string or a path.
+        ValueError: if weights are missing, the tokenizer belongs to another model, or the model was
+            trained with entmax attention but would run softmax.
     """
-    path_of("name_or_path", name_or_path)  # a name or a path
+    path_of("name_or_path", name_or_path)  # raises the TypeError
     check_choice("kind", kind, KINDS)
     check_sentence_transformers()
     import sentence_transformers
@@ -139,33 +147,31 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     from tilefold.integrations import transformers as entmax
     from tilefold.modules import load_encoder
 
-    class_names = {
-        "multi-vector": "MultiVectorEncoder",
-        "dense": "SentenceTransformer",
-        "cross-encoder": "CrossEncoder",
+    loaders: dict[str, Callable[..., Any]] = {
+        "sparse": load_encoder,
+        "backbone": load_encoder,
+        "multi-vector": sentence_transformers.MultiVectorEncoder,
+        "dense": sentence_transformers.SentenceTransformer,
+        "cross-encoder": sentence_transformers.CrossEncoder,
     }
     if kind == "backbone":
         check_masked_lm(name_or_path)
-    entmax.register()
-    load = load_encoder  # "sparse" and "backbone"
-    if kind in class_names:
-        load = getattr(sentence_transformers, class_names[kind])
-    model = load_complete(load, name_or_path)
-    # The result is not used: the call refuses a model that has alphas and would run softmax.
-    entmax.runs_entmax(model)
+    entmax.register()  # lets transformers load models with entmax attention
+    model = load_complete(loaders[kind], name_or_path)
+    entmax.runs_entmax(model)  # raises an error if the model has alphas but would run softmax
     model.model_card_data.local_files_only = True
     run_fast(model)
     return model
 
 
 def load_complete(load: Callable[..., M], name_or_path: str) -> M:
-    """Load a model, and refuse it if weights or its tokenizer are missing from its files.
+    """Load a model, and raise an error if its files lack weights or its tokenizer.
 
-    transformers would replace missing weights by random ones, with a warning only.
+    transformers would only warn, and initialize missing weights randomly.
 
     Args:
-        load: function or class of sentence-transformers that loads the model. Code from the model's
-            files is never run.
+        load: function or class that loads the model, with the arguments of ``SparseEncoder``. It is
+            told not to run code from the model's files.
         name_or_path: a folder or a Hugging Face name.
 
     Raises:
@@ -192,18 +198,18 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def local_only(local: bool = True, **options: Mapping[str, object]) -> dict[str, Any]:
-    """Return the arguments of a ``Transformer`` module.
+    """Return the loading arguments of a ``Transformer`` module, which may forbid network access.
 
     Args:
         local: whether only local files are read.
-        options: further options by argument, such as ``config_kwargs``.
+        options: additional options for an argument, such as ``config_kwargs={...}``.
     """
     names = ("model_kwargs", "processor_kwargs", "config_kwargs")
     return {name: {"local_files_only": local, **options.get(name, {})} for name in names}
 
 
 def stay_offline(model: M) -> M:
-    """Return the model after making its card write without a network and without examples."""
+    """Let a model write its card without network access and without examples, and return it."""
     model.model_card_data.local_files_only = True
     model.model_card_data.generate_widget_examples = False
     return model
@@ -211,10 +217,10 @@ def stay_offline(model: M) -> M:
 
 @contextmanager
 def complete_weights(name_or_path: str) -> Iterator[None]:
-    """Refuse a model that transformers loads in this context without all of its weights.
+    """Raise an error at the end of this context if a model was loaded that lacks weights.
 
-    The context replaces ``PreTrainedModel.from_pretrained`` by a method that records missing
-    weights. Weights of poolers may be missing, because no model here reads them.
+    In the context, ``PreTrainedModel.from_pretrained`` is replaced by a method that records missing
+    weights. Weights of poolers may be missing, because they are never read here.
 
     Args:
         name_or_path: name of the model, for the error message.
@@ -224,61 +230,76 @@ def complete_weights(name_or_path: str) -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
-    missing: list[str] = []
-
-    def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
-        """Load a model as the stock method does, and record the weights that are missing."""
-        with_loading_info = kwargs.pop("output_loading_info", False)
-        model, info = stock_method.__func__(cls, *args, output_loading_info=True, **kwargs)
-        if not getattr(model, "peft_config", None):  # else the info is about the adapter
-            missing.extend(sorted(name for name in info["missing_keys"] if "pooler" not in name))
-        return (model, info) if with_loading_info else model
-
+    missing_names: list[str] = []
     # Without the lock, threads would restore each other's method and overlook missing weights.
     with _patch_lock:
         # the classmethod object itself, which attribute access would bind to the class
         stock_method = PreTrainedModel.__dict__["from_pretrained"]
-        PreTrainedModel.from_pretrained = classmethod(from_pretrained)
+        PreTrainedModel.from_pretrained = _recording_method(stock_method, missing_names)
         try:
             yield
         finally:
             PreTrainedModel.from_pretrained = stock_method
-    if missing:
+    if missing_names:
         raise ValueError(
-            f"{name_or_path}: {len(missing)} weights are not in its files and would be random, "
-            f"{missing[0]} first. Fetch it whole, or save it again with the class that config.json "
-            "names.",
+            f"{name_or_path}: {len(missing_names)} weights are not in its files and would be "
+            f"random, {missing_names[0]} first. Download the model again, or save it again with "
+            "the class that config.json names.",
         )
 
 
+def _recording_method(stock_method: Any, missing_names: list[str]) -> Any:
+    """Return a replacement of ``from_pretrained`` that records the names of missing weights.
+
+    Args:
+        stock_method: the classmethod object of transformers.
+        missing_names: list to which the names are added.
+    """
+    load = stock_method.__func__
+
+    def from_pretrained(cls: Any, /, *args: object, **kwargs: object) -> Any:
+        """Load a model as transformers does, and record the names of missing weights."""
+        returns_info = kwargs.pop("output_loading_info", False)
+        model, info = load(cls, *args, output_loading_info=True, **kwargs)
+        has_adapter = bool(getattr(model, "peft_config", None))
+        if not has_adapter:  # for an adapter, the info lists only the adapter's weights
+            names = sorted(info["missing_keys"])
+            missing_names.extend(name for name in names if "pooler" not in name)
+        return (model, info) if returns_info else model
+
+    return classmethod(from_pretrained)
+
+
 def _check_tokenizer(model: Model, name_or_path: str) -> None:
-    """Refuse a model whose tokenizer has far fewer or more tokens than its embeddings have rows.
+    """Raise an error if a model's tokenizer does not suit the size of its word embeddings.
 
     The tokenizer's files are then missing, or belong to another model. The limits allow padded
     vocabularies and added tokens.
 
     Args:
         model: the loaded model. A model without a tokenizer or word embeddings is not checked.
-        name_or_path: its name, for the message.
+        name_or_path: name of the model, for the error message.
 
     Raises:
-        ValueError: if the sizes differ too much.
+        ValueError: if the tokenizer has far fewer or more tokens than there are embeddings.
     """
     try:
         n_tokens = len(model.tokenizer)
         n_rows = model[0].model.get_input_embeddings().num_embeddings
     except (AttributeError, TypeError, NotImplementedError):
-        return  # static embeddings, routes, images: nothing to compare
-    if not 0.5 * n_rows <= n_tokens <= 1.1 * n_rows:
+        return  # static embeddings, two encoders, or images: there is nothing to compare
+    fewest_tokens = MIN_TOKENS_PER_EMBEDDING * n_rows
+    most_tokens = MAX_TOKENS_PER_EMBEDDING * n_rows
+    if not fewest_tokens <= n_tokens <= most_tokens:
         raise ValueError(
-            f"{name_or_path}: its tokenizer has {n_tokens} tokens and its embeddings {n_rows}: "
-            "the tokenizer's files are missing or belong to another model. Put those of its own "
-            "beside the weights.",
+            f"{name_or_path}: its tokenizer has {n_tokens} tokens, but there are {n_rows} word "
+            "embeddings: the tokenizer's files are missing or belong to another model. Copy its "
+            "own tokenizer files next to the weights.",
         )
 
 
 def _read_json_file(name_or_path: str, file: str) -> object:
-    """Return the content of a model's JSON file; ``None`` if it is missing or damaged."""
+    """Return the content of a model's JSON file, or ``None`` if it is missing or damaged."""
     from sentence_transformers.util import load_file_path
 
     try:
@@ -289,9 +310,9 @@ def _read_json_file(name_or_path: str, file: str) -> object:
 
 
 def supports_bf16() -> bool:
-    """Return whether the GPU, or the CPU of a machine without one, has instructions for bf16.
+    """Return whether the GPU, or the CPU of a machine without a GPU, has bf16 instructions.
 
-    CPUs need AMX or AVX512-BF16. torch emulates bf16 on all others, which is slow.
+    CPUs need AMX or AVX512-BF16. On other CPUs, torch emulates bf16, which is slow.
     """
     import torch
 
@@ -309,11 +330,10 @@ def supports_bf16() -> bool:
 
 @contextmanager
 def fast_inference() -> Iterator[None]:
-    """Enable bf16 autocast in this context if the hardware computes in bf16.
+    """Enable bf16 autocast in this context if the hardware has bf16 instructions.
 
-    Weights keep their dtype. Vectors and scores differ from those in fp32 by about 1%, because bf16
-    has 8 significant bits. :func:`tilefold._internal.precision.inference_precision` returns the
-    dtype that a model computes in.
+    Weights keep their dtype. Vectors and scores differ from fp32 results by about 1%, because bf16
+    has 8 significant bits.
     """
     import torch
 
@@ -325,7 +345,7 @@ def fast_inference() -> Iterator[None]:
 def run_fast(model: nn.Module) -> None:
     """Run every forward pass of a model in :func:`fast_inference`.
 
-    So a text has the same vector in every command.
+    Thereby a text has the same vector in every command.
     """
     model.forward = fast_inference()(model.forward)
     vars(model)["inference_context"] = fast_inference  # read by inference_precision
@@ -338,7 +358,7 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
     Errors are still logged, and the previous settings are restored at the end.
 
     Args:
-        verbose: whether nothing is silenced.
+        verbose: whether to leave everything as it is instead.
     """
     if verbose:
         yield
@@ -368,7 +388,11 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
 
 @contextmanager
 def quiet_loggers(*names: str | None) -> Iterator[None]:
-    """Let loggers log errors only in this context; ``None`` is the root logger."""
+    """Let loggers log only errors in this context.
+
+    Args:
+        names: names of the loggers; ``None`` is the root logger.
+    """
     levels = {name: logging.getLogger(name).level for name in names}
     for name in names:
         logging.getLogger(name).setLevel(logging.ERROR)

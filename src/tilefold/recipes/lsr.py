@@ -1,4 +1,4 @@
-"""Training of learned sparse retrieval: the recipe of most systems of the catalogue."""
+"""Training of learned sparse retrieval models: the recipe of most systems in the catalogue."""
 
 from __future__ import annotations
 
@@ -55,11 +55,13 @@ __all__ = [
 ]
 
 LOSSES = ("infonce", "kl", "margin_mse", "pairwise_softmax", "term_recall")
-KL_TEMPERATURE = 2.0  # of student and teacher; the default of sentence-transformers
+KL_TEMPERATURE = 2.0  # temperature of student and teacher, as in sentence-transformers
 MASKED_LM = MlmSpec()
 FLOPS = RegularizerSpec()
-# positions of documents in memory when negatives are drawn for several passes, 128 MiB in int64
+# documents in memory when negatives are drawn for several passes: their positions take 128 MiB
 MAX_DRAWN_DOCUMENTS = 2**24
+IDF_WEIGHTS_PATTERN = r"sub_modules\.query\.0\.weight$"
+"""Regular expression for the parameter name of the weights of ``"idf"`` queries."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +71,24 @@ class LsrRecipe(Recipe):
     ``get_recipe("splade")`` has the settings of SPLADE with in-batch negatives.
 
     Attributes:
-        name: name of the system, for messages; it changes nothing.
-        base_model: base model of encoders that name none: ``"minilm"``, a folder or a Hugging Face
-            name.
-        query: encoder of queries; None shares the document encoder.
+        name: name of the system, for messages only.
+        base_model: base model of encoders that have none of their own: ``"minilm"``, a folder or a
+            Hugging Face name.
+        query: encoder of queries; None uses the document encoder.
         document: encoder of documents.
-        loss: weight of each loss, out of ``"infonce"`` (in-batch and mined negatives), ``"kl"``,
+        loss: weight of each loss; names are ``"infonce"`` (in-batch and mined negatives), ``"kl"``,
             ``"margin_mse"``, ``"pairwise_softmax"`` and ``"term_recall"``.
         query_regularizer, document_regularizer: sparsity penalties; a number is the weight of
             FLOPS.
         negatives: number of mined negatives per query and step; 0 for in-batch negatives only.
         idf_learning_rate: learning rate of the weights of ``"idf"`` queries; None takes
             `learning_rate`.
-        frozen_layers: number of lowest layers that are frozen, together with the embeddings (and a
-            decoder tied to them); they have no backward pass. 0 trains everything. Needs one
-            encoder for both sides.
+        frozen_layers: number of lowest layers to freeze, together with the embeddings and an LM
+            head that is tied to them. Frozen layers need no backward pass. 0 trains everything.
+            Needs one encoder for both sides.
         start_percentile: initial decoder bias of ``"minilm"``, see
             :func:`tilefold.recipes.minilm_splade`.
-        group_by_length: batch documents of similar length, with little padding.
+        group_by_length: whether batches have documents of similar length, with little padding.
 
     The other fields are described in :class:`TrainingSettings`.
     """
@@ -106,33 +108,51 @@ class LsrRecipe(Recipe):
     frozen_layers: int = rules.checked(0, rules.integer(0))
     start_percentile: float = rules.checked(
         99.95,
-        rules.number(lambda value: 0 < value < 100, "in (0, 100)"),
+        rules.finite_number(lambda value: 0 < value < 100, "in (0, 100)"),
     )
     group_by_length: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
-        """Replace dictionaries of encoders and regularizers by specs, and check all fields."""
-        self._parse_encoder("query", optional=True)
-        self._parse_encoder("document")
-        self._parse_regularizer("query_regularizer")
-        self._parse_regularizer("document_regularizer")
+        """Convert encoders and regularizers from their JSON form, and check all fields."""
+        specs: dict[str, object] = {
+            "document": _parse_encoder("document", self.document),
+            "query_regularizer": _parse_regularizer("query_regularizer", self.query_regularizer),
+            "document_regularizer": _parse_regularizer(
+                "document_regularizer",
+                self.document_regularizer,
+            ),
+        }
+        if self.query is not None:
+            specs["query"] = _parse_encoder("query", self.query)
+        for name, spec in specs.items():
+            object.__setattr__(self, name, spec)  # the dataclass is frozen
         super().__post_init__()
         self._check_loss()
         self._check_negatives()
+        self._check_encoders()
+
+    def _check_encoders(self) -> None:
+        """Raise an error for options that the encoders of the recipe do not have.
+
+        Raises:
+            ValueError: if queries have a penalty per position, PROSPER has mini-batches, or layers
+                are frozen although there is a query encoder.
+        """
         if self.query_regularizer.per_position:
             raise ArgumentError(
                 "query_regularizer",
-                "per_position must be False, a group has one query.",
+                "per_position must be False, because a training row has only one query.",
             )
         if self.mini_batch_size is not None and isinstance(self.document, ProsperSpec):
             raise ArgumentError(
                 "mini_batch_size",
-                "must be None for kind 'prosper', whose penalties are on other vectors.",
+                "must be None for kind 'prosper': its penalties read vectors without the literal "
+                "residual, which mini-batches do not store.",
             )
         if self.frozen_layers and self.query is not None:
             raise ArgumentError(
                 "frozen_layers",
-                "must be 0 with a query encoder, which has layers of its own, got "
+                "must be 0 with a query encoder, which has its own layers, got "
                 f"{self.frozen_layers}; leave one of the two out.",
             )
 
@@ -149,10 +169,10 @@ class LsrRecipe(Recipe):
         object.__setattr__(self, "loss", dict(self.loss))
 
     def _check_negatives(self) -> None:
-        """Refuse a loss that reads mined negatives if the recipe has none.
+        """Raise an error if the loss reads mined negatives and the recipe has none.
 
         Raises:
-            ValueError: if ``negatives`` is 0 and the loss is a distillation or a pairwise softmax.
+            ValueError: if ``negatives`` is 0, and the loss is a distillation or a pairwise softmax.
         """
         if self.negatives:
             return
@@ -167,58 +187,6 @@ class LsrRecipe(Recipe):
                 "must be at least 1 for the loss pairwise_softmax, got 0.",
             )
 
-    def _parse_encoder(self, name: str, optional: bool = False) -> None:
-        """Replace a field's dictionary, as in JSON, by an encoder spec.
-
-        Args:
-            name: name of the field, ``"query"`` or ``"document"``. A spec in it stays.
-            optional: whether ``None`` is valid, too.
-
-        Raises:
-            ValueError: if the field has another value, or the dictionary is not valid.
-        """
-        value = getattr(self, name)
-        if isinstance(value, EncoderSpec) or (optional and value is None):
-            return
-        if not isinstance(value, Mapping):
-            raise ArgumentError(
-                name,
-                "expected an EncoderSpec, such as MlmSpec(), or a dictionary of its fields, got "
-                f"{value!r}.",
-            )
-        try:
-            spec = EncoderSpec.from_dict(dict(value))
-        except ValueError as error:
-            raise ArgumentError(name, str(error)) from None
-        object.__setattr__(self, name, spec)  # the dataclass is frozen
-
-    def _parse_regularizer(self, name: str) -> None:
-        """Replace a field's dictionary, as in JSON, or number by the spec of a penalty.
-
-        Args:
-            name: name of the field, such as ``"query_regularizer"``. A spec in it stays. A number
-                is the weight of the FLOPS penalty.
-
-        Raises:
-            ValueError: if the field has another value, or the dictionary is not valid.
-        """
-        value = getattr(self, name)
-        if isinstance(value, RegularizerSpec):
-            return
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            value = {"kind": "flops", "weight": value}
-        if not isinstance(value, Mapping):
-            raise ArgumentError(
-                name,
-                "expected a RegularizerSpec, a dictionary of its fields or the weight of FLOPS, "
-                f"got {value!r}.",
-            )
-        try:
-            spec = RegularizerSpec.from_dict(dict(value))
-        except ValueError as error:
-            raise ArgumentError(name, str(error)) from None
-        object.__setattr__(self, name, spec)  # the dataclass is frozen
-
     @property
     def reads_negatives(self) -> bool:
         """Whether training reads mined negatives."""
@@ -231,7 +199,7 @@ class LsrRecipe(Recipe):
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The data that training reads."""
+        """The data that training reads: ``"pairs"``, ``"negatives"``, ``"scores"``."""
         names = ["pairs"]
         if self.negatives:
             names.append("negatives")
@@ -245,7 +213,7 @@ class LsrRecipe(Recipe):
         return "infonce" in self.loss
 
     def negatives_among(self, pairs: int) -> int:
-        """Return the number of negatives of each query in a step of ``pairs`` pairs."""
+        """Return the number of negatives of each query in a step with this many pairs."""
         return (1 + self.negatives) * pairs - 1 if self.distinct_texts else self.negatives
 
     @property
@@ -255,37 +223,38 @@ class LsrRecipe(Recipe):
         return any(spec is not None and spec.adds_adapters for spec in specs)
 
     def preparation(self, data: str) -> list[str]:
-        """Return the commands that make the file of negatives that training reads.
+        """Return the commands that create the training negatives.
 
-        The commands need no access to the network: BM25 mines the negatives, and the packaged
-        MiniLM and BM25 score them.
+        The commands need no network access: BM25 mines the negatives, and the packaged MiniLM and
+        BM25 score them.
 
         Args:
             data: name or folder of the collection.
 
         Returns:
-            Commands in their order. The last one writes the file. None for a recipe without mined
-            negatives.
+            The commands in their order; the last one writes the file. Empty if the recipe has no
+            mined negatives.
         """
         if not self.negatives:
             return []
         commands = [
             f"tilefold index --backend bm25 --data {data} --output bm25-index",
             f"tilefold mine --data {data} --index bm25-index --output negatives.parquet",
-            f"tilefold score negatives.parquet --data {data} --teacher minilm --teacher bm25 "
-            "--output scores.parquet",
         ]
-        if not self.needs_scores:
-            del commands[-1]
+        if self.needs_scores:
+            commands.append(
+                f"tilefold score negatives.parquet --data {data} --teacher minilm --teacher bm25 "
+                "--output scores.parquet",
+            )
         return commands
 
     def build_model(self, texts: Sequence[str]) -> SparseEncoder:
         """Build the untrained model of the recipe.
 
         Args:
-            texts: documents of the collection. Some encoders compute initial weights from them.
+            texts: documents, from which some encoders compute initial weights.
         """
-        base = Base(
+        base = Base(  # what the query encoder and the document encoder have in common
             base_model=self.base_model,
             max_length=self.max_length,
             texts=list_of_texts("texts", texts),
@@ -299,11 +268,16 @@ class LsrRecipe(Recipe):
         collection: Collection,
         negatives: str | Path | RowsAhead | None,
     ) -> Examples:
-        """Return the rows that training reads."""
+        """Return the training rows.
+
+        Args:
+            collection: collection with the training pairs.
+            negatives: mined negatives, or their file; ``None`` without negatives.
+        """
         return make_examples(self, collection, negatives)
 
     def fit(self, job: TrainingJob) -> TrainResult:
-        """Train the job's model in place."""
+        """Train the job's model in place, and return its result with losses and warnings."""
         from tilefold.modules import to_stock
 
         if self.frozen_layers:
@@ -313,12 +287,62 @@ class LsrRecipe(Recipe):
         return result
 
 
+def _parse_encoder(name: str, value: object) -> EncoderSpec:
+    """Return an encoder spec, converted from a dictionary if necessary.
+
+    Args:
+        name: name of the recipe's field, ``"query"`` or ``"document"``, for error messages.
+        value: a spec, or a dictionary of its fields as in JSON.
+
+    Raises:
+        ValueError: if the value is something else, or the dictionary is not valid.
+    """
+    if isinstance(value, EncoderSpec):
+        return value
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            name,
+            "expected an EncoderSpec, such as MlmSpec(), or a dictionary of its fields, got "
+            f"{value!r}.",
+        )
+    try:
+        return EncoderSpec.from_dict(dict(value))
+    except ValueError as error:
+        raise ArgumentError(name, str(error)) from None
+
+
+def _parse_regularizer(name: str, value: object) -> RegularizerSpec:
+    """Return the spec of a penalty, converted from a dictionary or a number if necessary.
+
+    Args:
+        name: name of the recipe's field, such as ``"query_regularizer"``, for error messages.
+        value: a spec, a dictionary of its fields as in JSON, or the weight of the FLOPS penalty.
+
+    Raises:
+        ValueError: if the value is something else, or the dictionary is not valid.
+    """
+    if isinstance(value, RegularizerSpec):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = {"kind": "flops", "weight": value}
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            name,
+            "expected a RegularizerSpec, a dictionary of its fields or the weight of FLOPS, "
+            f"got {value!r}.",
+        )
+    try:
+        return RegularizerSpec.from_dict(dict(value))
+    except ValueError as error:
+        raise ArgumentError(name, str(error)) from None
+
+
 def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
-    """Train the job's model in place, with the token limit of training.
+    """Train the job's model in place, with texts truncated to ``train_max_length`` tokens.
 
     Args:
         recipe: the recipe.
-        job: the training: its model, training rows and ranks.
+        job: the training job: its model, training rows and ranks.
 
     Returns:
         The job's result with the steps, losses and warnings of the training.
@@ -346,12 +370,12 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
         has_term_limit=model.max_active_dims is not None,
         world=job.world,
     )
-    # Evaluations compare models, and begin when alpha of entmax and the weights of the penalties
-    # no longer rise.
+    # Evaluations begin when alpha of entmax and the weights of the penalties no longer rise, so
+    # that they compare models with the same settings.
     rising_share = max([recipe.anneal_alpha, *warmups.values()])
-    # A saved SparseEncoder may lack a head to fuse, which its recipe does not know.
-    needs_head = isinstance(recipe.document, SparseEncoderSpec)
-    with fused_head(model, recipe.fused, needed=needs_head):
+    # Whether a saved SparseEncoder has a head to fuse is known only now.
+    must_fuse = isinstance(recipe.document, SparseEncoderSpec)
+    with fused_head(model, required=must_fuse) if recipe.fused else nullcontext():
         result = run_trainer(
             job,
             SparseEncoderTrainer,
@@ -372,50 +396,47 @@ def _route_settings(recipe: LsrRecipe, job: TrainingJob) -> dict[str, object]:
 
     Args:
         recipe: the recipe.
-        job: the training, whose rows name the columns of texts.
+        job: the training job, with the columns of its training rows.
 
     Returns:
-        The route of each column and, if it is set, the learning rate of the IDF weights; empty for
-        a model with one route.
+        The encoder of each column and, if it is set, the learning rate of the IDF weights. Empty if
+        queries and documents are encoded in the same way.
     """
     if recipe.query is None and not recipe.document.has_routes:
         return {}
     routes = {}
     for column in job.examples.columns:
-        if column != "label":  # scores
-            routes[column] = "query" if column == "query" else "document"
+        if column == "query":
+            routes[column] = "query"
+        elif column != "label":  # the label has scores, and all other columns have documents
+            routes[column] = "document"
     settings: dict[str, object] = {"router_mapping": routes}
     trains_idf = isinstance(recipe.query, IdfSpec) and recipe.query.trainable
     if trains_idf and recipe.idf_learning_rate is not None:
-        # regular expression for the name of a parameter -> learning rate
-        settings["learning_rate_mapping"] = {
-            r"sub_modules\.query\.0\.weight$": recipe.idf_learning_rate,
-        }
+        settings["learning_rate_mapping"] = {IDF_WEIGHTS_PATTERN: recipe.idf_learning_rate}
     return settings
 
 
 def fused_head(
     model: SparseEncoder,
-    fused: bool = True,
     *,
-    needed: bool = False,
+    required: bool = False,
 ) -> AbstractContextManager[object]:
     """Create a context in which a model with an LM head runs the fused head.
 
     The fused head computes logits, activation and pooling together, and never stores the logits.
-    Nothing changes in the context if the model has no such head.
+    The context does nothing if the model has no such head.
 
     Args:
         model: model to accelerate.
-        fused: whether to fuse at all.
-        needed: whether a model without a head to fuse is an error.
+        required: whether a model without a head to fuse is an error.
     """
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     from tilefold.modules import FusedPooling
 
     has_head = any(isinstance(module, (SpladePooling, FusedPooling)) for module in model.modules())
-    if not fused or not (has_head or needed):
+    if not has_head and not required:
         return nullcontext()
     from tilefold.integrations.sentence_transformers import accelerate
 
@@ -428,9 +449,8 @@ def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
     Args:
         model: model that is trained.
         recipe: the recipe.
-        ranks: number of ranks. Several ranks share negatives and penalties: document vectors
-            ``[B, V]`` are gathered, and their gradients scattered. The option of the stock loss
-            would gather queries, too, and then use this rank's only.
+        ranks: number of ranks, which share in-batch negatives and penalties. Document vectors
+            ``[B, V]`` are gathered, and their gradients scattered.
 
     Returns:
         A ``SpladeLoss`` of sentence-transformers, or a subclass of it.
@@ -461,35 +481,41 @@ def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:
 
 
 def _splade_loss_class(recipe: LsrRecipe) -> Callable[..., Module]:
-    """Return the variant of ``SpladeLoss`` that a recipe trains with.
+    """Return the class of the sum of ranking loss and penalties that a recipe trains with.
 
-    PROSPER's penalties read the weights without its literal residual. Mini-batches need a loss that
-    computes all vectors first, and again for their gradients (GradCache).
+    Args:
+        recipe: the recipe.
+
+    Returns:
+        The class, or a partial call of it.
     """
-    from sentence_transformers.sparse_encoder import losses
+    from sentence_transformers.sparse_encoder.losses import SpladeLoss
 
     from tilefold.losses.base_splade import BaseSpladeLoss, JoinedSpladeLoss
 
     if isinstance(recipe.document, ProsperSpec):
+        # penalises weights without the literal residual; PROSPER has no mini-batches
         return BaseSpladeLoss
     if recipe.mini_batch_size is not None:
+        # computes all vectors without gradients first, and then mini-batches again (GradCache)
         return partial(JoinedSpladeLoss, mini_batch_size=recipe.mini_batch_size)
-    stock_class: Callable[..., Module] = losses.SpladeLoss
-    return stock_class
+    return SpladeLoss  # type: ignore[no-any-return]
 
 
 def _make_ranking_loss(name: str, model: Model, recipe: LsrRecipe, ranks: int) -> Module:
     """Create one of the ranking losses of a recipe.
 
-    Every option that changes a value is passed, so that a new default of sentence-transformers does
-    not change what a recipe trains.
+    All options of the losses are passed, so that new defaults of sentence-transformers do not
+    change what a recipe trains.
 
     Args:
-        name: name of the loss: ``"infonce"``, ``"kl"``, ``"margin_mse"``, ``"pairwise_softmax"``
-            or ``"term_recall"``.
+        name: name of the loss, one of ``LOSSES``.
         model: model that is trained.
-        recipe: its ``similarity_scale`` is the factor on the scores of ``"infonce"``.
+        recipe: the recipe. Its ``similarity_scale`` multiplies the scores of ``"infonce"``.
         ranks: number of ranks, which share in-batch negatives.
+
+    Raises:
+        ValueError: if the name is unknown.
     """
     from sentence_transformers.sparse_encoder import losses
     from sentence_transformers.util import dot_score, pairwise_dot_score
@@ -501,7 +527,7 @@ def _make_ranking_loss(name: str, model: Model, recipe: LsrRecipe, ranks: int) -
             model,
             scale=recipe.similarity_scale,
             similarity_fct=dot_of_all_ranks if ranks > 1 else dot_score,
-            gather_across_devices=False,
+            gather_across_devices=False,  # it would gather queries too, which is not needed
             directions=("query_to_doc",),
             partition_mode="joint",
             hardness_mode=None,
@@ -516,7 +542,9 @@ def _make_ranking_loss(name: str, model: Model, recipe: LsrRecipe, ranks: int) -
         return losses.SparseMarginMSELoss(model, similarity_fct=pairwise_dot_score)
     if name == "pairwise_softmax":
         return PairwiseSoftmaxLoss()
-    return TermRecallLoss()
+    if name == "term_recall":
+        return TermRecallLoss()
+    raise ArgumentError("loss", f"must be one of {', '.join(LOSSES)}, got {name!r}.")
 
 
 def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
@@ -527,7 +555,8 @@ def dot_of_all_ranks(queries: Tensor, documents: Tensor) -> Tensor:
         documents: vectors ``[B * (1 + negatives), V]`` of this rank's documents.
 
     Returns:
-        Dot products ``[B, ranks * B * (1 + negatives)]``. This rank's documents come first.
+        Dot products ``[B, ranks * B * (1 + negatives)]``. ``gather_rows`` puts this rank's
+        documents first.
     """
     from tilefold.distributed.process_group import gather_rows
 
@@ -539,8 +568,8 @@ def make_regularizer(spec: RegularizerSpec, positions: int = 1) -> Module:
 
     Args:
         spec: configuration of the penalty.
-        positions: number of documents of a query: the relevant one and its negatives. A penalty
-            per position is computed for each of them separately.
+        positions: number of documents per query: the relevant document and its negatives. With
+            ``spec.per_position``, the penalty is computed for each position separately.
     """
     from tilefold import losses
 
@@ -572,26 +601,26 @@ def make_examples(
     """Create the training rows of a recipe.
 
     The columns are ``query`` and ``positive``. Mined negatives add ``negative_1`` to
-    ``negative_n``, and ``label`` if the loss reads teachers' scores. A query's negatives are drawn
-    anew for each pass over the pairs, as far as memory allows. A row has no negative twice if the
-    file has enough of them.
+    ``negative_n``, and ``label`` if the loss reads teachers' scores. New negatives are drawn for
+    each pass over the pairs, unless there are too many for the memory. A row repeats a negative
+    only if the file has too few for its query.
 
     Args:
         recipe: the recipe.
         collection: collection of the pairs.
-        file: file of mined negatives, with teachers' scores if the loss reads them, or a
-            ``RowsAhead``, which reads such a file in a thread. ``None`` for no mined negatives.
+        file: file of mined negatives, with teachers' scores if the loss reads them; or a
+            ``RowsAhead``, which reads such a file in a thread; or ``None``.
 
     Raises:
-        ValueError: for a file that the recipe does not read, or a missing one. The message has the
-            commands that make it.
+        ValueError: if the recipe does not read the file, or needs one. The message has the commands
+            that create it.
     """
     if not recipe.negatives:
         if file is not None:
             raise ArgumentError(
                 "negatives",
-                f"{recipe.name!r} takes none from a file (its negatives are 0); leave "
-                "the file out, or set negatives to at least 1.",
+                f"the recipe {recipe.name!r} does not read mined negatives, because its field "
+                "negatives is 0; omit the file, or set negatives to at least 1.",
             )
         return pair_examples(collection, "positive")
     pairs = training_pairs(collection)
@@ -618,7 +647,7 @@ def _mined_examples(
         file: name of the file, for messages.
 
     Raises:
-        ValueError: if the file has no scores that are needed, or none of the training queries.
+        ValueError: if the file lacks scores that the loss reads, or has no row of a training query.
     """
     positions = rows.check_collection(collection)
     if recipe.needs_scores and not rows.scored:
@@ -650,7 +679,12 @@ def _mined_examples(
 
 
 def _number_of_draws(recipe: LsrRecipe, n_pairs: int) -> int:
-    """Return how often negatives are drawn: once for each pass, as far as memory allows."""
+    """Return how often negatives are drawn for each pair: once per pass, if memory allows it.
+
+    Args:
+        recipe: the recipe, with the number of passes and of negatives.
+        n_pairs: number of training pairs.
+    """
     n_passes = recipe.epochs
     if recipe.max_steps is not None:
         n_passes = recipe.max_steps * recipe.batch_size / n_pairs
@@ -659,7 +693,7 @@ def _number_of_draws(recipe: LsrRecipe, n_pairs: int) -> int:
 
 
 def _missing_negatives_message(recipe: LsrRecipe, collection: Collection) -> str:
-    """Return a message with the commands that make the file that a recipe reads."""
+    """Return an error message with the commands that create the negatives of a recipe."""
     data = "mined negatives with teachers' scores" if recipe.needs_scores else "mined negatives"
     commands = recipe.preparation(collection.name)
     file = commands[-1].split()[-1]
