@@ -195,7 +195,7 @@ def test_a_merged_network_whose_weights_overflow_fp16_is_kept_in_fp32(masked: st
     for factor in (layer.lora_A["default"], layer.lora_B["default"]):
         factor.weight.data[0, 0] = 600.0  # whose product is above 65,504
     expected = exact_sums(network)[f"{name}.weight"]
-    with pytest.warns(UserWarning, match=f"{name}.weight has values .* too large for fp16"):
+    with pytest.warns(UserWarning, match=f"{name}.weight has a value .* too large for fp16"):
         merge_adapters(model)
     assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
     merged = network.get_parameter(f"{name}.weight")

@@ -75,26 +75,30 @@ def test_published_negatives_are_read_as_they_are(tmp_path: Path, name: str) -> 
             r"a\.tsv: line 1: expected a line of three ids .*got q0\td0 \(2 fields\)",
         ),
         ("a.tsv", "q0\t0\td0\t1\n", r"a\.tsv: line 1: .*\(4 fields\)"),
-        ("a.json", '["q0", "d0", "d1"]\n["q1", 2.5, "d3"]\n', r"a\.json: line 2: .*no id: 2\.5"),
+        (
+            "a.json",
+            '["q0", "d0", "d1"]\n["q1", 2.5, "d3"]\n',
+            r"a\.json: line 2: .*not an id: 2\.5",
+        ),
         ("a.json", '["q0", "d0"]\n', r"a\.json: line 1: .*fewer than two documents"),
         ("a.jsonl", '{"qid": 1, "pos": [2]}\n', r"a\.jsonl: line 1: .*'neg'"),
-        ("a.jsonl", '{"qid": 1, "pos": "23", "neg": [4]}\n', r"a\.jsonl: line 1: .*no lists"),
+        ("a.jsonl", '{"qid": 1, "pos": "23", "neg": [4]}\n', r"a\.jsonl: line 1: .*are not lists"),
         (
             "a.json",
             f'["q0", ["d0", {"9" * 400}], ["d1", 1]]\n',
-            r"a\.json: line 1: .*no finite float32",
+            r"a\.json: line 1: .*not a finite float32",
         ),
         (
             "a.json",
             '["q0", ["d0", 1], "d1"]\n',
-            "line 1: .*.d1. has no score, those before it have one",
+            "line 1: .*.d1. has no score, but earlier rows have one",
         ),
         (
             "a.json",
             '["q0", ["d0", NaN], ["d1", 1]]\n',
-            "line 1: .*the score of .d0. is nan and no finite float32",
+            "line 1: .*the score of .d0. is nan, which is not a finite float32",
         ),
-        ("a.json", "", r"a\.json: expected a line at least, got an empty file"),
+        ("a.json", "", r"a\.json: expected at least one line, got an empty file"),
     ],
 )
 def test_published_negatives_that_are_none_are_named(
@@ -108,7 +112,7 @@ def test_published_negatives_that_are_none_are_named(
 
 def test_a_run_is_no_file_of_negatives(tmp_path: Path) -> None:
     run = put(tmp_path / "run.tsv", "".join(f"q0\td{place}\td{place + 1}\n" for place in range(4)))
-    text = "relevant documents as the split 'train' judges them, got 4 of its queries, of which it calls 1 relevant"
+    text = "only 1 of the 4 documents that they mark as relevant"
     refused(DataError, text, make_examples, LsrRecipe(negatives=1), small_collection(), run)
 
 
@@ -172,7 +176,7 @@ def test_documents_that_stay_in_their_file_train_the_same_model(tmp_path: Path) 
         len({*TextsInMemory(["a", "b", "a"]).text_keys.tolist()}) == 2
     )  # a text of two ids comes once in a batch
     data.qrels["train"]["q3"]["d99"] = 1
-    lacks = "judges query 'q3' and document 'd99', of which it lacks one"
+    lacks = "has a judgement for query 'q3' and document 'd99', but one of them is missing"
     refused(ValueError, lacks, make_examples, recipe, data, None)
 
 

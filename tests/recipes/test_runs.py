@@ -619,7 +619,7 @@ def test_several_processes_without_a_known_launcher_are_refused(
     monkeypatch: Any,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    message = "must come from a known launcher, got WORLD_SIZE=2. Start it with torchrun"
+    message = "must come from a known launcher, got WORLD_SIZE=2. Start the program with torchrun"
     refused(RuntimeError, message, train, recipe, collection, tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""Rows of a training: positions of texts in the collection.
+"""Training rows, as positions of texts in a collection.
 
 The texts are read from memory or from a file when a batch needs them.
 """
@@ -23,35 +23,35 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import TrainingRows
 
 Positions = npt.NDArray[np.int64]
-MAX_CHARACTERS_PER_TOKEN = 8  # estimate, for lengths of texts that are not tokenized
-UNLIMITED_TOKENS = 10**6  # for a model without a maximum length, or with one such as 10^30
-LENGTH_BATCH_SIZE = 4096  # texts that are measured together
+MAX_CHARACTERS_PER_TOKEN = 8  # estimate for texts that are not tokenized
+MAX_TOKENS = 10**6  # limit of a model without a maximum length, or with one such as 10^30
+LENGTH_BATCH_SIZE = 4096  # number of texts that are read at a time to measure their lengths
 
 
 class TextsInMemory(list[str]):
-    """Texts in memory, with the methods of :class:`LazyDocuments` that rows need."""
+    """Texts in memory, with the methods of :class:`LazyDocuments` that training rows need."""
 
     def at(self, positions: Sequence[int]) -> list[str]:
-        """Return the texts at positions."""
+        """Return the texts at the given positions."""
         return [self[position] for position in positions]
 
     def sizes(self, positions: Positions) -> Positions:
-        """Return the number of characters of the texts at positions."""
+        """Return the numbers of characters of the texts at the given positions."""
         return np.array([len(self[position]) for position in positions], np.int64)
 
     @cached_property
     def text_keys(self) -> npt.NDArray[np.uint64]:
-        """A key of each text; equal texts have equal keys."""
+        """64-bit keys of all texts, ``[n]``; equal texts have equal keys."""
         return np.fromiter(map(id_key, self), np.uint64, len(self))
 
 
 @dataclass(frozen=True, eq=False)
 class Column(Sequence[str]):
-    """The texts of n training rows.
+    """The texts of one column of n training rows.
 
     Attributes:
-        texts: all queries or all documents.
-        positions: position ``[n]`` of each row's text among them.
+        texts: all queries or all documents of a collection.
+        positions: position ``[n]`` of each row's text in `texts`.
     """
 
     texts: TextsInMemory | LazyDocuments[str]
@@ -74,18 +74,18 @@ class Examples:
         columns: columns in the order in which the loss reads them: texts as :class:`Column`, and
             teacher scores ``[n, documents]`` in fp32 as ``"label"``.
         pairs: number of pairs of one epoch; a pair may have several rows with different negatives.
-        notes: what the user should know about the rows.
-        texts: digest of all queries and documents.
+        notes: notes about the rows for the user.
+        texts_sha256: digest of all queries and documents.
     """
 
     columns: dict[str, Any]
     pairs: int
     notes: tuple[str, ...] = ()
-    texts: str = ""
+    texts_sha256: str = ""
 
     def digest(self) -> str:
         """Return the SHA-256 of the rows and of all texts."""
-        sha = hashlib.sha256(self.texts.encode())
+        sha = hashlib.sha256(self.texts_sha256.encode())
         for name, column in self.columns.items():
             values = column.positions.astype("<i8") if isinstance(column, Column) else column
             sha.update(name.encode())
@@ -97,7 +97,7 @@ class Pairs(NamedTuple):
     """P pairs of a query and a relevant document.
 
     Attributes:
-        query_ids: id of the query of each pair.
+        query_ids: id of each pair's query.
         queries: position ``[P]`` of the query among the collection's queries.
         documents: position ``[P]`` of the document among the collection's documents.
     """
@@ -108,7 +108,7 @@ class Pairs(NamedTuple):
 
 
 def training_pairs(collection: Collection) -> Pairs:
-    """Return the pairs of query and relevant document in the split ``"train"``.
+    """Return the pairs of a query and a relevant document in the split ``"train"``.
 
     Args:
         collection: corpus, queries and judgements.
@@ -117,39 +117,44 @@ def training_pairs(collection: Collection) -> Pairs:
         The pairs, with the positions of their texts in the collection.
 
     Raises:
-        ValueError: for fewer than two pairs, or for a pair whose query or document is not in the
-            collection.
+        ValueError: if there are fewer than two pairs, or if the query or document of a pair is not
+            in the collection.
     """
     id_pairs = collection.pairs("train") if "train" in collection.qrels else []
-    if not id_pairs:
-        splits = sorted(collection.qrels) or "none"
-        raise ValueError(
-            f"collection {collection.name!r} has no pairs in its 'train' split (splits: {splits}); "
-            "add qrels/train.tsv with at least one positive judgement.",
-        )
-    if len(id_pairs) < 2:
-        raise ValueError(
-            f"collection {collection.name!r} has a single pair in its 'train' split, which no "
-            "other document is a negative for; give at least 2 positive judgements.",
-        )
+    _check_pair_count(len(id_pairs), collection)
     query_ids = [query_id for query_id, _ in id_pairs]
     document_ids = [document_id for _, document_id in id_pairs]
     position_of_query = {query_id: position for position, query_id in enumerate(collection.queries)}
-    # -1 stands for a query or document that the collection does not have
+    # -1 stands for a query or document that the collection does not have.
     queries = np.array([position_of_query.get(query_id, -1) for query_id in query_ids], np.int64)
     documents = collection.positions_of(document_ids)
     incomplete = np.flatnonzero((queries < 0) | (documents < 0))
     if incomplete.size:
         query_id, document_id = id_pairs[incomplete[0]]
         raise ValueError(
-            f"collection {collection.name!r} judges query {query_id!r} and document "
-            f"{document_id!r}, of which it lacks one; load it with unknown='drop'.",
+            f"collection {collection.name!r} has a judgement for query {query_id!r} and document "
+            f"{document_id!r}, but one of them is missing; load it with unknown='drop'.",
         )
     return Pairs(query_ids, queries, documents)
 
 
+def _check_pair_count(n_pairs: int, collection: Collection) -> None:
+    """Raise a ``ValueError`` if a collection has too few training pairs for in-batch negatives."""
+    if n_pairs == 0:
+        splits = sorted(collection.qrels) or "none"
+        raise ValueError(
+            f"collection {collection.name!r} has no pairs in its 'train' split (splits: {splits}); "
+            "add qrels/train.tsv with at least two positive judgements.",
+        )
+    if n_pairs == 1:
+        raise ValueError(
+            f"collection {collection.name!r} has a single pair in its 'train' split, so there are "
+            "no in-batch negatives; add at least one more positive judgement.",
+        )
+
+
 def document_texts(collection: Collection) -> Column:
-    """Return the contents of all documents, in their order."""
+    """Return the contents of all documents of a collection, in their order."""
     contents: Mapping[str, str] = collection.contents()
     if isinstance(contents, LazyDocuments):
         return Column(contents, np.arange(len(contents)))
@@ -157,10 +162,10 @@ def document_texts(collection: Collection) -> Column:
 
 
 def pair_examples(collection: Collection, document_column: str) -> Examples:
-    """Return the rows of the training pairs, without mined negatives.
+    """Create one training row for each training pair, without mined negatives.
 
     Args:
-        collection: collection of the pairs.
+        collection: collection with the pairs.
         document_column: name of the column of relevant documents.
     """
     pairs = training_pairs(collection)
@@ -177,12 +182,12 @@ def examples_of(
     """Create training rows from the positions of their texts in a collection.
 
     Args:
-        collection: collection of the texts.
+        collection: collection with the texts.
         n_pairs: number of pairs of one epoch. A pair may have several rows.
         columns: name -> array with a value for each of n rows. ``"query"`` has positions ``[n]``
             of queries, ``"label"`` teacher scores ``[n, documents]``, and every other column, such
             as ``"positive"``, positions ``[n]`` of documents.
-        notes: what the user should know about the rows.
+        notes: notes about the rows for the user.
     """
     queries = TextsInMemory(collection.queries.values())
     documents = document_texts(collection).texts
@@ -193,8 +198,8 @@ def examples_of(
         else:
             texts = queries if name == "query" else documents
             columns_with_texts[name] = Column(texts, values)
-    all_texts = texts_digest(collection.queries) + texts_digest(collection.contents())
-    return Examples(columns_with_texts, n_pairs, notes, all_texts)
+    texts_sha256 = texts_digest(collection.queries) + texts_digest(collection.contents())
+    return Examples(columns_with_texts, n_pairs, notes, texts_sha256)
 
 
 class PairsWithNegatives:
@@ -202,15 +207,16 @@ class PairsWithNegatives:
 
     Args:
         pairs: all pairs.
-        rows: mined rows: for each query, documents with their teacher's scores.
+        rows: mined rows: for each query, documents with their teachers' scores.
         positions: position ``[D]`` in the collection of each document of `rows`.
-        scored: whether a pair needs a teacher's score of its relevant document, too.
+        scored: whether a pair needs a teacher's score of its relevant document.
 
     Attributes:
         pairs: the pairs that can be trained.
 
     Raises:
-        DataError: if the rows call other documents relevant than the collection.
+        DataError: if most documents that the rows mark as relevant are not relevant in the
+            collection.
     """
 
     def __init__(
@@ -225,14 +231,14 @@ class PairsWithNegatives:
 
         Args:
             pairs: all P pairs of a query and a relevant document.
-            rows: R mined rows, one for each query and document. The rows of a query follow one
-                another, from ``rows.offsets[group]`` to ``rows.offsets[group + 1]``. They are
-                called a group below.
+            rows: R mined rows, one for each query and document. The rows of one query, from
+                ``rows.offsets[group]`` to ``rows.offsets[group + 1]``, are called a group below.
             positions: position ``[D]`` in the collection of each document of `rows`.
-            scored: whether a pair needs a teacher's score of its relevant document, too.
+            scored: whether a pair needs a teacher's score of its relevant document.
 
         Raises:
-            DataError: if the rows call other documents relevant than the collection.
+            DataError: if most documents that the rows mark as relevant are not relevant in the
+                collection.
         """
         group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
         # the group of each pair's query, or -1 if the query was not mined
@@ -240,12 +246,12 @@ class PairsWithNegatives:
         positive_rows = _find_positive_rows(rows, groups, positions, pairs.documents)
         _check_relevant(rows, groups, positive_rows)
         is_negative = ~rows.relevant
-        # The file may not mark a document as relevant that the collection does.
+        # The rows may not mark a document as relevant that is relevant in the collection.
         is_negative[positive_rows[positive_rows >= 0]] = False
         # number of negatives in all rows before the first row of each group
         n_negatives_before = np.append(0, np.cumsum(is_negative))[rows.offsets]
         n_negatives_of_group = np.diff(n_negatives_before)
-        # Group -1 reads the last element, which is the appended 0.
+        # Group -1 reads the last element, which is the appended 0: no negatives.
         n_negatives = np.append(n_negatives_of_group, 0)[groups]
         usable = n_negatives > 0
         if scored:
@@ -257,22 +263,22 @@ class PairsWithNegatives:
             pairs.documents[usable_pairs],
         )
         self._positions = positions
-        self._document_of_row = rows.document
+        self._document_of_row = rows.document_positions
         self._scores = rows.target if scored else None
         self._positive_rows = positive_rows[usable_pairs]
         self._negative_rows = np.flatnonzero(is_negative)
-        # where the negatives of each pair's query begin in `_negative_rows`
+        # index in `_negative_rows` of the first negative of each pair's query
         self._first_negative = n_negatives_before[groups[usable_pairs]]
         self._n_negatives = n_negatives[usable_pairs]
 
     def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the columns of n training rows: a pair with negatives drawn for its query.
+        """Return the columns of n training rows, each a pair with negatives drawn for its query.
 
-        A row has no negative twice if its query has enough of them.
+        The negatives of a row are distinct if its query has enough of them.
 
         Args:
             n_negatives: number of negatives of a row.
-            n_draws: number of rows of each pair. Each of them draws negatives of its own.
+            n_draws: number of rows of each pair, which have independent draws of negatives.
             seed: seed of the draws.
 
         Returns:
@@ -281,9 +287,8 @@ class PairsWithNegatives:
             pairs are scored, ``"label"`` holds the teacher's scores ``[n, 1 + n_negatives]`` of
             the positive and the negatives.
         """
-        pairs = np.tile(np.arange(len(self.pairs.queries)), n_draws)  # the pair of each row
-        # A draw counts the negatives of the pair's query. They follow one another in
-        # `_negative_rows`, from `_first_negative` on.
+        pairs = np.tile(np.arange(len(self.pairs.queries)), n_draws)  # number of each row's pair
+        # A draw is an index among the negatives of the pair's query.
         draws = draw_without_repetition(self._n_negatives[pairs], n_negatives, seed)
         negative_rows = self._negative_rows[self._first_negative[pairs, None] + draws]
         columns: dict[str, npt.NDArray[Any]] = {
@@ -291,8 +296,8 @@ class PairsWithNegatives:
             "positive": self.pairs.documents[pairs],
         }
         for number in range(n_negatives):
-            documents = self._document_of_row[negative_rows[:, number]]
-            columns[f"negative_{number + 1}"] = self._positions[documents]
+            documents_of_file = self._document_of_row[negative_rows[:, number]]
+            columns[f"negative_{number + 1}"] = self._positions[documents_of_file]
         if self._scores is not None:
             rows = np.column_stack([self._positive_rows[pairs], negative_rows])
             columns["label"] = self._scores[rows]
@@ -300,32 +305,29 @@ class PairsWithNegatives:
 
 
 def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positions) -> None:
-    """Refuse mined rows whose relevant documents are mostly not relevant by the training split.
+    """Raise an error if most documents that mined rows mark as relevant are not relevant.
 
-    Such a file is often a run, in which every retrieved document is marked as relevant.
+    Such rows are often a run, in which every retrieved document is marked as relevant.
 
     Args:
-        rows: mined rows, one for each query and document. ``rows.relevant`` ``[R]`` marks the rows
-            that the file calls relevant. The rows of a query follow one another, from
-            ``rows.offsets[group]`` to ``rows.offsets[group + 1]``.
-        groups: group ``[P]`` of the query of each training pair, -1 for a query without rows.
-        positive_rows: row ``[P]`` of the relevant document of each pair, -1 for none.
+        rows: R mined rows. ``rows.relevant`` ``[R]`` marks rows with a relevant document.
+        groups: number ``[P]`` of each training pair's query in ``rows.queries``, or -1.
+        positive_rows: row ``[P]`` with the relevant document of each training pair, or -1.
 
     Raises:
-        DataError: if fewer than half of the documents that the file calls relevant, for the
-            training queries, are relevant by the split.
+        DataError: if fewer than half of the documents that the rows of training queries mark as
+            relevant are relevant in the split ``"train"``.
     """
-    n_relevant_before = np.append(0, np.cumsum(rows.relevant))
-    n_relevant_of_group = np.diff(n_relevant_before[rows.offsets])
-    training_groups = np.unique(groups[groups >= 0])
-    n_marked = n_relevant_of_group[training_groups].sum()
-    rows_of_pairs = np.unique(positive_rows[positive_rows >= 0])
-    n_confirmed = rows.relevant[rows_of_pairs].sum()
+    is_training_query = np.zeros(len(rows.queries), bool)
+    is_training_query[groups[groups >= 0]] = True
+    has_training_query = np.repeat(is_training_query, np.diff(rows.offsets))  # [R]
+    n_marked = int((rows.relevant & has_training_query).sum())
+    n_confirmed = int(rows.relevant[positive_rows[positive_rows >= 0]].sum())
     if 2 * n_confirmed < n_marked:
         raise DataError(
-            "training rows: expected relevant documents as the split 'train' judges them, got "
-            f"{n_marked:,} of its queries, of which it calls {n_confirmed:,} relevant. Take "
-            "negatives; this may be a run.",
+            f"training rows: only {n_confirmed:,} of the {n_marked:,} documents that they mark as "
+            "relevant for training queries are relevant in the split 'train'. Is this a run? Pass "
+            "mined negatives.",
         )
 
 
@@ -335,47 +337,45 @@ def _find_positive_rows(
     positions: Positions,
     relevant: Positions,
 ) -> Positions:
-    """Find the row of each pair's relevant document among the mined rows of its query.
+    """Find the row of each pair's relevant document among the mined rows of the pair's query.
 
-    This is a linear search for all P pairs at once: each step compares the next row of every pair
-    that still searches.
+    All P pairs are searched at once: each step compares one row for every pair that has not been
+    found yet. Relevant documents usually come first, so there are few steps.
 
     Args:
-        rows: mined rows, one for each query and document. ``rows.document`` ``[R]`` numbers the
-            document of each row. The rows of a query follow one another, from
-            ``rows.offsets[group]`` to ``rows.offsets[group + 1]``.
-        groups: group ``[P]`` of the query of each pair, -1 for a query without rows.
+        rows: R mined rows. The rows of query ``i`` are ``offsets[i]`` to ``offsets[i + 1]``.
+        groups: number ``[P]`` of each pair's query in ``rows.queries``, or -1 if it has no rows.
         positions: position ``[D]`` in the collection of each document of `rows`.
         relevant: position ``[P]`` in the collection of each pair's relevant document.
 
     Returns:
-        Row ``[P]`` of each pair's relevant document, -1 for none.
+        Row ``[P]`` of each pair's relevant document, -1 if there is none.
     """
     positive_rows = np.full(len(groups), -1, np.int64)
-    # for group -1 arbitrary rows, which are not searched
-    next_row = rows.offsets[groups]
-    end_row = rows.offsets[groups + 1]
-    searching = np.flatnonzero(groups >= 0)  # numbers of the pairs that still search
-    searching = searching[next_row[searching] < end_row[searching]]
-    while searching.size:
-        candidates = next_row[searching]
-        is_relevant = positions[rows.document[candidates]] == relevant[searching]
-        positive_rows[searching[is_relevant]] = candidates[is_relevant]
-        searching = searching[~is_relevant]
-        next_row[searching] += 1
-        searching = searching[next_row[searching] < end_row[searching]]
+    pairs = np.flatnonzero(groups >= 0)  # numbers of the pairs that are searched
+    candidates = rows.offsets[groups[pairs]]  # row that is compared next, for each of them
+    ends = rows.offsets[groups[pairs] + 1]
+    while pairs.size:
+        has_candidate = candidates < ends
+        pairs, candidates, ends = (
+            pairs[has_candidate],
+            candidates[has_candidate],
+            ends[has_candidate],
+        )
+        is_match = positions[rows.document_positions[candidates]] == relevant[pairs]
+        positive_rows[pairs[is_match]] = candidates[is_match]
+        pairs, candidates, ends = pairs[~is_match], candidates[~is_match] + 1, ends[~is_match]
     return positive_rows
 
 
 def draw_without_repetition(sizes: Positions, count: int, seed: int) -> Positions:
     """Draw `count` different random numbers from each of n ranges ``0 .. size - 1``.
 
-    All ranges are drawn from together, one number of each at a time. Numbers repeat only where
-    `count` exceeds the size.
+    One number is drawn from every range at a time. Numbers repeat only if `count` exceeds the size.
 
     Args:
         sizes: sizes ``[n]`` of the ranges, at least 1.
-        count: how many numbers are drawn from each range.
+        count: number of draws from each range.
         seed: seed of the draws.
 
     Returns:
@@ -385,47 +385,46 @@ def draw_without_repetition(sizes: Positions, count: int, seed: int) -> Position
     drawn = np.empty((len(sizes), 0), np.int64)
     for n_drawn in range(count):
         n_left = sizes - n_drawn
-        has_left = n_left > 0
-        new = generator.integers(0, np.where(has_left, n_left, sizes))
-        # `new` is the rank of the drawn number among the numbers that are left. Skipping the
+        has_left = n_left > 0  # an exhausted range repeats numbers
+        numbers = generator.integers(0, np.where(has_left, n_left, sizes))
+        # A drawn value is the rank of a number among the numbers that are left. Skipping the
         # numbers that were drawn before, in ascending order, turns the rank into the number.
-        for drawn_number in np.sort(drawn, axis=1).T:
-            new += has_left & (new >= drawn_number)
-        drawn = np.column_stack([drawn, new])
+        for drawn_numbers in np.sort(drawn, axis=1).T:
+            numbers += has_left & (numbers >= drawn_numbers)
+        drawn = np.column_stack([drawn, numbers])
     return drawn
 
 
 class Reader:
-    """Function that turns the positions of texts in a batch into texts.
+    """Reads the texts of training rows, and replaces the positions in a batch by texts.
 
-    A text that is much longer than the model's limit is cut near the limit, so that the tokenizer
-    does not read the rest of it.
+    A text that is much longer than the model's limit is truncated near the limit, so that the
+    tokenizer does not have to read the rest.
 
     Args:
         columns: columns of all rows, as in :class:`Examples`.
-        model: model that reads the texts.
+        model: model that is trained.
         digest: digest of the rows, which identifies the reader in caches of ``datasets``.
     """
 
     def __init__(self, columns: dict[str, Any], model: Model, digest: str) -> None:
-        """Prepare to cut texts at the model's limit, and estimate that limit in characters.
+        """Create a reader that truncates texts near the model's token limit.
 
         Args:
-            columns: columns of all rows by name: texts as :class:`Column`, or scores.
-            model: model that reads the texts.
+            columns: name -> column of all rows: texts as :class:`Column`, or scores.
+            model: model that is trained.
             digest: digest of the rows, which identifies the reader in caches of ``datasets``.
         """
         self._columns = columns
         self._text_cutter = TextCutter(model, copy_tokenizer=True)
         self._digest = digest
-        # length in characters of each text that is cut, by position
-        self._cut_lengths_of_queries: dict[int, int] = {}
-        self._cut_lengths_of_documents: dict[int, int] = {}
-        first_module = next(iter(model or ()), None)
-        max_tokens = getattr(first_module, "document_length", None)  # only a ColBERT has it
-        if not max_tokens:
-            max_tokens = getattr(model, "max_seq_length", None) or UNLIMITED_TOKENS
-        self._max_characters = MAX_CHARACTERS_PER_TOKEN * min(max_tokens, UNLIMITED_TOKENS)
+        self._max_characters = MAX_CHARACTERS_PER_TOKEN * _max_tokens(model)
+        # name of a column -> (position of a truncated text -> its number of characters); columns of
+        # documents share one cache
+        document_lengths: dict[int, int] = {}
+        self._truncated_lengths: dict[str, dict[int, int]] = {
+            name: {} if name == "query" else document_lengths for name in columns
+        }
 
     def __len__(self) -> int:
         return len(self._columns["query"])
@@ -436,28 +435,26 @@ class Reader:
             name: column for name, column in self._columns.items() if isinstance(column, Column)
         }
 
-    def text_keys(self, rows: Positions) -> npt.NDArray[np.uint64]:
-        """Return keys of the texts of n rows, by which equal texts are recognized.
-
-        The keys were computed before, so that no text is read.
+    def text_keys(self, row_numbers: Positions) -> npt.NDArray[np.uint64]:
+        """Return precomputed hashes of the texts in some rows, without reading the texts.
 
         Args:
-            rows: numbers ``[n]`` of the rows.
+            row_numbers: numbers ``[n]`` of the rows.
 
         Returns:
             Keys ``[n, C]`` of the texts in C columns; equal texts have equal keys.
         """
         keys = [
-            column.texts.text_keys[column.positions[rows]]
+            column.texts.text_keys[column.positions[row_numbers]]
             for column in self._text_columns().values()
         ]
         return np.column_stack(keys)
 
     def document_lengths(self) -> Positions:
-        """Return the length of the relevant document of each row, as far as the model reads it.
+        """Return the truncated length of each row's relevant document.
 
-        All documents are read and cut for this. Their lengths are equal for texts in memory and in
-        a file, so that batches by length are equal, too. The estimates of :meth:`sizes` are not.
+        All documents are read and truncated for this. Unlike the estimates of :meth:`sizes`, the
+        lengths do not depend on whether texts are in memory or in a file.
 
         Returns:
             Numbers of characters ``[n]`` for all n rows.
@@ -469,59 +466,57 @@ class Reader:
         lengths = np.empty(len(positions), np.int64)
         for start in range(0, len(positions), LENGTH_BATCH_SIZE):
             end = start + LENGTH_BATCH_SIZE
-            texts = self._read_column(name, positions[start:end].tolist())
-            lengths[start:end] = [len(text) for text in texts]
+            truncated_texts = self._read_column(name, positions[start:end].tolist())
+            lengths[start:end] = [len(text) for text in truncated_texts]
         return lengths
 
     def __call__(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """Replace the positions in a batch by texts; scores stay.
+        """Replace the positions in a batch by texts, as a transform of a ``Dataset``.
 
         Args:
-            batch: values of each column.
+            batch: name of a column -> positions of texts, or scores, which are not changed.
         """
         return {name: self._read_column(name, values) for name, values in batch.items()}
 
-    def rows(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+    def rows(self, row_numbers: Sequence[int]) -> list[dict[str, Any]]:
         """Read the texts and scores of some rows.
 
         Args:
-            numbers: numbers of the rows.
+            row_numbers: numbers of the rows.
 
         Returns:
-            One dictionary per row, from the name of a column to its text or scores.
+            For each row, name of a column -> text or scores.
         """
-        batch = {}
+        columns = {}
         for name, column in self._columns.items():
             values = column.positions if isinstance(column, Column) else column
-            batch[name] = values[numbers].tolist()
-        columns = self(batch)  # texts instead of positions
+            columns[name] = self._read_column(name, values[row_numbers].tolist())
         return [
             dict(zip(columns, row_values, strict=True))
             for row_values in zip(*columns.values(), strict=True)
         ]
 
-    def sizes(self, numbers: Sequence[int]) -> Positions:
-        """Estimate how many characters the model reads of each of n rows.
+    def sizes(self, row_numbers: Sequence[int]) -> Positions:
+        """Estimate how many characters of each row the model reads, without tokenizing.
 
-        Texts are not tokenized. A long text counts as 8 characters for each token that the model
-        reads at most.
+        A text counts at most 8 characters per token of the model's limit.
 
         Args:
-            numbers: numbers ``[n]`` of the rows.
+            row_numbers: numbers ``[n]`` of the rows.
 
         Returns:
-            Numbers of characters ``[n]``, the sum over all texts of a row.
+            Numbers of characters ``[n]``, summed over the texts of a row.
         """
-        total = np.zeros(len(numbers), np.int64)
+        total = np.zeros(len(row_numbers), np.int64)
         for column in self._text_columns().values():
-            text_sizes = column.texts.sizes(column.positions[numbers])
+            text_sizes = column.texts.sizes(column.positions[row_numbers])
             total += np.minimum(text_sizes, self._max_characters)
         return total
 
     def _read_column(self, name: str, values: list[Any]) -> list[Any]:
-        """Return the texts of a column, cut near the model's maximum length.
+        """Return some texts of a column, truncated near the model's token limit.
 
-        The lengths of cut texts are cached, because cutting a text tokenizes it.
+        The lengths of truncated texts are cached, because truncation requires tokenization.
 
         Args:
             name: name of the column.
@@ -530,38 +525,41 @@ class Reader:
         column = self._columns[name]
         if not isinstance(column, Column):  # scores
             return values
-        # position of a text -> its length in characters after the cut
-        cut_lengths = self._cut_lengths_of_documents
-        if name == "query":
-            cut_lengths = self._cut_lengths_of_queries
+        lengths = self._truncated_lengths[name]
         texts = column.texts.at(values)
-        # texts that were not cut before; most are short, and cutting them returns them unchanged
-        uncached = [row for row, position in enumerate(values) if position not in cut_lengths]
-        cut_texts = self._text_cutter.cut([texts[row] for row in uncached])
-        for row, cut_text in zip(uncached, cut_texts, strict=True):
-            if len(cut_text) < len(texts[row]):
-                cut_lengths[values[row]] = len(cut_text)
-        # A text without a cut length is short enough: text[:None] is all of it.
-        return [
-            text[: cut_lengths.get(position)] for text, position in zip(texts, values, strict=True)
-        ]
+        uncached = [row for row, position in enumerate(values) if position not in lengths]
+        truncated_texts = self._text_cutter.cut([texts[row] for row in uncached])
+        for row, truncated_text in zip(uncached, truncated_texts, strict=True):
+            if len(truncated_text) < len(texts[row]):
+                lengths[values[row]] = len(truncated_text)
+        # Short texts have no cached length, and text[:None] is the complete text.
+        return [text[: lengths.get(position)] for text, position in zip(texts, values, strict=True)]
 
     def __deepcopy__(self, memo: object) -> Reader:
         return self
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        # datasets takes a fingerprint of what it pickles
+        # datasets pickles transforms to compute their fingerprints.
         return str, (self._digest,)
+
+
+def _max_tokens(model: Model) -> int:
+    """Return the maximum number of tokens of a text that a model reads."""
+    first_module = next(iter(model or ()), None)
+    max_tokens = getattr(first_module, "document_length", None)  # only a ColBERT has it
+    if not max_tokens:
+        max_tokens = getattr(model, "max_seq_length", None) or MAX_TOKENS
+    return int(min(max_tokens, MAX_TOKENS))
 
 
 class BalancedBatches:
     """Batches of a sampler, reordered so that all ranks read about as much text.
 
-    Each rank takes a consecutive part of a batch. Rows are dealt from long to short, and the ranks
-    take turns in alternating order.
+    Each rank reads a consecutive part of a batch. Rows are dealt from long to short, and the order
+    of the ranks alternates between turns.
 
     Args:
-        sampler: batches of row numbers.
+        sampler: sampler of batches of row numbers.
         reader: estimates the sizes of rows.
         n_ranks: number of ranks.
     """

@@ -649,7 +649,7 @@ def _mined_examples(
     Raises:
         ValueError: if the file lacks scores that the loss reads, or has no row of a training query.
     """
-    positions = rows.check_collection(collection)
+    positions = rows.positions_in(collection)
     if recipe.needs_scores and not rows.scored:
         raise ArgumentError(
             "negatives",

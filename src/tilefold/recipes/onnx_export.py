@@ -1,6 +1,6 @@
-"""Export of a trained SparseEncoder as ONNX graphs from token ids to scores.
+"""Export of a trained SparseEncoder as ONNX graphs, which compute scores from token ids.
 
-The export is compared with the model before it is written.
+The graphs are compared with the model before the export is written.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tilefold.recipes.loading import load_complete, quiet_loggers
 from tilefold.retrieval.common.provenance import model_fingerprint, model_settings
 
 OPSET = 18
-# largest error of a graph, as a multiple of the error of the model in fp32 against fp64
+# largest allowed error of a graph, as a multiple of the model's own error in fp32
 ERROR_FACTOR = 8.0
-MIN_COSINE = 0.9  # cosine of a vector of an 8-bit graph and the model's vector
+MIN_COSINE = 0.9  # smallest allowed cosine of the vectors of an 8-bit graph and the model
 FP32_EPSILON = 2.0**-23
-TEXT_LENGTHS = (1, 3, 12, 40, 200, 700)  # words of the random texts
+TEXT_LENGTHS = (1, 3, 12, 40, 200, 700)  # numbers of tokens of the random texts
 
 
 class ExportedGraph(NamedTuple):
@@ -42,11 +42,11 @@ class ExportedGraph(NamedTuple):
 
     Attributes:
         output: folder of the exported model.
-        graphs: number of graphs in it.
-        bytes: size of all its files.
+        graphs: number of graphs in the folder.
+        bytes: size of all files of the folder.
         quantize: ``"int8"``, or ``None`` for fp32.
-        error: ``{"budget_used"}``, the largest error as a share of the allowed one, or
-            ``{"least_cosine"}`` of an 8-bit graph.
+        error: ``{"budget_used": share}``, the largest error divided by the allowed error; or
+            ``{"least_cosine": cosine}`` of an 8-bit graph.
     """
 
     output: str
@@ -65,30 +65,28 @@ def export_onnx(
 ) -> ExportedGraph:
     """Export a ``SparseEncoder`` to a folder, with an ONNX graph of Transformer and SpladePooling.
 
-    The graph goes from ``input_ids`` and ``attention_mask`` ``[B, S]``, B and S free, to ``scores``
-    ``[B, V]``: network, LM head, activation (once per score, after a max) and pooling. Other
-    modules, such as the static queries of a Router, stay what they are. The folder is a
-    ``SparseEncoder`` whose module is a :class:`tilefold.modules.OnnxGraph`, so that commands and
-    :func:`tilefold.modules.load_encoder` take it as any model.
+    The graph computes ``scores`` ``[B, V]`` from ``input_ids`` and ``attention_mask`` ``[B, S]``,
+    with dynamic B and S. Other modules, such as the static queries of a Router, are kept. The
+    folder is a ``SparseEncoder`` with a module :class:`tilefold.modules.OnnxGraph`, so commands and
+    :func:`tilefold.modules.load_encoder` can load it like any model.
 
-    After the export the folder is loaded, and random texts of 1 to 700 words are encoded by it and
-    by the model in fp64: their largest difference may be 8 times that between the model's fp32 and
-    its fp64, or 8 roundings of the largest score where that is more. Each vector of an 8-bit graph
-    must have a cosine of at least 0.9.
+    The graph is compared with the model in fp64 on random texts of 1 to 700 tokens. Its largest
+    error may be 8 times the error of the model in fp32, or 8 fp32 epsilons of the largest score if
+    that is more. Each vector of an 8-bit graph must have a cosine of at least 0.9.
 
     Args:
-        model: model of stock modules with max or sum pooling; or its folder or name.
-        output: a new folder.
-        quantize: ``"int8"`` multiplies by 8-bit weights (7 bits of each, by output, so that no CPU
-            without VNNI saturates) and activations that are rounded by one scale for the whole
-            batch.
+        model: model of modules of sentence-transformers, with max or sum pooling; or its folder or
+            name.
+        output: folder that is created.
+        quantize: ``"int8"`` for matrix products in 8 bits: weights with one scale per output, and
+            activations with one scale per batch. ``None`` for fp32.
         top_k: number of heaviest entries of a row that the graph returns, as ``indices`` and
             ``weights`` ``[B, top_k]``, heaviest first; ``None`` returns all scores.
 
     Raises:
-        ImportError: without onnx, onnxscript and onnxruntime.
-        ValueError: for a model that has no such pair of modules, is accelerated, cannot be exported
-            by torch, or whose graph computes something else; nothing is written then.
+        ImportError: if onnx, onnxscript or onnxruntime is not installed.
+        ValueError: if the model has no Transformer with a SpladePooling, is accelerated, or cannot
+            be exported by torch, or if its graph computes other scores; nothing is written then.
     """
     _check_packages()
     output = path_of("output", output)
@@ -105,7 +103,7 @@ def export_onnx(
             "model",
             "expected a stock model, got an accelerated one. Call restore(model) first.",
         )
-    # A copy of the modules alone, without what was put on the model itself, such as autocast.
+    # A copy of the modules only, without changes of the model itself, such as autocast.
     stock = _with_modules(model, copy.deepcopy(list(model.children()))).float()
     vocab_size = _encode_both_sides(stock, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
@@ -131,7 +129,7 @@ def export_onnx(
         error = _compare(stock, exported, quantize, top_k)
         for graph in exporter.graphs:
             graph.error = error
-        # The comparison changed modules that both models share, such as static queries, to fp64.
+        # The comparison converted modules that both models share, such as static queries, to fp64.
         exported.float()
         exported.max_active_dims = model.max_active_dims
         with atomic_directory(output, own_names=(), overwrite=False) as folder:
@@ -152,7 +150,12 @@ def _check_packages() -> None:
 
 
 def _with_modules(model: Model, modules: list[nn.Module]) -> Model:
-    """Return a model of other modules with the settings of a model, but for ``max_active_dims``."""
+    """Create a model from modules, with the prompts and the similarity of another model.
+
+    Args:
+        model: the other model.
+        modules: modules of the new model, which runs on the CPU.
+    """
     return type(model)(
         modules=modules,
         device="cpu",
@@ -167,10 +170,10 @@ def _encode_both_sides(model: Model, texts: list[str]) -> Tensor:
 
     Args:
         model: the model, which computes in its own precision.
-        texts: the texts.
+        texts: the n texts.
 
     Returns:
-        Vectors ``[2 n, V]``, converted to fp64: first of the queries, then of the documents.
+        Vectors ``[2 n, V]`` in fp64: first the query vectors, then the document vectors.
     """
     vectors = []
     with torch.no_grad():
@@ -193,10 +196,10 @@ class _GraphExporter:
         vocab_size: size of the vocabulary.
         quantize: ``"int8"``, or ``None`` for fp32.
         top_k: number of entries that a graph returns, or ``None`` for all scores.
-        provenance: what a graph records of its model and of the export.
+        provenance: metadata of the model and the export, which is stored in each graph.
 
     Attributes:
-        graphs: the graphs that were exported.
+        graphs: the graphs that have been exported.
     """
 
     def __init__(
@@ -207,14 +210,14 @@ class _GraphExporter:
         top_k: int | None,
         provenance: dict[str, Any],
     ) -> None:
-        """Store the options of the export; no graph is exported yet.
+        """Store the options of the export.
 
         Args:
             scratch: folder for the files of the graphs.
             vocab_size: size of the vocabulary.
             quantize: ``"int8"``, or ``None`` for fp32.
             top_k: number of entries that a graph returns, or ``None`` for all scores.
-            provenance: what a graph records of its model and of the export.
+            provenance: metadata of the model and the export, which is stored in each graph.
         """
         self.scratch = scratch
         self.vocab_size = vocab_size
@@ -224,23 +227,25 @@ class _GraphExporter:
         self.graphs: list[OnnxGraph] = []
 
     def replace_modules(self, pipeline: nn.Module) -> list[nn.Module]:
-        """Return the modules of a pipeline, with one ONNX graph for a Transformer and its pooling.
+        """Return the modules of a pipeline, with ONNX graphs for Transformers and their poolings.
 
-        Other modules stay. The routes of a Router are replaced in the same way.
+        Each Transformer and the pooling after it become one graph, also in the routes of a Router.
+        Other modules are kept.
 
         Args:
-            pipeline: a model, or one route of a Router, whose child modules run in turn.
+            pipeline: a model or a route of a Router, whose child modules run one after another.
 
         Raises:
-            ValueError: for a Transformer without a SpladePooling right after it.
+            ValueError: if a Transformer has no SpladePooling right after it.
         """
         modules: list[nn.Module] = []
         for module in pipeline.children():
             previous = modules[-1] if modules else None
             if isinstance(module, Router):
                 modules.append(self._replace_routes(module))
+            # A subclass of SpladePooling may compute something else than the graph.
             elif type(module) is SpladePooling and isinstance(previous, Transformer):
-                modules[-1] = self._export(previous, module)  # in place of the Transformer
+                modules[-1] = self._export(previous, module)  # replaces the Transformer
             else:
                 modules.append(module)
         if any(isinstance(module, Transformer) for module in modules):
@@ -252,7 +257,7 @@ class _GraphExporter:
         return modules
 
     def _replace_routes(self, router: Any) -> Router:
-        """Return a router whose routes have graphs."""
+        """Return a Router with ONNX graphs in its routes."""
         routes = {name: self.replace_modules(route) for name, route in router.sub_modules.items()}
         return Router(
             routes,
@@ -264,11 +269,11 @@ class _GraphExporter:
     def _export(self, transformer: Any, pooling: Any) -> OnnxGraph:
         """Export a Transformer with its pooling as one graph, and return a module that runs it.
 
-        The graph is written into the scratch folder, and quantized if the export asks for it.
+        The graph is written into the scratch folder, and quantized if `quantize` is set.
 
         Args:
-            transformer: module of a masked language model.
-            pooling: the ``SpladePooling`` after it.
+            transformer: the Transformer, which has an LM head.
+            pooling: the ``SpladePooling`` after the Transformer.
 
         Raises:
             ValueError: if the Transformer adds tokens to queries, or torch cannot export it.
@@ -276,7 +281,7 @@ class _GraphExporter:
         if getattr(transformer, "query_expansion", None) is not None:
             raise ArgumentError(
                 "model",
-                "expected texts as they are, got a Transformer that expands queries.",
+                "must not add tokens to texts, got a Transformer that expands queries.",
             )
         folder = self.scratch / str(len(self.graphs))
         folder.mkdir()
@@ -312,14 +317,14 @@ class _GraphExporter:
 
 
 class _Scorer(nn.Module):
-    """Masked language model with activation and pooling, as one function of token ids in fp32.
+    """Masked language model with activation and pooling, which computes scores in fp32.
 
     Args:
-        transformer: module of the network, which is copied.
-        pooling: the SpladePooling after it.
+        transformer: the Transformer, whose network is copied.
+        pooling: the ``SpladePooling`` after the Transformer.
         top_k: number of entries that are returned, or ``None`` for all scores.
-        untie_head: whether the head gets a copy of its weight. A quantized export needs it, because
-            quantization leaves out a matrix that is also an embedding.
+        untie_head: whether to copy the weight that the LM head shares with the embeddings.
+            Quantization would skip a shared weight.
     """
 
     def __init__(
@@ -329,19 +334,19 @@ class _Scorer(nn.Module):
         top_k: int | None,
         untie_head: bool,
     ) -> None:
-        """Copy the network to the CPU in fp32, and read the options of the pooling.
+        """Create the function that is exported, on the CPU and in fp32.
 
         Args:
-            transformer: module of the network.
-            pooling: the ``SpladePooling`` after it.
+            transformer: the Transformer, whose network is copied.
+            pooling: the ``SpladePooling`` after the Transformer.
             top_k: number of entries that are returned, or ``None`` for all scores.
-            untie_head: whether the head gets a copy of its weight, for a quantized export.
+            untie_head: whether to copy the weight that the LM head shares with the embeddings.
+                Quantization would skip a shared weight.
         """
         super().__init__()
         self.network: Any = copy.deepcopy(transformer.model).float().cpu().eval()
         head = self.network.get_output_embeddings()
         if untie_head:
-            # Quantization leaves out a matrix that is also an embedding.
             head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
         self.pooling = pooling.pooling_strategy
         self.top_k = top_k
@@ -359,9 +364,10 @@ class _Scorer(nn.Module):
             first.
         """
         logits = self.network(input_ids=input_ids, attention_mask=attention_mask).logits
-        # Padding gets minus infinity, of which every activation is 0.
+        # Every activation of minus infinity is 0.
         logits = logits.masked_fill(attention_mask[..., None] == 0, -torch.inf)
-        if self.pooling == "max":  # the activation is monotone: once per score instead of logit
+        if self.pooling == "max":
+            # The activation is monotone, so it can be applied after the maximum.
             scores = activate(logits.amax(dim=1), self.activation)
         else:
             scores = activate(logits, self.activation).sum(dim=1)
@@ -372,11 +378,11 @@ class _Scorer(nn.Module):
 
 
 def _write_graph(scorer: _Scorer, path: Path) -> None:
-    """Write a scorer as an ONNX graph, with free sizes of batch and sequence.
+    """Write a scorer as an ONNX graph, with dynamic batch and sequence sizes.
 
     Args:
-        scorer: function of token ids and a mask; see its ``forward``.
-        path: file of the graph.
+        scorer: module that computes scores from token ids and a mask.
+        path: file of the graph, which is created.
 
     Raises:
         ValueError: if torch cannot export the scorer's network.
@@ -388,7 +394,7 @@ def _write_graph(scorer: _Scorer, path: Path) -> None:
     token_ids = torch.arange(n_texts * n_tokens).view(n_texts, n_tokens) % 5 + 1
     mask = torch.ones(n_texts, n_tokens, dtype=torch.int64)
     mask[1, 4:] = 0
-    free_sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
+    dynamic_sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
     output_names = ["scores"] if scorer.top_k is None else ["indices", "weights"]
     try:
         with warnings.catch_warnings(), quiet_loggers("torch.onnx"), torch.no_grad():
@@ -398,7 +404,7 @@ def _write_graph(scorer: _Scorer, path: Path) -> None:
                 (token_ids, mask),
                 dynamo=True,
                 opset_version=OPSET,
-                dynamic_shapes=(free_sizes, free_sizes),
+                dynamic_shapes=(dynamic_sizes, dynamic_sizes),
                 verbose=False,
                 input_names=["input_ids", "attention_mask"],
                 output_names=output_names,
@@ -414,22 +420,24 @@ def _write_graph(scorer: _Scorer, path: Path) -> None:
 
 
 def _quantize(fp32_path: Path, path: Path) -> None:
-    """Write a copy of a graph whose matrix products have weights of 8 bits.
+    """Quantize the weights of matrix products in a graph to 8-bit integers.
 
     Args:
         fp32_path: file of the graph in fp32.
-        path: file of the new graph.
+        path: file of the quantized graph, which is created.
     """
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    # torch writes the weights of a large graph into a second file
+    # torch writes the weights of a large graph into a second file.
     has_external_data = fp32_path.with_name(fp32_path.name + ".data").exists()
-    with quiet_loggers(None):  # onnxruntime gives advice through the root logger
+    root_logger = None
+    with quiet_loggers(root_logger):  # onnxruntime logs advice there
         quantize_dynamic(
             fp32_path,
             path,
             per_channel=True,
-            reduce_range=True,  # 7 bits, since sums of products saturate on CPUs without VNNI
+            # Weights use 7 of the 8 bits, because CPUs without VNNI add products in 16 bits.
+            reduce_range=True,
             weight_type=QuantType.QInt8,
             op_types_to_quantize=["MatMul", "Gemm"],
             use_external_data_format=has_external_data,
@@ -442,17 +450,17 @@ def _compare(
     quantize: str | None,
     top_k: int | None,
 ) -> dict[str, float]:
-    """Compare the vectors of random texts, and refuse a graph that computes something else.
+    """Compare the vectors of a model and of its graphs for random texts.
 
     Args:
-        stock: the model, which is converted to fp64.
-        exported: the model with graphs.
+        stock: the model, which is converted to fp64 in place.
+        exported: the model with ONNX graphs.
         quantize: ``"int8"``, or ``None`` for fp32.
         top_k: number of entries that the graphs return, or ``None``.
 
     Returns:
-        ``{"budget_used": share of the allowed error}``, or ``{"least_cosine": cosine}`` of an 8-bit
-        graph.
+        ``{"budget_used": share}``, the largest error divided by the allowed error; or
+        ``{"least_cosine": cosine}`` of an 8-bit graph.
 
     Raises:
         ValueError: if the vectors differ too much, all are empty, or the model fails.
@@ -464,18 +472,18 @@ def _compare(
     except Exception as error:
         raise ArgumentError(
             "model",
-            f"expected one that encodes texts of {max(TEXT_LENGTHS)} words, got "
-            f"{type(error).__name__}: {error}; set its max_seq_length if it has fewer positions.",
+            f"must encode texts of {max(TEXT_LENGTHS)} tokens, got {type(error).__name__}: "
+            f"{error}; set its max_seq_length if it has fewer positions.",
         ) from error
     if not bool(exact_vectors.any()):
         raise ArgumentError(
             "model",
-            "expected weights above 0 of random texts, got empty vectors. Train the model first.",
+            "must give random texts weights above 0, got empty vectors. Train the model first.",
         )
     vectors = _encode_both_sides(exported, texts)
     if top_k is not None:
-        # Compare the entries that were returned, and those that had to be: entries with the weight
-        # of the last one may be others.
+        # Compare the entries that were returned, and the entries that had to be returned. Among
+        # entries with the weight of the last one, the graph may choose.
         last_weight = exact_vectors.topk(top_k, dim=1).values[:, -1:]
         was_returned = vectors > 0
         compared = was_returned | (exact_vectors > last_weight)
@@ -488,21 +496,21 @@ def _compare(
 
 
 def _random_texts(tokenizer: Any) -> list[str]:
-    """Return the same texts of random tokens in every call, one of each length."""
+    """Return one text of random tokens for each of ``TEXT_LENGTHS``, the same in every call."""
     generator = random.Random(0)  # noqa: S311 - reproducible, no secret
     token_ids = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.all_special_ids))
     return [tokenizer.decode(generator.choices(token_ids, k=length)) for length in TEXT_LENGTHS]
 
 
 def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
-    """Return the least cosine of the vectors of an 8-bit graph and of the model.
+    """Return the smallest cosine between the vectors of an 8-bit graph and of the model.
 
     Args:
         vectors: vectors ``[n, V]`` of the graph.
         exact_vectors: vectors ``[n, V]`` of the model in fp64, for the same texts.
 
     Raises:
-        ValueError: if the least cosine is below 0.9.
+        ValueError: if a cosine is below 0.9.
     """
     cosines = torch.nn.functional.cosine_similarity(vectors, exact_vectors, dim=1)
     has_terms = exact_vectors.any(dim=1)  # an empty vector has no direction
@@ -510,17 +518,17 @@ def _check_cosine(vectors: Tensor, exact_vectors: Tensor) -> float:
     if not least_cosine >= MIN_COSINE:
         raise ArgumentError(
             "quantize",
-            f"expected a cosine of at least {MIN_COSINE}, got {least_cosine:.3g}. This model loses "
-            "too much in 8 bits: export it without quantize.",
+            f"must keep a cosine of at least {MIN_COSINE} to the model's vectors, got "
+            f"{least_cosine:.3g}; export this model without quantize.",
         )
     return round(least_cosine, 6)
 
 
 def _check_difference(vectors: Tensor, exact_vectors: Tensor, fp32_vectors: Tensor) -> float:
-    """Return the largest error of a graph, as a share of the allowed error.
+    """Return the largest error of a graph, divided by the allowed error.
 
     Errors are differences from the model in fp64. A graph may have 8 times the error of the model
-    in fp32, or 8 roundings of the largest score if that is more.
+    in fp32, or 8 fp32 epsilons of the largest score if that is more.
 
     Args:
         vectors: vectors ``[n, V]`` of the graph.
@@ -537,7 +545,7 @@ def _check_difference(vectors: Tensor, exact_vectors: Tensor, fp32_vectors: Tens
     if not difference <= allowed:
         raise ArgumentError(
             "model",
-            f"expected scores of the model within {allowed:.3g} on random texts, got a difference "
-            f"of {difference:.3g}. Leave it as it is.",
+            f"the scores of its graph must differ by at most {allowed:.3g} on random texts, got "
+            f"{difference:.3g}. Do not export this model.",
         )
     return round(difference / allowed, 4)

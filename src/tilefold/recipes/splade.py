@@ -1,4 +1,4 @@
-"""The untrained SPLADE encoder on the packaged MiniLM, in a cache."""
+"""The untrained SPLADE encoder with the packaged MiniLM, which is cached."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def untrained_splade(
     *,
     cache_dir: str | Path | None = None,
 ) -> SparseEncoder:
-    """Return the model that the recipe ``"splade"`` starts from, from a cache or made from texts.
+    """Return the untrained model of the recipe ``"splade"`` for a set of documents.
 
-    The decoder bias of the model is set from a sample of the documents. Queries are encoded later
-    by the same weights, when the documents may be gone: so the model is cached.
+    The decoder bias of the model depends on a sample of the documents. The model is cached, because
+    queries must later be encoded by the same weights, when the documents may be gone.
 
     Args:
         texts_sha256: digest of the documents.
         texts: returns the documents, id -> text; called only if the model is not in the cache.
-        cache_dir: folder of the cache; ``None`` takes the default one.
+        cache_dir: folder of the cache; ``None`` for the default folder.
 
     Raises:
-        LookupError: if the model is not in the cache, and there are no `texts`.
-        ValueError: if `texts` are not the documents of the digest.
+        LookupError: if the model is not in the cache, and `texts` is ``None``.
+        ValueError: if `texts` returns documents with another digest.
     """
     recipe = get_recipe("splade", max_steps=0)
     key = json.dumps([__version__, texts_sha256, recipe.to_dict()], sort_keys=True)
@@ -55,21 +55,21 @@ def untrained_splade(
                 return loading.load_saved(str(folder), "sparse")
             except Exception as error:  # a damaged file may raise anything
                 _logger.warning(
-                    "the cached model in %s is damaged and is made again: %s",
+                    "the cached model in %s is damaged and is built again: %s",
                     folder,
                     error,
                 )
         if texts is None:
             raise LookupError(
-                "the untrained start of these documents is not in the cache, and is made from "
-                "them.",
+                "the untrained model for these documents is not in the cache; pass texts, from "
+                "which it is built.",
             )
         documents = texts()
         if texts_digest(documents) != texts_sha256:
             raise ArgumentError(
                 "texts",
-                f"expected the documents of the digest {texts_sha256}, got {len(documents)} of "
-                "another. Give those.",
+                f"must return the documents with the digest {texts_sha256}, got "
+                f"{len(documents)} documents with another digest.",
             )
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as model_dir:
             recipe.build_model(list(documents.values())).save_pretrained(model_dir)
@@ -78,17 +78,16 @@ def untrained_splade(
 
 
 def _cache_model(model_dir: Path, folder: Path) -> None:
-    """Copy a saved model into the cache; a failure is logged, since the model works without it.
+    """Copy a saved model into the cache, and only log a failure to do so.
 
     Args:
         model_dir: folder of the model.
         folder: folder in the cache. A damaged model in it is replaced.
     """
     try:
-        replaceable_names = []  # all files of a damaged model
-        if folder.is_dir():
-            replaceable_names = [entry.name for entry in folder.iterdir()]
-        with atomic_directory(folder, own_names=replaceable_names, overwrite=True) as new_folder:
+        # atomic_directory replaces a folder only if it knows the names of all files in it.
+        damaged_files = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+        with atomic_directory(folder, own_names=damaged_files, overwrite=True) as new_folder:
             shutil.copytree(
                 model_dir,
                 new_folder,
@@ -96,4 +95,4 @@ def _cache_model(model_dir: Path, folder: Path) -> None:
                 dirs_exist_ok=True,
             )
     except (OSError, InUseError) as error:
-        _logger.warning("the untrained start could not be cached: %s", error)
+        _logger.warning("the untrained model could not be cached: %s", error)

@@ -1,4 +1,4 @@
-"""Hard negatives of judged queries, drawn from the ranking of any retriever."""
+"""Hard negatives for judged queries, drawn from the rankings of any retriever."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Window:
     """A range of ranks from which negatives are drawn.
 
     Attributes:
-        first, last: ranks, from 1, both included. Judged documents have ranks, too.
-        count: number of negatives to draw, at most.
+        first, last: first and last rank, from 1. Judged documents also have ranks.
+        count: largest number of negatives to draw.
 
     Raises:
-        TypeError: for a value that is no integer.
-        ValueError: for ranks that are no range, or a count below 1.
+        TypeError: if a value is not an integer.
+        ValueError: if the ranks are not a range, or the count is below 1.
     """
 
     first: int
@@ -45,7 +45,7 @@ class Window:
     count: int
 
     def __post_init__(self) -> None:
-        """Raise an error for numbers that are no integers, or out of range."""
+        """Raise an error if a value is not an integer, or out of range."""
         for name in ("first", "last", "count"):
             check_integer(name, getattr(self, name))
         if not 1 <= self.first <= self.last:
@@ -61,25 +61,25 @@ class Window:
 class FalseNegatives:
     """Filter of documents that may be relevant because of their high score.
 
-    A negative is kept if its score is at most ``s - margin`` and at most ``max_share * s``
-    (NV-Retriever's TopK-PercPos, arXiv 2407.15831), where s is the highest score of the query's
-    judged-relevant documents. If none of these was retrieved, all that was retrieved scored higher,
-    and nothing is kept.
+    Let s be the highest score of the query's relevant documents. A negative is kept if its score is
+    at most ``s - margin`` and at most ``max_share * s`` (NV-Retriever's TopK-PercPos, arXiv
+    2407.15831). If no relevant document was retrieved, all retrieved documents scored higher, and
+    none of them is kept.
 
     Attributes:
-        margin: least difference from s, at least 0; None is no condition.
-        max_share: largest share of s, in (0, 1]; None is no condition.
+        margin: smallest difference from s, at least 0; None for no such condition.
+        max_share: largest share of s, in (0, 1]; None for no such condition.
 
     Raises:
-        TypeError: for a value that is neither a number nor None.
-        ValueError: for a number out of range.
+        TypeError: if a value is neither a number nor None.
+        ValueError: if a number is out of range.
     """
 
     margin: float | None = None
     max_share: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise an error for a margin or share that is no number, or out of range."""
+        """Raise an error if a margin or share is not a number, or out of range."""
         for name in ("margin", "max_share"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name))
@@ -99,14 +99,17 @@ class FalseNegatives:
 
         Args:
             relevant: scores of the relevant documents; NaN if a document was not retrieved.
-            query: id of the query, for errors.
+            query: id of the query, for error messages.
+
+        Raises:
+            ValueError: if `max_share` is set, and the highest relevant score is not positive.
         """
         if self.margin is None and self.max_share is None:
             return math.inf
         retrieved_scores = [score for score in relevant if not math.isnan(score)]
         highest = max(retrieved_scores, default=-math.inf)
         if highest == -math.inf:
-            return -math.inf
+            return -math.inf  # without a relevant score, no negative is safe
         limits = []
         if self.margin is not None:
             limits.append(highest - self.margin)
@@ -114,20 +117,27 @@ class FalseNegatives:
             if highest <= 0:
                 raise ArgumentError(
                     "max_share",
-                    f"the best relevant document of query {query!r} scores {highest:g}, and a "
-                    "share of that is no limit. Filter by margin, or by scores that are positive.",
+                    f"needs a positive score, but the best relevant document of query {query!r} "
+                    f"scores {highest:g}. Filter by margin, or by scores that are positive.",
                 )
             limits.append(highest * self.max_share)
         return min(limits)
 
 
 class _MinedRow(NamedTuple):
-    """A document that was mined for a query."""
+    """A document that was mined for a query.
 
-    document: str
+    Attributes:
+        document_id: id of the document.
+        relevant: whether the document is relevant; otherwise it is a negative.
+        rank: rank in the retriever's list, from 1; 0 if the document was not retrieved.
+        retrieval_score: score of the retriever; NaN if the document was not retrieved.
+    """
+
+    document_id: str
     relevant: bool
-    rank: int  # from 1; 0 if it was not retrieved
-    score: float  # NaN if it was not retrieved
+    rank: int
+    retrieval_score: float
 
 
 @dataclass
@@ -136,18 +146,19 @@ class Mined:
 
     Attributes:
         queries: ids of the queries with negatives.
-        n_rows: number of rows of each query.
-        mined_rows: rows of all queries.
-        short: queries with fewer negatives than requested.
-        without: queries without any negative, which are left out.
-        filtered: candidates that may be false negatives.
-        same_id: candidates with the id of the query, where queries are documents; of a collection
-            of passages, those of the document with that id.
-        same_text: candidates whose text is that of the query or of a relevant document.
+        row_counts: number of rows of each of these queries.
+        mined_rows: rows of all queries, one query after the other.
+        short: number of queries with fewer negatives than requested.
+        without: number of queries without any negative, which are left out.
+        filtered: number of candidates left out because they may be false negatives.
+        same_id: number of candidates left out because they are the document with the query's id, or
+            a passage of it.
+        same_text: number of candidates left out because they have the text of the query or of a
+            relevant document.
     """
 
     queries: list[str] = field(default_factory=list)
-    n_rows: list[int] = field(default_factory=list)
+    row_counts: list[int] = field(default_factory=list)
     mined_rows: list[_MinedRow] = field(default_factory=list)
     short: int = 0
     without: int = 0
@@ -161,19 +172,19 @@ class Mined:
         Args:
             made_by: JSON object that describes how the rows were made.
         """
-        documents = list(dict.fromkeys(row.document for row in self.mined_rows))
+        documents = list(dict.fromkeys(row.document_id for row in self.mined_rows))
         position_of_document = {document: position for position, document in enumerate(documents)}
         return TrainingRows(
             queries=self.queries,
             documents=documents,
-            offsets=offsets_of(self.n_rows),
-            document=np.array(
-                [position_of_document[row.document] for row in self.mined_rows],
+            offsets=offsets_of(self.row_counts),
+            document_positions=np.array(
+                [position_of_document[row.document_id] for row in self.mined_rows],
                 np.int32,
             ),
             relevant=np.array([row.relevant for row in self.mined_rows], bool),
             rank=np.array([row.rank for row in self.mined_rows], np.int32),
-            retrieved=np.array([row.score for row in self.mined_rows], np.float32),
+            retrieved=np.array([row.retrieval_score for row in self.mined_rows], np.float32),
             made_by=dict(made_by),
         )
 
@@ -189,22 +200,22 @@ def mine_negatives(
 ) -> Mined:
     """Draw negatives for the judged queries of a split, and list their relevant documents.
 
-    A document is never a negative if any split judges it relevant for the query, if its text is
-    that of such a document or of the query, if its id is the query's, if it is a passage of the
-    document with that id, or if `false_negatives` leaves it out. Negatives are in the order of
-    their ranks, after the relevant documents.
+    A document cannot be a negative if it is relevant for the query in any split, if it has the text
+    of the query or of a relevant document, if it has the id of the query or is a passage of the
+    document with that id, or if `false_negatives` excludes it. The relevant documents of a query
+    come first, and then its negatives in the order of their ranks.
 
     Args:
-        rankings: query ids with document id -> score, read one after the other so that they need
-            not fit in memory. Equal scores keep their order. Queries without a relevant document in
-            `split` are skipped.
+        rankings: pairs of a query id and document id -> score. They are read one after another, so
+            they need not fit in memory. Documents with equal scores keep their order. Queries
+            without a relevant document in `split` are skipped.
         collection: documents, queries and judgements.
         split: name of the judgements.
-        windows: ranges of ranks. They draw in their order, without what earlier ones drew. A window
-            with more candidates than its count draws at random.
-        seed: seed of the draws. Each query has its own generator, so that results depend neither on
-            the order nor on other queries.
-        false_negatives: filter of candidates; by default there is none.
+        windows: ranges of ranks, from which negatives are drawn in turn. A window with more
+            candidates than its count draws at random, without those that earlier windows drew.
+        seed: seed of the draws. Each query has its own generator, so that the draws of a query do
+            not depend on other queries.
+        false_negatives: filter of candidates; ``None`` for no filter.
 
     Raises:
         ValueError: if there is no window, the split is unknown, or the filter needs positive
@@ -229,7 +240,7 @@ def mine_negatives(
     n_requested = sum(window.count for window in windows)
     false_negatives = false_negatives or FalseNegatives()
     mined = Mined()
-    for query, scores in _pairs(rankings):
+    for query, scores in _check_rankings(rankings):
         check_mapping("rankings", scores, "document id -> score")
         check_text_ids("rankings", [query, *scores])
         relevant = [document for document, grade in qrels.get(query, {}).items() if grade > 0]
@@ -257,52 +268,56 @@ def _add_query(
     """Add the relevant documents of a query, and then its negatives.
 
     Args:
-        mined: the rows so far, which are extended.
+        mined: the mined rows, extended in place.
         query: id of the query.
-        relevant: ids of its relevant documents.
+        relevant: ids of the relevant documents.
         ranking: retrieved documents and scores, best first.
         negative_ranks: ranks, from 1, of the negatives in the ranking.
     """
     mined.queries.append(query)
-    mined.n_rows.append(len(relevant) + len(negative_ranks))
+    mined.row_counts.append(len(relevant) + len(negative_ranks))
     rank_of_document = {document: rank for rank, (document, _) in enumerate(ranking, start=1)}
     scores = dict(ranking)
     for document in relevant:
         row = _MinedRow(
-            document=document,
+            document_id=document,
             relevant=True,
             rank=rank_of_document.get(document, 0),
-            score=scores.get(document, math.nan),
+            retrieval_score=scores.get(document, math.nan),
         )
         mined.mined_rows.append(row)
     for rank in negative_ranks:
         document, score = ranking[rank - 1]
-        row = _MinedRow(document=document, relevant=False, rank=rank, score=score)
+        row = _MinedRow(
+            document_id=document,
+            relevant=False,
+            rank=rank,
+            retrieval_score=score,
+        )
         mined.mined_rows.append(row)
 
 
-def _pairs(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield the pairs of a query and its scores in the argument `rankings`.
+def _check_rankings(rankings: object) -> Iterator[tuple[str, Mapping[str, float]]]:
+    """Yield the rankings of queries, after a check of their type.
 
     Args:
         rankings: query id -> scores, or an iterable of pairs of a query id and its scores.
 
+    Yields:
+        The id of a query, and its scores.
+
     Raises:
-        TypeError: for anything else.
+        TypeError: if `rankings` is something else.
     """
+    expected = "rankings: expected pairs of a query and its scores"
     pairs = rankings.items() if isinstance(rankings, Mapping) else rankings
     if isinstance(pairs, str) or not isinstance(pairs, Iterable):
-        raise TypeError(
-            "rankings: expected pairs of a query and its scores, got "
-            f"{type(rankings).__name__}; pass run.items().",
-        )
+        raise TypeError(f"{expected}, got {type(rankings).__name__}; pass run.items().")
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(
-                f"rankings: expected pairs of a query and its scores, got {pair!r:.60}; pass "
-                "run.items().",
-            )
-        yield pair[0], pair[1]
+            raise TypeError(f"{expected}, got {pair!r:.60}; pass run.items().")
+        query, scores = pair
+        yield query, scores
 
 
 def _candidate_ranks(
@@ -314,13 +329,13 @@ def _candidate_ranks(
 ) -> list[int]:
     """Find the retrieved documents that can be negatives of a query.
 
-    Left out are relevant documents, the document with the id of the query, documents that score too
-    high, and documents whose text is that of the query or of a relevant document.
+    Relevant documents are left out, and so are the document with the id of the query, documents
+    that score too high, and documents with the text of the query or of a relevant document.
 
     Args:
-        mined: counts the candidates that are left out.
+        mined: the mined rows, whose counts of left out candidates are updated.
         query: id of the query.
-        ranking: documents and scores, by descending score.
+        ranking: retrieved documents and scores, best first.
         collection: documents, queries and judgements.
         false_negatives: filter of candidates.
 
@@ -328,7 +343,7 @@ def _candidate_ranks(
         Ranks of the candidates, from 1, ascending.
 
     Raises:
-        DataError: for a document that the collection lacks.
+        DataError: if a document is not in the collection.
     """
     relevant: set[str] = set()
     for qrels in collection.qrels.values():
@@ -346,7 +361,7 @@ def _candidate_ranks(
         if document not in collection.documents:
             raise DataError(
                 f"rankings: document {document!r} of query {query!r} is not in {collection.name}. "
-                "Give the collection that was searched.",
+                "Pass the collection that was searched.",
             )
         if collection.whole_document_of(document) == query:
             mined.same_id += 1
@@ -360,16 +375,16 @@ def _candidate_ranks(
 
 
 def _draw(ranks: list[int], windows: Sequence[Window], seed: int, query: str) -> list[int]:
-    """Draw the ranks of a query's negatives at random, the same ones for the same seed.
+    """Draw the ranks of a query's negatives at random, the same ranks for the same seed.
 
     Args:
         ranks: ranks of the documents that can be negatives.
-        windows: ranges of ranks, each with the number of ranks to draw from it.
+        windows: ranges of ranks, each with the number of ranks to draw.
         seed: seed of all queries, which is combined with a digest of the query's id.
         query: id of the query.
 
     Returns:
-        The drawn ranks, ascending. A window with too few candidates gives all of them.
+        The drawn ranks, ascending. All ranks of a window are drawn if it has too few.
     """
     query_digest = zlib.crc32(query.encode("utf-8", "surrogatepass"))
     generator = np.random.default_rng([seed, query_digest])
@@ -387,15 +402,15 @@ def _draw(ranks: list[int], windows: Sequence[Window], seed: int, query: str) ->
 def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) -> TrainingRows:
     """Return training rows without the negatives that score too high.
 
-    The teachers' score counts if there is one, and else the retriever's. Queries that lose all
-    their negatives are left out.
+    Scored rows are filtered by the teachers' combined score, and mined rows by the retriever's
+    score. Queries that lose all their negatives are left out.
 
     Args:
         rows: mined or scored training rows.
-        false_negatives: limit of a negative's score, relative to the relevant documents.
+        false_negatives: limits of a negative's score, relative to the relevant documents.
 
     Raises:
-        ValueError: if no row is left.
+        ValueError: if no negative is left.
     """
     check_rows("rows", rows)
     keep = np.zeros(len(rows), bool)
@@ -410,7 +425,7 @@ def drop_false_negatives(rows: TrainingRows, false_negatives: FalseNegatives) ->
         n_negatives = int((~rows.relevant).sum())
         raise ArgumentError(
             ("margin", "max_share"),
-            f"expected that some negative passes, got 0 of {n_negatives} "
-            f"with {false_negatives.margin!r} and {false_negatives.max_share!r}; relax one.",
+            f"none of {n_negatives} negatives passes margin={false_negatives.margin!r} and "
+            f"max_share={false_negatives.max_share!r}; relax one of them.",
         )
     return rows.take(keep)

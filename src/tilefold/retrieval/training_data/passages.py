@@ -1,4 +1,4 @@
-"""Collections whose documents are passages, for training."""
+"""Conversion of a collection to one whose documents are passages, for training."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ def training_passages(
     *,
     language: str = BM25Options.language,
 ) -> Collection:
-    """Return the collection with passages as documents.
+    """Return a collection whose documents are the passages of another collection's documents.
 
-    Of a relevant document, the passage that BM25 scores highest for the query takes its grade (the
-    first one where scores are equal). Documents that were judged not relevant have no judged
-    passage.
+    The passage of a relevant document that BM25 scores highest for the query inherits the grade of
+    the document; ties go to the first passage. Other passages are not judged.
 
     Args:
-        passages: how documents are cut.
-        collection: whole documents, with judgements.
+        passages: settings that determine how documents are split into passages.
+        collection: collection of whole documents, with judgements.
         language: language of BM25's stop words and stemmer, as in
             :class:`tilefold.retrieval.BM25Options`; ``"none"`` uses neither.
 
     Raises:
-        TypeError: if `collection` is not a :class:`Collection`, or `passages` no
+        TypeError: if `collection` is not a :class:`Collection`, or `passages` is not a
             :class:`Passages`.
-        ValueError: for a language that has no stemmer.
+        ValueError: if the language has no stemmer.
     """
     check_instance("passages", passages, Passages, "Passages(length)")
     check_instance("collection", collection, Collection, "load_collection(path)")
@@ -57,7 +56,12 @@ def training_passages(
 
 
 class _BestPassage:
-    """Chooses the passage of a document that BM25 scores highest for a query."""
+    """Function that finds the passage of a document that BM25 scores highest for a query.
+
+    Args:
+        index: index of all passages.
+        collection: collection with the queries.
+    """
 
     def __init__(self, index: BM25Index, collection: Collection) -> None:
         self._vectors = index.document_vectors()
@@ -65,7 +69,8 @@ class _BestPassage:
         self._rows_of_document: dict[str, list[int]] = {}
         for row, passage in enumerate(self._vectors.ids):
             self._rows_of_document.setdefault(document_of(passage), []).append(row)
-        # Weight of each term in the query; all 0 between two calls.
+        # Dense weights of the current query, `[V]`. A call sets them and resets them to 0, because
+        # a new array for each call would be slow with a large vocabulary.
         self._query_weights = np.zeros(self._vectors.vocab_size)
 
     def __call__(self, query: str, document: str) -> str:

@@ -16,10 +16,10 @@ from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.data.tables import numbered_lines
 from tilefold.retrieval.errors import DataError
 
-TEACHER = "published"
+TEACHER = "published"  # name of the teacher that computed published scores
 
-# Document, score if there is one, and whether it is relevant. A plain tuple, because files have
-# hundreds of millions of them.
+# id of a document, its score if there is one, and whether it is relevant; a plain tuple, because
+# files have hundreds of millions of rows
 _PublishedRow = tuple[str, float | None, bool]
 _LARGEST_SCORE = float(np.finfo(np.float32).max)
 _N_TRIPLE_FIELDS = 3
@@ -32,41 +32,56 @@ _FORMATS = (
 
 @dataclass
 class _Columns:
-    """Rows of the lines that were read, with ids as numbers.
+    """Columns of the rows that were read from a file, with numbers in place of ids.
 
     Attributes:
-        queries: id -> number, in the order of their first row.
-        documents: id -> number, in the order of their first row.
-        query: number of each row's query.
-        document: number of each row's document.
-        relevant: 1 for each relevant row, else 0.
-        scores: score of each row; empty if rows have no score.
+        number_of_query: query id -> number, in the order of first rows.
+        number_of_document: document id -> number, in the order of first rows.
+        query_numbers: number of each row's query.
+        document_numbers: number of each row's document.
+        relevant: 1 for each relevant row, 0 for each negative.
+        scores: score of each row; empty if rows have no scores.
     """
 
-    queries: dict[str, int] = field(default_factory=dict)
-    documents: dict[str, int] = field(default_factory=dict)
-    query: array[int] = field(default_factory=lambda: array("i"))
-    document: array[int] = field(default_factory=lambda: array("i"))
+    number_of_query: dict[str, int] = field(default_factory=dict)
+    number_of_document: dict[str, int] = field(default_factory=dict)
+    query_numbers: array[int] = field(default_factory=lambda: array("i"))
+    document_numbers: array[int] = field(default_factory=lambda: array("i"))
     relevant: bytearray = field(default_factory=bytearray)
     scores: array[float] = field(default_factory=lambda: array("f"))
 
-    def add(self, query: str, document: str, score: float | None, relevant: bool) -> None:
-        """Add a row; ``ValueError`` if it has a score and earlier rows have none, or lacks one."""
-        is_first_row = not self.query
+    def add(self, query_id: str, document_id: str, score: float | None, relevant: bool) -> None:
+        """Add a row.
+
+        Args:
+            query_id: id of the query.
+            document_id: id of the document.
+            score: score of the pair; ``None`` if the file has no scores.
+            relevant: whether the document is relevant.
+
+        Raises:
+            ValueError: if only this row, or only earlier ones, have a score.
+        """
+        is_first_row = not self.query_numbers
         if not is_first_row and (score is None) != (not self.scores):
-            raise ValueError(_describe_unlike_score(document, score))
-        self.document.append(self.documents.setdefault(document, len(self.documents)))
-        self.query.append(self.queries.setdefault(query, len(self.queries)))
+            raise ValueError(_describe_mixed_scores(document_id, score))
+        document = self.number_of_document.setdefault(document_id, len(self.number_of_document))
+        query = self.number_of_query.setdefault(query_id, len(self.number_of_query))
+        self.document_numbers.append(document)
+        self.query_numbers.append(query)
         self.relevant.append(relevant)
         if score is not None:
             self.scores.append(score)
 
 
 def read_published(path: Path) -> dict[str, Any]:
-    """Read published negatives.
+    """Read a file of negatives in one of the formats of MS MARCO.
 
-    A document that a query has several times is relevant if one of its rows is, and has the score
-    of its first row.
+    If a query lists a document several times, its first score is used, and it is relevant if any of
+    the rows is.
+
+    Args:
+        path: path of the file.
 
     Returns:
         The fields of :class:`tilefold.retrieval.TrainingRows` except ``made_by``.
@@ -84,16 +99,16 @@ def read_published(path: Path) -> dict[str, Any]:
                 columns.add(query_id, document_id, score, relevant)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise DataError(
-                f"line {number}: expected {_FORMATS}, got {line.strip():.60} ({error}). Fix that "
+                f"line {number}: expected {_FORMATS}, got {line.strip():.60} ({error}). Fix this "
                 "line.",
             ) from error
-    if not columns.query:
-        raise DataError("expected a line at least, got an empty file. Fetch it again.")
+    if not columns.query_numbers:
+        raise DataError("expected at least one line, got an empty file. Download it again.")
     return _group_by_query(columns)
 
 
 def _group_by_query(columns: _Columns) -> dict[str, Any]:
-    """Arrange rows by query, with each document of a query once.
+    """Sort the rows of a file by query, and keep the first row of each (query, document) pair.
 
     Args:
         columns: query, document, score and relevance of each row of the file.
@@ -101,28 +116,25 @@ def _group_by_query(columns: _Columns) -> dict[str, Any]:
     Returns:
         The fields of :class:`tilefold.retrieval.TrainingRows` except ``made_by``.
     """
-    query = np.frombuffer(columns.query, np.int32)
-    document = np.frombuffer(columns.document, np.int32)
-    n_documents = len(columns.documents)
-    # A group has the rows with the same query and document.
-    _, first_rows, group_of_row = np.unique(
-        query.astype(np.int64) * n_documents + document,
-        return_index=True,
-        return_inverse=True,
-    )
-    group_is_relevant: npt.NDArray[np.bool_] = (
-        np.bincount(group_of_row, np.frombuffer(columns.relevant, np.bool_)) > 0
-    )
-    # Groups by query, and within a query in the order of their first rows.
-    order = np.lexsort((first_rows, query[first_rows]))
+    query_numbers = np.frombuffer(columns.query_numbers, np.int32)
+    document_numbers = np.frombuffer(columns.document_numbers, np.int32)
+    is_relevant = np.frombuffer(columns.relevant, np.bool_)
+    n_documents = len(columns.number_of_document)
+    pair_keys = query_numbers.astype(np.int64) * n_documents + document_numbers
+    _, first_rows, pair_of_row = np.unique(pair_keys, return_index=True, return_inverse=True)
+    pair_is_relevant: npt.NDArray[np.bool_] = np.bincount(pair_of_row, is_relevant) > 0
+    # Pairs by query, and within a query in the order of their first rows.
+    order = np.lexsort((first_rows, query_numbers[first_rows]))
     rows = first_rows[order]
+    row_counts = np.bincount(query_numbers[rows], minlength=len(columns.number_of_query))
     scores = np.frombuffer(columns.scores, np.float32)[rows] if columns.scores else None
     return {
-        "queries": list(columns.queries),
-        "documents": list(columns.documents),
-        "offsets": offsets_of(np.bincount(query[rows], minlength=len(columns.queries))),
-        "document": document[rows],
-        "relevant": group_is_relevant[order],
+        "queries": list(columns.number_of_query),
+        "documents": list(columns.number_of_document),
+        "offsets": offsets_of(row_counts),
+        "document_positions": document_numbers[rows],
+        "relevant": pair_is_relevant[order],
+        # The files have no ranks and no scores of a retriever.
         "rank": np.zeros(len(rows), np.int32),
         "retrieved": np.full(len(rows), np.nan, np.float32),
         "teachers": {} if scores is None else {TEACHER: scores},
@@ -130,16 +142,21 @@ def _group_by_query(columns: _Columns) -> dict[str, Any]:
     }
 
 
-def _describe_unlike_score(document: str, score: float | None) -> str:
-    """Return why a row is refused whose score, or lack of one, is unlike earlier rows."""
-    remedy = "give all of them one, or none"
+def _describe_mixed_scores(document_id: str, score: float | None) -> str:
+    """Return an error message for a row that has a score if earlier rows have none, or vice versa.
+
+    Args:
+        document_id: id of the row's document.
+        score: score of the row.
+    """
+    remedy = "all rows must have a score, or none"
     if score is None:
-        return f"{document!r} has no score, those before it have one; {remedy}"
-    return f"{document!r} has a score, those before it have none; {remedy}"
+        return f"{document_id!r} has no score, but earlier rows have one; {remedy}"
+    return f"{document_id!r} has a score, but earlier rows have none; {remedy}"
 
 
 def _parse_line(line: str) -> tuple[str, Iterator[_PublishedRow]]:
-    """Return the query of a line, and its documents."""
+    """Return the query id of a line, and the rows of its documents."""
     value = _fields_of(line)
     if isinstance(value, dict):
         return _check_id(value["qid"]), _rows_of_lists(value["pos"], value["neg"])
@@ -150,7 +167,7 @@ def _parse_line(line: str) -> tuple[str, Iterator[_PublishedRow]]:
 
 
 def _fields_of(line: str) -> Any:
-    """Return the JSON value of a line, or the three ids between its tabs."""
+    """Return the JSON value of a line, or the three ids of a line with tabs."""
     if line[0] in "[{":
         return json.loads(line)
     fields = line.rstrip("\r\n").split("\t")
@@ -160,10 +177,15 @@ def _fields_of(line: str) -> Any:
 
 
 def _rows_of_lists(positives: Any, negatives: Any) -> Iterator[_PublishedRow]:
-    """Yield the rows of lists of ids; negatives may be one list per retriever."""
+    """Yield the rows of relevant documents and of negatives.
+
+    Args:
+        positives: list of ids.
+        negatives: list of ids, or name of a retriever -> list of ids.
+    """
     negative_lists = list(negatives.values()) if isinstance(negatives, dict) else [negatives]
     if not all(isinstance(ids, list) for ids in (positives, *negative_lists)):
-        raise TypeError("no lists")
+        raise TypeError("'pos' and 'neg' are not lists of ids")
     for document in positives:
         yield _check_id(document), None, True
     for ids in negative_lists:
@@ -172,7 +194,11 @@ def _rows_of_lists(positives: Any, negatives: Any) -> Iterator[_PublishedRow]:
 
 
 def _rows_relevant_first(documents: list[Any]) -> Iterator[_PublishedRow]:
-    """Yield the rows of ids, or of pairs of an id and a score; the first one is relevant."""
+    """Yield the rows of a list whose first document is relevant, and whose others are not.
+
+    Args:
+        documents: ids, or pairs ``[id, score]``.
+    """
     for position, value in enumerate(documents):
         document, score = _split_score(value)
         yield document, score, position == 0
@@ -185,14 +211,16 @@ def _split_score(value: Any) -> tuple[str, float | None]:
     document, score = value
     if isinstance(score, bool) or not isinstance(score, (int, float)):
         shown = json.dumps(score)
-        raise ValueError(f"the score of {document!r} is {shown:.40} and no number")
+        raise ValueError(f"the score of {document!r} is {shown:.40}, which is not a number")
     if not abs(score) <= _LARGEST_SCORE:
-        raise ValueError(f"the score of {document!r} is {score!r:.40} and no finite float32")
+        raise ValueError(
+            f"the score of {document!r} is {score!r:.40}, which is not a finite float32",
+        )
     return _check_id(document), float(score)
 
 
 def _check_id(value: object) -> str:
-    """Return an id as a string; ``ValueError`` unless it is an integer or a non-empty string."""
+    """Return an id as a string; ``ValueError`` if it is not an integer or a non-empty string."""
     if isinstance(value, bool) or not isinstance(value, (int, str)) or value == "":
-        raise ValueError(f"no id: {value!r}")
+        raise ValueError(f"not an id: {value!r}")
     return str(value)

@@ -1,4 +1,4 @@
-"""Scores of teachers for training rows, and one score from several teachers."""
+"""Scores of teachers for training rows, and their combination into one score."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ __all__ = ["KINDS", "NORMALIZATIONS", "Teacher", "ensemble", "score_rows", "with
 
 KINDS = ("cross-encoder", "dense", "sparse", "multi-vector", "bm25")
 NORMALIZATIONS = ("min_max", "none")
-SCALE = 30.0  # of scores after min-max normalisation
-SHARD = 2048  # pairs of a cross-encoder that are saved together
+DEFAULT_MIN_MAX_SCALE = 30.0  # factor on scores after min-max normalization
+SHARD = 2048  # number of pairs whose scores a cross-encoder saves together
 _EPSILON = 1e-6
-# Part of the name of saved scores. An earlier release rounded scores of cross-encoders to bf16.
+# Part of the names of saved scores, because an earlier release rounded scores of cross-encoders to
+# bf16.
 _ROUNDING = "scores in fp32"
 _PAIRS_PER_BLOCK = 8192  # pairs of vectors that are compared at a time
 
@@ -56,8 +57,8 @@ class Teacher:
     """A model that scores pairs of a query and a document.
 
     Attributes:
-        name: name of its column.
-        kind: one of ``KINDS``.
+        name: name of the teacher, and of the column with its scores.
+        kind: kind of the model, one of ``KINDS``.
         model: a ``CrossEncoder`` with one output, a ``SentenceTransformer``, a ``SparseEncoder``, a
             ``MultiVectorEncoder`` or a ``BM25Index``.
     """
@@ -67,13 +68,13 @@ class Teacher:
     model: Model
 
     def __post_init__(self) -> None:
-        """Raise an error unless the model can be a teacher of its kind."""
+        """Raise an error if the model cannot be a teacher of its kind."""
         check_choice("kind", self.kind, KINDS)
         self._check_model()
         if self.kind == "cross-encoder" and self.model.num_labels != 1:
             raise ValueError(
                 f"teacher {self.name}: expected a cross-encoder with one output, a relevance "
-                f"score, got one with {self.model.num_labels} classes. Take a reranker.",
+                f"score, got one with {self.model.num_labels} classes. Use a reranker.",
             )
         if self.kind == "bm25" and self.model.provenance.passages is not None:
             raise ValueError(
@@ -82,24 +83,31 @@ class Teacher:
             )
 
     def _check_model(self) -> None:
-        """Raise ``TypeError`` unless the model has the methods that a teacher of its kind needs."""
-        if self.kind == "bm25":
+        """Raise ``TypeError`` if the model does not have the class of its kind.
+
+        Classes of sentence-transformers are recognized by their attributes, because importing them
+        would load torch.
+        """
+        encoder_classes = {
+            "dense": "SentenceTransformer",
+            "sparse": "SparseEncoder",
+            "multi-vector": "MultiVectorEncoder",
+        }
+        if self.kind in encoder_classes:
+            check_encoder("model", self.model, encoder_classes[self.kind])
+        elif self.kind == "bm25":
             check_instance("model", self.model, BM25Index, "BM25Index.load(folder)")
-        elif self.kind == "cross-encoder":
-            if not hasattr(self.model, "num_labels"):
-                raise TypeError(
-                    f"model: expected a CrossEncoder, got {type(self.model).__name__}; pass a "
-                    "loaded model.",
-                )
-        else:
-            classes = {"dense": "SentenceTransformer", "sparse": "SparseEncoder"}
-            check_encoder("model", self.model, classes.get(self.kind, "MultiVectorEncoder"))
+        elif not hasattr(self.model, "num_labels"):
+            raise TypeError(
+                f"model: expected a CrossEncoder, got {type(self.model).__name__}; pass a loaded "
+                "model.",
+            )
 
     @property
     def fingerprint(self) -> str:
-        """Digest of the weights and settings that its scores depend on."""
+        """Digest of the weights and settings on which the scores depend."""
         if self.kind == "bm25":
-            # An updated index has no fingerprint of its texts.
+            # An updated index has no digest of its texts, but one of its content.
             texts = self.model.provenance.texts_sha256 or self.model.content_digest()
             settings = asdict(self.model.options) | {"texts": texts}
             return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
@@ -112,7 +120,7 @@ class Teacher:
 
     @property
     def precision(self) -> str | None:
-        """Number type in which the model computes; None for BM25.
+        """Number format in which the model computes; None for BM25.
 
         The last layers of a cross-encoder, which compute its scores, always use fp32.
         """
@@ -123,39 +131,42 @@ def applied_scale(normalization: str, scale: float | None, like: str | None) -> 
     """Return the factor by which :func:`ensemble` multiplies the mean of the teachers.
 
     Args:
-        normalization, scale, like: as in :func:`ensemble`.
+        normalization: ``"min_max"`` or ``"none"``.
+        scale: factor that was chosen by the user; ``None`` for the default of the normalization.
+        like: teacher to whose mean and standard deviation the result is mapped instead of being
+            multiplied by a factor; or ``None``.
 
     Returns:
-        `scale`, or its default; None with `like`, which replaces the factor.
+        The factor; ``None`` if `like` is given.
     """
     if like is not None:
         return None
     if scale is not None:
         return float(scale)
-    return SCALE if normalization == "min_max" else 1.0
+    return DEFAULT_MIN_MAX_SCALE if normalization == "min_max" else 1.0
 
 
 class _Task:
-    """Pairs of distinct texts to score, and where the results are saved.
+    """Scoring of N training rows by a teacher: distinct texts, pairs of them, and file names.
 
-    Distinct texts are numbered. The numbers, as strings, are the ids for encoding.
+    Each distinct text has a number, so that it is encoded only once.
 
     Args:
-        teacher: the scorer.
+        teacher: teacher that scores the rows.
         rows: the training rows.
-        collection: the texts of the rows.
-        work_folder: folder of finished work.
-        batch_size: texts or pairs per batch.
+        collection: collection with the texts of the rows.
+        work_folder: folder of saved vectors and scores.
+        batch_size: number of texts or pairs per batch.
         report: called as ``report(done, total)``.
 
     Attributes:
-        queries: number -> distinct query text.
-        documents: number -> distinct document text.
-        document_ids: an id of each distinct document.
-        query: int64 ``[N]``, number of each row's query text.
-        document: int64 ``[N]``, number of each row's document text.
-        vectors_folder: folder of the documents' vectors.
-        scores_file: file of the finished scores.
+        query_texts: number, as a string -> distinct query text.
+        document_texts: number, as a string -> distinct document text.
+        document_ids: for each distinct document text, the id of a document that has it.
+        query_numbers: int64 ``[N]``, number of each row's query text.
+        document_numbers: int64 ``[N]``, number of each row's document text.
+        vectors_folder: folder for the vectors of documents.
+        scores_file: file for the scores.
     """
 
     def __init__(
@@ -167,46 +178,55 @@ class _Task:
         batch_size: int,
         report: Progress,
     ) -> None:
-        """Number the different texts of the rows, and name the files of saved work.
+        """Number the distinct texts of the rows, and choose the names of files.
 
         Args:
-            teacher: model that scores the rows.
+            teacher: teacher that scores the rows.
             rows: training rows, each with a query and a document.
-            collection: texts of the queries and documents.
+            collection: collection with the texts of the rows.
             work_folder: folder of saved vectors and scores.
-            batch_size: texts or pairs per batch.
-            report: called with the number of texts or pairs that are done, and of all.
+            batch_size: number of texts or pairs per batch.
+            report: called with the number of finished texts or pairs, and the total.
         """
         self.teacher = teacher
         self.batch_size = batch_size
         self.report = report
-        self.queries, query_numbers = _number_distinct(
+        self.query_texts, number_of_query = _number_distinct(
             [collection.queries[query] for query in rows.queries],
         )
-        self.documents, document_numbers = _number_distinct(
+        self.document_texts, number_of_document = _number_distinct(
             [collection.documents[document].contents for document in rows.documents],
         )
-        _, first_positions = np.unique(document_numbers, return_index=True)
+        _, first_positions = np.unique(number_of_document, return_index=True)
         self.document_ids = [rows.documents[position] for position in first_positions.tolist()]
-        self.query = query_numbers[rows.query_of_row()]
-        self.document = document_numbers[rows.document]
-        # The digest has the precision, so that work of another precision is not continued.
-        digest = hashlib.sha256(f"{teacher.fingerprint} {_ROUNDING} {teacher.precision}".encode())
-        for texts in (self.queries, self.documents):
-            digest.update(texts_digest(texts).encode())
-        self.vectors_folder = work_folder / f"{digest.hexdigest()[:16]}-documents"
-        for numbers in (self.query, self.document):
-            digest.update(numbers.tobytes())
-        self.scores_file = work_folder / f"{digest.hexdigest()[:16]}.npy"
+        self.query_numbers = number_of_query[rows.query_of_row()]
+        self.document_numbers = number_of_document[rows.document_positions]
+        # Names of files are digests of what results depend on. Precision is a part of it.
+        settings = f"{teacher.fingerprint} {_ROUNDING} {teacher.precision}"
+        vectors_digest = hashlib.sha256(settings.encode())
+        vectors_digest.update(texts_digest(self.query_texts).encode())
+        vectors_digest.update(texts_digest(self.document_texts).encode())
+        scores_digest = vectors_digest.copy()
+        scores_digest.update(self.query_numbers.tobytes())
+        scores_digest.update(self.document_numbers.tobytes())
+        self.vectors_folder = work_folder / f"{vectors_digest.hexdigest()[:16]}-documents"
+        self.scores_file = work_folder / f"{scores_digest.hexdigest()[:16]}.npy"
 
     def blocks(self) -> Iterator[slice]:
-        """Yield slices of rows that are compared at a time."""
-        for start in range(0, len(self.query), _PAIRS_PER_BLOCK):
+        """Yield slices of the rows that are scored at a time."""
+        for start in range(0, len(self.query_numbers), _PAIRS_PER_BLOCK):
             yield slice(start, start + _PAIRS_PER_BLOCK)
 
 
 def _number_distinct(texts: Sequence[str]) -> tuple[dict[str, str], npt.NDArray[np.int64]]:
-    """Return number -> distinct text, and the number of each text."""
+    """Number the distinct texts of a list.
+
+    Args:
+        texts: n texts, which may be equal.
+
+    Returns:
+        Number, as a string -> distinct text; and the number of each text, int64 ``[n]``.
+    """
     number_of_text: dict[str, int] = {}
     numbers = np.array(
         [number_of_text.setdefault(text, len(number_of_text)) for text in texts],
@@ -224,28 +244,27 @@ def score_rows(
     batch_size: int = 32,
     progress: Progress | None = None,
 ) -> Floats:
-    """Score each row with a teacher.
+    """Score each training row with a teacher.
 
-    Scores are as the model computes them: a cross-encoder's are taken before any activation, and
-    are not rounded to 16 bits (:func:`tilefold._internal.precision.scores_in_fp32`). Each
-    distinct text is encoded once.
+    Scores of cross-encoders are logits, before any activation, and are not rounded to 16 bits
+    (:func:`tilefold._internal.precision.scores_in_fp32`). Each distinct text is encoded once.
 
     Args:
-        teacher: the scorer.
-        rows: the training rows.
-        collection: the texts of the rows.
-        work: folder that saves finished work, so that the same call continues it: 2,048 pairs at a
-            time of a cross-encoder, vectors of a sparse or multi-vector model shard by shard, and
-            every finished column.
-        batch_size: texts or pairs per batch.
-        progress: called as ``progress(done, total)`` with pairs or documents, at first with the
-            work that was done before.
+        teacher: teacher that scores the rows.
+        rows: the N training rows.
+        collection: collection with the texts of the rows.
+        work: folder in which finished work is saved, so that an interrupted call can be repeated:
+            scores of 2,048 pairs of a cross-encoder, shards of vectors of a sparse or multi-vector
+            model, and all scores at the end.
+        batch_size: number of texts or pairs per batch.
+        progress: called as ``progress(done, total)`` with numbers of pairs or documents, including
+            work that was saved before.
 
     Returns:
-        float32 ``[N]``.
+        Scores, float32 ``[N]``.
 
     Raises:
-        DataError: if a text cannot be encoded, or a score is not finite; the message names it.
+        DataError: if a text cannot be encoded, or a score is not finite.
     """
     check_instance("teacher", teacher, Teacher, "Teacher(name, kind, model)")
     check_rows("rows", rows)
@@ -285,16 +304,14 @@ def _check_finite(teacher: Teacher, rows: TrainingRows, scores: Floats) -> None:
     if not invalid_rows.size:
         return
     row = int(invalid_rows[0])
-    document = rows.documents[rows.document[row]]
-    query = rows.queries[rows.query_of_row()[row]]
     raise DataError(
-        f"teacher {teacher.name}: gave {scores[row]} to document {document!r} of query {query!r} "
+        f"teacher {teacher.name}: gave {scores[row]} to {rows.describe_row(row)} "
         f"({invalid_rows.size} in all). Check the model.",
     )
 
 
 def _load_scores(file: Path, count: int) -> Floats | None:
-    """Return `count` saved scores, or None if there is no such file or it is damaged."""
+    """Return `count` saved scores, or None if the file is missing or damaged."""
     if not file.is_file():
         return None
     try:
@@ -306,75 +323,76 @@ def _load_scores(file: Path, count: int) -> Floats | None:
 
 
 def _save_scores(file: Path, scores: Floats) -> None:
+    """Write scores to a file, which appears atomically."""
     with atomic_file(file) as temporary, temporary.open("wb") as stream:
         np.save(stream, scores, allow_pickle=False)
 
 
 def _score_cross_encoder(model: Model, task: _Task) -> Floats:
-    """Score all pairs with a ``CrossEncoder``, in shards that are saved.
+    """Score all pairs with a ``CrossEncoder``, and save the scores shard by shard.
 
-    A shard that an earlier, interrupted run has saved is not scored again.
+    Shards that an interrupted run has saved are not scored again.
 
     Args:
         model: the ``CrossEncoder``.
-        task: pairs of a query and a document, and where scores are saved.
+        task: pairs of a query and a document, and the file for their scores.
 
     Returns:
         The score of each pair.
     """
-    n_pairs = len(task.query)
-    shard_files = {
-        start: task.scores_file.with_suffix(f".{start:012d}.npy")
-        for start in range(0, n_pairs, SHARD)
-    }
-    saved_shards = {
-        start: _load_scores(file, min(SHARD, n_pairs - start))
-        for start, file in shard_files.items()
-    }
-    n_done = sum(len(shard) for shard in saved_shards.values() if shard is not None)
-    task.report(n_done, n_pairs)
+    n_pairs = len(task.query_numbers)
     scores = np.zeros(n_pairs, np.float32)
-    for start, file in shard_files.items():
-        rows = slice(start, min(start + SHARD, n_pairs))
-        shard = saved_shards[start]
-        if shard is None:
-            shard = _predict_pairs(model, task, rows)
-            _save_scores(file, shard)
-            n_done += len(shard)
-            task.report(n_done, n_pairs)
-        scores[rows] = shard
+    missing_shards: dict[Path, slice] = {}  # file of a shard -> its pairs
+    n_done = 0
+    for start in range(0, n_pairs, SHARD):
+        pairs = slice(start, min(start + SHARD, n_pairs))
+        file = task.scores_file.with_suffix(f".{start:012d}.npy")
+        saved_scores = _load_scores(file, pairs.stop - pairs.start)
+        if saved_scores is None:
+            missing_shards[file] = pairs
+        else:
+            scores[pairs] = saved_scores
+            n_done += len(saved_scores)
+    task.report(n_done, n_pairs)
+    for file, pairs in missing_shards.items():
+        scores[pairs] = _predict_pairs(model, task, pairs)
+        _save_scores(file, scores[pairs])
+        n_done += pairs.stop - pairs.start
+        task.report(n_done, n_pairs)
     return scores
 
 
-def _predict_pairs(model: Model, task: _Task, rows: slice) -> Floats:
+def _predict_pairs(model: Model, task: _Task, pairs: slice) -> Floats:
     """Score some pairs with a ``CrossEncoder``, in fp32 and without an activation function.
 
     Args:
         model: the ``CrossEncoder``.
-        task: pairs of a query and a document.
-        rows: the pairs to score.
+        task: all pairs of a query and a document.
+        pairs: the pairs to score.
     """
-    import torch  # the package is imported without it
+    import torch  # not needed to import this module
 
-    queries = [task.queries[str(number)] for number in task.query[rows].tolist()]
-    documents = [task.documents[str(number)] for number in task.document[rows].tolist()]
-    pairs = list(zip(queries, documents, strict=True))
+    queries = [task.query_texts[str(number)] for number in task.query_numbers[pairs].tolist()]
+    documents = [
+        task.document_texts[str(number)] for number in task.document_numbers[pairs].tolist()
+    ]
+    text_pairs = list(zip(queries, documents, strict=True))
     with counting_truncation() as truncation, scores_in_fp32(model):
         scores = model.predict(
-            pairs,
+            text_pairs,
             batch_size=task.batch_size,
             activation_fn=torch.nn.Identity(),
             apply_softmax=False,
             show_progress_bar=False,
         )
-    report_truncation("pair", len(pairs), truncation)
+    report_truncation("pair", len(text_pairs), truncation)
     return np.asarray(scores, np.float32)
 
 
 def _score_dense(model: Model, task: _Task) -> Floats:
     """Score all pairs with the similarity of a ``SentenceTransformer``.
 
-    Each different query and document is encoded once, in memory.
+    Each distinct text is encoded once, in memory.
 
     Args:
         model: the ``SentenceTransformer``.
@@ -385,36 +403,39 @@ def _score_dense(model: Model, task: _Task) -> Floats:
     """
     from tilefold.retrieval.encoding.dense import encode_dense  # loads torch
 
-    task.report(0, len(task.documents))
+    task.report(0, len(task.document_texts))
     documents = encode_dense(
         model,
-        task.documents,
+        task.document_texts,
         kind="document",
         batch_size=task.batch_size,
         progress=task.report,
     )
-    queries = encode_dense(model, task.queries, kind="query", batch_size=task.batch_size)
-    scores = [
-        model.similarity_pairwise(queries[task.query[block]], documents[task.document[block]])
-        for block in task.blocks()
-    ]
-    return np.concatenate([block_scores.float().cpu().numpy() for block_scores in scores])
+    queries = encode_dense(model, task.query_texts, kind="query", batch_size=task.batch_size)
+    scores = []
+    for block in task.blocks():
+        block_scores = model.similarity_pairwise(
+            queries[task.query_numbers[block]],
+            documents[task.document_numbers[block]],
+        )
+        scores.append(block_scores.float().cpu().numpy())
+    return np.concatenate(scores)
 
 
 def _score_sparse(model: Model, task: _Task) -> Floats:
-    """Score all pairs with the dot product of the vectors of a ``SparseEncoder``.
+    """Score all pairs by dot products with a ``SparseEncoder``.
 
-    Vectors of the documents are saved in a folder, so that an interrupted run can be resumed.
+    Document vectors are saved in a folder, so that an interrupted run can be resumed.
 
     Args:
         model: the ``SparseEncoder``.
-        task: pairs of a query and a document, and the folder.
+        task: pairs of a query and a document, and the folder for document vectors.
 
     Returns:
         The score of each pair.
 
     Raises:
-        ValueError: for a model with another similarity.
+        ValueError: if the model has another similarity than the dot product.
     """
     similarity = getattr(model, "similarity_fn_name", "dot")
     if similarity not in (None, "dot"):
@@ -424,30 +445,43 @@ def _score_sparse(model: Model, task: _Task) -> Floats:
         )
     manifest = encode_collection(
         model,
-        task.documents,
+        task.document_texts,
         task.vectors_folder,
         batch_size=task.batch_size,
         progress=task.report,
     )
     _check_all_encoded(task, manifest)
-    queries = encode_queries(model, task.queries, batch_size=task.batch_size)
+    queries = encode_queries(model, task.query_texts, batch_size=task.batch_size)
     return _dot_products(queries, read_vectors(task.vectors_folder), task)
 
 
 def _score_bm25(index: BM25Index, task: _Task) -> Floats:
-    """Score the pairs with BM25."""
+    """Score all pairs with BM25, with the vectors of an index.
+
+    Args:
+        index: the index, which has all documents.
+        task: pairs of a query and a document.
+    """
     documents = index.document_vectors()
     rows = [documents.row_of[document] for document in task.document_ids]
-    return _dot_products(index.query_vectors(task.queries), documents.take(rows), task)
+    return _dot_products(index.query_vectors(task.query_texts), documents.take(rows), task)
 
 
 def _dot_products(queries: SparseVectors, documents: SparseVectors, task: _Task) -> Floats:
-    """Return the dot product of each row, summed in float64."""
+    """Return the dot product of each pair, summed in float64.
+
+    Args:
+        queries: vectors of the distinct queries.
+        documents: vectors of the distinct documents.
+        task: pairs of a query and a document.
+    """
     query_matrix = _to_scipy(queries)
     document_matrix = _to_scipy(documents)
     scores = []
     for block in task.blocks():
-        products = query_matrix[task.query[block]].multiply(document_matrix[task.document[block]])
+        query_rows = query_matrix[task.query_numbers[block]]
+        document_rows = document_matrix[task.document_numbers[block]]
+        products = query_rows.multiply(document_rows)
         scores.append(np.asarray(products.sum(axis=1), np.float32))
     return np.concatenate(scores)
 
@@ -462,13 +496,13 @@ def _to_scipy(vectors: SparseVectors) -> Any:
 
 
 def _score_late_interaction(model: Model, task: _Task) -> Floats:
-    """Score all pairs with the MaxSim of the vectors of a ``MultiVectorEncoder``.
+    """Score all pairs by MaxSim with a ``MultiVectorEncoder``.
 
-    Vectors of the documents are saved in a folder, so that an interrupted run can be resumed.
+    Document vectors are saved in a folder, so that an interrupted run can be resumed.
 
     Args:
         model: the ``MultiVectorEncoder``.
-        task: pairs of a query and a document, and the folder.
+        task: pairs of a query and a document, and the folder for document vectors.
 
     Returns:
         The score of each pair.
@@ -480,17 +514,18 @@ def _score_late_interaction(model: Model, task: _Task) -> Floats:
 
     manifest = encode_tokens(
         model,
-        task.documents,
+        task.document_texts,
         task.vectors_folder,
         batch_size=task.batch_size,
         progress=task.report,
     )
     _check_all_encoded(task, manifest)
-    queries = encode_texts(model, task.queries, kind="query", batch_size=task.batch_size)
-    query_ids = [str(number) for number in task.query.tolist()]
-    document_ids = [str(number) for number in task.document.tolist()]
+    queries = encode_texts(model, task.query_texts, kind="query", batch_size=task.batch_size)
+    # The ids of texts are their numbers as strings.
+    query_ids = [str(number) for number in task.query_numbers.tolist()]
+    document_ids = [str(number) for number in task.document_numbers.tolist()]
     pairs = list(zip(query_ids, document_ids, strict=True))
-    # A run of the pairs. Its scores of 0 are placeholders, which rerank() replaces.
+    # rerank() replaces the scores of 0.
     candidates: dict[str, dict[str, float]] = {}
     for query, document in pairs:
         candidates.setdefault(query, {})[document] = 0.0
@@ -501,12 +536,18 @@ def _score_late_interaction(model: Model, task: _Task) -> Floats:
         tail="drop",
         reduction="mean" if model.similarity_fn_name == "meanmaxsim" else "sum",
     )
+    # rerank() drops documents without vectors. Their NaN becomes an error later.
     return np.array([run[query].get(document, np.nan) for query, document in pairs], np.float32)
 
 
 def _check_all_encoded(task: _Task, manifest: Manifest) -> None:
-    """Report truncated documents, and raise ``DataError`` if a document could not be encoded."""
-    report_manifest_truncation("document", len(task.documents), manifest.truncated)
+    """Report truncated documents, and raise ``DataError`` if a document could not be encoded.
+
+    Args:
+        task: the task, with its teacher and the distinct documents.
+        manifest: manifest of the document vectors.
+    """
+    report_manifest_truncation("document", len(task.document_texts), manifest.truncated)
     if manifest.failed:
         first_reason = next(iter(manifest.failed.values()))
         raise DataError(
@@ -534,24 +575,24 @@ def ensemble(
 ) -> Floats:
     """Combine the scores of teachers into one score per row.
 
-    With ``min_max``, the scores of each teacher become ``(s - min) / (max - min + 1e-6)`` over all
-    rows of a query. The result is the mean over the teachers times `scale`, as for inference-free
-    sparse retrievers (arXiv 2411.04403). With ``none``, the scores are not changed before the mean.
+    With ``"min_max"``, the scores of each teacher become ``(s - min) / (max - min + 1e-6)`` over
+    all rows of a query. With ``"none"``, they are not changed. The result is the mean over the
+    teachers times `scale`, as for inference-free sparse retrievers (arXiv 2411.04403).
 
     Args:
-        rows: the training rows.
-        teachers: name -> float32 ``[N]``.
+        rows: the N training rows.
+        teachers: name of a teacher -> its scores, float32 ``[N]``.
         normalization: ``"min_max"`` or ``"none"``.
-        scale: factor of the mean; by default 30 with ``min_max``, and 1 with ``none``.
-        like: a teacher to whose mean and standard deviation over all rows the result is mapped
-            instead, as for SPLADE-v3 (arXiv 2403.06789).
+        scale: factor on the mean; by default 30 with ``"min_max"``, and 1 with ``"none"``.
+        like: name of a teacher. The result is mapped to the mean and standard deviation of its
+            scores, instead of being multiplied by `scale`, as for SPLADE-v3 (arXiv 2403.06789).
 
     Returns:
-        float32 ``[N]``.
+        The combined scores, float32 ``[N]``.
 
     Raises:
-        ValueError: if there is no teacher, a shape or an option is wrong, or `like` is used with
-            equal scores.
+        ValueError: if there is no teacher, a shape or an option is wrong, or `like` is given and
+            all means are equal.
     """
     check_rows("rows", rows)
     check_mapping("teachers", teachers, "name -> scores")
@@ -573,10 +614,10 @@ def ensemble(
     factor = applied_scale(normalization, scale, like)
     if factor is not None:
         return np.asarray(mean * factor, np.float32)
-    if not np.ptp(mean):  # the computed deviation of equal scores may be an error of rounding
+    if not np.ptp(mean):  # the standard deviation may not be exactly 0
         raise ArgumentError(
             "like",
-            "expected scores that differ, got equal ones, which have no deviation to map.",
+            "needs scores that differ, got equal scores, whose standard deviation is 0.",
         )
     target = _scores_of_rows(str(like), teachers[str(like)], len(rows))
     standardized = (mean - mean.mean()) / mean.std()
@@ -584,7 +625,13 @@ def ensemble(
 
 
 def _scores_of_rows(teacher: str, scores: object, n_rows: int) -> npt.NDArray[np.float64]:
-    """Return the scores of a teacher, by position, as float64 ``[n_rows]``."""
+    """Return the scores of a teacher as float64 ``[n_rows]``, after a check of their shape.
+
+    Args:
+        teacher: name of the teacher, for the error message.
+        scores: the scores.
+        n_rows: number of training rows.
+    """
     values = np.asarray(scores, np.float64)
     if values.shape != (n_rows,):
         raise ArgumentError(
@@ -596,7 +643,12 @@ def _scores_of_rows(teacher: str, scores: object, n_rows: int) -> npt.NDArray[np
 
 
 def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Normalise scores to [0, 1) over the rows of each query; every query has rows."""
+    """Normalize scores to [0, 1) over the rows of each query.
+
+    Args:
+        rows: training rows, at least one for each query.
+        scores: score of each row, ``[N]``.
+    """
     starts = rows.offsets[:-1]
     query_of_row = rows.query_of_row()
     lowest = np.minimum.reduceat(scores, starts)
@@ -609,27 +661,27 @@ def _min_max(rows: TrainingRows, scores: npt.NDArray[np.float64]) -> npt.NDArray
 def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> TrainingRows:
     """Add rows for relevant documents that are missing, before the other rows of their query.
 
-    A mined file may be trained on with other judgements than it was mined with.
+    Documents are missing if negatives were mined with other judgements than they are used with.
 
     Args:
         rows: mined training rows.
-        collection: the collection that was searched.
-        split: the split whose judgements say which documents are relevant.
+        collection: collection that was searched.
+        split: name of the judgements that determine which documents are relevant.
 
     Returns:
-        The rows with the added ones, or `rows` itself if no document is missing.
+        The extended rows, or `rows` itself if no document is missing.
 
     Raises:
-        TypeError: if `rows` or `collection` is of another kind.
-        ValueError: if the rows are scored, because added rows would have no scores.
+        TypeError: if `rows` or `collection` has another type.
+        ValueError: if documents are missing in scored rows, because added rows have no scores.
     """
     check_rows("rows", rows)
     check_instance("collection", collection, Collection, "load_collection(path)")
     qrels = collection.split_qrels(split)
     position_of_document = {document: position for position, document in enumerate(rows.documents)}
     insert_at = []  # row before which each missing document is inserted
-    missing_documents = []
-    n_rows = []  # of each query
+    missing_positions = []  # position of each missing document
+    row_counts = []  # number of rows of each query
     for group, start in zip(rows.groups(), rows.offsets[:-1].tolist(), strict=True):
         present = set(group.documents)
         missing = [
@@ -639,22 +691,26 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
         ]
         for document in missing:
             position = position_of_document.setdefault(document, len(position_of_document))
-            missing_documents.append(position)
+            missing_positions.append(position)
             insert_at.append(start)
-        n_rows.append(len(group.documents) + len(missing))
-    if not missing_documents:
+        row_counts.append(len(group.documents) + len(missing))
+    if not missing_positions:
         return rows
     if rows.scored:
         raise ArgumentError(
             "rows",
-            f"expected all relevant documents of {split} in scored rows, got some without "
-            f"{len(missing_documents)}. Score the mined file again.",
+            f"scored rows must have all relevant documents of {split}, but {len(missing_positions)}"
+            " are missing. Score the mined file again.",
         )
     return replace(
         rows,
         documents=list(position_of_document),
-        offsets=offsets_of(n_rows),
-        document=np.insert(rows.document, insert_at, np.array(missing_documents, np.int32)),
+        offsets=offsets_of(row_counts),
+        document_positions=np.insert(
+            rows.document_positions,
+            insert_at,
+            np.array(missing_positions, np.int32),
+        ),
         relevant=np.insert(rows.relevant, insert_at, True),
         rank=np.insert(rows.rank, insert_at, 0),
         retrieved=np.insert(rows.retrieved, insert_at, np.nan),
