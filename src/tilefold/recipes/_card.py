@@ -16,7 +16,7 @@ USAGE = """\
 ```python
 from sentence_transformers import {model_class}
 
-model = {model_class}("FOLDER")  # this folder, or where it is on the Hugging Face hub
+model = {model_class}("FOLDER")  # this folder, or its name on the Hugging Face hub
 queries = model.encode_query(["a question"])
 documents = model.encode_document(["a text", "another one"])
 print(model.similarity(queries, documents))
@@ -151,7 +151,7 @@ def _settings_section(recipe: Any) -> str:
     defaults = type(recipe)().to_dict()
     settings = {name: value for name, value in recipe.to_dict().items() if value != defaults[name]}
     return (
-        "Settings that differ from those of the recipe's class:\n\n"
+        "Settings that differ from the defaults of the recipe's class:\n\n"
         f"```json\n{json.dumps(settings, indent=1)}\n```\n"
     )
 

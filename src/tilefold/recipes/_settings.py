@@ -171,48 +171,51 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSettings(Settings):
-    """Settings of every training, which a recipe extends by a ``base_model`` and its own fields.
+    """Settings that all recipes have; a recipe adds a ``base_model`` and other fields.
 
     Attributes:
-        max_steps: optimiser steps; 0 saves the untrained model, which needs no pairs.
-        epochs: passes over the training pairs where ``max_steps`` is ``None``.
-        batch_size: pairs per step, at least 2; every other document of a batch is a negative.
-        fill_batches: fill the short batches of an epoch with pairs that it has already had, so that
-            every query has as many negatives; several ranks always do. ``False`` leaves the last
-            batch of an epoch short, and others where queries or documents occur in very many pairs.
-        mini_batch_size: texts of each forward and backward, for batches that do not fit: all
-            vectors are computed first, and again for their gradients (GradCache, arXiv 2101.06983).
-            ``None`` takes each batch at once.
+        max_steps: number of optimiser steps; 0 saves the untrained model, which needs no pairs.
+        epochs: number of passes over the training pairs, if ``max_steps`` is ``None``.
+        batch_size: number of pairs per step, at least 2; every other document of a batch is a
+            negative.
+        fill_batches: whether the short batches of an epoch are filled with pairs that it has
+            already had, so that every query has as many negatives. Several ranks always fill them.
+            ``False`` leaves the last batch of an epoch short, and more batches if queries or
+            documents occur in very many pairs.
+        mini_batch_size: number of texts per forward and backward, for batches that do not fit into
+            memory: all vectors are computed first, and again for their gradients (GradCache, arXiv
+            2101.06983). ``None`` processes each batch at once.
         learning_rate: peak of the linear schedule.
         warmup_ratio: share of the steps over which the learning rate rises.
         similarity_scale: factor on the scores before the softmax.
-        max_length: maximum tokens per text (of a ColBERT: per document) of the saved model.
-        train_max_length: the same while training; ``None`` takes ``max_length``.
-        bf16: bf16 autocast; ``None`` uses it where the hardware has it.
-        fused: train with the fused head, or the fused similarity on packed tokens where the model
-            allows.
-        graphs: repeat forward and backward of the encoder as CUDA graphs, see
+        max_length: maximum number of tokens per text of the saved model (per document for a
+            ColBERT).
+        train_max_length: maximum number of tokens during training; ``None`` for ``max_length``.
+        bf16: whether to train with bf16 autocast; ``None`` uses it if the hardware supports it.
+        fused: whether to train with the fused head, or with the fused similarity on packed tokens,
+            if the model supports it.
+        graphs: whether to run forward and backward of the encoder as CUDA graphs, see
             :func:`collate_ahead`. Needs a GPU and ``fused``. A resumed run draws other numbers for
-            dropout than one that was not interrupted.
-        save_steps: steps between checkpoints, from which an interrupted run is resumed; ``None``
-            takes 25, or more where checkpoints would take over 5% of the time.
+            dropout than an uninterrupted one.
+        save_steps: number of steps between checkpoints, from which an interrupted run is resumed;
+            ``None`` for 25, or more if checkpoints would take over 5% of the time.
         save_minutes: longest time between checkpoints, in minutes.
-        log_steps: steps between rows of the log; each row synchronizes the GPU, and detects a loss
-            that is not finite or vectors that are all zero.
-        evaluate_steps: steps between evaluations (nDCG@10; the best is kept) once penalties are
-            full, or ``None``.
-        evaluate_split: split of the queries that are evaluated; ``None`` takes ``"dev"``, or the
-            only split other than train and test.
-        evaluate_documents: number of documents that are searched: judged ones, and others drawn by
-            the seed; ``None`` takes 10,000.
+        log_steps: number of steps between rows of the log; each row synchronizes the GPU, and
+            detects a loss that is not finite or vectors that are all zero.
+        evaluate_steps: number of steps between evaluations by nDCG@10, the best of which determines
+            the saved model. They begin when the weights of penalties no longer rise. ``None`` for
+            no evaluations.
+        evaluate_split: split of the evaluated queries; ``None`` for ``"dev"``, or the only split
+            other than train and test.
+        evaluate_documents: number of searched documents: judged documents, and a random sample of
+            other documents; ``None`` for 10,000.
         patience: number of consecutive evaluations without improvement after which training stops;
             ``None`` never stops early.
         seed: seed of new parameters, the data order, dropout and the sample for the decoder bias.
-        attention: ``"softmax"``, ``"entmax"``, or ``None`` for that of the base model (softmax in a
-            stock one).
-        alpha: alpha of entmax, in [1, 2]; ``None`` takes 1.5.
-        anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1, which is
-            softmax; 0 for none.
+        attention: ``"softmax"``, ``"entmax"``, or ``None`` for the attention of the base model.
+        alpha: alpha of entmax, in [1, 2]; ``None`` for 1.5.
+        anneal_alpha: share of the steps, in [0, 1], over which alpha rises from 1 (softmax) to its
+            final value; 0 for a constant alpha.
     """
 
     late: ClassVar[bool] = False
@@ -243,7 +246,7 @@ class TrainingSettings(Settings):
     anneal_alpha: float = checked(0.0, finite_number(lambda value: 0 <= value <= 1, "in [0, 1]"))
 
     def __post_init__(self) -> None:
-        """Check each field by itself, and then fields that depend on each other."""
+        """Check each field, and then fields that depend on each other."""
         super().__post_init__()
         self._check_attention()
         self._check_evaluation()
@@ -255,7 +258,7 @@ class TrainingSettings(Settings):
         if self.graphs and not self.fused:
             raise ArgumentError(
                 ("graphs", "fused"),
-                "graphs need the fused forward; leave one of the two out.",
+                "graphs need the fused forward; set fused=True, or leave graphs out.",
             )
         if self.graphs and self.mini_batch_size is not None:
             raise ArgumentError(
@@ -264,7 +267,7 @@ class TrainingSettings(Settings):
             )
 
     def _check_attention(self) -> None:
-        """Refuse options of entmax without entmax attention."""
+        """Raise an error for options of entmax if the attention is not entmax."""
         for name in ("alpha", "anneal_alpha"):
             value = getattr(self, name)
             if value and self.attention != "entmax":
@@ -274,7 +277,7 @@ class TrainingSettings(Settings):
                 )
 
     def _check_evaluation(self) -> None:
-        """Refuse options of evaluation without evaluation."""
+        """Raise an error for options of evaluations if there are no evaluations."""
         for name in ("evaluate_split", "evaluate_documents", "patience"):
             value = getattr(self, name)
             if value is not None and self.evaluate_steps is None:

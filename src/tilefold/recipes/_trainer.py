@@ -1,4 +1,4 @@
-"""The stock trainer of a training run: its arguments, batches and callbacks, on each rank."""
+"""The sentence-transformers trainer of a training run: its arguments, batches and callbacks."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _GraphBuckets:
         self._graphs.use_bucket_gradients(bucket_gradients)
 
 
-# A communication hook of DDP. DDP refuses annotations that are strings, so there are none.
+# This communication hook has no annotations, because DDP rejects annotations that are strings.
 def _average_bucket(graph_buckets, bucket):  # type: ignore[no-untyped-def]
     """Average the gradients of a bucket over all ranks.
 
@@ -145,7 +145,7 @@ def run_trainer(
     callbacks: Sequence[TrainerCallback] = (),
     **settings: object,
 ) -> TrainResult:
-    """Run a stock trainer over the job's model, which is trained in place.
+    """Train the job's model in place, with a trainer of sentence-transformers.
 
     Args:
         job: the training job: recipe, model and training rows.
@@ -197,7 +197,7 @@ def run_trainer(
     record = (read_json(checkpoint / COMPLETE_FILE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
     ended = bool(record.get("ended"))
-    if checkpoint and ended:  # the stock trainer would continue to train
+    if checkpoint and ended:  # the trainer itself would continue to train
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load_best(trainer, job.run)
     else:
@@ -263,7 +263,7 @@ def _create_trainer(
     reader: Reader,
     settings: Mapping[str, object],
 ) -> Trainer:
-    """Create the stock trainer of a job, over a data set whose texts are read batch by batch.
+    """Create the trainer of a job, over a data set whose texts are read batch by batch.
 
     The data set holds positions of texts. The reader replaces them by texts when a batch needs
     them.
@@ -298,7 +298,7 @@ def _create_trainer(
     )
     if not job.call.verbose:
         trainer.remove_callback(PrinterCallback)
-    # The stock method only logs when it fails.
+    # The trainer's own method would only log a failure.
     trainer._load_best_model = functools.partial(_load_best, trainer, job.run)
     return trainer
 
@@ -356,7 +356,7 @@ def _record_history(trainer: Trainer, job: TrainingJob, metric: str | None) -> N
 
 
 def _set_evaluation_of_card(job: TrainingJob, log_row: Mapping[str, float]) -> None:
-    """Replace the last evaluation, which the stock trainer has put into the model card, by another.
+    """Replace the evaluation in the model card, which is the trainer's last one, by another.
 
     Args:
         job: the training job, with its model and evaluator.
@@ -466,18 +466,18 @@ def _training_batches(job: TrainingJob, reader: Reader) -> TrainingBatches:
 
 
 def _create_loader(
-    create_stock_loader: Callable[[], Any],
+    create_loader: Callable[[], Any],
     reader: Reader,
     world: World,
 ) -> Any:
     """Create the data loader of a trainer, and change how it samples and reads batches.
 
     Args:
-        create_stock_loader: ``get_train_dataloader`` of the stock trainer.
+        create_loader: the trainer's own ``get_train_dataloader``.
         reader: reads the rows of a batch.
         world: all ranks.
     """
-    loader = create_stock_loader()
+    loader = create_loader()
     _prepare_sampler(loader.batch_sampler, reader, world)
     if hasattr(loader.collate_fn, "read"):
         _read_in_collator(loader, reader)
@@ -515,7 +515,7 @@ def _read_in_collator(loader: Any, reader: Reader) -> None:
 
 
 def _settings(job: TrainingJob) -> dict[str, object]:
-    """Return the arguments of the stock trainer that every recipe sets.
+    """Return the trainer's arguments that every recipe sets.
 
     Args:
         job: the training job: its recipe, number of steps, run and ranks.

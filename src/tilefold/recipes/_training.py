@@ -1,4 +1,4 @@
-"""Training of any recipe: a resumable run on one or several ranks that saves a stock model."""
+"""Training of any recipe: a resumable run on one or several ranks, which saves a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TrainResult:
     """Result of :func:`train`.
 
     Attributes:
-        model_dir: folder of the finished stock model.
+        model_dir: folder of the finished model.
         steps: optimiser steps; fewer than the recipe's if patience stopped the training.
         loss: mean loss of the last logged steps.
         seconds: wall time of this call.
@@ -220,17 +220,17 @@ def train(
     report_to: str = "none",
     command: str = "",
 ) -> TrainResult:
-    """Train a recipe on the pairs of a collection's ``"train"`` split, and save a stock model.
+    """Train a recipe on the pairs of a collection's ``"train"`` split, and save the model.
 
-    Checkpoints are in ``<output_dir>.training``; the finished model appears atomically. The same
-    call (recipe and data) resumes an interrupted run from the last complete checkpoint, and returns
-    a finished one unchanged. Equal recipes, data and machines give equal models. ``max_steps=0``
-    saves the untrained model.
+    sentence-transformers can load the model. Checkpoints are in ``<output_dir>.training``, and the
+    finished model appears atomically. A call with the same recipe and data resumes an interrupted
+    run from the last complete checkpoint, or returns the result of a finished run. Equal recipes,
+    data and machines give equal models. ``max_steps=0`` saves the untrained model.
 
-    Under ``torchrun`` or ``accelerate launch``, every rank makes this call. The ranks share the
-    pairs of each step: batches, negatives and penalties are those of one process with the same
-    recipe, except for the short last batch of an epoch, which several ranks fill with pairs that
-    the epoch has already had. Rank 0 writes. Another number of ranks may resume.
+    Under ``torchrun`` or ``accelerate launch``, every rank makes this call, and the ranks share the
+    pairs of each step. Batches, negatives and penalties are the same as in one process, except that
+    short batches are filled with pairs that the epoch has already had. Rank 0 writes all files. A
+    run may be resumed with another number of ranks.
 
     Args:
         recipe: the recipe.
@@ -238,30 +238,31 @@ def train(
         output_dir: folder of the model.
         negatives: negatives of the training queries, mined or with teacher scores
             (:mod:`tilefold.retrieval.training_data.rows`).
-        resume: resume an earlier run, or return its model; False discards its checkpoints.
-        overwrite: replace a finished model in `output_dir`.
+        resume: whether to resume an earlier run, or to return its result; False discards its
+            checkpoints.
+        overwrite: whether to replace a finished model in `output_dir`.
         progress: called as ``progress(step, steps, losses)`` after every step, on rank 0; the
             :class:`tilefold.recipes.Losses` are ``None`` until the first log.
-        verbose: let the libraries log.
-        hours: time limit of this call's training; then a checkpoint is saved, and
-            :class:`OutOfTimeError` raised.
+        verbose: whether libraries may log.
+        hours: time limit of this call, after which a checkpoint is saved and
+            :class:`OutOfTimeError` is raised.
         report_to: ``"tensorboard"`` (in ``<output_dir>.logs``), ``"wandb"`` or another integration
             of the trainer.
         command: command that is shown in the model's card, ``README.md``.
 
     Raises:
-        TypeError: if `recipe` is no recipe, such as its name, or `collection` no collection.
-        ValueError: for no training pairs, missing data (the message has the command that makes
-            them), no split to evaluate, checkpoints of another recipe or data, `negatives` for a
-            recipe that reads none, graphs without a GPU, a batch that the ranks cannot share, or
-            one that must be full and cannot be.
+        TypeError: if `recipe` is not a recipe (for example a name), or `collection` is not a
+            collection.
+        ValueError: if data are missing (the message has the command that creates them), the
+            checkpoints belong to another recipe or other data, the recipe does not read
+            `negatives`, graphs are requested without a GPU, or the batches are not possible.
         FileExistsError: if `output_dir` holds something other than a model of this recipe and data.
         ImportError: if sentence-transformers is not installed, or older than 6.2; or if the
             packaged model is not installed.
-        OutOfTimeError: if the time limit is over; the same call resumes.
-        TrainingError: if the loss is not finite, or if fewer steps were done than the recipe has.
-        RankError: if another rank failed or ended; its checkpoints are kept.
-        RuntimeError: if the environment names several processes that no known launcher started.
+        OutOfTimeError: if the time limit is reached; the same call resumes.
+        TrainingError: if the loss is not finite, or if the batches ran out before the last step.
+        RankError: if another rank failed or ended; checkpoints are kept.
+        RuntimeError: if no known launcher started the processes.
     """
     _check_arguments(recipe, collection, negatives, hours, report_to)
     _check_launcher()
@@ -342,7 +343,7 @@ def _check_launcher() -> None:
     import torch.distributed as dist
 
     n_processes = int(os.environ.get("WORLD_SIZE") or 1)
-    can_create_group = has_other_ranks()  # torchrun has set RANK and further variables
+    can_create_group = has_other_ranks()  # a launcher has set RANK and other variables
     has_group = dist.is_available() and dist.is_initialized()
     if n_processes > 1 and not can_create_group and not has_group:
         raise RuntimeError(

@@ -33,7 +33,7 @@ HEAD_TOLERANCE = 1e-2  # relative and absolute (of the largest logit), for logit
 
 @dataclass(frozen=True)
 class AdaptationRecipe(Settings):
-    """Configuration of the adaptation phase, by default that of the paper.
+    """Configuration of the adaptation phase, with the settings of the paper as defaults.
 
     Attributes:
         steps: optimiser steps.
@@ -127,7 +127,7 @@ def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], length: int) -> list[
         The token ids of each block, `length` of them.
 
     Raises:
-        TypeError: for another type of tokenizer, or texts that are not strings.
+        TypeError: if the tokenizer has another type, or a text is not a string.
         ValueError: if the texts do not fill one block.
     """
     check_tokenizer("tokenizer", tokenizer)

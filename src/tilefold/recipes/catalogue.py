@@ -91,7 +91,7 @@ def get_recipe(name: str, **overrides: Any) -> Config:
         overrides: field -> new value, as a Python object or in its JSON form.
 
     Raises:
-        ValueError: for an unknown name or field, or a value out of range.
+        ValueError: if a name or field is unknown, or a value is out of range.
     """
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")

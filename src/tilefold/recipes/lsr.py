@@ -81,7 +81,7 @@ class LsrRecipe(Recipe):
         query_regularizer, document_regularizer: sparsity penalties; a number is the weight of
             FLOPS.
         negatives: number of mined negatives per query and step; 0 for in-batch negatives only.
-        idf_learning_rate: learning rate of the weights of ``"idf"`` queries; None takes
+        idf_learning_rate: learning rate of the weights of ``"idf"`` queries; None for
             `learning_rate`.
         frozen_layers: number of lowest layers to freeze, together with the embeddings and an LM
             head that is tied to them. Frozen layers need no backward pass. 0 trains everything.
@@ -716,9 +716,9 @@ def length_grouped_batches(dataset: Any, batch_size: int, **settings: Any) -> Tr
 def filled_batches(dataset: Any, batch_size: int, **settings: Any) -> TrainingBatches:
     """Create a ``batch_sampler`` for sentence-transformers with full batches of distinct texts.
 
-    The stock sampler makes short batches, down to a single pair, if a query or a document occurs
-    in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches, and short batches are
-    filled with rows that the epoch has already had.
+    The sampler of sentence-transformers makes short batches, down to a single pair, if a query or a
+    document occurs in many rows. Here an epoch has ``ceil(rows / batch_size)`` batches, and short
+    batches are filled with rows that the epoch has already had.
     """
     settings["drop_last"] = True
     return _batches_of_texts(dataset, batch_size, **settings)

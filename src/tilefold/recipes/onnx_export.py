@@ -101,11 +101,11 @@ def export_onnx(
     if "encode_sparse_batch" in vars(model):
         raise ArgumentError(
             "model",
-            "expected a stock model, got an accelerated one. Call restore(model) first.",
+            "must not be accelerated. Call restore(model) first.",
         )
     # A copy of the modules only, without changes of the model itself, such as autocast.
-    stock = _with_modules(model, copy.deepcopy(list(model.children()))).float()
-    vocab_size = _encode_both_sides(stock, ["a"]).size(1)
+    plain_model = _with_modules(model, copy.deepcopy(list(model.children()))).float()
+    vocab_size = _encode_both_sides(plain_model, ["a"]).size(1)
     if top_k is not None and not 1 <= top_k <= vocab_size:
         raise ArgumentError("top_k", f"expected 1 to {vocab_size}, the vocabulary, got {top_k}.")
     provenance: dict[str, Any] = {
@@ -119,14 +119,14 @@ def export_onnx(
     }
     with tempfile.TemporaryDirectory() as scratch:
         exporter = _GraphExporter(Path(scratch), vocab_size, quantize, top_k, provenance)
-        exported = _with_modules(model, exporter.replace_modules(stock))
+        exported = _with_modules(model, exporter.replace_modules(plain_model))
         if not exporter.graphs:
-            names = ", ".join(type(module).__name__ for module in stock)
+            names = ", ".join(type(module).__name__ for module in plain_model)
             raise ArgumentError(
                 "model",
                 f"expected a Transformer with an LM head before a SpladePooling, got {names}.",
             )
-        error = _compare(stock, exported, quantize, top_k)
+        error = _compare(plain_model, exported, quantize, top_k)
         for graph in exporter.graphs:
             graph.error = error
         # The comparison converted modules that both models share, such as static queries, to fp64.
@@ -445,7 +445,7 @@ def _quantize(fp32_path: Path, path: Path) -> None:
 
 
 def _compare(
-    stock: Model,
+    plain_model: Model,
     exported: Model,
     quantize: str | None,
     top_k: int | None,
@@ -453,7 +453,7 @@ def _compare(
     """Compare the vectors of a model and of its graphs for random texts.
 
     Args:
-        stock: the model, which is converted to fp64 in place.
+        plain_model: the model, which is converted to fp64 in place.
         exported: the model with ONNX graphs.
         quantize: ``"int8"``, or ``None`` for fp32.
         top_k: number of entries that the graphs return, or ``None``.
@@ -465,10 +465,10 @@ def _compare(
     Raises:
         ValueError: if the vectors differ too much, all are empty, or the model fails.
     """
-    texts = _random_texts(stock.tokenizer)
+    texts = _random_texts(plain_model.tokenizer)
     try:
-        fp32_vectors = _encode_both_sides(stock, texts)
-        exact_vectors = _encode_both_sides(stock.double(), texts)
+        fp32_vectors = _encode_both_sides(plain_model, texts)
+        exact_vectors = _encode_both_sides(plain_model.double(), texts)
     except Exception as error:
         raise ArgumentError(
             "model",
