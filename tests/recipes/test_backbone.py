@@ -122,7 +122,7 @@ def test_wrong_arguments_are_named(tokenizer: Any, tmp_path: Path) -> None:
     build = partial(backbone.minilm_splade, MODULES)
     refused(
         ValueError,
-        "at least one text, which sets the decoder bias, got an empty",
+        "at least one text, from which the decoder bias is computed, got an empty",
         backbone.minilm_splade,
         [],
     )

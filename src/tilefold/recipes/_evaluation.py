@@ -250,6 +250,7 @@ def _ignoring_own_hits(
     class EvaluatorIgnoringOwnHits(evaluator_class):
         """Evaluator that retrieves a few more hits, and ignores those with the id of the query."""
 
+        map_at_k: list[int]
         measured_map_at_k: list[int]  # the cut-offs of MAP that are measured
 
         def __call__(self, *args: Any, **options: Any) -> Any:

@@ -86,7 +86,7 @@ def _average_bucket(graph_buckets, bucket):  # type: ignore[no-untyped-def]
     if graph_buckets is not None:
         graph_buckets.register(bucket)
     buffer = bucket.buffer()
-    group = dist.group.WORLD
+    group: Any = dist.group.WORLD
     has_nccl = buffer.is_cuda and "nccl" in dist.get_backend_config(group)
     if not has_nccl:  # other backends cannot average
         return allreduce_hook(group, bucket)
@@ -161,19 +161,14 @@ def run_trainer(
     Raises:
         TrainingError: if the batches ran out before the last step.
     """
-    from transformers.trainer_callback import EarlyStoppingCallback, TrainerState
-
     from tilefold.recipes._watch import Watcher
 
     warn_unused_gpus()
     _prepare_logging(job)
-    recipe = job.recipe
     reader = Reader(job.examples.columns, job.model, job.examples.digest())
     batches = _training_batches(job, reader)
     watcher = Watcher(job, batches)
-    metric = None  # name of nDCG@10 in the trainer's logs
-    if job.evaluator:
-        metric = f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10"
+    metric = _metric_name(job)
     trainer = _create_trainer(
         job,
         trainer_class,
@@ -193,33 +188,52 @@ def run_trainer(
         reader,
         job.world,
     )
+    stopped_early = _train_or_restore(trainer, watcher, job, graphs)
+    _check_all_steps(trainer.state.global_step, job.result.steps, stopped_early=stopped_early)
+    _record_history(trainer, job, metric)
+    return _with_outcome(trainer, job, watcher)
+
+
+def _metric_name(job: TrainingJob) -> str | None:
+    """Return the name of nDCG@10 in the trainer's logs, or ``None`` without evaluations."""
+    if not job.evaluator:
+        return None
+    return f"eval_{job.evaluator.name}_{job.model.similarity_fn_name}_ndcg@10"
+
+
+def _train_or_restore(trainer: Trainer, watcher: Watcher, job: TrainingJob, graphs: Any) -> bool:
+    """Train from the resume point on, or restore a run whose last step was done before.
+
+    Args:
+        trainer: the trainer, whose model and state are changed.
+        watcher: the callback that counts pairs and handles interrupts.
+        job: the training job, with the resume point of its run.
+        graphs: CUDA graphs of the encoder, or ``None``.
+
+    Returns:
+        Whether early stopping may have ended the training.
+    """
+    from transformers.trainer_callback import EarlyStoppingCallback, TrainerState
+
     checkpoint = job.run.resume_point.checkpoint
     record = (read_json(checkpoint / COMPLETE_FILE) if checkpoint else None) or {}
     watcher.counts = PairCounts.from_json(record.get("pairs"))
-    ended = bool(record.get("ended"))
-    if checkpoint and ended:  # the trainer itself would continue to train
+    if checkpoint and record.get("ended"):  # the trainer itself would continue to train
         trainer.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         _load_best(trainer, job.run)
-    else:
-        try:
-            with watcher.handle_interrupts():
-                trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        finally:
-            if graphs is not None:
-                graphs.use_bucket_gradients({})  # the model outlives DDP's buckets
+        return job.recipe.patience is not None
+    try:
+        with watcher.handle_interrupts():
+            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        if graphs is not None:
+            graphs.use_bucket_gradients({})  # the model outlives DDP's buckets
     # A resumed trainer restores its callbacks from the checkpoint, as new objects.
-    out_of_patience = any(
+    return any(
         callback.early_stopping_patience_counter >= callback.early_stopping_patience
         for callback in trainer.callback_handler.callbacks
         if isinstance(callback, EarlyStoppingCallback)
     )
-    _check_all_steps(
-        trainer.state.global_step,
-        job.result.steps,
-        stopped_early=out_of_patience or (ended and recipe.patience is not None),
-    )
-    _record_history(trainer, job, metric)
-    return _with_outcome(trainer, job, watcher)
 
 
 def _prepare_logging(job: TrainingJob) -> None:

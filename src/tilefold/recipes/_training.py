@@ -362,7 +362,20 @@ def _train(
     call: Call,
     progress: Progress | None,
 ) -> TrainResult:
-    """Train a recipe as one of several ranks; see :func:`train`."""
+    """Train a recipe as one of several ranks.
+
+    Args:
+        recipe: the recipe.
+        collection: collection with the training pairs.
+        output_dir: folder of the model.
+        negatives: mined negatives, or their file; ``None`` without negatives.
+        world: all ranks.
+        call: arguments of :func:`train` that do not change the model.
+        progress: function that is called after every step; ``None`` for no function.
+
+    Returns:
+        The result, which is a saved one if the run has been finished before.
+    """
     started = time.monotonic()
     is_trained = recipe.max_steps != 0
     examples = Examples({}, 0)
@@ -389,20 +402,12 @@ def _train(
         lambda: run.lock_and_resume(resume=call.resume, fill_batches=fill_batches),
     )
     with quiet_libraries(call.verbose):
-        try:
-            model = _build_model(recipe, collection)
-            adapters = unfreeze_adapters(model) if is_trained else ()
-            if is_trained:
-                check_trainable(model)
-        except BaseException:  # also Ctrl-C, after which the folder must not stay locked
-            if world.rank == 0:
-                _close_unbegun(run)
-            raise
+        model, notes = _prepare_model(recipe, collection, run, world)
         warnings = [*examples.notes]
-        if run.resume_point.fill_batches:  # otherwise the result warns about short steps
+        if run.resume_point.fill_batches and batches_warning:
+            # Without filling, the result will have a warning about the steps that were short.
             warnings.append(batches_warning)
-        warnings.append(_truncation_note(recipe, model))
-        warnings.append(_adapters_note(recipe, adapters))
+        warnings += notes
         result = TrainResult(
             model_dir=str(output_dir),
             steps=total_steps(recipe, examples.pairs),
@@ -412,7 +417,7 @@ def _train(
             reused=False,
             bf16=bf16,
             fused=recipe.fused,
-            warnings=tuple(warning for warning in warnings if warning),
+            warnings=tuple(warnings),
             ranks=world.size,
             evaluated=evaluation.description,
         )
@@ -441,6 +446,40 @@ def _train(
             )
             world.call_on_first(lambda: run.finish(model, asdict(result), card))
     return result
+
+
+def _prepare_model(
+    recipe: Recipe,
+    collection: Collection,
+    run: _run.TrainingRun,
+    world: World,
+) -> tuple[Model, list[str]]:
+    """Build the untrained model of a recipe, and unfreeze its adapters.
+
+    Args:
+        recipe: the recipe.
+        collection: collection whose documents some models compute initial weights from.
+        run: the run, which is closed if an error is raised.
+        world: all ranks.
+
+    Returns:
+        The model, and notes about it for the user.
+
+    Raises:
+        ValueError: if the recipe trains, and all weights of the model are frozen.
+    """
+    adapters: tuple[str, ...] = ()
+    try:
+        model = _build_model(recipe, collection)
+        if recipe.max_steps != 0:
+            adapters = unfreeze_adapters(model)
+            check_trainable(model)
+    except BaseException:  # also Ctrl-C, after which the folder must not stay locked
+        if world.rank == 0:
+            _close_unbegun(run)
+        raise
+    notes = [_truncation_note(recipe, model), _adapters_note(recipe, adapters)]
+    return model, [note for note in notes if note]
 
 
 def _close_unbegun(run: _run.TrainingRun) -> None:

@@ -303,7 +303,7 @@ def test_wrong_options_of_an_ensemble_are_refused(options: dict[str, Any], messa
 
 
 def test_an_ensemble_is_not_scaled_by_equal_scores() -> None:
-    with pytest.raises(ValueError, match="expected scores that differ"):
+    with pytest.raises(ValueError, match="needs scores that differ"):
         ensemble(FOUR_ROWS, {"one": np.ones(4, np.float32)}, like="one")
 
 
@@ -314,7 +314,7 @@ def test_an_ensemble_is_not_scaled_by_a_deviation_that_is_a_rounding_error() -> 
         "two": np.full(7, 0.2, np.float32),
         "three": np.full(7, 0.1, np.float32),
     }
-    with pytest.raises(ValueError, match="expected scores that differ"):
+    with pytest.raises(ValueError, match="needs scores that differ"):
         ensemble(seven_rows, equal_scores, normalization="none", like="one")
 
 
