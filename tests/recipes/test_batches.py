@@ -255,8 +255,8 @@ def test_batches_that_are_short_are_announced_before_training(
     message: str,
 ) -> None:
     recipe = get_recipe("splade", batch_size=8, **options)
-    told = check_batches(recipe, examples_of_queries(queries), ranks=1)
-    assert told[: len(message)] == message and bool(told) == bool(message)
+    warning = check_batches(recipe, examples_of_queries(queries), ranks=1)
+    assert warning[: len(message)] == message and bool(warning) == bool(message)
 
 
 @pytest.fixture(scope="module")

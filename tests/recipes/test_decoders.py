@@ -569,4 +569,4 @@ def test_options_of_a_shared_network_stand_on_the_document_side(
     options: Any,
 ) -> None:
     values = {"kind": kind, "shared_network": True, **options}
-    refused(ValueError, "set it on the document side", EncoderSpec.from_dict, values)
+    refused(ValueError, "set it on the document encoder", EncoderSpec.from_dict, values)

@@ -178,6 +178,7 @@ class SharableSpec(EncoderSpec):
     shared_network: bool = checked(False, BOOLEAN)
 
     def __post_init__(self) -> None:
+        """Check each field, and raise an error for fields of a network that is not loaded."""
         super().__post_init__()
         if not self.shared_network:
             return
@@ -186,7 +187,7 @@ class SharableSpec(EncoderSpec):
             if is_set and setting.name in self.network_fields:
                 raise ArgumentError(
                     setting.name,
-                    "set it on the document side, whose network shared_network runs.",
+                    "set it on the document encoder, whose network runs with shared_network.",
                 )
 
     @property

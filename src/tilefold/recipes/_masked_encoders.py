@@ -93,6 +93,7 @@ class PooledHeadSpec(HeadSpec):
     drop_special_tokens: bool = checked(False, BOOLEAN)
 
     def __post_init__(self) -> None:
+        """Check each field, and that the pooled token is not dropped."""
         super().__post_init__()
         if self.pooling == "cls" and self.drop_special_tokens:
             raise ArgumentError(

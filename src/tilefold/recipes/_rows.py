@@ -578,6 +578,7 @@ class BalancedBatches:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yield each batch in a new order; a batch that cannot be divided evenly is not changed."""
         for batch in self._sampler:
             if len(batch) % self._n_ranks:
                 yield batch

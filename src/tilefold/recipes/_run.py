@@ -52,6 +52,7 @@ class Losses(NamedTuple):
     best: tuple[float, int] | None = None
 
     def __str__(self) -> str:
+        """Return the losses and the evaluations on one line, for progress messages."""
         text = f"loss {self.loss:.3f}"
         if self.penalties is not None:
             text += f" (ranking {self.ranking:.3f}, penalties {self.penalties:.3f})"
@@ -97,6 +98,13 @@ class TrainingRun:
     """
 
     def __init__(self, output_dir: Path, recipe: Record, data: str) -> None:
+        """Describe a run; no file is read or written.
+
+        Args:
+            output_dir: folder of the finished model.
+            recipe: fields of the recipe.
+            data: digest of the training data.
+        """
         self.output_dir = output_dir
         self.work_dir = work_folder(output_dir)
         self.settings: dict[str, Any] = {"recipe": recipe, "data": data}

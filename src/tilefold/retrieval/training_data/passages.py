@@ -64,6 +64,12 @@ class _BestPassage:
     """
 
     def __init__(self, index: BM25Index, collection: Collection) -> None:
+        """Read the vectors of all passages and queries.
+
+        Args:
+            index: index of all passages.
+            collection: collection with the queries.
+        """
         self._vectors = index.document_vectors()
         self._queries = index.query_vectors(collection.queries)
         self._rows_of_document: dict[str, list[int]] = {}

@@ -162,7 +162,7 @@ class _Task:
     Attributes:
         query_texts: number, as a string -> distinct query text.
         document_texts: number, as a string -> distinct document text.
-        document_ids: for each distinct document text, the id of a document that has it.
+        document_ids: id of one document for each distinct document text.
         query_numbers: int64 ``[N]``, number of each row's query text.
         document_numbers: int64 ``[N]``, number of each row's document text.
         vectors_folder: folder for the vectors of documents.
