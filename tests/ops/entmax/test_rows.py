@@ -326,8 +326,7 @@ def evaluations(x: Tensor, alpha: float, method: str = "halley") -> Tensor:
     """
     distances = x.amax(dim=-1, keepdim=True) - x
     exponent = torch.tensor([[alpha - 1]], dtype=x.dtype, device=x.device)
-    _, _, n_evaluations = solve(distances, exponent, kind_of(None, alpha), method=method)
-    return n_evaluations
+    return solve(distances, exponent, kind_of(None, alpha), method=method).evaluations
 
 
 @without_interpreter

@@ -41,7 +41,7 @@ def forward(
     for rows in _row_blocks(x):
         block = x[rows].to(dtype)
         alpha_minus_1 = _alpha_minus_1(alpha, options.alpha_value, block, rows)
-        block_probabilities, _, _, _ = row_weights(block, alpha_minus_1, kind)
+        block_probabilities = row_weights(block, alpha_minus_1, kind).probabilities
         probabilities[rows] = block_probabilities
         support[rows] = (block_probabilities > 0).sum(dim=-1)
     return probabilities, support
