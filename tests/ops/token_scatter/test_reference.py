@@ -224,7 +224,7 @@ TYPES = [
     ),
     (
         {"ignore_ids": [0, None]},
-        "ignore_ids must be integers, got None among them; leave out what the tokenizer lacks.",
+        "ignore_ids must be integers, got None among them; remove None for special tokens that the tokenizer does not have.",
     ),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,36 +35,74 @@ def _query_scores(
 ) -> Tensor:
     """Compute the scores ``[N]`` of one query.
 
+    Products are rounded to integers and summed as such, so that the sums do not depend on the order
+    of the additions, and every implementation returns the same bits.
+
     Args:
         terms: terms of the query, in the vocabulary.
         weights: their weights, positive.
         tensors: the postings.
-        options: sizes.
+        options: numbers of documents and of terms.
     """
-    n_documents = options.n_documents
-    n_terms = options.n_terms
-    device = terms.device
-    one = torch.ones((), device=device)
-    bound = (weights * tensors.largest[terms]).sum()  # no score is higher
-    exponent = torch.frexp(bound).exponent  # the bound is below 2^exponent
+    matches = _matching_postings(terms, weights, tensors, options)
+    products = matches.query_weights * tensors.postings[matches.postings]
+    upper_bound = (weights * tensors.largest[terms]).sum()  # no score is higher
+    exponent = torch.frexp(upper_bound).exponent  # the bound is below 2^exponent
     shift = (SUM_BITS - exponent).clamp(-MAX_EXPONENT, MAX_EXPONENT)
-    n_blocks = -(-n_documents // BLOCK)
-    first_keys = torch.arange(n_blocks, device=device)[:, None] * n_terms
-    keys = (first_keys + terms).flatten()  # (block, term) as one number
-    starts = tensors.offsets[keys]
-    counts = tensors.offsets[keys + 1] - starts
-    first_of_list = counts.cumsum(0) - counts
-    n_postings = int(counts.sum())
-    postings = torch.repeat_interleave(starts - first_of_list, counts)
-    postings = postings + torch.arange(n_postings, device=device)
-    blocks = torch.repeat_interleave(keys // n_terms, counts)
-    query_weights = torch.repeat_interleave(weights.repeat(n_blocks), counts)
-    products = query_weights * tensors.postings[postings]
-    rounded = (products * torch.ldexp(one, shift) + 0.5).floor().clamp(min=1)
-    integers = torch.where(products > 0, rounded, 0).long()
-    sums = torch.zeros(n_documents, dtype=torch.int64, device=device)
-    sums.index_add_(0, blocks * BLOCK + tensors.places[postings].long(), integers)
+    one = torch.ones((), device=terms.device)
+    rounded = (products * torch.ldexp(one, shift) + 0.5).floor()
+    # A positive product counts as at least 1, so that the document has a positive score.
+    integers = torch.where(products > 0, rounded.clamp(min=1), 0).long()
+    sums = torch.zeros(options.n_documents, dtype=torch.int64, device=terms.device)
+    sums.index_add_(0, matches.documents, integers)
     return sums.float() * torch.ldexp(one, -shift)
+
+
+class _Matches(NamedTuple):
+    """Postings of all terms of a query.
+
+    Attributes:
+        postings: ``[n]`` positions of the postings.
+        documents: ``[n]`` their documents.
+        query_weights: ``[n]`` weights of their terms in the query.
+    """
+
+    postings: Tensor
+    documents: Tensor
+    query_weights: Tensor
+
+
+def _matching_postings(
+    terms: Tensor,
+    weights: Tensor,
+    tensors: SearchTensors,
+    options: SearchOptions,
+) -> _Matches:
+    """Return the postings of a query's terms, which are one list for each block and term.
+
+    Args:
+        terms: terms of the query, in the vocabulary.
+        weights: their weights.
+        tensors: the postings.
+        options: numbers of documents and of terms.
+    """
+    n_terms = options.n_terms
+    n_blocks = -(-options.n_documents // BLOCK)
+    first_keys = torch.arange(n_blocks, device=terms.device)[:, None] * n_terms
+    keys = (first_keys + terms).flatten()  # block * n_terms + term, one for each list
+    list_starts = tensors.offsets[keys]
+    list_lengths = tensors.offsets[keys + 1] - list_starts
+    # The lists are concatenated. `n_before` is where a list begins in the result, so adding
+    # `list_starts - n_before` to a position in the result gives the position of the posting.
+    n_before = list_lengths.cumsum(0) - list_lengths
+    positions = torch.arange(int(list_lengths.sum()), device=terms.device)
+    postings = positions + torch.repeat_interleave(list_starts - n_before, list_lengths)
+    blocks = torch.repeat_interleave(keys // n_terms, list_lengths)
+    return _Matches(
+        postings=postings,
+        documents=blocks * BLOCK + tensors.places[postings].long(),
+        query_weights=torch.repeat_interleave(weights.repeat(n_blocks), list_lengths),
+    )
 
 
 def topk(tensors: SearchTensors, options: SearchOptions) -> tuple[Tensor, Tensor]:
@@ -72,10 +112,11 @@ def topk(tensors: SearchTensors, options: SearchOptions) -> tuple[Tensor, Tensor
     remaining scores are 0 and the remaining documents -1.
 
     Returns:
-        ``[Nq, k]`` bits of the fp32 scores in int32, and ``[Nq, k]`` int64 documents.
+        ``[Nq, k]`` int32 with the bits of the fp32 scores, which is how the kernels return them,
+        and ``[Nq, k]`` int64 documents.
     """
-    values = []
-    documents = []
+    best_scores = []
+    best_documents = []
     for row in range(tensors.terms.size(0)):  # one query at a time, to bound the memory
         query = tensors._replace(
             weights=tensors.weights[row : row + 1],
@@ -84,9 +125,9 @@ def topk(tensors: SearchTensors, options: SearchOptions) -> tuple[Tensor, Tensor
         query_scores = scores(query, options)
         if tensors.allowed is not None:
             query_scores = query_scores * (tensors.allowed != 0)
-        ordered, order = query_scores.sort(dim=1, descending=True, stable=True)
-        values.append(ordered[:, : options.k])
-        documents.append(order[:, : options.k])
-    all_values = torch.cat(values)
-    all_documents = torch.where(all_values > 0, torch.cat(documents), -1)
-    return all_values.view(torch.int32), all_documents
+        sorted_scores, sorted_documents = query_scores.sort(dim=1, descending=True, stable=True)
+        best_scores.append(sorted_scores[:, : options.k])
+        best_documents.append(sorted_documents[:, : options.k])
+    scores_of_all = torch.cat(best_scores)
+    documents_of_all = torch.where(scores_of_all > 0, torch.cat(best_documents), -1)
+    return scores_of_all.view(torch.int32), documents_of_all

@@ -122,10 +122,20 @@ def sparse_topk(
     return torch.cat(all_values).view(torch.float32), torch.cat(all_documents)
 
 
-def _check_arguments(tensors: SearchTensors, *options: int) -> Checked:
-    """Check everything that can be checked without reading a value of a tensor."""
+def _check_arguments(tensors: SearchTensors, k: int, n_documents: int, n_terms: int) -> Checked:
+    """Check the tensors of a sparse search, without reading their values.
+
+    Args:
+        tensors: terms and weights of the queries, and the postings.
+        k: documents per query.
+        n_documents: number of documents.
+        n_terms: size of the vocabulary.
+
+    Returns:
+        The options.
+    """
     weights = tensors.weights
-    terms = tensors.terms
+    terms = check_tensor("terms", tensors.terms)
     check_shape("terms", terms, "Nq T")
     check_dtype("terms", terms, (torch.int32,), "use terms.int().")
     check_shape(
@@ -141,4 +151,4 @@ def _check_arguments(tensors: SearchTensors, *options: int) -> Checked:
         tensors.postings,
         {"terms": terms, "weights": weights, "allowed": tensors.allowed},
     )
-    return Checked(SearchOptions(*options))
+    return Checked(SearchOptions(k, n_documents, n_terms))

@@ -61,16 +61,16 @@ class BlockedPostings:
     ) -> BlockedPostings:
         """Make blocked postings from one list of documents for each term.
 
-        They take 6 bytes per posting and 8 bytes per block and term on ``device``. Another 2 GB at
-        most are needed meanwhile.
+        They take 6 bytes per posting and 8 bytes per block and term on ``device``. Sorting them
+        takes up to 2 GB more.
 
         Args:
             offsets: ``[V + 1]`` int64. The list of term `t` is ``offsets[t]`` to
                 ``offsets[t + 1]``.
-            documents: ``[nnz]`` documents, rising in each list.
+            documents: ``[nnz]`` documents, ascending in each list.
             weights: ``[nnz]`` positive weights.
             n_documents: number of documents.
-            device: where to store the postings.
+            device: device of the postings.
         """
         device = torch.device(device)
         n_terms = offsets.numel() - 1
@@ -131,19 +131,26 @@ def _slabs(
     n_terms: int,
     device: torch.device,
 ) -> Iterator[_Slab]:
-    """Copy the postings to the device, a slab at a time."""
-    ends = offsets[1:].to(device).contiguous()
+    """Copy the postings to the device, ``SLAB`` of them at a time.
+
+    Args:
+        offsets: ``[V + 1]``, where the postings of each term begin.
+        documents: ``[nnz]`` document of each posting.
+        weights: ``[nnz]`` weight of each posting.
+        n_terms: V.
+        device: device of the slabs.
+    """
+    term_ends = offsets[1:].to(device).contiguous()
     for start in range(0, documents.numel(), SLAB):
         slab_documents = documents[start : start + SLAB].to(device).long()
-        terms = torch.searchsorted(
-            ends,
-            torch.arange(start, start + slab_documents.numel(), device=device),
-            right=True,
-        )
+        positions = torch.arange(start, start + slab_documents.numel(), device=device)
+        # The term of a posting is the number of terms whose postings end at or before it.
+        terms = torch.searchsorted(term_ends, positions, right=True)
+        blocks = slab_documents // BLOCK
         yield _Slab(
             start=start,
             terms=terms,
-            keys=slab_documents // BLOCK * n_terms + terms,
+            keys=blocks * n_terms + terms,
             documents=slab_documents,
             weights=weights[start : start + SLAB].to(device),
         )

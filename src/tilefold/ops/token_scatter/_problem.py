@@ -41,7 +41,7 @@ class ScatterOptions(NamedTuple):
         vocab_size: V.
         reduce: ``"max"`` or ``"sum"``.
         activation: function applied to the weights.
-        ignore_ids: ids whose tokens do not count.
+        ignore_ids: ids whose tokens get no score.
         out_dtype: dtype of the scores.
     """
 
@@ -55,7 +55,8 @@ class ScatterOptions(NamedTuple):
 class ScatterSaved(NamedTuple):
     """Tensors that are saved for backward.
 
-    ``counted``, uint8 in the shape of ``weights``, says which tokens have a gradient.
+    ``counted``, uint8 in the shape of ``weights``, is 1 for a token that has a gradient. For sums
+    these are the valid tokens, for maxima the tokens whose weights are the maxima.
     """
 
     weights: Tensor
@@ -71,7 +72,7 @@ def outputs(
 ) -> tuple[Buffer, Buffer]:
     """Return shapes and dtypes of the results: scores ``[B, V]``, and ``counted``.
 
-    ``counted`` has no elements unless a gradient may be asked for.
+    ``counted`` marks the tokens that have a gradient. It is empty without training.
     """
     scores = Buffer((tensors.batch, options.vocab_size), options.out_dtype)
     counted = Buffer(tensors.weights.shape if training else (0,), torch.uint8)
@@ -79,7 +80,7 @@ def outputs(
 
 
 def batch_size(weights: Tensor, cu_seqlens: Tensor | None) -> int:
-    """Number of sequences of padded ``[B, S]`` or packed ``[T]`` weights."""
+    """Return the number of sequences of padded ``[B, S]`` or packed ``[T]`` weights."""
     return weights.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
 
 
@@ -93,7 +94,7 @@ def valid_tokens(
     Args:
         input_ids: ids of the tokens, padded ``[B, S]`` or packed ``[T]``.
         attention_mask: mask in that shape, nonzero = keep, or ``None``.
-        ignore_ids: ids that do not score, such as those of special tokens.
+        ignore_ids: ids whose tokens get no score, such as the ids of special tokens.
 
     Returns:
         Bools in the shape of ``input_ids``.
@@ -116,16 +117,20 @@ def sequence_of_tokens(input_ids: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return sequences_of_rows(cu_seqlens, input_ids.size(0))
 
 
-def check_values(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
+def checked_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> Tensor:
     """Check the values of offsets and ids, and return which tokens are valid.
 
-    Reading the values waits for a GPU. Ids of masked and ignored tokens may be anything.
+    Ids of masked and ignored tokens may have any value. Reading the values synchronises with a GPU.
+
+    Args:
+        tensors: tensors of the call.
+        options: the checked options.
 
     Returns:
-        Bools in the shape of the ids, as of :func:`valid_tokens`.
+        Bools in the shape of the ids, as returned by :func:`valid_tokens`.
 
     Raises:
-        ValueError: for offsets or ids that are invalid.
+        ValueError: if offsets or ids are invalid.
     """
     if tensors.cu_seqlens is not None:
         check_cu_seqlens(
@@ -154,7 +159,8 @@ class ValidTokens(NamedTuple):
 
     Attributes:
         weights: ``[N]`` weights in fp32, or fp64 for fp64 input.
-        entries: ``[N]`` int64 positions in the flattened scores: sequence * V + id.
+        entries: ``[N]`` int64 entry of the scores to which each token contributes, as a position in
+            the flattened ``[B, V]`` scores: sequence * V + id.
         positions: ``[N]`` int64 positions in the flattened input.
     """
 
@@ -164,14 +170,21 @@ class ValidTokens(NamedTuple):
 
 
 def gather_valid_tokens(tensors: ScatterTensors, options: ScatterOptions) -> ValidTokens:
-    """Check the values of a batch, and gather its valid tokens, which waits for a GPU.
+    """Check the values of a batch, and gather its valid tokens.
+
+    This synchronises with a GPU.
+
+    Args:
+        tensors: tensors of the call.
+        options: the checked options.
 
     Raises:
-        ValueError: for offsets or ids that are invalid.
+        ValueError: if offsets or ids are invalid.
     """
     weights = tensors.weights
     input_ids = tensors.input_ids
-    positions = check_values(tensors, options).flatten().nonzero().squeeze(1)
+    is_valid = checked_valid_tokens(tensors, options)
+    positions = is_valid.flatten().nonzero().squeeze(1)
     dtype = torch.promote_types(weights.dtype, torch.float32)
     # On the CPU index_select is several times faster than indexing.
     sequences = sequence_of_tokens(input_ids, tensors.cu_seqlens).flatten()

@@ -25,12 +25,12 @@ from tilefold.ops.token_scatter._problem import (
 
 
 class EntryGroups(NamedTuple):
-    """Tokens grouped by entry.
+    """Tokens grouped by entry of the scores, that is by sequence and vocabulary id.
 
     Attributes:
-        entries: ``[K]`` int64 distinct entries, rising.
-        order: ``[N]`` int64 tokens sorted by entry, and rising within an entry.
-        first: ``[K]`` int64 positions in ``order`` where the entries' tokens begin.
+        entries: ``[K]`` int64 distinct entries, ascending.
+        order: ``[N]`` int64 tokens sorted by entry, and ascending within an entry.
+        first: ``[K]`` int64 positions in ``order`` at which each entry's tokens begin.
     """
 
     entries: Tensor
@@ -81,76 +81,56 @@ def forward(
         training: whether backward may follow.
 
     Returns:
-        ``[B, V]`` scores, and uint8 in the shape of ``weights``: 1 for a token that has a gradient,
-        which is each valid token for sums, and the winner of each positive score for maxima. The
-        latter is empty without ``training``.
+        ``[B, V]`` scores, and uint8 in the shape of ``weights``: 1 for a token that has a gradient.
+        The latter is empty without ``training``.
     """
     device = tensors.weights.device
-    out_dtype = options.out_dtype
     tokens = gather_valid_tokens(tensors, options)
-    scores = torch.zeros(tensors.batch * options.vocab_size, dtype=out_dtype, device=device)
     values = activate(tokens.weights, options.activation)
-    counted_positions = tokens.positions
+    n_scores = tensors.batch * options.vocab_size
+    scores = torch.zeros(n_scores, dtype=options.out_dtype, device=device)
     if options.reduce == "sum":
         groups = group_by_entry(tokens.entries)
-        scores[groups.entries] = groups.reduce(values, "sum").to(out_dtype)
+        scores[groups.entries] = groups.reduce(values, "sum").to(options.out_dtype)
+        differentiable = tokens.positions
     elif training:
-        winners = _winners(tokens)
-        winners = winners[~(values[winners] <= 0)]  # a score of 0 has no gradient
-        scores[tokens.entries[winners]] = values[winners].to(out_dtype)
-        counted_positions = tokens.positions[winners]
+        # A maximum passes its gradient to one token. A score of 0 has no gradient, NaN has one.
+        winners = _first_maxima(tokens)
+        winners = winners[~(values[winners] <= 0)]
+        scores[tokens.entries[winners]] = values[winners].to(options.out_dtype)
+        differentiable = tokens.positions[winners]
     else:
         # Rounding is monotone, so the largest rounded value is the rounded largest value.
-        scores.scatter_reduce_(0, tokens.entries, values.to(out_dtype), "amax")
+        scores.scatter_reduce_(0, tokens.entries, values.to(options.out_dtype), "amax")
     scores = scores.view(tensors.batch, options.vocab_size)
     if not training:
         return scores, torch.zeros(0, dtype=torch.uint8, device=device)
-    counted = torch.zeros(tensors.weights.numel(), dtype=torch.uint8, device=device)
-    counted[counted_positions] = 1
-    return scores, counted.view(tensors.weights.shape)
+    has_gradient = torch.zeros(tensors.weights.numel(), dtype=torch.uint8, device=device)
+    has_gradient[differentiable] = 1
+    return scores, has_gradient.view(tensors.weights.shape)
 
 
-def _winners(tokens: ValidTokens) -> Tensor:
-    """Return the token with the largest weight for each entry that occurs, ``[K]`` int64.
-
-    Among equal weights it is the first token. The maxima, and then the first tokens that have them,
-    are reduced into tables with one slot for each token. All tokens of an entry use the slot of
-    their representative.
-    """
-    n_tokens = tokens.entries.numel()
-    numbers = torch.arange(n_tokens, device=tokens.entries.device)
-    representatives = _representatives(tokens.entries, numbers)
-    maxima = tokens.weights.new_full((n_tokens,), float("-inf"))
-    maxima.scatter_reduce_(0, representatives, tokens.weights, "amax")
-    maxima = maxima[representatives]  # of each token's entry
-    is_maximum = (tokens.weights == maxima) | (tokens.weights.isnan() & maxima.isnan())
-    candidates = numbers[is_maximum]
-    candidate_representatives = representatives[candidates]
-    lowest = numbers.new_full((n_tokens,), n_tokens)
-    lowest.scatter_reduce_(0, candidate_representatives, candidates, "amin")
-    return candidates[lowest[candidate_representatives] == candidates]
-
-
-def _representatives(entries: Tensor, numbers: Tensor) -> Tensor:
-    """Return a number for each token that tokens with the same entry share, and no others.
-
-    The number is that of one of these tokens, or of their group.
+def _first_maxima(tokens: ValidTokens) -> Tensor:
+    """Return, for each entry that occurs, the first token with the largest weight.
 
     Args:
-        entries: ``[N]`` entries of the tokens.
-        numbers: ``[N]`` numbers of the tokens, from 0.
+        tokens: the valid tokens. An entry is a sequence and a vocabulary id.
 
     Returns:
-        ``[N]`` int64, below N.
+        ``[K]`` int64 positions among the valid tokens.
     """
-    if entries.is_cuda:  # deterministic mode forbids writing equal entries at once
-        groups = group_by_entry(entries)
-        return torch.empty_like(numbers).scatter_(0, groups.order, groups.group_numbers())
-    # Every entry that is read from the table was written before, so it need not be cleared.
-    table_size = int(entries.max()) + 1 if entries.numel() else 0
-    table = torch.empty(table_size, dtype=torch.int32, device=entries.device)
-    table[entries] = numbers.int()
-    return table[entries].long()
+    # Number k of a token means that its entry is the k-th distinct one.
+    distinct, numbers = torch.unique(tokens.entries, return_inverse=True)
+    largest = tokens.weights.new_full(distinct.shape, float("-inf"))
+    largest.scatter_reduce_(0, numbers, tokens.weights, "amax")
+    largest = largest[numbers]  # the largest weight of each token's entry
+    is_largest = (tokens.weights == largest) | (tokens.weights.isnan() & largest.isnan())
+    # Several tokens of an entry may have the largest weight. The first of them is selected.
+    candidates = is_largest.nonzero().squeeze(1)
+    candidate_numbers = numbers[candidates]
+    first = torch.full_like(distinct, tokens.entries.numel())
+    first.scatter_reduce_(0, candidate_numbers, candidates, "amin")
+    return candidates[first[candidate_numbers] == candidates]
 
 
 def backward(
@@ -161,17 +141,18 @@ def backward(
 ) -> tuple[Tensor]:
     """Compute the gradient of the weights.
 
-    A token that counted gets the gradient of its entry, times the slope of its activation. Other
-    tokens get 0.
+    A token of :attr:`ScatterSaved.counted` gets the gradient of its score, times the slope of the
+    activation. Other tokens get 0.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores.
-        saved: tensors of the call, and which tokens counted.
+        saved: tensors of the call, and which tokens have a gradient.
         options: the checked options.
-        needs: unused, since only the weights have a gradient.
+        needs: ignored, since only the weights have a gradient.
 
     Returns:
-        The gradient, in the shape and dtype of the weights.
+        The gradients of all differentiable tensors: only that of the weights, in their shape and
+        dtype.
     """
     weights = saved.weights
     dtype = torch.promote_types(weights.dtype, torch.float32)
@@ -179,8 +160,8 @@ def backward(
     sequences = sequence_of_tokens(saved.input_ids, saved.cu_seqlens).flatten()
     ids = saved.input_ids.flatten().index_select(0, positions).long()
     grad = dscores[sequences.index_select(0, positions), ids].to(dtype)
-    counted_weights = weights.flatten().index_select(0, positions).to(dtype)
-    grad = grad * slope_from_logit(counted_weights, options.activation)
+    selected_weights = weights.flatten().index_select(0, positions).to(dtype)
+    grad = grad * slope_from_logit(selected_weights, options.activation)
     dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
     dweights[positions] = grad.to(weights.dtype)
     return (dweights.view(weights.shape),)
@@ -198,7 +179,7 @@ def to_csr(
         tensors: the tensors.
         options: the checked options.
         top_k: largest number of entries per row; ``None`` selects all.
-        min_weight: scores have to be greater. NaN is always selected.
+        min_weight: scores must exceed it. NaN is always selected.
     """
     batch = tensors.batch
     vocab_size = options.vocab_size
@@ -206,13 +187,13 @@ def to_csr(
     groups = group_by_entry(tokens.entries)
     scores = groups.reduce(activate(tokens.weights, options.activation), options.reduce)
     if options.reduce == "max":
-        scores = scores.clamp(min=0)  # an entry that no token has scores 0; NaN stays
+        scores = scores.clamp(min=0)  # as in the dense scores, where maxima start at 0; NaN stays
     selected = ~(scores <= min_weight)
     scores = scores[selected]
     rows = groups.entries[selected] // vocab_size
     columns = groups.entries[selected] % vocab_size
     if top_k is not None:
-        largest = _largest_of_rows(rows, scores, batch, top_k)
+        largest = _largest_of_rows(rows, scores, n_rows=batch, top_k=top_k)
         rows = rows[largest]
         columns = columns[largest]
         scores = scores[largest]
@@ -221,20 +202,22 @@ def to_csr(
     return csr_tensor(row_starts, columns, scores.to(options.out_dtype), (batch, vocab_size))
 
 
-def _largest_of_rows(rows: Tensor, scores: Tensor, batch: int, top_k: int) -> Tensor:
-    """Return the positions of the ``top_k`` largest scores of each row, rising.
+def _largest_of_rows(row_of_score: Tensor, scores: Tensor, n_rows: int, top_k: int) -> Tensor:
+    """Return the positions of the ``top_k`` largest scores of each row, in ascending order.
 
     Among equal scores the first are selected. NaN counts as larger than all numbers.
 
     Args:
-        rows: ``[n]`` rows of the scores.
+        row_of_score: ``[n]`` row of each score.
         scores: ``[n]``.
-        batch: number of rows.
+        n_rows: number of rows.
         top_k: number of scores per row.
     """
+    # Two stable sorts order the scores by row, and within a row by descending score.
     by_score = scores.sort(descending=True, stable=True).indices
-    by_row_and_score = by_score[rows[by_score].sort(stable=True).indices]
-    counts = torch.bincount(rows, minlength=batch)
+    by_row_and_score = by_score[row_of_score[by_score].sort(stable=True).indices]
+    counts = torch.bincount(row_of_score, minlength=n_rows)
     row_starts = counts.cumsum(0) - counts
-    ranks = torch.arange(rows.numel(), device=rows.device) - row_starts[rows[by_row_and_score]]
+    positions = torch.arange(row_of_score.numel(), device=row_of_score.device)
+    ranks = positions - row_starts[row_of_score[by_row_and_score]]
     return by_row_and_score[ranks < top_k].sort().values

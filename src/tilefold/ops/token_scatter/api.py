@@ -27,7 +27,7 @@ from tilefold.ops.token_scatter._problem import (
     ScatterOptions,
     ScatterSaved,
     ScatterTensors,
-    check_values,
+    checked_valid_tokens,
     outputs,
 )
 
@@ -46,7 +46,7 @@ SCATTER = Operator(
     plans=partial(importlib.import_module, "tilefold.ops.token_scatter.plans"),  # needs Triton
     tiled=_tiled,
     reference=_reference.token_scatter,
-    check_values=check_values,
+    check_values=checked_valid_tokens,
 )
 
 
@@ -143,13 +143,13 @@ def token_scatter_sparse(
     Like :func:`token_scatter`, for encoding. It is implemented in torch for all devices, and sorts
     the valid tokens by sequence and id. Scores are selected in fp32 (fp64 for fp64 input). The
     result is not differentiable. The number of entries has to be known, so the CPU reads values,
-    and invalid ids or offsets raise on every device.
+    and invalid ids or offsets raise an error on every device.
 
     Args:
         top_k: largest number of entries per row. The largest scores are selected, and among equal
             ones the lowest vocabulary index. ``None`` selects all.
         min_weight: only entries strictly greater than this are selected. NaN always is, so that it
-            is noticed. A negative number also selects scores of 0, of entries that a token has.
+            is noticed. If it is negative, scores of 0 are also selected for terms that occur.
 
     The other arguments and errors are as in :func:`token_scatter`.
 
@@ -232,13 +232,13 @@ def _squeeze_weights(tensors: ScatterTensors) -> ScatterTensors:
 
 
 def _as_tuple(ignore_ids: Iterable[int]) -> tuple[int, ...]:
-    """Check the ids that do not score, and return them as a tuple, which a cache key can contain.
+    """Check ``ignore_ids``, and return them as a tuple, which a cache key can contain.
 
-    Every call checks the types: as keys ``True`` and 1 are equal, so that the cache could not tell
-    them apart.
+    The cache of calls cannot distinguish ``True`` from 1, which are equal as keys, so every call
+    checks the types.
 
     Raises:
-        TypeError: for anything but integers.
+        TypeError: if an id is not an integer.
     """
     if isinstance(ignore_ids, Tensor):
         raise TypeError(
@@ -250,11 +250,12 @@ def _as_tuple(ignore_ids: Iterable[int]) -> tuple[int, ...]:
         raise TypeError(
             f"ignore_ids must be integers in a list, got {ignore_ids!r}; write [{ignore_ids!r}].",
         ) from None
-    if not {int}.issuperset(map(type, ids)):  # faster than a loop in Python
-        for i in ids:
-            if isinstance(i, bool) or not isinstance(i, int):
-                raise TypeError(
-                    f"ignore_ids must be integers, got {i!r} among them; leave out what the "
-                    f"tokenizer lacks.",
-                )
+    if {int}.issuperset(map(type, ids)):  # faster than a loop in Python
+        return ids
+    for i in ids:  # names the first bad id; subclasses of int are integers too
+        if isinstance(i, bool) or not isinstance(i, int):
+            raise TypeError(
+                f"ignore_ids must be integers, got {i!r} among them; remove None for special "
+                "tokens that the tokenizer does not have.",
+            )
     return ids

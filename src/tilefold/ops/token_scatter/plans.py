@@ -17,7 +17,8 @@ from tilefold.ops.token_scatter._problem import (
 )
 from tilefold.ops.token_scatter._triton.scatter import gather_kernel, scatter_kernel
 
-SCAN = 256  # offsets that are checked at a time
+SCAN = 256  # offsets that the kernels check at a time
+MAX_INSTANCES = 16  # program instances of a sequence in the kernel of the gradient
 UINT16_POSITIONS = 1 << 16  # positions that the memory of a 16-bit score can hold
 # Tensors of kernel parameters that do not have the names of their tensors.
 PARAMETER_TENSORS = {
@@ -48,16 +49,15 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the forward pass: one kernel, with one program instance for each sequence.
+    """Record the plan of the forward pass: one kernel, with one program instance per sequence.
 
-    The kernel finds tokens with the same id by a table ``[B, V]`` of token positions. The table is
-    in the memory of the scores. It gets memory of its own if scores have 16 bits and a position may
-    need more.
+    The kernel finds tokens with the same id by a table ``[B, V]`` of token positions. The table
+    uses the memory of the scores, or a buffer if scores have 16 bits and a position may need more.
 
     Args:
         tensors: layouts of weights, ids, mask and offsets.
         options: the checked options.
-        training: whether the kernel writes which tokens counted, for backward.
+        training: whether the kernel marks the tokens that have a gradient, for backward.
         setting: the device.
     """
     batch = tensors.batch
@@ -106,15 +106,16 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradient of the weights: one kernel over the tokens.
+    """Record the plan of the gradient of the weights: the launch of one kernel over the tokens.
 
-    A token that counted gets the gradient of its entry, times the slope of its activation.
+    A token of :attr:`ScatterSaved.counted` gets the gradient of its score, times the slope of the
+    activation.
 
     Args:
         dscores: layout of the gradient of the scores, ``[B, V]`` with any strides.
         saved: layouts of the saved tensors.
         options: the checked options.
-        needs: unused, since only the weights have a gradient.
+        needs: ignored, since only the weights have a gradient.
         setting: the device.
     """
     batch = batch_size(saved.weights, saved.cu_seqlens)
@@ -123,15 +124,16 @@ def backward(
     if batch == 0 or n_tokens == 0:
         return Plan(fills={"dweights": 0})
     sequences = _sequences(saved.weights, is_packed, setting)
-    # Program instances of a sequence, each for one block of tokens at a time. The lengths of packed
-    # sequences are unknown here: a sequence gets as many as the average one needs, up to 16.
-    n_instances = max(1, min(16, n_tokens // (batch * sequences.config["BLOCK"])))
+    # An instance handles one block of tokens at a time. The lengths of packed sequences are unknown
+    # here, so each sequence gets as many instances as one of average length needs.
+    average_blocks = n_tokens // (batch * sequences.config["BLOCK"])
+    instances_per_sequence = max(1, min(MAX_INSTANCES, average_blocks))
     stride_b, stride_v = dscores.stride()
     builder = PlanBuilder(tensors=PARAMETER_TENSORS)
     builder.make_contiguous(saved._asdict())
     builder.add_launch(
         gather_kernel,
-        grid=(batch, n_instances),
+        grid=(batch, instances_per_sequence),
         parameters={
             "B": batch,
             "S": sequences.length,
