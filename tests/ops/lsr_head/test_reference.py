@@ -157,7 +157,7 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     (
         PACKED_INPUT | {"attention_mask": MASK},
         "attention_mask must be None with packed input, got a tensor; cu_seqlens already says "
-        "which rows belong to which sequence.",
+        "which tokens belong to which sequence.",
     ),
     ({"pooling": "avg"}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got 'avg'."),
     ({"pooling": None}, "pooling must be one of 'max', 'sum', 'mean', 'cls', 'last', got None."),
@@ -262,7 +262,7 @@ MAIN_GRADS = [
     (
         {"weight_main_grad": torch.zeros(5, 4)},
         ValueError,
-        "must be None where weight needs no gradient",
+        "must be None if weight needs no gradient",
     ),
 ]
 

@@ -282,7 +282,7 @@ def test_offsets_that_are_no_cumulative_lengths_are_refused(
 ) -> None:
     problem = WRONG_OFFSETS[values].format(unit=case.unit, tensor=case.tensor)
     message = (
-        f"{case.name} must start with 0, never fall and end at the number of {case.unit} T of "
+        f"{case.name} must start with 0, never decrease and end at the number of {case.unit} of "
         f"{case.tensor}, got {case.name}{problem}; build it as the cumulative sum of the sequence "
         "lengths with a 0 in front."
     )

@@ -100,29 +100,30 @@ def check_out_dtype(out_dtype: object) -> None:
 def check_tokens(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
-    unit: str,
-    **sizes: int,
+    batch: int,
+    length: int,
 ) -> None:
-    """Check the mask of padded tokens, or the offsets of packed tokens.
+    """Check the mask of padded tokens, or the offsets of packed tokens, without reading values.
 
     Args:
         attention_mask: ``[B, S]``, nonzero = keep, or ``None``.
-        cu_seqlens: offsets ``[B + 1]`` of packed sequences, or ``None``. Values are not read.
-        unit: what belongs to sequences, such as ``"tokens"``, for the error's text.
-        **sizes: sizes of ``B`` and ``S``.
+        cu_seqlens: offsets ``[B + 1]`` of packed sequences, or ``None``.
+        batch: B of padded tokens.
+        length: S of padded tokens.
 
     Raises:
-        TypeError: for another type, or a complex mask.
-        ValueError: for both at once, or for other shapes.
+        TypeError: if an argument is not a tensor, the mask is complex, or the offsets are not
+            integers.
+        ValueError: if both are given, or a shape is wrong.
     """
     if attention_mask is not None:
         check_tensor("attention_mask", attention_mask)
         if cu_seqlens is not None:
             raise ValueError(
                 "attention_mask must be None with packed input, got a tensor; cu_seqlens already "
-                f"says which {unit} belong to which sequence.",
+                "says which tokens belong to which sequence.",
             )
-        check_shape("attention_mask", attention_mask, "B S", **sizes)
+        check_shape("attention_mask", attention_mask, "B S", B=batch, S=length)
         if attention_mask.is_complex():
             raise TypeError(
                 f"attention_mask must be bool, integer or floating, got {attention_mask.dtype}.",
@@ -140,8 +141,8 @@ def check_offsets(name: str, offsets: Tensor, shape: str) -> None:
         shape: the expected shape, such as ``"[B + 1]"``, for the error's text.
 
     Raises:
-        TypeError: for another type or dtype.
-        ValueError: for another shape.
+        TypeError: if they are not an integer tensor.
+        ValueError: if the shape is wrong.
     """
     check_tensor(name, offsets)
     check_dtype(name, offsets, (torch.int32, torch.int64), f"use {name}.int().")
@@ -156,9 +157,9 @@ def check_cu_seqlens(
     owner: str,
     unit: str = "rows",
 ) -> None:
-    """Raise ``ValueError`` unless offsets start with 0, never fall, and end at ``rows``.
+    """Raise ``ValueError`` unless offsets start with 0, never decrease, and end at ``rows``.
 
-    This reads the values, and so waits for a GPU.
+    This reads the values, and so synchronises with a GPU.
 
     Args:
         name: name of the argument.
@@ -168,16 +169,17 @@ def check_cu_seqlens(
         unit: what the rows are, for the error's text.
     """
     values = cu_seqlens.tolist()
-    first_fall = next((i for i in range(1, len(values)) if values[i] < values[i - 1]), None)
+    decreases = (i for i in range(1, len(values)) if values[i] < values[i - 1])
+    i = next(decreases, None)
     if values[0] != 0:
         problem = f"{name}[0] = {values[0]}"
-    elif first_fall is not None:
-        problem = f"{name}[{first_fall}] = {values[first_fall]} after {values[first_fall - 1]}"
+    elif i is not None:
+        problem = f"{name}[{i}] = {values[i]} after {values[i - 1]}"
     elif values[-1] != rows:
         problem = f"{name}[-1] = {values[-1]} with {rows} {unit} in {owner}"
     else:
         return
     raise ValueError(
-        f"{name} must start with 0, never fall and end at the number of {unit} T of {owner}, got "
+        f"{name} must start with 0, never decrease and end at the number of {unit} of {owner}, got "
         f"{problem}; build it as the cumulative sum of the sequence lengths with a 0 in front.",
     )

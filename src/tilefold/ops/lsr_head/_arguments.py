@@ -31,21 +31,20 @@ def check_arguments(
     out_dtype: torch.dtype | None,
     screen: bool = False,
     impl: str = "auto",
-    require_grad: tuple[bool, ...] = (),
+    _require_grad: tuple[bool, ...] = (),
     main_grad: Tensor | None = None,
 ) -> Checked:
-    """Check the arguments of a call of :func:`lsr_head`, and return the operator's options.
+    """Check the arguments of :func:`lsr_head`, and return the operator's options.
 
     Args:
         tensors: tensors of the call.
-        pooling: as in :func:`lsr_head`.
-        activation: as in :func:`lsr_head`.
-        logit_scale: as in :func:`lsr_head`.
-        out_dtype: as in :func:`lsr_head`.
-        screen: as in :func:`lsr_head`.
+        pooling: name of the pooling.
+        activation: name of the activation.
+        logit_scale: factor of the logits.
+        out_dtype: dtype of the scores; ``None`` for the dtype of the products.
+        screen: whether an int8 product first excludes scores that cannot be positive.
         impl: implementation, for the check of ``main_grad``.
-        require_grad: whether the weight and ``main_grad`` need a gradient. It is part of the key of
-            calls, and not read here.
+        _require_grad: ignored; an option of the call that only its cache key needs.
         main_grad: buffer for the weight's gradient, or ``None``.
     """
     compute_dtype, out_dtype = check_head(tensors, pooling, activation, logit_scale, out_dtype)
@@ -76,19 +75,25 @@ def check_head(
     logit_scale: float,
     out_dtype: torch.dtype | None,
 ) -> tuple[torch.dtype, torch.dtype]:
-    """Check the arguments that all heads have: tensors, pooling, activation, scale and dtype.
+    """Check the arguments that all functions of the head share.
+
+    Args:
+        tensors: tensors of the call.
+        pooling: name of the pooling.
+        activation: name of the activation.
+        logit_scale: factor of the logits.
+        out_dtype: dtype of the scores, or ``None`` for the dtype of the products.
 
     Returns:
         Dtype of the products, and dtype of the scores.
     """
     hidden, attention_mask, cu_seqlens, weight, weight_scale, bias = tensors
-    if weight_scale is not None:
-        # A quantised weight is checked as one of its shape in the dtype of hidden.
-        hidden_dtype = check_tensor("hidden", hidden).dtype
-        weight = torch.empty((), dtype=hidden_dtype, device=weight.device).expand(weight.shape)
     _check_options(pooling, activation, logit_scale)
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)
+    if weight_scale is not None:
+        # The checks below expect a weight in the dtype of hidden, so this one stands in for it.
+        weight = torch.empty((), dtype=hidden.dtype, device=weight.device).expand(weight.shape)
     _check_shapes(hidden, weight, bias, attention_mask, cu_seqlens)
     others = {
         "weight": weight,
@@ -132,20 +137,19 @@ def _check_shapes(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Raise ``ValueError`` for shapes that do not fit together, or without a D or a V.
+    """Raise ``ValueError`` if shapes are inconsistent, or if D or V is 0.
 
     Masks and offsets of a wrong type raise ``TypeError``.
     """
     check_shape("hidden", hidden, "B S D" if cu_seqlens is None else "T D")
     check_shape("weight", weight, "V D", D=hidden.size(-1))
-    for name, value, size in (("D", hidden, hidden.size(-1)), ("V", weight, weight.size(0))):
-        if size == 0:
-            raise ValueError(
-                f"{name} must be at least 1, got {name}=0 in shape {list(value.shape)}.",
-            )
+    if hidden.size(-1) == 0:
+        raise ValueError(f"D must be at least 1, got D=0 in shape {list(hidden.shape)}.")
+    if weight.size(0) == 0:
+        raise ValueError(f"V must be at least 1, got V=0 in shape {list(weight.shape)}.")
     if bias is not None:
         check_shape("bias", check_tensor("bias", bias), "V", V=weight.size(0))
-    check_tokens(attention_mask, cu_seqlens, "rows", B=hidden.size(0), S=hidden.size(1))
+    check_tokens(attention_mask, cu_seqlens, batch=hidden.size(0), length=hidden.size(1))
 
 
 def _check_quantized(hidden: Tensor, pooling: str) -> None:
@@ -188,12 +192,12 @@ def product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _check_inference(tensors: HeadTensors, main_grad: Tensor | None) -> None:
-    """Raise ``ValueError`` if a gradient is asked for with a quantised weight."""
-    leaves = [tensors.hidden] if tensors.bias is None else [tensors.hidden, tensors.bias]
-    if torch.is_grad_enabled() and any(leaf.requires_grad for leaf in leaves):
+    """Raise ``ValueError`` if a gradient is needed with a quantised weight."""
+    others = [tensors.hidden] if tensors.bias is None else [tensors.hidden, tensors.bias]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in others):
         raise ValueError(
             "hidden and bias must not require a gradient with a QuantizedWeight, which is for "
-            "inference; use torch.no_grad(), or train with the weight in 16 bits.",
+            "inference; use torch.no_grad(), or train with an unquantised weight.",
         )
     if main_grad is not None:
         raise ValueError(
@@ -206,14 +210,14 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
     """Raise an error if the weight's gradient cannot be added to ``main_grad``.
 
     Raises:
-        TypeError: for another dtype than fp32.
-        ValueError: for a shape, layout, pooling or implementation that cannot accumulate.
+        TypeError: if its dtype is not fp32.
+        ValueError: if its shape or layout, the pooling or the implementation is not supported.
     """
     if pooling != "max" or impl == "reference":
         raise ValueError(
             f"weight_main_grad must be None with pooling={pooling!r} and impl={impl!r}, got a "
-            "tensor; only max pooling of the tiled and triton implementations accumulates, "
-            "elsewhere add weight.grad to it yourself.",
+            "tensor; only max pooling of the tiled and triton implementations accumulates, so add "
+            "weight.grad to it yourself.",
         )
     vocab, dim = weight.shape
     check_shape(
@@ -234,6 +238,6 @@ def _check_main_grad(main_grad: Tensor, weight: Tensor, pooling: str, impl: str)
         )
     if torch.is_grad_enabled() and not weight.requires_grad:
         raise ValueError(
-            "weight_main_grad must be None where weight needs no gradient, got a tensor; call "
+            "weight_main_grad must be None if weight needs no gradient, got a tensor; call "
             "weight.requires_grad_() or leave it out.",
         )

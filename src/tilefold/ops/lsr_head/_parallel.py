@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-# Types of arguments that are no DTensor, which every call checks without an import.
+# Types of arguments that are not a DTensor. Every call compares with them, without an import.
 PLAIN_TYPES = (Tensor, torch.nn.Parameter, type(None))
 
 
@@ -42,11 +42,12 @@ class VocabularySharding(NamedTuple):
     vocab: int
 
     def placements(self, vocabulary_placement: Placement | None) -> tuple[Placement, ...]:
-        """Return placements of a DTensor on the mesh.
+        """Return the placements of a DTensor on this mesh.
 
         Args:
-            vocabulary_placement: placement on the dimension that shards the vocabulary; ``None``
-                replicates there too. All other dimensions replicate.
+            vocabulary_placement: placement on the mesh dimension that shards the vocabulary, or
+                ``None`` for ``Replicate()``. Every other dimension is ``Replicate()``, and all are
+                if the vocabulary is not sharded.
         """
         from torch.distributed.tensor import Replicate
 
@@ -103,7 +104,7 @@ def parallel_head(
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 
-    sharding, local_tokens, compute_dtype = _check(tokens, weight, bias)
+    sharding, local_tokens, compute_dtype = _checked(tokens, weight, bias)
     hidden = local_tokens.hidden
     local_weight = _local(weight)
     local_bias = _local(bias)
@@ -165,7 +166,7 @@ def parallel_head_sparse(
     Returns:
         ``[B, V]`` plain CSR tensor, equal on every rank.
     """
-    sharding, local_tokens, compute_dtype = _check(tokens, weight, bias)
+    sharding, local_tokens, compute_dtype = _checked(tokens, weight, bias)
     hidden = local_tokens.hidden
     local_weight = _local(weight)
     accumulator_dtype = torch.promote_types(hidden.dtype, torch.float32)
@@ -194,19 +195,31 @@ def parallel_head_sparse(
         return csr_from_entries(*entries, shape, out_dtype or compute_dtype)
 
 
-def _check(
-    tokens: Tokens,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> tuple[VocabularySharding, Tokens, torch.dtype]:
-    """Check DTensor arguments.
+class _Checked(NamedTuple):
+    """Checked DTensor arguments.
 
-    Returns:
-        The sharding of the vocabulary, the tokens as plain tensors, and the dtype of the products.
+    Attributes:
+        sharding: sharding of the vocabulary.
+        local_tokens: the tokens as plain tensors.
+        compute_dtype: dtype of the products.
+    """
+
+    sharding: VocabularySharding
+    local_tokens: Tokens
+    compute_dtype: torch.dtype
+
+
+def _checked(tokens: Tokens, weight: Tensor, bias: Tensor | None) -> _Checked:
+    """Check that the arguments are DTensors with placements that the head supports.
+
+    Args:
+        tokens: token states with their mask or offsets.
+        weight: ``[V, D]``.
+        bias: ``[V]``, or ``None``.
 
     Raises:
-        TypeError: for arguments that are no tensors, or of dtypes that do not fit together.
-        ValueError: for placements that the head does not support.
+        TypeError: if an argument is not a tensor, or if dtypes are incompatible.
+        ValueError: if an argument is not a DTensor, or has an unsupported placement.
     """
     from torch.distributed.tensor import DTensor
 
@@ -215,22 +228,25 @@ def _check(
     check_tensor("weight", weight)
     if not isinstance(weight, DTensor):
         raise ValueError(
-            "weight must be a DTensor where hidden or bias is one, got a plain tensor; distribute "
+            "weight must be a DTensor if hidden or bias is one, got a plain tensor; distribute "
             "it with distribute_tensor(weight, mesh, [Shard(0)]), or pass plain tensors only.",
         )
     sharding = VocabularySharding(weight.device_mesh, _vocabulary_dim(weight), weight.size(0))
     _check_bias(bias, weight)
     if not isinstance(hidden, DTensor):
         raise ValueError(
-            "hidden must be a DTensor where weight is one, got a plain tensor, which may differ "
-            "from rank to rank. If every rank of the mesh holds the same rows (tensor "
-            "parallelism), say so with "
-            "DTensor.from_local(hidden, weight.device_mesh, [Replicate()]), or let "
-            "tilefold.nn.parallel.VocabularyParallel do it. If the ranks hold different rows "
-            "(FSDP), read the weight inside the forward of its FSDP module, where it is whole.",
+            "hidden must be a DTensor if weight is one, got a plain tensor, which may differ "
+            "between ranks. With tensor parallelism, where every rank holds the same rows, use "
+            "DTensor.from_local(hidden, weight.device_mesh, [Replicate()]) or "
+            "tilefold.nn.parallel.VocabularyParallel. With FSDP, where ranks hold different rows, "
+            "read the weight inside the forward of its FSDP module, which gathers it.",
         )
     _check_replicated(tokens, weight.device_mesh)
-    return sharding, Tokens(*map(_local, tokens)), product_dtype(hidden, weight)
+    return _Checked(
+        sharding=sharding,
+        local_tokens=Tokens(*map(_local, tokens)),
+        compute_dtype=product_dtype(hidden, weight),
+    )
 
 
 def _check_bias(bias: Tensor | None, weight: DTensor) -> None:
@@ -247,13 +263,14 @@ def _check_bias(bias: Tensor | None, weight: DTensor) -> None:
     check_tensor("bias", bias)
     if not isinstance(bias, DTensor):
         raise ValueError(
-            "bias must be a DTensor where weight is one, got a plain tensor; distribute it like "
+            "bias must be a DTensor if weight is one, got a plain tensor; distribute it like "
             "the weight with distribute_tensor(bias, weight.device_mesh, weight.placements).",
         )
     if bias.device_mesh != weight.device_mesh or bias.placements != weight.placements:
         raise ValueError(
-            f"bias must lie like weight ({weight.placements} on {weight.device_mesh}), got "
-            f"{bias.placements} on {bias.device_mesh}; redistribute it with "
+            "bias must have the mesh and the placements of weight "
+            f"({weight.placements} on {weight.device_mesh}), got {bias.placements} on "
+            f"{bias.device_mesh}; redistribute it with "
             "bias.redistribute(weight.device_mesh, weight.placements).",
         )
     check_shape("bias", bias, "V", V=weight.size(0))
@@ -262,7 +279,11 @@ def _check_bias(bias: Tensor | None, weight: DTensor) -> None:
 def _check_replicated(tokens: Tokens, mesh: DeviceMesh) -> None:
     """Check that token states, masks and offsets are replicated on the mesh of the weight.
 
-    Masks and offsets may also be plain tensors, since they have no gradient.
+    Plain tensors are not checked. Masks and offsets may be plain, since they have no gradient.
+
+    Args:
+        tokens: token states, which are a DTensor, with their mask or offsets.
+        mesh: mesh of the weight.
     """
     from torch.distributed.tensor import DTensor
 
@@ -271,8 +292,8 @@ def _check_replicated(tokens: Tokens, mesh: DeviceMesh) -> None:
             continue
         if value.device_mesh != mesh:
             raise ValueError(
-                f"{name} must lie on the mesh of weight ({mesh}), got {value.device_mesh}; "
-                f"redistribute one of them.",
+                f"{name} must be on the same mesh as weight ({mesh}), got {value.device_mesh}; "
+                "redistribute one of them.",
             )
         if not all(placement.is_replicate() for placement in value.placements):
             raise ValueError(
@@ -286,16 +307,16 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
     """Return the dimension of the mesh that shards the weight's rows, or ``None``.
 
     Raises:
-        ValueError: for other placements than ``Shard(0)`` on at most one dimension, or a mesh
-            without this rank.
+        ValueError: if the placement is anything but ``Shard(0)`` on at most one dimension and
+            ``Replicate()`` on the others, or if the mesh does not contain this rank.
     """
     from torch.distributed.tensor import Shard
 
     placements = weight.placements
     sharded = [i for i, placement in enumerate(placements) if not placement.is_replicate()]
-    if len(sharded) > 1 or any(
-        type(placements[i]) is not Shard or not placements[i].is_shard(0) for i in sharded
-    ):
+    # subclasses of Shard place rows differently
+    is_row_shard = [type(placements[i]) is Shard and placements[i].is_shard(0) for i in sharded]
+    if len(sharded) > 1 or not all(is_row_shard):
         raise ValueError(
             "weight must be Shard(0) on at most one dimension of its mesh and Replicate() on the "
             f"others, got {placements}; weight.redistribute(placements=[Shard(0)]) shards the "
@@ -304,7 +325,7 @@ def _vocabulary_dim(weight: DTensor) -> int | None:
         )
     if weight.device_mesh.get_coordinate() is None:
         raise ValueError(
-            "weight must lie on a mesh that contains this rank, got one that does not; call on its "
+            "weight must be on a mesh that contains this rank, got one that does not; call on its "
             "ranks only.",
         )
     return sharded[0] if sharded else None
@@ -336,17 +357,18 @@ def _largest_entries(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Select the ``top_k`` largest entries of each row.
 
-    Among equal values the lowest columns are selected, which come first.
+    Among equal values the lowest columns are selected.
 
     Args:
         rows: ``[n]`` rows of the entries.
-        columns: ``[n]`` columns, which rise within a row.
+        columns: ``[n]`` columns, ascending within a row.
         values: ``[n]`` values.
         top_k: number of entries per row.
 
     Returns:
         Rows, columns and values of the selected entries, in their order.
     """
+    # Two stable sorts order the entries by row, and within a row by descending value.
     by_value = values.sort(descending=True, stable=True).indices
     by_row_and_value = by_value[rows[by_value].sort(stable=True).indices]
     sorted_rows = rows[by_row_and_value]
@@ -365,14 +387,17 @@ def _gather_entries(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather the entries of all shards of the vocabulary, in the order of the ranks.
 
-    The columns of a row then rise, as the ranks' columns do. Ranks have different numbers of
-    entries, so that all are padded to the largest number for the exchange.
+    Ranks hold ascending ranges of columns, so the columns of each row stay sorted. Ranks have
+    different numbers of entries, so all are padded to the largest number for the exchange.
 
     Args:
         rows: ``[n]`` rows of this rank's entries.
         columns: ``[n]`` columns in the whole vocabulary.
         values: ``[n]`` values.
         sharding: the sharding of the vocabulary.
+
+    Returns:
+        Rows, columns and values of all entries, equal on every rank.
     """
     if sharding.dim is None:
         return rows, columns, values

@@ -155,14 +155,18 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 def outputs(tensors: HeadTensors, options: HeadOptions, training: bool) -> tuple[Buffer, Buffer]:
     """Return shapes and dtypes of the results: scores ``[B, V]`` and winners.
 
-    Winners are ``[B, V]``, or ``[B, 1]`` for a pooling with one winner per sequence. They have no
-    elements if backward does not read them.
+    A winner is the position of the token whose logit determines a score. Winners are ``[B, V]``, or
+    ``[B, 1]`` for a pooling that selects one token per sequence. They have no elements if backward
+    does not read them.
     """
     tokens = tensors.tokens
     vocab = tensors.weight.size(0)
     kind = POOLINGS[options.pooling].winners
-    has_winners = kind == "entry" or (kind == "sequence" and tokens.attention_mask is not None)
-    n_rows = tokens.batch if training and has_winners else 0
+    # Without a mask, the lengths determine the token that a pooling selects for a sequence.
+    backward_reads_winners = training and (
+        kind == "entry" or (kind == "sequence" and tokens.attention_mask is not None)
+    )
+    n_rows = tokens.batch if backward_reads_winners else 0
     n_columns = vocab if kind == "entry" else 1
     scores = Buffer((tokens.batch, vocab), options.out_dtype)
     winners = Buffer((n_rows, n_columns), winner_dtype(tokens.length_bound))

@@ -23,11 +23,11 @@ def unit_of_dlogits(
     length: int,
     scale: float,
 ) -> Tensor:
-    """Return the power of two that fp16 gradients of logits are divided by.
+    """Return the power of two by which gradients of logits are divided, so that they fit in fp16.
 
-    No activation has a slope above 1. A gradient of a logit is therefore at most the largest
-    gradient of a score, for means divided by the sequence's length, times ``scale``. The unit is
-    the power of two below this bound, divided by ``HEADROOM``.
+    No activation has a slope above 1. So a gradient of a logit is at most ``scale`` times the
+    largest gradient of a score (for means, divided by the sequence's length). Divided by the unit,
+    this bound lies between ``HEADROOM`` and twice that, which fp16 holds.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores. Values that are not finite are ignored.

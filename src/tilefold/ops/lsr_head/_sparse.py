@@ -92,7 +92,7 @@ def largest(scores: Tensor, columns: Tensor, top_k: int) -> tuple[Tensor, Tensor
 
     Args:
         scores: ``[B, C]``.
-        columns: ``[B, C]`` in rising order.
+        columns: ``[B, C]`` in ascending order.
         top_k: number of entries. If rows have no more, all are returned.
     """
     if scores.size(1) <= top_k:
@@ -112,7 +112,7 @@ def csr_from_entries(
 
     Args:
         rows: ``[n]`` rows of the entries, in any order.
-        columns: ``[n]`` columns of the entries, which rise within a row.
+        columns: ``[n]`` columns of the entries, ascending within a row.
         scores: ``[n]`` values of the entries.
         shape: ``(B, V)``.
         dtype: dtype of the result.
@@ -131,16 +131,16 @@ def rows_of_scores(
 ) -> CapacityRows:
     """Return the scores above a threshold as rows of a fixed capacity.
 
-    The shapes do not depend on the scores, so that this does not wait for the device. NaN is always
-    selected, so that it is noticed.
+    The shapes do not depend on the scores, so this never synchronises with the device. NaN is
+    always selected, so that it is noticed.
 
     Args:
         scores: ``[B, V]``.
         capacity: entries that a row can hold. Further ones are counted, but not stored.
         top_k: largest number of entries per row; ``None`` selects all that fit.
-        min_weight: scores have to be greater.
+        min_weight: only scores above this are selected.
     """
-    selected = ~(scores <= min_weight)
+    selected = ~(scores <= min_weight)  # true for NaN
     counts = selected.sum(1, dtype=torch.int32)
     # The position of an entry is the number of selected ones before it in its row. An additional
     # last position takes the entries that are not selected, or do not fit, and is cut off.
@@ -165,7 +165,7 @@ def largest_entries(rows: CapacityRows, top_k: int | None) -> CapacityRows:
     capacity = rows.columns.size(1)
     if top_k is None or top_k >= capacity:
         return rows
-    # Descending order begins with NaN, and ends with positions that hold no entry.
+    # NaN sorts first. Unused positions are -inf, and sort last.
     is_unused = torch.arange(capacity, device=rows.columns.device) >= rows.n_stored[:, None]
     values, columns = largest(rows.values.masked_fill(is_unused, -math.inf), rows.columns, top_k)
     return rows._replace(

@@ -61,6 +61,7 @@ def forward(
         scores, uint16 or int32. They are ``[B, V]`` for max pooling, ``[B, 1]`` for one-token
         poolings with a mask, and empty or ``None`` if backward does not read them.
     """
+    # Values are checked unless a CUDA graph is captured, which cannot contain a synchronisation.
     if host_may_read(tensors.hidden.device, "tiled"):
         check_values(tensors, options)
     if tensors.weight_scale is not None:
@@ -86,7 +87,8 @@ def backward(
         saved: tensors that forward saved.
         options: the checked options.
         needs: which gradients are computed. The others are ``None``.
-        main_grad: fp32 ``[V, D]`` to which the weight's gradient is added, and not returned.
+        main_grad: fp32 ``[V, D]`` buffer to which max pooling adds the weight's gradient, which is
+            then returned as ``None``. Other poolings do not support it.
     """
     needed = Needs(*needs)
     if options.pooling == "max":
@@ -95,13 +97,14 @@ def backward(
         dhidden, dweight, dbias = _sum_backward(dscores, saved, options, needed)
     else:
         dhidden, dweight, dbias = _one_token_backward(dscores, saved, options, needed)
+    # The bias itself is not saved, so only here is its dtype known.
     if dbias is not None:
         dbias = dbias.to(options.bias_dtype)
     return dhidden, dweight, dbias
 
 
 def _quantized_forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions) -> Tensor:
-    """Compute the scores of a weight in fp8, with hidden states that are rounded to fp8 too.
+    """Compute scores with an fp8 weight, and with token states that are rounded to fp8 too.
 
     The products of the rounded numbers are computed in fp32, one slab of the vocabulary at a time.
 
@@ -110,6 +113,7 @@ def _quantized_forward(tensors: HeadTensors, scale: Tensor, options: HeadOptions
         scale: ``[V]`` factors of the rows of the weight.
         options: the checked options.
     """
+    # From here on the states and each slab of the weight are fp32, holding rounded values.
     rounded = tensors._replace(hidden=fake_quantized(tensors.hidden), weight_scale=None)
     values = tensors.weight
     bias = tensors.bias
@@ -147,26 +151,26 @@ def _max_forward(
     packed = pack_rows(tokens)
     vocab = tensors.weight.size(0)
     logits = packed.rows.new_zeros(tokens.batch, vocab)
-    # counted among the valid tokens of a sequence
+    # positions among the valid tokens of a sequence
     winners = torch.zeros(
         tokens.batch if with_winners else 0,
         vocab,
         dtype=torch.int32,
         device=logits.device,
     )
-    for columns, _, runs in vocabulary_tiles(
+    for tile in vocabulary_tiles(
         packed,
         tensors.weight,
         options.logit_scale,
         by_onednn=True,
     ):
-        for run in runs:
-            sequences = slice(run.first, run.last)
+        for run in tile.runs:
+            sequences = slice(run.first_sequence, run.end_sequence)
             update_maximum(
-                logits[sequences, columns],
-                winners[sequences, columns] if with_winners else None,
+                logits[sequences, tile.columns],
+                winners[sequences, tile.columns] if with_winners else None,
                 run.logits,
-                run.before,
+                run.n_before,
             )
     # Activation and bias commute with the maximum, and so are applied once, to the maxima.
     if tensors.bias is not None:
@@ -182,23 +186,25 @@ def _max_forward(
 
 
 def _positions_in_sequence(winners: Tensor, packed: PackedRows, tokens: Tokens) -> Tensor:
-    """Return the positions of winners in their sequences, padding included.
+    """Convert positions among valid tokens to positions in the padded sequence.
 
     Args:
-        winners: ``[B, V]`` numbers of valid tokens before the winner.
+        winners: ``[B, V]`` positions of the winners among the valid tokens of their sequences.
         packed: the valid tokens.
         tokens: all tokens.
 
     Returns:
-        ``[B, V]`` positions, with the mark "no winner" for empty sequences.
+        ``[B, V]`` positions with padding included, and :func:`no_winner` for empty sequences.
     """
     dtype = winner_dtype(tokens.length_bound)
     offsets = torch.tensor(packed.offsets, device=winners.device)
     if packed.positions is not None and packed.positions.numel():
+        # Rows of the flattened [B * S] input become positions in their sequences of length S.
         positions = packed.positions % tokens.length
         packed_winners = (winners + offsets[:-1, None]).clamp_(max=positions.numel() - 1)
         winners = positions[packed_winners]
     is_empty = (offsets.diff() == 0)[:, None]
+    # uint16 supports few operations, so the cast comes last.
     return winners.int().masked_fill(is_empty, no_winner(dtype)).to(dtype)
 
 
@@ -233,7 +239,7 @@ def _max_backward(
     slab_width = max(1, min(SLAB_V, SLAB_ENTRIES // max(batch, 1)))
     for first_column in range(0, vocab, slab_width):
         slab = slice(first_column, min(first_column + slab_width, vocab))
-        grad, row = _logit_gradient(  # [Vs, B]
+        grad, winner_rows = _logit_gradient(  # [Vs, B]
             dscores[:, slab],
             scores[:, slab],
             winners[:, slab],
@@ -246,7 +252,7 @@ def _max_backward(
         # Entries are sorted by vocabulary column, then by sequence.
         entry_v, entry_b = grad.nonzero(as_tuple=True)
         entry_grad = grad[entry_v, entry_b] * options.logit_scale
-        entry_row = row[entry_v, entry_b]
+        entry_row = winner_rows[entry_v, entry_b]
         if main_grad is not None or dweight is not None:
             slab_dweight = _sum_of_rows(wide_rows, entry_row, entry_v, entry_grad, grad.size(0))
             if main_grad is not None:
@@ -275,7 +281,7 @@ def _logit_gradient(
     activation: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of a slab's winning logits, and the winners' rows.
+    """Return the gradients of the winning logits of a slab, and the winners' rows of hidden.
 
     Args:
         dscores: ``[B, Vs]`` gradient of the scores.
@@ -286,13 +292,14 @@ def _logit_gradient(
         dtype: dtype of the gradients.
 
     Returns:
-        ``[Vs, B]`` gradients, 0 without a winner, and ``[Vs, B]`` rows of hidden.
+        ``[Vs, B]`` gradients, 0 if there is no winner, and ``[Vs, B]`` row of ``hidden`` of each
+        winner.
     """
     positions = winners.to(torch.int32)
     has_winner = positions != no_winner(winners.dtype)
     grad = dscores.to(dtype) * slope_from_score(scores.to(dtype), activation)
-    row = torch.where(has_winner, positions, 0) + starts[:, None]
-    return torch.where(has_winner, grad, torch.zeros_like(grad)).T, row.T
+    winner_rows = torch.where(has_winner, positions, 0) + starts[:, None]
+    return torch.where(has_winner, grad, torch.zeros_like(grad)).T, winner_rows.T
 
 
 def _sum_of_rows(
@@ -329,12 +336,12 @@ def _sum_forward(tensors: HeadTensors, options: HeadOptions) -> Tensor:
     packed = pack_rows(tensors.tokens)
     bias = tensors.bias
     scores = packed.rows.new_zeros(tensors.tokens.batch, tensors.weight.size(0))
-    for columns, _, runs in vocabulary_tiles(packed, tensors.weight, options.logit_scale):
-        for run in runs:
+    for tile in vocabulary_tiles(packed, tensors.weight, options.logit_scale):
+        for run in tile.runs:
             if bias is not None:
-                run.logits.add_(bias[columns].to(scores.dtype))
+                run.logits.add_(bias[tile.columns].to(scores.dtype))
             pooled = activate_in_place(run.logits, options.activation).sum(dim=1)
-            scores[run.first : run.last, columns] += pooled
+            scores[run.first_sequence : run.end_sequence, tile.columns] += pooled
     if options.pooling == "mean":
         scores /= packed.lengths()[:, None]
     return scores.to(options.out_dtype)
@@ -369,22 +376,23 @@ def _sum_backward(
     drows = torch.zeros_like(rows) if needs.hidden else None
     dweight = weight.new_zeros(weight.shape) if needs.weight else None
     dbias = rows.new_zeros(weight.size(0)) if needs.bias else None
-    for columns, tile_weight, runs in vocabulary_tiles(packed, weight, scale):
-        tile_dweight = torch.zeros_like(tile_weight)
-        for run in runs:
+    for tile in vocabulary_tiles(packed, weight, scale):
+        tile_dweight = torch.zeros_like(tile.weight)
+        for run in tile.runs:
             if bias is not None:
-                run.logits.add_(bias[columns].to(rows.dtype))
+                run.logits.add_(bias[tile.columns].to(rows.dtype))
             slopes = slope_in_place(run.logits, options.activation)
-            dlogits = slopes.mul_(grad[run.first : run.last, None, columns]).flatten(0, 1)
-            run_rows = slice(run.start, run.start + dlogits.size(0))
+            run_grad = grad[run.first_sequence : run.end_sequence, None, tile.columns]
+            dlogits = slopes.mul_(run_grad).flatten(0, 1)
+            run_rows = slice(run.start_row, run.start_row + dlogits.size(0))
             if dbias is not None:
-                dbias[columns] += dlogits.sum(dim=0)
+                dbias[tile.columns] += dlogits.sum(dim=0)
             if drows is not None:
-                drows[run_rows].addmm_(dlogits, tile_weight, alpha=scale)
+                drows[run_rows].addmm_(dlogits, tile.weight, alpha=scale)
             if dweight is not None:
                 tile_dweight.addmm_(dlogits.T, rows[run_rows], alpha=scale)
         if dweight is not None:
-            dweight[columns] = tile_dweight
+            dweight[tile.columns] = tile_dweight
     if drows is None:
         return None, dweight, dbias
     dhidden = drows.to(hidden.dtype)
@@ -401,23 +409,30 @@ def _one_token_forward(
     tensors: HeadTensors,
     options: HeadOptions,
     training: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute the scores of the first or the last valid tokens.
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the scores of poolings that select the first or the last valid token.
+
+    Args:
+        tensors: tensors of the call.
+        options: the checked options.
+        training: whether backward may follow.
 
     Returns:
-        ``[B, V]`` scores, and the tokens' positions for backward: ``[B, 1]`` if there is a mask,
-        else empty.
+        ``[B, V]`` scores, and ``[B, 1]`` positions of the tokens for backward; ``None`` without
+        training or without a mask.
     """
     tokens = tensors.tokens
-    winners = _token_positions(tokens, options.pooling)
-    selected = _select_tokens(tokens, winners, options.pooling)
+    positions = None
+    if tokens.attention_mask is not None:
+        positions = _masked_positions(tokens, tokens.attention_mask, options.pooling)
+    selected = _select_tokens(tokens, positions, options.pooling)
     logits = selected.states @ tensors.weight.to(selected.states.dtype).T
     if options.logit_scale != 1.0:
         logits *= options.logit_scale
     if tensors.bias is not None:
         logits += tensors.bias
-    scores = activate(logits, options.activation).masked_fill_(~selected.valid[:, None], 0)
-    return scores.to(options.out_dtype), winners if training else winners[:0]
+    scores = activate(logits, options.activation).masked_fill_(~selected.has_token[:, None], 0)
+    return scores.to(options.out_dtype), positions if training else None
 
 
 def _one_token_backward(
@@ -426,7 +441,7 @@ def _one_token_backward(
     options: HeadOptions,
     needs: Needs,
 ) -> Gradients:
-    """Compute the gradients of the poolings of one token per sequence, by two plain products.
+    """Compute the gradients of poolings that select the first or the last valid token.
 
     Args:
         dscores: ``[B, V]`` gradient of the scores.
@@ -436,57 +451,52 @@ def _one_token_backward(
     """
     tokens = saved.tokens
     hidden = saved.hidden
-    winners = saved.winners
-    if winners is None:  # kernels save none without a mask
-        winners = _token_positions(tokens, options.pooling)
-    selected = _select_tokens(tokens, winners, options.pooling)
-    valid = selected.valid
+    positions = saved.winners
+    if positions is not None and positions.size(0) == 0:
+        positions = None  # the registered operator saves an empty tensor instead of None
+    selected = _select_tokens(tokens, positions, options.pooling)
+    has_token = selected.has_token
     dtype = selected.states.dtype
     scores = cast(Tensor, saved.scores).to(dtype)
     grad = dscores.to(dtype) * slope_from_score(scores, options.activation)
-    grad = grad.masked_fill(~valid[:, None], 0)
+    grad = grad.masked_fill(~has_token[:, None], 0)
     dbias = grad.sum(dim=0) if needs.bias else None
     grad = grad * options.logit_scale
     dhidden = None
     dweight = None
     if needs.hidden:
+        dstates = (grad @ saved.weight.to(dtype)).to(hidden.dtype)
         drows = hidden.new_zeros(tokens.n_rows, hidden.size(-1))
-        dtokens = (grad @ saved.weight.to(dtype)).to(hidden.dtype)
-        drows[selected.rows[valid]] = dtokens[valid]
+        drows[selected.row_of_token[has_token]] = dstates[has_token]
         dhidden = drows.view(hidden.shape)
     if needs.weight:
         dweight = (grad.T @ selected.states).to(saved.weight.dtype)
     return dhidden, dweight, dbias
 
 
-def _token_positions(tokens: Tokens, pooling: str) -> Tensor:
+def _masked_positions(tokens: Tokens, mask: Tensor, pooling: str) -> Tensor:
     """Return the position of the first or the last valid token of each sequence.
 
     Args:
-        tokens: the token states with their mask.
+        tokens: the token states.
+        mask: ``[B, S]``, nonzero = valid.
         pooling: ``"cls"`` for the first tokens, ``"last"`` for the last ones.
 
     Returns:
-        ``[B, 1]`` positions, with the mark "no winner" for a sequence without valid tokens. They
-        are ``[0, 1]`` without a mask, since the lengths then determine them.
+        ``[B, 1]`` positions, and :func:`no_winner` for a sequence without valid tokens.
     """
-    hidden = tokens.hidden
-    mask = tokens.attention_mask
     dtype = winner_dtype(tokens.length_bound)
-    if mask is None:
-        return torch.empty(0, 1, dtype=dtype, device=hidden.device)
-    if mask.size(1) == 0:
-        shape = (mask.size(0), 1)
-        none = torch.full(shape, no_winner(dtype), dtype=torch.int32, device=hidden.device)
-        return none.to(dtype)
     valid = mask != 0
-    positions = torch.arange(mask.size(1), device=hidden.device)
-    if pooling == "last":
-        selected = torch.where(valid, positions, -1).amax(dim=1, keepdim=True)
+    token_positions = torch.arange(mask.size(1), device=mask.device)
+    if mask.size(1) == 0:  # a maximum over no tokens is an error
+        selected = torch.zeros(mask.size(0), 1, dtype=torch.long, device=mask.device)
+    elif pooling == "last":
+        selected = torch.where(valid, token_positions, -1).amax(dim=1, keepdim=True)
     else:
-        selected = torch.where(valid, positions, mask.size(1)).amin(dim=1, keepdim=True)
-    has_valid = valid.any(dim=1, keepdim=True)
-    return torch.where(has_valid, selected, no_winner(dtype)).int().to(dtype)
+        selected = torch.where(valid, token_positions, mask.size(1)).amin(dim=1, keepdim=True)
+    has_token = valid.any(dim=1, keepdim=True)
+    # Torch casts int64 to uint16 only by way of int32 on some devices.
+    return torch.where(has_token, selected, no_winner(dtype)).int().to(dtype)
 
 
 class _SelectedTokens(NamedTuple):
@@ -494,42 +504,54 @@ class _SelectedTokens(NamedTuple):
 
     Attributes:
         states: ``[B, D]`` token states in the accumulators' dtype, zeros without a valid token.
-        rows: ``[B]`` rows of hidden, 0 without a valid token.
-        valid: ``[B]`` whether the sequence has a valid token.
+        row_of_token: ``[B]`` row of hidden of the token, 0 without a valid token.
+        has_token: ``[B]`` whether the sequence has a valid token.
     """
 
     states: Tensor
-    rows: Tensor
-    valid: Tensor
+    row_of_token: Tensor
+    has_token: Tensor
 
 
-def _select_tokens(tokens: Tokens, winners: Tensor, pooling: str) -> _SelectedTokens:
+def _select_tokens(tokens: Tokens, positions: Tensor | None, pooling: str) -> _SelectedTokens:
     """Gather the first or last valid token of each sequence.
 
     Args:
         tokens: the token states.
-        winners: positions of the tokens ``[B, 1]``; empty if no mask determines them.
+        positions: ``[B, 1]`` positions of the tokens, if a mask determines them.
         pooling: ``"cls"`` or ``"last"``.
     """
     hidden = tokens.hidden
-    cu_seqlens = tokens.cu_seqlens
-    if cu_seqlens is not None:
-        valid = cu_seqlens.diff() > 0
-        rows = cu_seqlens[1:].long() - 1 if pooling == "last" else cu_seqlens[:-1].long()
-    else:
-        first_rows = torch.arange(tokens.batch, device=hidden.device) * tokens.length
-        if tokens.attention_mask is not None or winners.size(0):
-            positions = winners[:, 0].int()
-            valid = positions != no_winner(winners.dtype)
-            rows = first_rows + positions
-        else:
-            valid = torch.full_like(first_rows, tokens.length > 0, dtype=torch.bool)
-            rows = first_rows + (tokens.length - 1 if pooling == "last" else 0)
-    rows = torch.where(valid, rows, 0)
+    rows, has_token = _selected_rows(tokens, positions, is_last=pooling == "last")
+    rows = torch.where(has_token, rows, 0)
     dtype = wide_dtype(hidden.dtype)
     if tokens.n_rows == 0:
         states = hidden.new_zeros(tokens.batch, hidden.size(-1), dtype=dtype)
     else:
         states = hidden.reshape(-1, hidden.size(-1))[rows]
-        states = states.masked_fill(~valid[:, None], 0).to(dtype)
-    return _SelectedTokens(states, rows, valid)
+        states = states.masked_fill(~has_token[:, None], 0).to(dtype)
+    return _SelectedTokens(states, rows, has_token)
+
+
+def _selected_rows(
+    tokens: Tokens,
+    positions: Tensor | None,
+    is_last: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the ``[B]`` rows of hidden that are selected, and ``[B]`` whether there is one.
+
+    Args:
+        tokens: the token states.
+        positions: ``[B, 1]`` positions of the tokens, if a mask determines them.
+        is_last: whether the last token is selected, and not the first.
+    """
+    if tokens.cu_seqlens is not None:
+        offsets = tokens.cu_seqlens.long()
+        rows = offsets[1:] - 1 if is_last else offsets[:-1]
+        return rows, offsets.diff() > 0
+    first_rows = torch.arange(tokens.batch, device=tokens.hidden.device) * tokens.length
+    if positions is not None:
+        selected = positions[:, 0].int()
+        return first_rows + selected, selected != no_winner(positions.dtype)
+    rows = first_rows + (tokens.length - 1 if is_last else 0)
+    return rows, torch.full_like(first_rows, tokens.length > 0, dtype=torch.bool)

@@ -19,12 +19,13 @@ BLOCK_V = 4096  # vocabulary columns of a tile
 
 
 class PackedRows(NamedTuple):
-    """The valid tokens of a batch.
+    """The valid tokens of a batch, one sequence after another.
 
     Attributes:
         rows: ``[T, D]`` token states in the accumulators' dtype.
-        offsets: ``B + 1`` offsets of the sequences.
-        positions: ``[T]`` rows of the padded input, or ``None`` if all its rows are valid.
+        offsets: ``B + 1`` first rows of the sequences, and T.
+        positions: ``[T]`` row of each token in the padded input, flattened to ``[B * S, D]``;
+            ``None`` if all its rows are valid, or if the input is packed.
     """
 
     rows: Tensor
@@ -38,15 +39,15 @@ class PackedRows(NamedTuple):
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype that products accumulate in: fp32, or fp64 for fp64 input."""
+    """Return the dtype that products accumulate in: fp32, or fp64 for fp64 input."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def pack_rows(tokens: Tokens) -> PackedRows:
     """Gather the valid tokens of padded or packed input, one sequence after another.
 
-    Rows are copied only if there is padding, or if their dtype is not that of the accumulators. The
-    offsets are read on the CPU, which waits for a GPU.
+    Rows are copied only if there is padding, or if they are not in fp32 or fp64. Offsets are
+    returned as a Python list, so this synchronises with a GPU.
     """
     hidden = tokens.hidden
     rows = hidden.reshape(-1, hidden.size(-1))
@@ -64,64 +65,83 @@ def pack_rows(tokens: Tokens) -> PackedRows:
 
 
 class Piece(NamedTuple):
-    """Rows whose logits share a tile: several sequences, or a part of a long one.
+    """Packed rows whose logits are computed at once: whole sequences, or a part of a long one.
 
     Attributes:
-        first: the first sequence.
-        last: the sequence after the last one.
-        start: the first row.
-        end: the row after the last one.
+        first_sequence: the first sequence.
+        end_sequence: the sequence after the last one.
+        start_row: the first packed row.
+        end_row: the row after the last one.
     """
 
-    first: int
-    last: int
-    start: int
-    end: int
+    first_sequence: int
+    end_sequence: int
+    start_row: int
+    end_row: int
 
 
 def _pieces(offsets: list[int], max_rows: int) -> list[Piece]:
     """Divide a batch into pieces of at most ``max_rows`` rows.
 
-    A piece has consecutive sequences, or a part of a sequence with more than ``max_rows`` rows.
-    Sequences without rows have no piece of their own.
+    A piece holds whole consecutive sequences, or a part of one sequence that is longer than
+    ``max_rows``. Sequences without rows have no piece of their own.
+
+    Args:
+        offsets: ``B + 1`` first packed rows of the sequences, and the number of rows.
+        max_rows: maximum number of rows of a piece.
     """
     pieces: list[Piece] = []
     batch = len(offsets) - 1
     first = 0
     while first < batch:
-        start = offsets[first]
-        last = first + 1
-        if offsets[last] - start > max_rows:
-            bounds = [*range(start, offsets[last], max_rows), offsets[last]]
+        start_row = offsets[first]
+        end = first + 1
+        if offsets[end] - start_row > max_rows:  # a long sequence
+            bounds = [*range(start_row, offsets[end], max_rows), offsets[end]]
             pieces += [
-                Piece(first, last, part_start, part_end)
+                Piece(first, end, part_start, part_end)
                 for part_start, part_end in itertools.pairwise(bounds)
             ]
         else:
-            while last < batch and offsets[last + 1] - start <= max_rows:
-                last += 1
-            if offsets[last] > start:
-                pieces.append(Piece(first, last, start, offsets[last]))
-        first = last
+            while end < batch and offsets[end + 1] - start_row <= max_rows:
+                end += 1
+            if offsets[end] > start_row:
+                pieces.append(Piece(first, end, start_row, offsets[end]))
+        first = end
     return pieces
 
 
 class Run(NamedTuple):
-    """Scaled logits of consecutive sequences of one length, or of a part of a long sequence.
+    """Scaled logits of adjacent sequences of equal length, or of a part of a long sequence.
 
     Attributes:
-        first: the first sequence.
-        last: the sequence after the last one.
-        start: packed row of the first logits.
-        before: tokens of the long sequence that come before this part, else 0.
-        logits: ``[last - first, L, C]``: sequences, tokens, vocabulary columns.
+        first_sequence: the first sequence.
+        end_sequence: the sequence after the last one.
+        start_row: packed row of the first logits.
+        n_before: tokens of the long sequence that come before this part, else 0.
+        logits: ``[n, L, C]``: sequences, tokens, vocabulary columns.
     """
 
-    first: int
-    last: int
-    start: int
-    before: int
+    first_sequence: int
+    end_sequence: int
+    start_row: int
+    n_before: int
     logits: Tensor
+
+
+class VocabularyTile(NamedTuple):
+    """A block of the vocabulary, and its logits.
+
+    Attributes:
+        columns: columns of the block.
+        weight: ``[C, D]`` their rows of the weight, in the accumulators' dtype.
+        runs: logits of all sequences. Runs are computed one by one, and the logits of the next one
+            may overwrite those of the last.
+    """
+
+    columns: slice
+    weight: Tensor
+    runs: Iterator[Run]
 
 
 def vocabulary_tiles(
@@ -129,34 +149,33 @@ def vocabulary_tiles(
     weight: Tensor,
     logit_scale: float,
     by_onednn: bool = False,
-) -> Iterator[tuple[slice, Tensor, Iterator[Run]]]:
+) -> Iterator[VocabularyTile]:
     """Yield the logits of a batch, one block of the vocabulary at a time.
 
     Args:
         packed: the valid tokens.
         weight: ``[V, D]``.
         logit_scale: factor of the products.
-        by_onednn: whether oneDNN may compute the products. They are then newly allocated, which is
-            slower if every product is written to.
-
-    Yields:
-        Columns of the block, their rows of the weight in the accumulators' dtype, and runs of
-        logits. The next run overwrites the logits.
+        by_onednn: whether oneDNN may compute the products. It allocates memory for each product,
+            which costs more than it saves if the caller writes to every logit.
     """
     pieces = _pieces(packed.offsets, TILE_ELEMENTS // BLOCK_V)
-    largest = max((piece.end - piece.start for piece in pieces), default=0)
-    # All tiles share their memory: new pages for each would take a sixth of the products' time.
+    max_rows = max((piece.end_row - piece.start_row for piece in pieces), default=0)
+    # All products of torch share their memory: new pages for each would take a sixth of their time.
     scratch: Tensor | None = None
     for first_column in range(0, weight.size(0), BLOCK_V):
         tile_weight = weight[first_column : first_column + BLOCK_V].to(packed.rows.dtype)
         width = tile_weight.size(0)
-        columns = slice(first_column, first_column + width)
-        product = tile_product(packed.rows, largest, tile_weight) if by_onednn else None
+        product = tile_product(packed.rows, max_rows, tile_weight) if by_onednn else None
         if product is None:
             if scratch is None:
-                scratch = packed.rows.new_empty(largest * width)
+                scratch = packed.rows.new_empty(max_rows * width)
             product = _product_into(scratch, tile_weight)
-        yield columns, tile_weight, _runs(packed, pieces, width, logit_scale, product)
+        yield VocabularyTile(
+            columns=slice(first_column, first_column + width),
+            weight=tile_weight,
+            runs=_runs(packed, pieces, width, logit_scale, product),
+        )
 
 
 def _product_into(scratch: Tensor, tile_weight: Tensor) -> Callable[[Tensor], Tensor]:
@@ -179,57 +198,71 @@ def _runs(
 ) -> Iterator[Run]:
     """Yield the logits of one block of the vocabulary, for all sequences.
 
-    A piece of rows is multiplied at once. Neighbours of one length in it are a single run, whose
-    logits can be viewed as ``[sequences, tokens, columns]``.
-
     Args:
         packed: the valid tokens.
-        pieces: division of the tokens.
+        pieces: division of the tokens. The rows of a piece are multiplied at once.
         width: columns of the block.
         logit_scale: factor of the products.
         product: computes the products of rows and the block's weight.
     """
-    offsets = packed.offsets
     for piece in pieces:
-        logits = product(packed.rows[piece.start : piece.end])
+        logits = product(packed.rows[piece.start_row : piece.end_row])
         if logit_scale != 1.0:
             logits *= logit_scale
-        first = piece.first
-        while first < piece.last:
-            length = offsets[first + 1] - offsets[first]
-            last = first + 1
-            while last < piece.last and offsets[last + 1] - offsets[last] == length:
-                last += 1
-            if length:
-                start = max(offsets[first], piece.start)
-                run_logits = logits[start - piece.start : offsets[last] - piece.start]
-                yield Run(
-                    first=first,
-                    last=last,
-                    start=start,
-                    before=start - offsets[first],
-                    logits=run_logits.view(last - first, -1, width),
-                )
-            first = last
+        for first, end in _equal_lengths(packed.offsets, piece):
+            # A part of a long sequence may begin after the sequence's first row. It may also end
+            # before the last one, where the slice of the logits ends.
+            start_row = max(packed.offsets[first], piece.start_row)
+            first_logit = start_row - piece.start_row
+            run_logits = logits[first_logit : packed.offsets[end] - piece.start_row]
+            yield Run(
+                first_sequence=first,
+                end_sequence=end,
+                start_row=start_row,
+                n_before=start_row - packed.offsets[first],
+                logits=run_logits.view(end - first, -1, width),
+            )
 
 
-def update_maximum(scores: Tensor, winners: Tensor | None, logits: Tensor, before: int) -> None:
-    """Update the maxima over tokens, and their winners, in place with further logits.
+def _equal_lengths(offsets: list[int], piece: Piece) -> Iterator[tuple[int, int]]:
+    """Yield the first and the end of each range of adjacent sequences of equal length, not 0.
+
+    The logits of such a range can be viewed as ``[sequences, tokens, columns]``.
+    """
+    first = piece.first_sequence
+    while first < piece.end_sequence:
+        length = offsets[first + 1] - offsets[first]
+        end = first + 1
+        while end < piece.end_sequence and offsets[end + 1] - offsets[end] == length:
+            end += 1
+        if length:
+            yield first, end
+        first = end
+
+
+def update_maximum(
+    scores: Tensor,
+    winners: Tensor | None,
+    logits: Tensor,
+    n_before: int,
+) -> None:
+    """Update the maxima over tokens, and their winners, in place with the logits of more tokens.
 
     Args:
-        scores: ``[n, C]`` maxima, not yet written if ``before`` is 0.
-        winners: ``[n, C]`` tokens that have them, or ``None``.
+        scores: ``[n, C]`` maxima, not yet written if ``n_before`` is 0.
+        winners: ``[n, C]`` positions of the tokens with the maxima, or ``None``.
         logits: ``[n, L, C]`` logits of the tokens.
-        before: tokens of a long sequence whose maxima ``scores`` has. They win ties.
+        n_before: number of tokens that ``scores`` already covers. Ties keep the earlier winner.
     """
     maxima, tokens = max_over_tokens(logits, winners is not None)
-    if before == 0:
+    if n_before == 0:
         scores.copy_(maxima)
         if winners is not None:
             winners.copy_(tokens)
     elif winners is None:
         torch.maximum(scores, maxima, out=scores)
     else:
+        # The first NaN wins.
         is_larger = (maxima > scores) | (maxima.isnan() & ~scores.isnan())
         scores.copy_(torch.where(is_larger, maxima, scores))
-        winners.copy_(torch.where(is_larger, tokens + before, winners))
+        winners.copy_(torch.where(is_larger, tokens + n_before, winners))

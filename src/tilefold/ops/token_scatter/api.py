@@ -217,7 +217,7 @@ def _checked(
         weights = weights.squeeze(-1)
     sizes = dict(zip(layout.split(), input_ids.shape, strict=True))
     check_shape("weights", weights, layout, **sizes)
-    check_tokens(attention_mask, cu_seqlens, "tokens", **sizes)
+    check_tokens(attention_mask, cu_seqlens, batch=input_ids.size(0), length=input_ids.size(-1))
     others = {"input_ids": input_ids, "attention_mask": attention_mask, "cu_seqlens": cu_seqlens}
     check_same_device("weights", weights, others)
     # No token can have an id that int64 does not hold.
