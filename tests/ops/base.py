@@ -12,8 +12,8 @@ from tilefold.ops._shared.activation import (
     ACTIVATIONS,
     activate,
     differentiable_activate,
-    slope_from_logit,
-    slope_from_score,
+    gradient_from_logit,
+    gradient_from_score,
 )
 from tilefold.ops._shared.calls import call_key
 from tilefold.ops._shared.checks import check_shape

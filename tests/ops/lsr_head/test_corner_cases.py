@@ -112,6 +112,27 @@ def test_empty_batches(
         assert leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any()
 
 
+@pytest.mark.parametrize("gradient", [math.inf, math.nan])
+@pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu", "relu"])
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_an_infinite_gradient_of_a_score_of_zero_has_no_effect(
+    target: Target,
+    pooling: str,
+    activation: str,
+    gradient: float,
+) -> None:
+    """The square root of a score, for example, has an infinite slope at 0."""
+    inputs = lsr_head_inputs(*SMALL, layout="right", device=target.device)
+    inputs.bias[3] = -100  # all logits of this entry are negative
+    options = {"pooling": pooling, "activation": activation, "impl": target.impl}
+    inputs.dscores[:, 3] = 0
+    expected = lsr_head_results(inputs, **options)
+    inputs.dscores[:, 3] = gradient
+    results = lsr_head_results(inputs, **options)
+    assert not results["scores"][:, 3].any()
+    assert_same_bits(results, expected)
+
+
 @pytest.mark.parametrize("activation", ["log1p_relu", "none"])
 @pytest.mark.parametrize("pooling", ["max", "cls"])
 def test_a_bias_of_minus_infinity_switches_an_entry_off(

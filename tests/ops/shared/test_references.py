@@ -14,8 +14,8 @@ from tests.ops.base import (
     ACTIVATIONS,
     activate,
     differentiable_activate,
-    slope_from_logit,
-    slope_from_score,
+    gradient_from_logit,
+    gradient_from_score,
 )
 from tests.ops.contracts import listed
 from tests.ops.samples import Sample
@@ -64,15 +64,16 @@ def test_slopes_are_the_derivatives_and_nan_stays_nan(activation: str) -> None:
     (slope,) = torch.autograd.grad(scores.sum(), x)
     assert slope.isnan().tolist() == [False] * 6 + [True]
     scores, x = scores.detach(), x.detach()
+    grad = torch.ones_like(x)
     torch.testing.assert_close(
-        slope_from_logit(x, activation),
+        gradient_from_logit(grad, x, activation),
         slope,
         rtol=1e-12,
         atol=0,
         equal_nan=True,
     )
     torch.testing.assert_close(
-        slope_from_score(scores, activation),
+        gradient_from_score(grad, scores, activation),
         slope,
         rtol=1e-12,
         atol=0,

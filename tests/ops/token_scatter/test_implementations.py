@@ -275,6 +275,33 @@ def test_softplus_and_its_logarithm_hold_for_every_weight_beside_every_other(
     )
 
 
+@pytest.mark.parametrize("gradient", [math.inf, math.nan])
+@pytest.mark.parametrize("activation", ["log1p_relu", "log1p_log1p_relu", "relu"])
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+def test_an_infinite_gradient_of_a_score_of_zero_has_no_effect(
+    target: Target,
+    reduce: str,
+    activation: str,
+    gradient: float,
+) -> None:
+    """The square root of a score, for example, has an infinite slope at 0."""
+    weights = torch.tensor([[-1.0, 0.5, -2.0]], device=target.device, requires_grad=True)
+    ids = torch.tensor([[0, 1, 0]], device=target.device)
+    scores = token_scatter(
+        weights,
+        ids,
+        3,
+        reduce=reduce,
+        activation=activation,
+        impl=target.impl,
+    )
+    assert not scores[0, 0]
+    (finite,) = torch.autograd.grad(scores[0, 1], weights, retain_graph=True)
+    upstream = torch.tensor([[gradient, 1.0, 0.0]], device=target.device)
+    (actual,) = torch.autograd.grad(scores, weights, upstream)
+    assert torch.equal(actual, finite)
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e30])
 def test_sums_keep_their_relative_error_at_every_scale(target: Target, scale: float) -> None:
     inputs = token_scatter_inputs(*SHAPE, layout="right", device=target.device)

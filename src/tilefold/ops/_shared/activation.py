@@ -1,4 +1,4 @@
-"""Activations of logits, and their slopes.
+"""Activations of logits, and their gradients.
 
 All are elementwise and monotone, so they commute with a maximum.
 """
@@ -53,38 +53,53 @@ def differentiable_activate(x: Tensor, activation: str) -> Tensor:
     return y
 
 
-def slope_from_score(score: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` in terms of ``score = act(x)``, so that backward needs no logits.
+def gradient_from_score(grad: Tensor, score: Tensor, activation: str) -> Tensor:
+    """Return ``grad * act'(x)`` in terms of ``score = act(x)``, so that backward needs no logits.
 
-    NaN stays NaN.
+    A NaN score gives NaN. Where the activation is flat the result is 0, also for an infinite or NaN
+    ``grad``, as in torch's own gradient of ``relu``.
+
+    Args:
+        grad: gradient of the score.
+        score: activated logit, in the shape of ``grad``.
+        activation: name of the activation.
     """
-    positive = score > 0
-    if activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
-        slope = torch.exp(-score)
-    elif activation == "log1p_log1p_relu":  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
-        slope = torch.exp(-score - torch.expm1(score))
-    elif activation == "relu":
-        slope = torch.ones_like(score)
-    elif activation == "softplus":  # y = log(1 + e^x), y' = 1 - e^-y
-        return -torch.expm1(-score)
-    else:
-        return _one_or_nan(score)
-    # where() alone would silently turn a NaN score into a gradient of zero
-    return torch.where(positive, slope, torch.where(score.isnan(), score, torch.zeros_like(slope)))
-
-
-def slope_from_logit(logit: Tensor, activation: str) -> Tensor:
-    """``act'(logit)``, elementwise. NaN stays NaN."""
-    return slope_in_place(logit.clone(), activation)
-
-
-def slope_in_place(x: Tensor, activation: str) -> Tensor:
-    """``act'(x)`` in the memory of ``x``. NaN stays NaN."""
-    if activation == "softplus":
-        return x.sigmoid_()
+    if activation == "softplus":  # y = log(1 + e^x), y' = 1 - e^-y
+        return grad * -torch.expm1(-score)
     if activation == "none":
-        return x.masked_fill_(~x.isnan(), 1)
-    flat = x <= 0
+        return grad * _one_or_nan(score)
+    if activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
+        gradient = grad * torch.exp(-score)
+    elif activation == "log1p_log1p_relu":  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
+        gradient = grad * torch.exp(-score - torch.expm1(score))
+    else:
+        gradient = grad
+    # where() alone would silently turn a NaN score into a gradient of zero
+    zero_or_nan = torch.where(score.isnan(), score, torch.zeros_like(score))
+    return torch.where(score > 0, gradient, zero_or_nan)
+
+
+def gradient_from_logit(grad: Tensor, logit: Tensor, activation: str) -> Tensor:
+    """Return ``grad * act'(logit)``, see :func:`gradient_from_logit_in_place`."""
+    return gradient_from_logit_in_place(grad, logit.clone(), activation)
+
+
+def gradient_from_logit_in_place(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Compute ``grad * act'(x)`` in the memory of the logits ``x``.
+
+    A NaN logit gives NaN. Where the activation is flat the result is 0, also for an infinite or NaN
+    ``grad``, as in torch's own gradient of ``relu``.
+
+    Args:
+        grad: gradient of the activated logits, which broadcasts to the shape of ``x``.
+        x: logits, which are overwritten.
+        activation: name of the activation.
+    """
+    if activation == "softplus":
+        return x.sigmoid_().mul_(grad)
+    if activation == "none":
+        return x.masked_fill_(~x.isnan(), 1).mul_(grad)
+    is_flat = x <= 0
     if activation == "relu":
         x.masked_fill_(x > 0, 1)
     else:
@@ -93,7 +108,7 @@ def slope_in_place(x: Tensor, activation: str) -> Tensor:
         if inner is not None:  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
             x.mul_(inner)
         x.reciprocal_()
-    return x.masked_fill_(flat, 0)
+    return x.mul_(grad).masked_fill_(is_flat, 0)
 
 
 def _one_or_nan(x: Tensor) -> Tensor:

@@ -16,8 +16,8 @@ from torch.nn.functional import embedding_bag
 from tilefold.ops._shared.activation import (
     activate,
     activate_in_place,
-    slope_from_score,
-    slope_in_place,
+    gradient_from_logit_in_place,
+    gradient_from_score,
 )
 from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import no_winner, winner_dtype
@@ -297,7 +297,7 @@ def _logit_gradient(
     """
     positions = winners.to(torch.int32)
     has_winner = positions != no_winner(winners.dtype)
-    grad = dscores.to(dtype) * slope_from_score(scores.to(dtype), activation)
+    grad = gradient_from_score(dscores.to(dtype), scores.to(dtype), activation)
     winner_rows = torch.where(has_winner, positions, 0) + starts[:, None]
     return torch.where(has_winner, grad, torch.zeros_like(grad)).T, winner_rows.T
 
@@ -381,9 +381,9 @@ def _sum_backward(
         for run in tile.runs:
             if bias is not None:
                 run.logits.add_(bias[tile.columns].to(rows.dtype))
-            slopes = slope_in_place(run.logits, options.activation)
             run_grad = grad[run.first_sequence : run.end_sequence, None, tile.columns]
-            dlogits = slopes.mul_(run_grad).flatten(0, 1)
+            dlogits = gradient_from_logit_in_place(run_grad, run.logits, options.activation)
+            dlogits = dlogits.flatten(0, 1)
             run_rows = slice(run.start_row, run.start_row + dlogits.size(0))
             if dbias is not None:
                 dbias[tile.columns] += dlogits.sum(dim=0)
@@ -458,7 +458,7 @@ def _one_token_backward(
     has_token = selected.has_token
     dtype = selected.states.dtype
     scores = cast(Tensor, saved.scores).to(dtype)
-    grad = dscores.to(dtype) * slope_from_score(scores, options.activation)
+    grad = gradient_from_score(dscores.to(dtype), scores, options.activation)
     grad = grad.masked_fill(~has_token[:, None], 0)
     dbias = grad.sum(dim=0) if needs.bias else None
     grad = grad * options.logit_scale

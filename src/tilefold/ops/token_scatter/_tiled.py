@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from tilefold._internal.csr import csr_tensor
-from tilefold.ops._shared.activation import activate, slope_from_logit
+from tilefold.ops._shared.activation import activate, gradient_from_logit_in_place
 from tilefold.ops.token_scatter._problem import (
     ScatterOptions,
     ScatterSaved,
@@ -161,7 +161,7 @@ def backward(
     ids = saved.input_ids.flatten().index_select(0, positions).long()
     grad = dscores[sequences.index_select(0, positions), ids].to(dtype)
     selected_weights = weights.flatten().index_select(0, positions).to(dtype)
-    grad = grad * slope_from_logit(selected_weights, options.activation)
+    grad = gradient_from_logit_in_place(grad, selected_weights, options.activation)
     dweights = torch.zeros(weights.numel(), dtype=weights.dtype, device=weights.device)
     dweights[positions] = grad.to(weights.dtype)
     return (dweights.view(weights.shape),)

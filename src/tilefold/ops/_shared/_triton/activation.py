@@ -1,4 +1,4 @@
-"""Device functions: maxima that keep NaN, activations of logits, and their slopes."""
+"""Device functions: maxima that keep NaN, activations of logits, their slopes, and gradients."""
 
 import triton
 import triton.language as tl
@@ -74,3 +74,33 @@ def slope_from_logit(x, ACTIVATION: tl.constexpr):
     else:
         u = log1p(nan_max(x, 0.0))
         return tl.where(x <= 0.0, 0.0, 1.0 / ((1.0 + u) * (1.0 + x)))
+
+
+@triton.jit
+def gradient_from_score(grad, y, ACTIVATION: tl.constexpr):
+    """Return ``grad * act'(x)`` in terms of ``y = act(x)``, 0 where the activation is flat.
+
+    This is 0 also for an infinite or NaN ``grad``, as in torch's own gradient of ``relu``.
+    """
+    gradient = grad * slope_from_score(y, ACTIVATION)
+    if ACTIVATION == "softplus":
+        return gradient
+    elif ACTIVATION == "none":
+        return gradient
+    else:
+        return tl.where(y <= 0.0, 0.0, gradient)
+
+
+@triton.jit
+def gradient_from_logit(grad, x, ACTIVATION: tl.constexpr):
+    """Return ``grad * act'(x)``, 0 where the activation is flat.
+
+    This is 0 also for an infinite or NaN ``grad``, as in torch's own gradient of ``relu``.
+    """
+    gradient = grad * slope_from_logit(x, ACTIVATION)
+    if ACTIVATION == "softplus":
+        return gradient
+    elif ACTIVATION == "none":
+        return gradient
+    else:
+        return tl.where(x <= 0.0, 0.0, gradient)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.activation import activate, slope_from_score
+from tilefold.ops._shared._triton.activation import activate, gradient_from_score
 from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 from tilefold.ops.lsr_head._triton.max_backward import HEADROOM, MIN_POWER, _inverse, _power_of_two
 
@@ -240,7 +240,7 @@ def _logit_gradient(
     score = tl.load(scores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
     offs = b.to(tl.int64)[:, None] * stride_db + v.to(tl.int64)[None, :] * stride_dv
     grad = tl.load(dscores_ptr + offs, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, grad * slope_from_score(score, ACTIVATION), 0.0)
+    return tl.where(inside, gradient_from_score(grad, score, ACTIVATION), 0.0)
 
 
 @triton.jit(do_not_specialize=["B", "N", "length", "logit_scale"])

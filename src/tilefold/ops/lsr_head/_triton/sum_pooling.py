@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.activation import activate, slope_from_logit
+from tilefold.ops._shared._triton.activation import activate, gradient_from_logit
 from tilefold.ops._shared._triton.offsets import narrowed
 from tilefold.ops.lsr_head._triton.one_token import logits_tile, offsets_are_whole
 
@@ -260,7 +260,11 @@ def dlogits_kernel(
             PRECISION,
         )
         x = acc * logit_scale + bias[None, :]
-        dlogits = tl.where(valid[:, None], grad[None, :] * slope_from_logit(x, ACTIVATION), 0.0)
+        dlogits = tl.where(
+            valid[:, None],
+            gradient_from_logit(grad[None, :], x, ACTIVATION),
+            0.0,
+        )
         tl.store(
             dlogits_ptr + row[:, None] * stride_out + (offs_v - v_start)[None, :],
             (dlogits * scale).to(dlogits_ptr.dtype.element_ty),

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tilefold.ops._shared._triton.activation import activate, slope_from_logit
+from tilefold.ops._shared._triton.activation import activate, gradient_from_logit
 
 LOWEST = tl.constexpr(-(2**63))
 
@@ -352,7 +352,7 @@ def gather_kernel(
         grad = tl.load(dscores_ptr + b * stride_db + entry * stride_dv, mask=counted, other=0.0).to(
             tl.float32,
         )
-        grad = tl.where(counted, grad * slope_from_logit(weight, ACTIVATION), 0.0)
+        grad = tl.where(counted, gradient_from_logit(grad, weight, ACTIVATION), 0.0)
         tl.store(dweights_ptr + start + s, grad.to(dweights_ptr.dtype.element_ty), mask=inside)
     if PACKED:  # noqa: SIM102
         if (ok == 0) & (b == 0) & (tl.program_id(1) == 0):
