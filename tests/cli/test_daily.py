@@ -340,9 +340,7 @@ def test_training_with_too_large_a_rate_warns_or_ends_with_an_error(
         message = "warning: the ranking loss rose from .* did not learn; train with a smaller --lr"
     else:
         assert outcome.code == 1, outcome.err
-        message = (
-            "the model is dead|the gradient is zero .* the model no longer learns|training has diverged"
-        )
+        message = "the model is dead|the gradient is zero .* the model no longer learns|training has diverged"
     assert re.search(message, outcome.err), outcome.err
 
 

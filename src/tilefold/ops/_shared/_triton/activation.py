@@ -83,9 +83,7 @@ def gradient_from_score(grad, y, ACTIVATION: tl.constexpr):
     This is 0 also for an infinite or NaN ``grad``, as in torch's own gradient of ``relu``.
     """
     gradient = grad * slope_from_score(y, ACTIVATION)
-    if ACTIVATION == "softplus":
-        return gradient
-    elif ACTIVATION == "none":
+    if ACTIVATION == "softplus" or ACTIVATION == "none":
         return gradient
     else:
         return tl.where(y <= 0.0, 0.0, gradient)
@@ -98,9 +96,7 @@ def gradient_from_logit(grad, x, ACTIVATION: tl.constexpr):
     This is 0 also for an infinite or NaN ``grad``, as in torch's own gradient of ``relu``.
     """
     gradient = grad * slope_from_logit(x, ACTIVATION)
-    if ACTIVATION == "softplus":
-        return gradient
-    elif ACTIVATION == "none":
+    if ACTIVATION == "softplus" or ACTIVATION == "none":
         return gradient
     else:
         return tl.where(x <= 0.0, 0.0, gradient)
