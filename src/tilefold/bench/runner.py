@@ -74,7 +74,7 @@ class BenchRow:
         note: Reason of a status other than ``"ok"``.
         forward_error: Relative error of the output against fp64, on the checked slices.
         gradient_error: Largest relative error of a gradient.
-        forward_p20_ms: 20th percentile of the times of a call; likewise the 50th and the 80th.
+        forward_p20_ms: 20th percentile of the times of a call; 50th and 80th have columns, too.
         forward_reps: Number of timed calls.
         forward_floor_ms: Time of the minimum work at the peak throughput of the device.
         forward_tflops: Minimum operations of a call over its median time, in 10^12 per second.
@@ -407,7 +407,7 @@ def _resident_peaks(op: str, case: BenchCase, impl: str) -> dict[Phase, float]:
     runnable = build(spec.make_inputs(case, device, SEED))
     probe = build(spec.make_inputs(spec.probe(case), device, SEED))
     peaks: dict[Phase, float] = {}
-    # forward, which needs less memory, runs first: where a peak cannot be reset, it only grows
+    # forward runs first, since it needs less memory: a peak that cannot be reset only grows
     for phase in PHASES:
         run_case_phase = runnable.phase(phase)
         run_probe_phase = probe.phase(phase)

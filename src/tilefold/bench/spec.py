@@ -337,7 +337,7 @@ def poison_free_memory(tensors: Sequence[Tensor]) -> None:
     accuracy gate.
 
     Args:
-        tensors: for each floating-point tensor, a block of its size is filled. Integer tensors are
+        tensors: a block of the size of each floating-point tensor is filled. Integer tensors are
             ignored.
     """
     blocks = [

@@ -165,7 +165,7 @@ def way_config(dtype: torch.dtype, dim: int, capability: int) -> Mapping[str, An
 
 def is_built(dtype: torch.dtype, dim: int, capability: int) -> bool:
     """Whether the resident kernel is ever launched: Triton 3.6 fails to build it for 10.0."""
-    return bool(way_config(dtype, dim, capability)["resident"] > 0)
+    return bool(way_config(dtype, dim, capability)["max_resident_keys"] > 0)
 
 
 def launched(
@@ -216,7 +216,7 @@ def launched(
             setting,
         )
     else:
-        short = keys <= way_config(dtype, dim, capability)["short"]
+        short = keys <= way_config(dtype, dim, capability)["max_short_keys"]
         training = name in ("resident", "output") or (name == "roots" and not short)
         plan = plans.forward(tensors, options, training, setting)
     kernel = beside or {"inference": "output"}.get(name, name)
@@ -239,7 +239,7 @@ def build(
     if name == "resident":
         if not is_built(dtype, dim, capability):
             pytest.skip("that way is never taken there")
-        keys = way_config(dtype, dim, capability)["resident"] if keys == 4096 else keys
+        keys = way_config(dtype, dim, capability)["max_resident_keys"] if keys == 4096 else keys
     launch = launched(name, dtype, dim, kind, capability, keys, **asked)
     assert launch.constants["KIND"] == kind
     flags = dict(launch.constants)

@@ -33,7 +33,10 @@ LENGTHS = (20, 40) if INTERPRETED else (50, 150)  # resident, and by blocks
 BLOCKWISE = LENGTHS[1:] if INTERPRETED else LENGTHS  # interpreting takes seconds a case
 LONG = 44 if INTERPRETED else 330
 # Limits of the numbers of keys that choose a strategy.
-STRATEGIES = {"short": {"resident": 0, "short": 1 << 20}, "listed": {"resident": 0, "short": 0}}
+STRATEGIES = {
+    "short": {"max_resident_keys": 0, "max_short_keys": 1 << 20},
+    "listed": {"max_resident_keys": 0, "max_short_keys": 0},
+}
 # With the interpreter, other tests walk lists.
 FORCED = ["short"] if INTERPRETED else list(STRATEGIES)
 WINDOWS = [2**31 - 1] if INTERPRETED else [2**30, 2**31 - 1, 2**31, 2**70]

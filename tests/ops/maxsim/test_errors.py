@@ -31,7 +31,7 @@ VALUES = [
     ),
     (
         {"documents": torch.zeros(2, 5, 8)},
-        "documents must have the D of queries (4), got 8 in shape [2, 5, 8].",
+        "documents must have the last dimension D of queries (4), got 8 in shape [2, 5, 8].",
     ),
     (
         {"queries": torch.zeros(2, 3, 0)},
@@ -45,7 +45,7 @@ VALUES = [
     ),
     (
         {"documents": torch.zeros(3, 2, 5, 4), "pairing": "grouped"},
-        "documents must come in one group of equal size for each of the 2 queries for "
+        "documents must be 2 groups of equal size, one for each query, for "
         "pairing='grouped', got 6 documents in shape [3, 2, 5, 4].",
     ),
     (

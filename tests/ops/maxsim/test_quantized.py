@@ -222,7 +222,7 @@ def test_quantized_documents_refuse_gradients_and_normalisation(
 ) -> None:
     with pytest.raises(
         ValueError,
-        match="documents must be a floating tensor where a gradient is asked for",
+        match="documents must be a floating tensor if a gradient is needed",
     ):
         maxsim(queries.clone().requires_grad_(), documents)
     with pytest.raises(ValueError, match="normalize must be False with quantized documents"):

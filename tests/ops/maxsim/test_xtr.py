@@ -212,7 +212,7 @@ def test_top_k_must_be_a_positive_integer(top_k: Any) -> None:
             QUERIES,
             DOCUMENTS[..., :6],
             ValueError,
-            r"documents must have the D of queries \(8\), got 6",
+            r"documents must have the last dimension D of queries \(8\), got 6",
             id="another dimension",
         ),
         pytest.param(
@@ -237,7 +237,7 @@ def test_wrong_tensors_are_named(
 @without_interpreter
 def test_imputed_scores_have_no_gradient() -> None:
     queries = QUERIES.clone().requires_grad_()
-    with pytest.raises(ValueError, match="impute must be False where a gradient is asked for"):
+    with pytest.raises(ValueError, match="impute must be False if a gradient is needed"):
         xtr_scores(queries, DOCUMENTS, top_k=2, impute=True)
 
 

@@ -9,6 +9,10 @@ from torch import Tensor
 
 from tilefold.ops._shared.plan import Buffer
 
+# Value of ``EntmaxOptions.alpha_value`` if alpha is a tensor, which nothing reads: an option of an
+# operator cannot be None.
+ALPHA_IS_TENSOR = 0.0
+
 
 class EntmaxTensors(NamedTuple):
     """Tensors of a call, as rows.
@@ -26,7 +30,7 @@ class EntmaxOptions(NamedTuple):
     """Checked options of a call.
 
     Attributes:
-        alpha_value: alpha of all rows, if it is a number.
+        alpha_value: alpha of all rows, or ``ALPHA_IS_TENSOR``.
     """
 
     alpha_value: float

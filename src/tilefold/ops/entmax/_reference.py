@@ -1,8 +1,9 @@
 """Alpha-entmax in plain PyTorch: the specification that the other implementations are held to.
 
-``log p_max`` is found by bisection in fp64 (``README.md`` has the mathematics). Two Newton steps
-follow, which autograd differentiates: the first makes the first derivative of the root exact, the
-second the second derivative. It runs on any device that has fp64.
+The largest probability of a row determines all others (``README.md`` has the mathematics).
+Bisection in fp64 finds its logarithm. Two Newton steps follow, which autograd differentiates: the
+first makes the first derivative exact, and the second makes the second derivative exact. This runs
+on any device that has fp64.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ NEWTON_STEPS = 2
 def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
     """Compute the alpha-entmax of every row of ``x`` in fp64, differentiably.
 
-    The unknown of a row is ``log p_max``, the logarithm of its largest probability. Bisection finds
-    it without gradients. Newton's steps on ``log(mass) = 0`` then add its derivatives.
+    With the distance ``d_i >= 0`` of each score from the largest one, entmax is::
+
+        p_i = [p_max^(alpha - 1) - (alpha - 1) d_i]_+^(1 / (alpha - 1)),    sum_i p_i = 1
+
+    The unknown is ``log p_max``. Bisection finds it without gradients. Newton steps add its
+    derivatives.
 
     Returns:
         ``[R, n]`` probabilities in the dtype of ``x``.
@@ -34,48 +39,60 @@ def entmax(tensors: EntmaxTensors, options: EntmaxOptions) -> Tensor:
     if alpha is None:
         alpha = x.new_full((1,), options.alpha_value, dtype=torch.float64)
     scores = x.double()
-    e = alpha.double()[:, None] - 1
+    alpha_minus_1 = alpha.double()[:, None] - 1
     peak = scores.detach().amax(dim=-1, keepdim=True)
-    is_proper = peak.isfinite() & (e >= 0) & (e <= 1)
+    is_proper = peak.isfinite() & (alpha_minus_1 >= 0) & (alpha_minus_1 <= 1)
     is_empty = peak == -math.inf
-    d = torch.where(is_proper, peak - scores, 0.0)
-    # The peak is detached. Subtracting the smallest distance, which is 0, restores the gradient of
-    # the row's maximum.
-    d = d - d.amin(dim=-1, keepdim=True)
-    e = torch.where(is_proper, e, 1.0)
-    root = _root(d.detach(), e.detach())
+    distances = torch.where(is_proper, peak - scores, 0.0)
+    # The smallest distance is 0, so that this changes no value. It restores the gradient of the
+    # largest score, since the peak is detached.
+    distances = distances - distances.amin(dim=-1, keepdim=True)
+    alpha_minus_1 = torch.where(is_proper, alpha_minus_1, 1.0)
+    log_p_max = _log_p_max(distances.detach(), alpha_minus_1.detach())
     for _ in range(NEWTON_STEPS):
-        log_p = log_weights(d, root, e)
-        in_support = log_p > -math.inf
-        log_p = torch.where(in_support, log_p, 0.0)
-        p = torch.where(in_support, torch.exp(log_p), 0.0)
-        mass = p.sum(dim=-1, keepdim=True)
-        # The derivative of the mass by the root is p_max^e times the sum of p^(1-e).
-        slopes = torch.where(in_support, torch.exp((1 - e) * log_p), 0.0)
-        dmass = torch.exp(e * root) * slopes.sum(dim=-1, keepdim=True)
-        root = root - torch.log(mass) * mass / dmass
-    p = torch.exp(log_weights(d, root, e))
+        log_p_max = _newton_step(distances, log_p_max, alpha_minus_1)
+    p = torch.exp(log_weights(distances, log_p_max, alpha_minus_1))
     improper_p = torch.where(is_empty, 0.0, math.nan)
     return torch.where(is_proper, p, improper_p).to(x.dtype)
 
 
-def _root(d: Tensor, e: Tensor) -> Tensor:
-    """Find the logarithm of every row's largest probability by bisection in fp64.
-
-    It is between ``-log n``, for equal scores, and 0, for one positive probability.
+def _newton_step(distances: Tensor, log_p_max: Tensor, alpha_minus_1: Tensor) -> Tensor:
+    """Improve ``log p_max`` by a Newton step for ``log(sum_i p_i) = 0``.
 
     Args:
-        d: ``[R, n]`` distances from the row's maximum.
-        e: ``[R, 1]`` or ``[1, 1]``, alpha minus 1.
+        distances: ``[R, n]`` distances of the scores from the row's maximum.
+        log_p_max: ``[R, 1]`` logarithms of the largest probabilities.
+        alpha_minus_1: ``[R, 1]`` or ``[1, 1]``.
+    """
+    log_p = log_weights(distances, log_p_max, alpha_minus_1)
+    in_support = log_p > -math.inf
+    log_p = torch.where(in_support, log_p, 0.0)
+    p = torch.where(in_support, torch.exp(log_p), 0.0)
+    mass = p.sum(dim=-1, keepdim=True)
+    # The derivative of p_i by log p_max is p_max^(alpha - 1) p_i^(2 - alpha).
+    slopes = torch.where(in_support, torch.exp((1 - alpha_minus_1) * log_p), 0.0)
+    dmass = torch.exp(alpha_minus_1 * log_p_max) * slopes.sum(dim=-1, keepdim=True)
+    return log_p_max - torch.log(mass) * mass / dmass
+
+
+def _log_p_max(distances: Tensor, alpha_minus_1: Tensor) -> Tensor:
+    """Find the logarithm of every row's largest probability by bisection in fp64.
+
+    It solves ``sum_i exp(log_weights(distances, log_p_max, alpha_minus_1)_i) = 1``. The solution is
+    between ``-log n``, if all scores are equal, and 0, if one probability is 1.
+
+    Args:
+        distances: ``[R, n]`` distances of the scores from the row's maximum.
+        alpha_minus_1: ``[R, 1]`` or ``[1, 1]``.
 
     Returns:
-        ``[R, 1]`` ``log p_max``.
+        ``[R, 1]``.
     """
-    low = torch.full_like(d[:, :1], -math.log(d.size(-1)))
+    low = torch.full_like(distances[:, :1], -math.log(distances.size(-1)))
     high = torch.zeros_like(low)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        mass = torch.exp(log_weights(d, middle, e)).sum(dim=-1, keepdim=True)
+        mass = torch.exp(log_weights(distances, middle, alpha_minus_1)).sum(dim=-1, keepdim=True)
         is_too_large = mass > 1
         low = torch.where(is_too_large, low, middle)
         high = torch.where(is_too_large, middle, high)

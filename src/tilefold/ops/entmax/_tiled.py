@@ -24,7 +24,7 @@ def forward(
     Args:
         tensors: ``[R, n]`` scores, and ``[R]`` alphas or ``None``.
         options: checked options.
-        training: unused, since the results that backward reads are always computed.
+        training: ignored; what backward reads is always computed.
 
     Returns:
         ``[R, n]`` probabilities in the dtype of ``x``, and ``[R]`` int32 support sizes.
@@ -39,9 +39,9 @@ def forward(
         return probabilities, support.zero_()
     dtype = torch.promote_types(x.dtype, torch.float32)
     for rows in _row_blocks(x):
-        block = x[rows].to(dtype)
-        alpha_minus_1 = _alpha_minus_1(alpha, options.alpha_value, block, rows)
-        block_probabilities = row_weights(block, alpha_minus_1, kind).probabilities
+        scores = x[rows].to(dtype)
+        alpha_minus_1 = _alpha_minus_1(alpha, options.alpha_value, rows, like=scores)
+        block_probabilities = row_weights(scores, alpha_minus_1, kind).probabilities
         probabilities[rows] = block_probabilities
         support[rows] = (block_probabilities > 0).sum(dim=-1)
     return probabilities, support
@@ -59,7 +59,10 @@ def backward(
         dp: ``[R, n]`` gradient of the probabilities.
         saved: ``[R, n]`` probabilities, and ``[R]`` alphas or ``None``.
         options: checked options.
-        needs: whether the gradients of ``x`` and of ``alpha`` are needed. The others are ``None``.
+        needs: whether the gradients of ``x`` and of ``alpha`` are needed.
+
+    Returns:
+        The gradients of ``x`` and ``alpha``. A gradient that is not needed is ``None``.
     """
     p, alpha = saved
     need_x, need_alpha = needs
@@ -72,7 +75,7 @@ def backward(
         block_dx, block_dalpha = row_gradients(
             block_p,
             dp[rows].to(dtype),
-            _alpha_minus_1(alpha, options.alpha_value, block_p, rows),
+            _alpha_minus_1(alpha, options.alpha_value, rows, like=block_p),
             kind,
             need_alpha,
         )
@@ -93,18 +96,18 @@ def _row_blocks(matrix: Tensor) -> Iterator[slice]:
         yield slice(start, start + size)
 
 
-def _alpha_minus_1(alpha: Tensor | None, alpha_value: float, block: Tensor, rows: slice) -> Tensor:
-    """Return ``alpha - 1`` of a block of rows, in the dtype of ``block``.
+def _alpha_minus_1(alpha: Tensor | None, alpha_value: float, rows: slice, like: Tensor) -> Tensor:
+    """Return ``alpha - 1`` for some rows, with the dtype and the device of ``like``.
 
     Args:
         alpha: ``[R]`` alpha of each row, or ``None``.
         alpha_value: alpha of all rows, if ``alpha`` is ``None``.
-        block: the entries of the rows, of which only dtype and device are used.
-        rows: the rows.
+        rows: the selected rows.
+        like: a tensor with the dtype and the device of the result.
 
     Returns:
-        ``[n, 1]`` for ``n`` rows with an alpha each, else ``[1, 1]``.
+        ``[n, 1]`` for ``n`` rows that have different alphas, else ``[1, 1]``.
     """
     if alpha is None:
-        return torch.full((1, 1), alpha_value - 1, dtype=block.dtype, device=block.device)
-    return alpha[rows, None].to(block.dtype) - 1
+        return like.new_full((1, 1), alpha_value - 1)
+    return alpha[rows, None].to(like.dtype) - 1

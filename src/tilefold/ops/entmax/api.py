@@ -13,7 +13,13 @@ from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_same_de
 from tilefold.ops._shared.entmax_root import alpha_number, check_alphas
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.entmax import _reference, _tiled
-from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors, outputs
+from tilefold.ops.entmax._problem import (
+    ALPHA_IS_TENSOR,
+    EntmaxOptions,
+    EntmaxSaved,
+    EntmaxTensors,
+    outputs,
+)
 
 ENTMAX = Operator(
     "entmax",
@@ -64,8 +70,8 @@ def entmax(
         alpha: a number in [1, 2], or a tensor that broadcasts to ``x`` with size 1 in ``dim`` (one
             alpha per row or head, or for all), differentiable. On a GPU, where checking costs a
             synchronisation, a tensor's value outside [1, 2] makes its rows NaN instead of raising.
-        dim: the dimension that sums to 1.
-        return_support_size: also return the number of positive entries of each row.
+        dim: the dimension along which probabilities sum to 1.
+        return_support_size: whether to return the number of positive entries of each row, too.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see
             :func:`tilefold.ops.entmax.chosen_impl`.
 
@@ -74,13 +80,13 @@ def entmax(
             sizes, of that shape without ``dim``.
 
     Raises:
-        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or have a dtype that is not supported.
         ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     if isinstance(alpha, Tensor):
         tensors = EntmaxTensors(x, alpha)
-        alpha_value = 0.0
+        alpha_value = ALPHA_IS_TENSOR
     else:
         tensors = EntmaxTensors(x, None)
         alpha_value = alpha
@@ -97,7 +103,7 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
 
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
-        dim: the dimension that sums to 1.
+        dim: the dimension along which probabilities sum to 1.
         impl: as in :func:`entmax`.
 
     Returns:
@@ -106,6 +112,7 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
     Raises:
         TypeError, ValueError, RuntimeError: as in :func:`entmax`.
     """
+    # without return_support_size, the result is a tensor
     p = entmax(x, 2.0, dim, impl=impl)
     return p if isinstance(p, Tensor) else p[0]
 
@@ -115,11 +122,12 @@ def _check_arguments(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Ch
 
     Args:
         tensors: scores of any shape, and a tensor of alphas or ``None``.
-        alpha_value: the caller's alpha if it is not a tensor.
-        dim: the dimension that sums to 1.
+        alpha_value: the caller's alpha if it is a number.
+        dim: the dimension along which probabilities sum to 1.
 
     Returns:
-        The operator's options, and a function that brings the tensors into rows.
+        The options of the operator, and the function that reshapes the tensors to the 2-D rows that
+        implementations take.
     """
     x, alpha = tensors
     check_tensor("x", x)
@@ -133,39 +141,41 @@ def _check_arguments(tensors: EntmaxTensors, alpha_value: float, dim: int) -> Ch
         options = EntmaxOptions(alpha_number(alpha_value))
     else:
         _check_alpha(alpha, x, dim)
-        options = EntmaxOptions(0.0)
-    return Checked(options, partial(_rows, dim))
+        options = EntmaxOptions(ALPHA_IS_TENSOR)
+    return Checked(options, prepare=partial(_as_rows, dim))
 
 
-def _rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:
-    """Return ``x`` as rows along ``dim``, and the alpha of each row."""
+def _as_rows(dim: int, tensors: EntmaxTensors) -> EntmaxTensors:
+    """Return ``x`` as rows ``[R, n]`` along ``dim``, and the alphas of the rows ``[R]``."""
     x, alpha = tensors
     moved = x.movedim(dim, -1)
     *outer_shape, row_length = moved.shape
     if alpha is not None:
-        # Leading dimensions of size 1, as broadcasting adds them. The line is repeated from
-        # `_padded_shape` because a repeated call enters as few functions as possible.
+        # As `_with_leading_ones`, but inline: every call of the operator runs this, and a function
+        # call takes time.
         alpha = alpha.view((1,) * (x.dim() - alpha.dim()) + tuple(alpha.shape))
         alpha = alpha.movedim(dim, -1).expand(*outer_shape, 1).reshape(-1)
     return EntmaxTensors(moved.reshape(math.prod(outer_shape), row_length), alpha)
 
 
-def _padded_shape(tensor: Tensor, dims: int) -> tuple[int, ...]:
-    """Return the shape of a tensor with leading dimensions of size 1, as broadcasting adds them."""
+def _with_leading_ones(tensor: Tensor, dims: int) -> tuple[int, ...]:
+    """Return a shape of ``dims`` dimensions, with leading sizes of 1 as broadcasting adds them."""
     return (1,) * (dims - tensor.dim()) + tuple(tensor.shape)
 
 
 def _check_alpha(alpha: Tensor, x: Tensor, dim: int) -> None:
-    """Check dtype, device and shape of an alpha tensor.
+    """Check that a tensor of alphas broadcasts to one alpha for each row of ``x``.
+
+    Its dtype and device are checked, too.
 
     Args:
         alpha: alphas, which must broadcast to ``x`` with size 1 in ``dim``.
         x: scores.
-        dim: the dimension of ``x`` that sums to 1.
+        dim: the dimension of ``x`` along which probabilities are normalized.
     """
     check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
     check_same_device("x", x, {"alpha": alpha})
-    shape = _padded_shape(alpha, x.dim())
+    shape = _with_leading_ones(alpha, x.dim())
     target_shape = list(x.shape)
     target_shape[dim] = 1
     broadcasts = len(shape) == x.dim() and all(

@@ -23,7 +23,7 @@ from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.entmax._problem import EntmaxOptions, EntmaxSaved, EntmaxTensors
 from tilefold.ops.entmax._triton.rows import _backward_kernel, _forward_kernel
 
-# Configurations by the length n of a row. RESIDENT rows are in registers and are read once.
+# Configurations by the length n of a row. A RESIDENT row is read once and stays in registers.
 CONFIGS = (
     ConfigRow({}, {"BLOCK_R": 1, "BLOCK_N": 4096, "RESIDENT": False, "num_warps": 16}, "H200"),
     ConfigRow(
@@ -38,35 +38,37 @@ CONFIGS = (
     ),
 )
 
-
-# Entries of a program for short resident rows, and of a warp.
+# Entries that one program computes at least, if rows are shorter than that.
 PROGRAM_ENTRIES = 256
+# Warps of a program for a resident row: one for each 256 entries, within these bounds.
 WARP_ENTRIES = 256
+MIN_WARPS = 4
+MAX_WARPS = 16
 
 
 def rows_config(n: int, gradient: bool = False) -> Constants:
     """Return the configuration of a kernel for rows of ``n`` entries.
 
-    A row that fits in registers is one block, whose width is the next power of two. Programs for
-    short rows compute several of them.
+    A row that fits in registers is one block, whose width is the next power of two. One program
+    computes several short rows.
 
     Args:
-        n: entries of a row.
-        gradient: whether the kernel is that of the gradient.
+        n: number of entries of a row.
+        gradient: True for the backward kernel, False for the forward kernel.
 
     Returns:
-        Rows of a program ``BLOCK_R``, entries of a block ``BLOCK_N``, whether a row is one block
-        (``RESIDENT``), and ``num_warps``.
+        Compile-time constants: rows of a program ``BLOCK_R``, entries of a block ``BLOCK_N``,
+        whether a row is one block ``RESIDENT``, and ``num_warps``.
     """
     config = lookup(CONFIGS, n=n, gradient=gradient)
     if not config["RESIDENT"]:
         return config
-    block = power_of_two(n)
+    width = power_of_two(n)
     return {
-        "BLOCK_R": max(1, PROGRAM_ENTRIES // block),
-        "BLOCK_N": block,
+        "BLOCK_R": max(1, PROGRAM_ENTRIES // width),
+        "BLOCK_N": width,
         "RESIDENT": True,
-        "num_warps": max(4, min(16, block // WARP_ENTRIES)),
+        "num_warps": max(MIN_WARPS, min(MAX_WARPS, width // WARP_ENTRIES)),
     }
 
 
@@ -81,8 +83,8 @@ def forward(
     Args:
         tensors: ``[R, n]`` scores, and ``[R]`` alphas or ``None``.
         options: checked options.
-        training: unused, since the results that backward reads are always computed.
-        setting: the device.
+        training: ignored; what backward reads is always computed.
+        setting: facts about the device.
     """
     x, alpha = tensors
     check_interpreted(setting, x.dtype)
@@ -90,13 +92,13 @@ def forward(
         return Plan(fills={"support": 0})
     builder = PlanBuilder()
     builder.make_contiguous({"x": x, "alpha": alpha})
-    _add_launch(
+    _add_row_launch(
         builder,
         _forward_kernel,
         x,
         alpha,
         options,
-        {**rows_config(x.size(1)), "TOLERANCE": tolerance(x.dtype)},
+        constants={**rows_config(x.size(1)), "TOLERANCE": tolerance(x.dtype)},
         tensors={"out_ptr": "p"},
     )
     return builder.build()
@@ -111,14 +113,14 @@ def backward(
 ) -> Plan:
     """Plan the backward pass: one kernel that writes the gradients of rows and of alpha.
 
-    The kernel computes the gradient of alpha in fp32. Another dtype takes a cast after it.
+    The kernel computes the gradient of alpha in fp32. It is then cast to the dtype of alpha.
 
     Args:
         dp: ``[R, n]`` gradient of the probabilities.
         saved: ``[R, n]`` probabilities, and ``[R]`` alphas or ``None``.
         options: checked options.
         needs: whether the gradients of the rows and of alpha are needed.
-        setting: unused, since the configuration depends only on the length of a row.
+        setting: ignored; the configuration depends only on the length of a row.
     """
     p, alpha = saved
     need_x, need_alpha = needs
@@ -126,40 +128,40 @@ def backward(
         return Plan(fills={"dalpha": 0})
     builder = PlanBuilder()
     builder.make_contiguous({"dp": dp, "p": p, "alpha": alpha})
-    # The kernel computes the gradient of alpha in fp32, and torch casts it to another dtype.
-    cast_to = None
-    dalpha = "dalpha"
-    if need_alpha and alpha is not None and alpha.dtype != torch.float32:
-        cast_to = alpha.dtype
-        dalpha = builder.add_buffer("dalpha_fp32", (p.size(0),))
-    _add_launch(
+    dalpha_dtype = torch.float32 if alpha is None else alpha.dtype
+    must_cast_dalpha = need_alpha and dalpha_dtype != torch.float32
+    dalpha_fp32 = "dalpha"
+    if must_cast_dalpha:
+        dalpha_fp32 = builder.add_buffer("dalpha_fp32", (p.size(0),))
+    _add_row_launch(
         builder,
         _backward_kernel,
         p,
         alpha,
         options,
-        {
+        constants={
             **rows_config(p.size(1), gradient=True),
             "NEED_X": need_x,
             "NEED_ALPHA": need_alpha,
         },
-        tensors={"dalpha_ptr": dalpha},
+        tensors={"dalpha_ptr": dalpha_fp32},
     )
-    if cast_to is not None:
-        builder.add_torch_step(methodcaller("to", cast_to), [dalpha], output="dalpha")
+    if must_cast_dalpha:
+        builder.add_torch_step(methodcaller("to", dalpha_dtype), [dalpha_fp32], output="dalpha")
     return builder.build()
 
 
-def _add_launch(
+def _add_row_launch(
     builder: PlanBuilder,
     kernel: Any,
     x: Tensor,
     alpha: Tensor | None,
     options: EntmaxOptions,
-    parameters: Constants,
+    *,
+    constants: Constants,
     tensors: Mapping[str, str],
 ) -> None:
-    """Add the launch of a kernel over rows.
+    """Add the launch of a kernel in which each program computes ``BLOCK_R`` rows.
 
     Args:
         builder: the plan so far.
@@ -167,15 +169,15 @@ def _add_launch(
         x: layout of the ``[R, n]`` rows.
         alpha: layout of the ``[R]`` alphas, or ``None``.
         options: checked options.
-        parameters: constants that depend on the kernel.
-        tensors: names of tensors by the names of the kernel's parameters.
+        constants: compile-time constants of this kernel. Those of both kernels are added.
+        tensors: kernel parameter -> name of the tensor that it gets, if the names differ.
     """
     n_rows, row_length = x.shape
     builder.add_launch(
         kernel,
-        grid=(cdiv(n_rows, parameters["BLOCK_R"]),),
+        grid=(cdiv(n_rows, constants["BLOCK_R"]),),
         parameters={
-            **parameters,
+            **constants,
             "R": n_rows,
             "n": row_length,
             "alpha_value": options.alpha_value,

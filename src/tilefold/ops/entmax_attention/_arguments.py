@@ -20,7 +20,11 @@ from tilefold.ops._shared.checks import (
 )
 from tilefold.ops._shared.entmax_root import alpha_number
 from tilefold.ops._shared.operator import Checked
-from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors
+from tilefold.ops.entmax_attention._problem import (
+    ALPHA_IS_TENSOR,
+    AttentionOptions,
+    AttentionTensors,
+)
 
 # A window of this size or more hides nothing. Positions are int32, and so are their sums with a
 # smaller window.
@@ -50,8 +54,8 @@ def check_arguments(
         return_stats: as in :func:`tilefold.ops.entmax_attention`.
 
     Returns:
-        The operator's options, and a function that casts q, k and v under autocast and expands
-        alpha to one per head.
+        The options of the operator, and the function that casts q, k and v under autocast and
+        expands alpha to one number per head.
 
     Raises:
         TypeError, ValueError: as :func:`tilefold.ops.entmax_attention`.
@@ -70,7 +74,7 @@ def check_arguments(
     if width is None or width >= WIDEST_WINDOW:
         width = -1
     options = AttentionOptions(
-        alpha_value=alpha_number(alpha) if tensors.alpha is None else 0.0,
+        alpha_value=alpha_number(alpha) if tensors.alpha is None else ALPHA_IS_TENSOR,
         causal=bool(causal),
         window=width,
         scale=_check_scale(scale, q),
@@ -145,9 +149,9 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
 
 
 def _check_layout(tensors: AttentionTensors) -> None:
-    """Check the device of all tensors, and shapes and dtypes of offsets, mask and alpha."""
+    """Check the tensors apart from q, k and v, and that all tensors are on one device."""
     q = tensors.q
-    others = {
+    tensors_by_name = {
         "k": tensors.k,
         "v": tensors.v,
         "cu_seqlens_q": tensors.cu_seqlens_q,
@@ -155,53 +159,57 @@ def _check_layout(tensors: AttentionTensors) -> None:
         "key_padding_mask": tensors.key_padding_mask,
         "alpha": tensors.alpha,
     }
-    for name, value in others.items():
+    for name, value in tensors_by_name.items():
         if value is not None:
             check_tensor(name, value)
-    check_same_device("q", q, others)
+    check_same_device("q", q, tensors_by_name)
     _check_offsets(tensors)
     mask = tensors.key_padding_mask
     if mask is not None:
         check_shape("key_padding_mask", mask, "B Nk", B=q.size(0), Nk=tensors.k.size(2))
-        if mask.is_complex():
+        if mask.is_complex():  # every other dtype can be compared with 0
             raise TypeError(
                 f"key_padding_mask must be bool, integer or floating, got {mask.dtype}.",
             )
-    alpha = tensors.alpha
-    if alpha is not None:
-        check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
-        count = alpha.numel()
-        n_heads = q.size(1)
-        # Not `count in (1, n_heads)`: torch.compile answers that without looking at symbolic sizes.
-        if count != 1 and count != n_heads:  # noqa: PLR1714
-            raise ValueError(
-                f"alpha must hold one number or one per head ({n_heads}), got shape "
-                f"{list(alpha.shape)}.",
-            )
+    if tensors.alpha is not None:
+        _check_alpha(tensors.alpha, n_heads=q.size(1))
+
+
+def _check_alpha(alpha: Tensor, n_heads: int) -> None:
+    """Check that a tensor of alphas has a floating dtype, and one number or one per head."""
+    check_dtype("alpha", alpha, FLOAT_DTYPES, "cast it with .float().")
+    count = alpha.numel()
+    # Not `count in (1, n_heads)`: torch.compile answers that without looking at symbolic sizes.
+    if count != 1 and count != n_heads:  # noqa: PLR1714
+        raise ValueError(
+            f"alpha must hold one number or one per head ({n_heads}), got shape "
+            f"{list(alpha.shape)}.",
+        )
 
 
 def _check_offsets(tensors: AttentionTensors) -> None:
-    """Check that a packed batch has two offsets of one shape, and no mask."""
+    """Check that a packed batch has offsets of queries and keys, of one shape, and no mask."""
     cu_q = tensors.cu_seqlens_q
     cu_k = tensors.cu_seqlens_k
     if (cu_q is None) != (cu_k is None):
         missing = "cu_seqlens_q" if cu_q is None else "cu_seqlens_k"
         raise ValueError(
-            f"{missing} must be given where the other one is, got None; pass the same twice if "
-            "they agree.",
+            f"{missing} must be given together with the other offsets, got None; pass the same "
+            "tensor twice if they are equal.",
         )
     if cu_q is None or cu_k is None:
         return
     for name, offsets in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        check_offsets(name, offsets, "[B + 1], like the other one")
+        check_offsets(name, offsets, "[B + 1], like the other offsets")
         if offsets.numel() != cu_q.numel():
             raise ValueError(
-                f"{name} must have shape [B + 1], like the other one, got {list(offsets.shape)}.",
+                f"{name} must have shape [B + 1], like the other offsets, got "
+                f"{list(offsets.shape)}.",
             )
     if tensors.key_padding_mask is not None:
         raise ValueError(
-            "key_padding_mask must be None with packed input, got a tensor; cu_seqlens_k says it "
-            "all.",
+            "key_padding_mask must be None with packed input, got a tensor; cu_seqlens_k already "
+            "defines the keys.",
         )
 
 

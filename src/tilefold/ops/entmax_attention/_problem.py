@@ -14,6 +14,10 @@ from tilefold.ops._shared.checks import check_cu_seqlens
 from tilefold.ops._shared.entmax_root import check_alphas
 from tilefold.ops._shared.plan import Buffer
 
+# Value of ``AttentionOptions.alpha_value`` if alpha is a tensor, which nothing reads: an option of
+# an operator cannot be None.
+ALPHA_IS_TENSOR = 0.0
+
 
 class AttentionTensors(NamedTuple):
     """Tensors of an attention, padded or packed.
@@ -71,13 +75,13 @@ class AttentionOptions(NamedTuple):
     Query ``i`` has position ``i + Nk - Nq`` among the keys.
 
     Attributes:
-        alpha_value: alpha, if it is a number.
+        alpha_value: alpha of all heads, or ``ALPHA_IS_TENSOR``.
         causal: whether a query sees no key after its position.
         window: largest distance of a visible key from a query's position, or -1 for any.
         scale: factor of the products.
         dropout_p: probability that a weight is dropped.
-        max_seqlen_k: upper bound of the keys of a sequence.
-        support: whether the support is counted if no gradient is asked for.
+        max_seqlen_k: upper bound of the number of keys of a sequence.
+        support: whether the support is counted even if no gradient is needed.
     """
 
     alpha_value: float
@@ -88,15 +92,20 @@ class AttentionOptions(NamedTuple):
     max_seqlen_k: int
     support: bool = False
 
+    @property
+    def has_window(self) -> bool:
+        """Whether a window limits the visible keys."""
+        return self.window >= 0
+
 
 class AttentionSaved(NamedTuple):
     """Tensors saved for backward: tensors of the call, and results other than the output.
 
     Attributes:
-        q: as in :class:`AttentionTensors`, like the seven after it.
-        out2: output that delta is computed from, like ``q``. The tiled path has none.
+        q: as in :class:`AttentionTensors`, like the next seven attributes.
+        out2: second output, from which kernels compute delta, like ``q``. The tiled path has none.
         stats: ``[4, B, H, Nq]`` peak, root, mass and support of every row.
-        live: map of live blocks, or ``None`` or empty if nothing reads it.
+        live: map of live blocks; ``None`` or empty if nothing reads it.
     """
 
     q: Tensor
@@ -131,7 +140,7 @@ class SequenceGroup:
     """Sequences that are computed together: neighbours in a padded batch, or a packed sequence.
 
     Attributes:
-        first: number of the first sequence.
+        first_sequence: position of the first sequence in the batch.
         query_slice: the group in q-like tensors: sequences of a padded batch, or packed rows.
         key_slice: the group in k-like tensors: sequences of a padded batch, or packed rows.
         stats_index: the group in statistics ``[4, B, H, Nq]``.
@@ -139,7 +148,7 @@ class SequenceGroup:
         packed: whether the batch is packed.
     """
 
-    first: int
+    first_sequence: int
     query_slice: slice
     key_slice: slice
     stats_index: tuple[slice, ...]
@@ -160,38 +169,51 @@ class SequenceGroup:
 def sequence_groups(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
     """Divide a batch into groups of sequences.
 
-    This waits for a GPU if the batch is packed, to read the lengths.
+    If the batch is packed, each sequence is a group, and this waits for a GPU to read the lengths.
 
     Args:
         tensors: tensors of the call.
-        max_scores: scores of a group that has more than one sequence, at most.
+        max_scores: largest number of scores of a group of several sequences.
     """
-    q = tensors.q
+    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
+        return _packed_sequences(tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    return _groups_of_padded(tensors, max_scores)
+
+
+def _groups_of_padded(tensors: AttentionTensors, max_scores: int) -> Iterator[SequenceGroup]:
+    """Divide a padded batch into groups of neighbouring sequences; see :func:`sequence_groups`."""
+    batch, n_heads, n_queries, _ = tensors.q.shape
     mask = tensors.key_padding_mask
-    everything = slice(None)
-    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
-        scores_per_sequence = q.size(1) * q.size(2) * tensors.k.size(2)
-        group_size = max(1, max_scores // max(1, scores_per_sequence))
-        for first in range(0, q.size(0), group_size):
-            sequences = slice(first, min(first + group_size, q.size(0)))
-            yield SequenceGroup(
-                first=first,
-                query_slice=sequences,
-                key_slice=sequences,
-                stats_index=(everything, sequences),
-                keep=None if mask is None else mask[sequences] != 0,
-                packed=False,
-            )
-        return
-    query_spans = itertools.pairwise(tensors.cu_seqlens_q.tolist())
-    key_spans = itertools.pairwise(tensors.cu_seqlens_k.tolist())
-    for sequence, (query_span, key_span) in enumerate(zip(query_spans, key_spans, strict=True)):
-        rows = slice(*query_span)
+    scores_per_sequence = n_heads * n_queries * tensors.k.size(2)
+    group_size = max(1, max_scores // max(1, scores_per_sequence))
+    for first_sequence in range(0, batch, group_size):
+        sequences = slice(first_sequence, min(first_sequence + group_size, batch))
         yield SequenceGroup(
-            first=sequence,
-            query_slice=rows,
+            first_sequence=first_sequence,
+            query_slice=sequences,
+            key_slice=sequences,
+            stats_index=(slice(None), sequences),  # of [4, B, H, Nq]
+            keep=None if mask is None else mask[sequences] != 0,
+            packed=False,
+        )
+
+
+def _packed_sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[SequenceGroup]:
+    """Yield each sequence of a packed batch as a group.
+
+    Args:
+        cu_seqlens_q: ``[B + 1]`` offsets of the queries.
+        cu_seqlens_k: ``[B + 1]`` offsets of the keys.
+    """
+    query_spans = itertools.pairwise(cu_seqlens_q.tolist())
+    key_spans = itertools.pairwise(cu_seqlens_k.tolist())
+    for sequence, (query_span, key_span) in enumerate(zip(query_spans, key_spans, strict=True)):
+        query_rows = slice(*query_span)
+        yield SequenceGroup(
+            first_sequence=sequence,
+            query_slice=query_rows,
             key_slice=slice(*key_span),
-            stats_index=(everything, everything, everything, rows),
+            stats_index=(slice(None), slice(None), slice(None), query_rows),  # of [4, 1, H, Tq]
             keep=None,
             packed=True,
         )
@@ -200,33 +222,34 @@ def sequence_groups(tensors: AttentionTensors, max_scores: int) -> Iterator[Sequ
 def visible_pairs(
     n_queries: int,
     n_keys: int,
-    first: int,
-    last: int,
+    start: int,
+    stop: int,
     options: AttentionOptions,
     keep: Tensor | None,
     device: torch.device,
 ) -> Tensor:
-    """Return which keys the queries from ``first`` to ``last`` may attend to.
+    """Return which keys of a sequence the queries from ``start`` to ``stop`` may attend to.
 
     Args:
-        n_queries: queries of the sequence.
-        n_keys: keys of the sequence.
-        first: first query.
-        last: end of the queries.
+        n_queries: number of queries of the sequence.
+        n_keys: number of keys of the sequence.
+        start: first query.
+        stop: end of the queries.
         options: checked options.
         keep: ``[Nk]`` bools, false for masked keys, or ``None``.
         device: device of the result.
 
     Returns:
-        ``[last - first, Nk]`` bools.
+        ``[stop - start, Nk]`` bools.
     """
-    positions = torch.arange(first, last, device=device)[:, None] + (n_keys - n_queries)
-    keys = torch.arange(n_keys, device=device)
-    visible = torch.ones(last - first, n_keys, dtype=torch.bool, device=device)
+    # the last query has the position of the last key
+    query_positions = torch.arange(start, stop, device=device)[:, None] + (n_keys - n_queries)
+    key_positions = torch.arange(n_keys, device=device)
+    visible = torch.ones(stop - start, n_keys, dtype=torch.bool, device=device)
     if options.causal:
-        visible &= keys <= positions
-    if options.window >= 0:
-        visible &= (keys - positions).abs() <= options.window
+        visible &= key_positions <= query_positions
+    if options.has_window:
+        visible &= (key_positions - query_positions).abs() <= options.window
     return visible if keep is None else visible & keep
 
 
@@ -243,8 +266,8 @@ def check_values(tensors: AttentionTensors, options: AttentionOptions) -> None:
     Alphas are checked on the CPU only. Reading offsets waits for a GPU.
 
     Raises:
-        ValueError: for an alpha outside [1, 2], for offsets that do not describe the rows, and for
-            a sequence with more keys than ``max_seqlen_k``.
+        ValueError: if an alpha is outside [1, 2], offsets do not divide the rows, or a sequence has
+            more keys than ``max_seqlen_k``.
     """
     check_alphas(tensors.alpha)
     cu_q = tensors.cu_seqlens_q

@@ -111,23 +111,23 @@ def _dropout_mask(
 ) -> Tensor:
     """Return which weights of a sequence dropout keeps.
 
-    A weight's fate is a function of the seed and of the numbers of sequence, head, query and key,
-    so that all implementations drop the same weights.
+    Whether a weight is kept depends only on the seed and on the positions of sequence, head, query
+    and key, so that all implementations drop the same weights.
 
     Args:
         seed: ``[1]`` int64 seed.
-        sequence: the sequence.
-        n_heads: query heads ``H``.
-        n_queries: queries ``Nq`` of the sequence.
-        n_keys: keys ``Nk`` of the sequence.
+        sequence: a group of one sequence.
+        n_heads: number of query heads ``H``.
+        n_queries: number of queries ``Nq`` of the sequence.
+        n_keys: number of keys ``Nk`` of the sequence.
         options: checked options, with the probability of dropout.
 
     Returns:
         ``[H, Nq, Nk]`` bools, true for a weight that is kept.
     """
     device = seed.device
-    # A plane is one head of one sequence. Planes are numbered through the batch.
-    planes = sequence.first * n_heads + torch.arange(n_heads, device=device)[:, None, None]
+    # A plane is one head of one sequence. Planes are numbered across the batch.
+    planes = sequence.first_sequence * n_heads + torch.arange(n_heads, device=device)[:, None, None]
     queries = torch.arange(n_queries, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)
     return keep_mask(seed, queries, keys, planes, options.dropout_p)

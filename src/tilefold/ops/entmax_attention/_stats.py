@@ -14,7 +14,7 @@ from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors, exponents
 
 SPARSITY_BLOCK = 64
-TILE_ELEMENTS = 1 << 22  # scores that are held at a time
+TILE_ELEMENTS = 1 << 22  # largest number of scores in memory
 
 
 class EntmaxStats(NamedTuple):
@@ -63,7 +63,7 @@ class EntmaxStats(NamedTuple):
         )
 
     def live_share(self) -> Tensor:
-        """Return the share of visible blocks that are live, by head.
+        """Return the share of unmasked blocks that have a positive probability, by head.
 
         Returns:
             ``[H]`` fp32.
@@ -73,7 +73,8 @@ class EntmaxStats(NamedTuple):
         """
         if self.live_blocks is None or self.visible_blocks is None:
             raise ValueError(
-                "live_blocks must have been counted, got None; call with return_stats='blocks'.",
+                "live_blocks must be a tensor, got None, since blocks were not counted; call with "
+                "return_stats='blocks'.",
             )
         return _ratio(self.live_blocks.sum(dim=0), self.visible_blocks.sum(dim=0))
 
@@ -92,7 +93,7 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) -> RowStats:
-    """Compute the statistics of rows that callers see from those that forward wrote.
+    """Convert the statistics that the forward pass saved into those that callers see.
 
     With ``e = alpha - 1``, entmax is ``p = [e s - tau]_+^(1/e)``. The largest score of a row, its
     peak, therefore gives ``tau = e peak - p_max^e``. For alpha = 1 it is ``peak - log p_max``.
@@ -102,9 +103,9 @@ def row_stats(stats: Tensor, alpha: Tensor | None, options: AttentionOptions) ->
         alpha: ``[H]`` alpha of each head, or ``None``.
         options: checked options.
     """
-    peak, root, mass, support = stats.detach().unbind(0)
-    # [1, H, 1] or [1, 1, 1]
-    e = exponents(None if alpha is None else alpha.detach(), options, stats).transpose(0, 1)
+    peak, root, mass, support = stats.detach().unbind(0)  # [B, H, Nq] each
+    e = exponents(None if alpha is None else alpha.detach(), options, stats)  # [H or 1, 1, 1]
+    e = e.transpose(0, 1)
     if alpha is None and options.alpha_value in (1.5, 2.0):  # closed forms, whose root is p_max^e
         tau = e * peak - root
     else:  # the root is log p_max
@@ -121,19 +122,20 @@ def entmax_stats(
     rows: RowStats,
     tensors: AttentionTensors,
     options: AttentionOptions,
-    return_stats: bool | str,
+    *,
+    with_blocks: bool,
 ) -> EntmaxStats:
-    """Add visible keys, and block counts if the caller wants them, to the statistics of rows.
+    """Complete the statistics of rows with the visible keys and, optionally, with block counts.
 
     Args:
         rows: thresholds, support sizes and residuals.
         tensors: tensors of the call.
         options: checked options.
-        return_stats: the caller's argument. With ``"blocks"`` blocks are counted.
+        with_blocks: whether to count blocks.
     """
     live_blocks = None
     visible_blocks = None
-    if return_stats == "blocks":
+    if with_blocks:
         live_blocks, visible_blocks = count_blocks(
             tensors,
             options,
@@ -175,17 +177,17 @@ def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor
         n_keys = tensors.k.size(2)
         queries = torch.arange(q.size(-2), device=q.device)
     positions = queries + (n_keys - n_queries)  # of the queries among the keys
-    # Each query may attend to the keys `first` to `last` (excluded) of its sequence.
-    first = torch.zeros_like(positions)
-    last = torch.zeros_like(positions) + n_keys
+    # each query may attend to the keys `start` to `stop` of its sequence
+    start = torch.zeros_like(positions)
+    stop = torch.zeros_like(positions) + n_keys
     if options.causal:
-        last = torch.minimum(last, positions + 1)
-    if options.window >= 0:
-        first = torch.maximum(first, positions - options.window)
-        last = torch.minimum(last, positions + options.window + 1)
-    last = torch.maximum(first, last)
+        stop = torch.minimum(stop, positions + 1)
+    if options.has_window:
+        start = torch.maximum(start, positions - options.window)
+        stop = torch.minimum(stop, positions + options.window + 1)
+    stop = torch.maximum(start, stop)
     if cu_q is not None:
-        return (last - first).to(torch.int32).view(1, 1, -1)
+        return (stop - start).to(torch.int32).view(1, 1, -1)
     padded_keys = tensors.k.size(2)
     if mask is None:
         keep = torch.ones(1, padded_keys, dtype=torch.bool, device=q.device)
@@ -193,8 +195,8 @@ def visible_keys(tensors: AttentionTensors, options: AttentionOptions) -> Tensor
         keep = mask != 0
     n_kept_before = pad(keep.cumsum(dim=1), (1, 0))  # [B, Nk + 1]
     counts = (
-        n_kept_before[:, last.clamp(0, padded_keys)]
-        - n_kept_before[:, first.clamp(max=padded_keys)]
+        n_kept_before[:, stop.clamp(0, padded_keys)]
+        - n_kept_before[:, start.clamp(max=padded_keys)]
     )
     return counts.clamp_min(0).to(torch.int32)[:, None].expand(q.size(0), 1, -1)
 
@@ -208,7 +210,7 @@ class _Tokens(NamedTuple):
         positions: ``[n]`` position of each token among the keys of its sequence.
         blocks: ``[n]`` block of each token.
         n_blocks: number of blocks, or an upper bound.
-        counted: ``[n]`` bools, false for tokens that are ignored, or ``None``.
+        unmasked: ``[n]`` bools, false for tokens that a padding mask hides, or ``None``.
     """
 
     vectors: Tensor
@@ -216,7 +218,7 @@ class _Tokens(NamedTuple):
     positions: Tensor
     blocks: Tensor
     n_blocks: int
-    counted: Tensor | None
+    unmasked: Tensor | None
 
 
 def count_blocks(
@@ -226,28 +228,30 @@ def count_blocks(
     query_padding_mask: Tensor | None,
     block: int,
 ) -> tuple[Tensor, Tensor]:
-    """Count blocks with a positive weight, and blocks with a pair that may attend.
+    """Count live blocks, which have a positive weight, and visible ones, which have a visible pair.
 
-    Scores are computed again, in fp32, a tile at a time. This does not wait for the device.
+    A pair of a query and a key is visible if no mask, causality or window hides it. Scores are
+    computed again, in fp32, a tile at a time. Nothing waits for the device.
 
     Args:
         tensors: tensors of the call.
         options: checked options.
-        tau: thresholds of the rows.
-        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero = count this row, or ``None``.
-        block: queries and keys of a block.
+        tau: ``[B, H, Nq]`` (packed ``[1, H, Tq]``) thresholds of the rows.
+        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero for queries that are counted, or
+            ``None``.
+        block: number of queries, and of keys, of a block.
 
     Returns:
-        int32 ``[B, H]`` (packed ``[1, H]``) live blocks, and visible blocks.
+        int32 ``[B, H]`` (packed ``[1, H]``) numbers of live blocks, and of visible blocks.
     """
     q = tensors.q
     counts = torch.zeros(2, tau.size(0), q.size(1), dtype=torch.int32, device=q.device)
     with torch.autocast(q.device.type, enabled=False), torch.no_grad():
         tau = tau.float()
-        e = exponents(tensors.alpha, options, tau)
+        alpha_minus_1 = exponents(tensors.alpha, options, tau)
         matrices = _score_matrices(tensors, query_padding_mask, block)
-        for matrix, (queries, keys) in enumerate(matrices):
-            counts[:, matrix] = _count(queries, keys, tau[matrix], e, options)
+        for index, (queries, keys) in enumerate(matrices):
+            counts[:, index] = _count(queries, keys, tau[index], alpha_minus_1, options)
     return counts[0], counts[1]
 
 
@@ -260,29 +264,29 @@ def _count(
 ) -> Tensor:
     """Count the live and the visible blocks of a matrix of scores.
 
-    A block is visible if one of its pairs may attend, and live if the weight of such a pair is
+    A block is visible if one of its pairs is visible, and live if the weight of such a pair is
     positive: ``e * score > tau``, or for alpha = 1 ``exp(score - tau) > 0``.
 
     Args:
-        queries: queries, ``n`` tokens.
-        keys: keys, ``m`` tokens.
+        queries: ``n`` queries.
+        keys: ``m`` keys.
         tau: ``[H, n]`` thresholds.
         e: ``alpha - 1``, ``[H, 1, 1]`` or ``[1, 1, 1]``.
         options: checked options.
 
     Returns:
-        ``[2, H]`` live and visible blocks.
+        ``[2, H]`` numbers of live and of visible blocks.
     """
     n_heads, n_queries, _ = queries.vectors.shape
     n_keys = keys.vectors.size(1)
-    # Rows of each block that have a live pair, by head, and in the last plane those that have a
-    # visible pair. They are counted by products with zeros and ones, which are exact and always the
-    # same, and whose shapes do not depend on values.
+    # For each head and block the number of rows with a live pair, and in the last plane the number
+    # of rows with a visible pair. They are counted by products of zeros and ones, which are exact
+    # and deterministic, and whose shapes do not depend on values.
     row_counts = torch.zeros(n_heads + 1, queries.n_blocks, keys.n_blocks, device=tau.device)
     key_blocks = _one_hot(keys.blocks, keys.n_blocks)
     key_vectors = keys.vectors.float()
-    if keys.counted is not None:
-        key_vectors = key_vectors.masked_fill(~keys.counted[:, None], 0)
+    if keys.unmasked is not None:  # a masked NaN must not reach a product
+        key_vectors = key_vectors.masked_fill(~keys.unmasked[:, None], 0)
     n_key_heads, _, dim = key_vectors.shape
     step = max(1, TILE_ELEMENTS // max(1, n_heads * n_keys))
     for first in range(0, n_queries, step):
@@ -308,7 +312,7 @@ def _visible_pairs(
     rows: slice,
     options: AttentionOptions,
 ) -> Tensor:
-    """Return which pairs of some queries and all keys may attend and are counted.
+    """Return which pairs of some queries and all keys are visible.
 
     Args:
         queries: all queries.
@@ -323,12 +327,12 @@ def _visible_pairs(
     visible = queries.sequences[rows, None] == keys.sequences
     if options.causal:
         visible &= keys.positions <= query_positions
-    if options.window >= 0:
+    if options.has_window:
         visible &= (keys.positions - query_positions).abs() <= options.window
-    if keys.counted is not None:
-        visible = visible & keys.counted
-    if queries.counted is not None:
-        visible = visible & queries.counted[rows, None]
+    if keys.unmasked is not None:
+        visible = visible & keys.unmasked
+    if queries.unmasked is not None:
+        visible = visible & queries.unmasked[rows, None]
     return visible
 
 
@@ -343,8 +347,9 @@ def _score_matrices(
 
     Args:
         tensors: tensors of the call.
-        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero = count this row, or ``None``.
-        block: queries and keys of a block.
+        query_padding_mask: ``[B, Nq]`` (packed ``[Tq]``), nonzero for queries that are counted, or
+            ``None``.
+        block: number of queries, and of keys, of a block.
     """
     q = tensors.q
     k = tensors.k
@@ -355,7 +360,7 @@ def _score_matrices(
         query_sequences, queries = _sequence_positions(cu_q, q.size(0))
         key_sequences, keys = _sequence_positions(cu_k, k.size(0))
         shift = (cu_k.diff() - cu_q.diff())[query_sequences]
-        counted = None if query_padding_mask is None else query_padding_mask.reshape(-1) != 0
+        unmasked = None if query_padding_mask is None else query_padding_mask.reshape(-1) != 0
         # Lengths stay on the device, so the numbers of blocks are upper bounds.
         yield (
             _Tokens(
@@ -364,7 +369,7 @@ def _score_matrices(
                 positions=queries + shift,
                 blocks=_first_blocks(cu_q, block)[query_sequences] + queries // block,
                 n_blocks=q.size(0) // block + tensors.batch,
-                counted=counted,
+                unmasked=unmasked,
             ),
             _Tokens(
                 vectors=k.transpose(0, 1),
@@ -372,7 +377,7 @@ def _score_matrices(
                 positions=keys,
                 blocks=_first_blocks(cu_k, block)[key_sequences] + keys // block,
                 n_blocks=k.size(0) // block + tensors.batch,
-                counted=None,
+                unmasked=None,
             ),
         )
         return
@@ -386,7 +391,7 @@ def _score_matrices(
                 positions=queries + k.size(2) - q.size(2),
                 blocks=queries // block,
                 n_blocks=-(-q.size(2) // block),
-                counted=None if query_padding_mask is None else query_padding_mask[sequence] != 0,
+                unmasked=None if query_padding_mask is None else query_padding_mask[sequence] != 0,
             ),
             _Tokens(
                 vectors=k[sequence],
@@ -394,7 +399,7 @@ def _score_matrices(
                 positions=keys,
                 blocks=keys // block,
                 n_blocks=-(-k.size(2) // block),
-                counted=None if mask is None else mask[sequence] != 0,
+                unmasked=None if mask is None else mask[sequence] != 0,
             ),
         )
 

@@ -131,7 +131,14 @@ def backward(
             keys = block.keys
             values = block.values
             peak, root, mass, _ = group_stats[:, :, :, block.rows, None]  # [b, H, n, 1] each
-            probabilities = _probabilities(block.scores, peak, root, mass, alpha_minus_1, kind)
+            probabilities = _recomputed_probabilities(
+                block.scores,
+                peak,
+                root,
+                mass,
+                alpha_minus_1,
+                kind,
+            )
             # Forward was: weights = probabilities * dropout factors, out = weights @ values.
             grouped_dout = _group_by_key_head(group_dout[:, :, block.rows].to(dtype), values)
             dweights = (grouped_dout @ values.mT).reshape(probabilities.shape)
@@ -174,7 +181,7 @@ def _as_result(grad: Tensor, tensor: Tensor) -> Tensor:
     return result_like(tensor).on(tensor.device).copy_(grad)
 
 
-def _probabilities(
+def _recomputed_probabilities(
     scores: Tensor,
     peak: Tensor,
     root: Tensor,
@@ -182,38 +189,38 @@ def _probabilities(
     alpha_minus_1: Tensor,
     kind: str,
 ) -> Tensor:
-    """Compute the entmax probabilities again, from scores and the saved statistics of their rows.
+    """Compute the probabilities of the forward pass from scores and saved statistics of their rows.
 
     Args:
         scores: ``[b, H, n, Nk]``, minus infinity for pairs that may not attend.
         peak: ``[b, H, n, 1]`` largest score of the row, minus infinity if it has no key.
-        root: ``[b, H, n, 1]`` root of the row's equation, see :func:`entmax_root.solve`.
-        mass: ``[b, H, n, 1]`` sum of the row at this root, which is nearly 1.
+        root: ``[b, H, n, 1]`` solution of the row's equation: ``log p_max``, or for alpha 1.5 and 2
+            the power ``p_max^(alpha - 1)``; see :func:`entmax_root.solve`.
+        mass: ``[b, H, n, 1]`` sum of the unnormalized probabilities of this root, nearly 1.
         alpha_minus_1: ``[H, 1, 1]`` or ``[1, 1, 1]``.
         kind: :func:`entmax_root.kind_of` alpha.
 
     Returns:
         ``[b, H, n, Nk]`` probabilities, all 0 in a row without keys.
     """
+    # minus infinity minus itself would be NaN
     is_empty = peak == -math.inf
-    finite_peak = torch.where(is_empty, 0.0, peak)
-    distances = torch.where(is_empty, 0.0, finite_peak - scores)
-    # The root of softmax is log p_max, as for any alpha without a closed form, whose formula also
-    # holds at alpha = 1.
-    formula = GENERIC if kind == SOFTMAX else kind
-    weights = probabilities(distances, root, alpha_minus_1, formula)
-    return torch.where(is_empty, 0.0, weights / mass)
+    distances = torch.where(is_empty, 0.0, peak - scores)
+    if kind == SOFTMAX:  # its root is log p_max, too, and the general formula holds at alpha = 1
+        kind = GENERIC
+    unnormalized = probabilities(distances, root, alpha_minus_1, kind)
+    return torch.where(is_empty, 0.0, unnormalized / mass)
 
 
 class _Block(NamedTuple):
     """Consecutive queries of a group of sequences, with all keys.
 
     Attributes:
-        rows: the ``n`` queries.
+        rows: positions of the ``n`` queries.
         scores: ``[b, H, n, Nk]``, minus infinity for pairs that may not attend.
         queries: ``[b, H, n, D]``.
-        keys: ``[b, Hkv, Nk, D]``, 0 where they are masked.
-        values: ``[b, Hkv, Nk, D]``, 0 where they are masked.
+        keys: ``[b, Hkv, Nk, D]``, 0 for masked keys.
+        values: ``[b, Hkv, Nk, D]``, 0 for masked keys.
     """
 
     rows: slice
@@ -242,27 +249,65 @@ def _blocks(
     """
     keys = group.keys(tensors.k).to(dtype)
     values = group.keys(tensors.v).to(dtype)
+    n_keys = keys.size(2)
+    if n_keys == 0:
+        return
     if group.keep is not None:
         # A NaN of a masked key must not reach a product: 0 * NaN is NaN.
         masked = ~group.keep[:, None, :, None]
         keys = keys.masked_fill(masked, 0)
         values = values.masked_fill(masked, 0)
-    group_queries = group.queries(tensors.q)
+    group_queries = group.queries(tensors.q)  # [b, H, Nq, D]
     batch, n_heads, n_queries, _ = group_queries.shape
-    n_keys = keys.size(2)
-    if n_keys == 0:
-        return
     block_size = max(1, TILE_ELEMENTS // (batch * n_heads * n_keys))
-    for first in range(0, n_queries, block_size):
-        last = min(first + block_size, n_queries)
-        queries = group_queries[:, :, first:last].to(dtype)
-        products = _group_by_key_head(queries, keys) @ keys.mT
-        scores = products.reshape(batch, n_heads, last - first, n_keys) * options.scale
-        visible = visible_pairs(n_queries, n_keys, first, last, options, None, keys.device)
-        if group.keep is not None:
-            visible = visible & group.keep[:, None, None]
-        scores = scores.masked_fill_(~visible, -math.inf)
-        yield _Block(slice(first, last), scores, queries, keys, values)
+    for start in range(0, n_queries, block_size):
+        rows = slice(start, min(start + block_size, n_queries))
+        queries = group_queries[:, :, rows].to(dtype)
+        yield _Block(
+            rows=rows,
+            scores=_masked_scores(queries, keys, n_queries, rows, group.keep, options),
+            queries=queries,
+            keys=keys,
+            values=values,
+        )
+
+
+def _masked_scores(
+    queries: Tensor,
+    keys: Tensor,
+    n_queries: int,
+    rows: slice,
+    keep: Tensor | None,
+    options: AttentionOptions,
+) -> Tensor:
+    """Compute the scores of some queries with all keys, minus infinity for pairs that are hidden.
+
+    Args:
+        queries: ``[b, H, n, D]``.
+        keys: ``[b, Hkv, Nk, D]``.
+        n_queries: number of queries ``Nq`` of a sequence.
+        rows: positions of the ``n`` queries.
+        keep: ``[b, Nk]`` bools, false for masked keys, or ``None``.
+        options: checked options.
+
+    Returns:
+        ``[b, H, n, Nk]``.
+    """
+    n_keys = keys.size(2)
+    products = _group_by_key_head(queries, keys) @ keys.mT
+    scores = products.reshape(*queries.shape[:3], n_keys) * options.scale
+    visible = visible_pairs(
+        n_queries,
+        n_keys,
+        rows.start,
+        rows.stop,
+        options,
+        keep=None,  # sequences have different masks
+        device=keys.device,
+    )
+    if keep is not None:
+        visible = visible & keep[:, None, None]
+    return scores.masked_fill_(~visible, -math.inf)
 
 
 def _group_by_key_head(tensor: Tensor, keys: Tensor) -> Tensor:
@@ -289,16 +334,23 @@ def _dropout_factors(
 ) -> Tensor:
     """Return the factors by which dropout multiplies the probabilities of a block.
 
-    A factor is a function of the seed and of the numbers of sequence, head, query and key. Backward
-    therefore gets the same factors as forward, and so do kernels.
+    A factor depends only on the seed and on the positions of sequence, head, query and key.
+    Forward, backward and the kernels therefore use the same factors.
+
+    Args:
+        seed: ``[1]`` int64 seed.
+        group: the sequences of the block.
+        block: the queries of the block.
+        options: checked options, with the probability of dropout.
 
     Returns:
         ``[b, H, n, Nk]`` fp64: 0 for a dropped weight, else ``1 / (1 - dropout_p)``.
     """
     device = block.scores.device
     batch, n_heads, _, n_keys = block.scores.shape
-    # A plane is one head of one sequence. Planes are numbered through the batch.
-    planes = group.first * n_heads + torch.arange(batch * n_heads, device=device)
+    # A plane is one head of one sequence. Planes are numbered across the batch.
+    first_plane = group.first_sequence * n_heads
+    planes = first_plane + torch.arange(batch * n_heads, device=device)
     queries = torch.arange(block.rows.start, block.rows.stop, device=device)[:, None]
     keys = torch.arange(n_keys, device=device)
     keep = keep_mask(seed, queries, keys, planes.view(batch, n_heads, 1, 1), options.dropout_p)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from tilefold.ops._shared import impl as implementations
 from tilefold.ops._shared.checks import check_same_device, check_shape, check_tensor
 from tilefold.ops._shared.impl import capability_of, triton_interpreted
 from tilefold.ops._shared.operator import Operator
-from tilefold.ops._shared.plan import Buffer
+from tilefold.ops._shared.plan import Buffer, cdiv
 from tilefold.ops.entmax_attention import _reference, _tiled
 from tilefold.ops.entmax_attention._arguments import check_arguments, prepare_tensors
 from tilefold.ops.entmax_attention._problem import (
@@ -31,7 +31,13 @@ from tilefold.ops.entmax_attention._stats import (
     entmax_stats,
     row_stats,
 )
-from tilefold.ops.entmax_attention.configs import LISTS, config_of, row_strategy, row_tiles
+from tilefold.ops.entmax_attention.configs import (
+    LISTS,
+    WORD_BITS,
+    config_of,
+    row_strategy,
+    row_tiles,
+)
 
 
 def live_shape(
@@ -39,50 +45,75 @@ def live_shape(
     options: AttentionOptions,
     capability: tuple[int, int],
 ) -> tuple[int, int, int]:
-    """Return the shape of the map of live blocks, which has one bit for each block of keys.
+    """Return the shape of the map of live blocks.
 
-    A block is live if it has a positive weight for a row of a tile of queries. Only the strategy
-    ``LISTS`` reads the map.
+    The map has one bit per head, tile of queries and block of keys: whether any weight in it is
+    positive. Only the strategy ``LISTS`` uses the map. For other strategies it has no elements.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
 
     Returns:
-        ``(H, tiles of queries, words of 32 bits)``, or zeros if nothing reads the map.
+        ``(heads, tiles of queries, int32 words)``, or zeros if there is no map.
     """
     if row_strategy(tensors, options, capability) != LISTS:
         return 0, 0, 0
     config = config_of(tensors, options, capability)
-    n_blocks = -(-options.max_seqlen_k // config["keys"])
-    n_words = -(-n_blocks // 32)
-    return tensors.q.size(1), row_tiles(tensors.q, config["rows"], tensors), n_words
+    n_query_tiles = row_tiles(tensors.q, config["rows"], tensors)
+    n_key_blocks = cdiv(options.max_seqlen_k, config["keys"])
+    return tensors.q.size(1), n_query_tiles, cdiv(n_key_blocks, WORD_BITS)
+
+
+class AttentionResults(NamedTuple):
+    """Shapes and dtypes of the operator's results.
+
+    Attributes:
+        out: the output, like ``q``.
+        out2: the second output, like ``q``: the mean of the values with the weights
+            ``u = p^(2 - alpha)``. Kernels subtract ``delta = dout . out2`` in backward.
+        stats: ``[4, B, H, Nq]`` statistics of the rows.
+        live: map of live blocks, see :func:`live_shape`.
+    """
+
+    out: Buffer
+    out2: Buffer
+    stats: Buffer
+    live: Buffer
 
 
 def outputs(
     tensors: AttentionTensors,
     options: AttentionOptions,
     training: bool,
-) -> tuple[Buffer, Buffer, Buffer, Buffer]:
-    """Describe the results: output, second output, statistics and the map of live blocks.
+) -> AttentionResults:
+    """Return the shape and dtype of each result. A result that a call does not have is empty.
 
-    The second output is the mean of the values with the weights ``u = p^(2 - alpha)``. Its product
-    with the output's gradient is the number ``delta`` of each row that backward subtracts.
-    Statistics are ``[4, B, H, Nq]``.
+    Only kernels have a second output and a map of live blocks. They are not empty if kernels can
+    run, even if the tiled path runs instead and returns neither: a graph is compiled before that is
+    known.
 
-    Where kernels may run, the shapes are those of the kernels, since a graph is compiled for these.
-    The tiled path may take over before or after that, and returns neither the second output nor the
-    map.
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether backward may follow.
     """
     q = tensors.q
-    stats_shape = (4, *tensors.stats_shape) if training or options.support else (0,)
     out = result_like(q)
+    out2 = Buffer((0,), q.dtype)
+    live = Buffer((0,), torch.int32)
+    if triton_interpreted() or implementations.chosen_impl("", "q", q) == "triton":
+        live = Buffer(live_shape(tensors, options, capability_of(q.device)), torch.int32)
+        if training:
+            out2 = out
+    stats_shape = (4, *tensors.stats_shape) if training or options.support else (0,)
     stats = Buffer(stats_shape, torch.promote_types(q.dtype, torch.float32))
-    no_second_output = Buffer((0,), q.dtype)
-    if not triton_interpreted() and implementations.chosen_impl("", "q", q) != "triton":
-        return out, no_second_output, stats, Buffer((0,), torch.int32)
-    live = Buffer(live_shape(tensors, options, capability_of(q.device)), torch.int32)
-    return out, out if training else no_second_output, stats, live
+    return AttentionResults(out, out2, stats, live)
 
 
 def _gradient_like(name: str, saved: AttentionSaved, options: AttentionOptions) -> Buffer:
-    """Describe the gradient of q, k or v."""
+    """Return the shape, dtype and strides of the gradient of q, k or v."""
     return result_like(getattr(saved, name))
 
 
@@ -225,7 +256,7 @@ def entmax_attention(
         rows = RowStats(tau, support, torch.zeros_like(tau))
     else:
         rows = row_stats(stats, tensors.alpha, options)
-    return out, entmax_stats(rows, tensors, options, return_stats)
+    return out, entmax_stats(rows, tensors, options, with_blocks=return_stats == "blocks")
 
 
 def _seed(q: object, dropout_p: object, generator: torch.Generator | None) -> Tensor | None:

@@ -18,14 +18,18 @@ from tilefold.ops._shared.entmax_root import (
     STEEP,
     kernel_kind,
 )
-from tilefold.ops._shared.tuning import Between, ConfigRow, Facts, lookup
+from tilefold.ops._shared.plan import Constants, cdiv
+from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.entmax_attention._problem import AttentionOptions, AttentionTensors
 
-# Strategies for a row of scores: they stay on chip, all blocks of keys are visited, or the live
-# blocks are listed and visited.
-RESIDENT = "resident"
-SHORT = "short"
-LISTS = "lists"
+# Strategies of the forward pass for the scores of a row:
+RESIDENT = "resident"  # all scores stay on chip
+SHORT = "short"  # all blocks of keys are visited twice
+LISTS = (
+    "lists"  # blocks with a positive weight, the live ones, are listed, and only they are visited
+)
+
+WORD_BITS = 32  # blocks in an int32 word of the map of live blocks
 
 FP32 = {"dtype": torch.float32}
 # In 16 bits: rows of fp32 follow, which override these.
@@ -34,9 +38,8 @@ ANY_ALPHA = frozenset({GENERIC, GENERIC16, GENTLE, STEEP})
 NO_LIMITS = {"registers": None, "wide_registers": None, "dkv_registers": None}
 COMPILED = "compiled without spills with Triton 3.6, not timed"
 
-# Facts other than dtype, head_dim, capability and release, with the values that are assumed if none
-# is given. Simple rows need few registers: they have a constant alpha with a closed form, and
-# nothing is hidden.
+# Default properties of a call. Simple rows need few registers: alpha is a number with a closed
+# form, and neither causality, a window nor dropout hides a pair.
 USUAL = {
     "kind": ENTMAX15,
     "strategy": LISTS,
@@ -50,17 +53,17 @@ USUAL = {
 #
 # - rows, keys: tile. For LISTS they are the granularity of the map of live blocks. They depend on
 #   the dtype, the head dimension and the device only, so that forward and backward agree.
-# - num_warps: of the kernels that visit blocks of keys
-# - num_stages: of the kernel of dq
-# - forward_stages: of the forward kernels
-# - precision: of fp32 products
-# - resident: largest number of keys whose scores stay on chip without spills, -1 where that kernel
-#   is never built
-# - resident_rows, resident_warps: tile and warps of that kernel
-# - short: largest number of keys of a row whose blocks are all visited
+# - num_warps: warps of the kernels that visit blocks of keys
+# - num_stages: stages of the kernel of dq
+# - forward_stages: stages of the forward kernels
+# - precision: precision of fp32 products
+# - max_resident_keys: largest number of keys of the strategy RESIDENT, whose scores stay on chip
+#   without spills; -1 if its kernel is never built
+# - resident_rows, resident_warps: rows of a tile and warps of that kernel
+# - max_short_keys: largest number of keys of the strategy SHORT
 # - dkv_keys, dkv_queries: tile of the kernel of dk and dv, a multiple of keys and a divisor of rows
-# - dkv_warps, dkv_stages: of that kernel
-# - programs: of the persistent kernel, for each multiprocessor
+# - dkv_warps, dkv_stages: warps and stages of that kernel
+# - programs: programs of the persistent kernel, for each multiprocessor
 # - registers: limit per thread of kernels with at most one accumulator, of which four programs of 4
 #   warps share a multiprocessor; None leaves the number to the assembler
 # - wide_registers: limit of the output kernel with two accumulators, and of dq with the sums of
@@ -78,10 +81,10 @@ TABLE = (
             "num_stages": 2,
             "forward_stages": 2,
             "precision": "ieee",
-            "resident": 0,
+            "max_resident_keys": 0,
             "resident_rows": 64,
             "resident_warps": 8,
-            "short": 1024,
+            "max_short_keys": 1024,
             "dkv_keys": 64,
             "dkv_queries": 64,
             "dkv_warps": 8,
@@ -91,11 +94,17 @@ TABLE = (
         },
         COMPILED,
     ),
-    ConfigRow({"head_dim": Between(most=64)}, {"resident": 128}, COMPILED),
+    ConfigRow({"head_dim": Between(most=64)}, {"max_resident_keys": 128}, COMPILED),
     ConfigRow({"capability": Between((10, 0), (10, 9))}, {"dkv_stages": 2}, COMPILED),
     ConfigRow(
         {"capability": (9, 0), "head_dim": Between(65, 128)},
-        {"rows": 128, "resident": 128, "resident_warps": 4, "dkv_queries": 128, "programs": 1},
+        {
+            "rows": 128,
+            "max_resident_keys": 128,
+            "resident_warps": 4,
+            "dkv_queries": 128,
+            "programs": 1,
+        },
         COMPILED,
     ),
     ConfigRow(
@@ -113,7 +122,7 @@ TABLE = (
         },
         "H200, Triton 3.6",
     ),
-    ConfigRow(HOPPER | {"simple": True}, {"resident": 256}, "H200, Triton 3.6"),
+    ConfigRow(HOPPER | {"simple": True}, {"max_resident_keys": 256}, "H200, Triton 3.6"),
     ConfigRow(
         HOPPER
         | {
@@ -155,7 +164,7 @@ TABLE = (
         {
             "rows": 32,
             "keys": 32,
-            "resident": 64,
+            "max_resident_keys": 64,
             "resident_rows": 32,
             "dkv_keys": 32,
             "dkv_queries": 32,
@@ -172,7 +181,7 @@ TABLE = (
             "num_stages": 1,
             "forward_stages": 1,
             "precision": "tf32x3",
-            "resident": 64,
+            "max_resident_keys": 64,
             "resident_rows": 32,
             "resident_warps": 8,
             "dkv_keys": 32,
@@ -190,7 +199,7 @@ TABLE = (
             "rows": 16,
             "keys": 16,
             "num_warps": 4,
-            "resident": 32,
+            "max_resident_keys": 32,
             "resident_rows": 16,
             "resident_warps": 4,
             "dkv_keys": 16,
@@ -222,7 +231,7 @@ TABLE = (
     ),
     ConfigRow(
         {"capability": Between(least=(10, 0))},
-        {"resident": -1},
+        {"max_resident_keys": -1},
         "Triton 3.6 fails to build that kernel there",
     ),
     ConfigRow(
@@ -234,10 +243,10 @@ TABLE = (
             "num_stages": 1,
             "forward_stages": 2,
             "precision": "ieee",
-            "resident": 32,
+            "max_resident_keys": 32,
             "resident_rows": 16,
             "resident_warps": 4,
-            "short": 0,
+            "max_short_keys": 0,
             "dkv_keys": 32,
             "dkv_queries": 16,
             "dkv_warps": 4,
@@ -254,28 +263,31 @@ def config_for(
     dtype: torch.dtype,
     head_dim: int,
     capability: tuple[int, int],
-    **facts: object,
-) -> Facts:
+    **properties: object,
+) -> Constants:
     """Return the configuration of the kernels for tensors of a dtype and a head size.
 
     Args:
         dtype: dtype of q, k and v.
         head_dim: size D of a head.
-        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
-        **facts: facts of the call that differ from :data:`USUAL`, such as ``strategy``.
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
+        **properties: properties of the call that differ from :data:`USUAL`, such as ``strategy``.
 
     Returns:
-        Tile sizes, warps, stages and limits by name. ``ptx_options`` is ``None`` unless the
-        table has it.
+        Tile sizes, warps, stages and limits by name. ``ptx_options`` is ``None`` if the table has
+        none.
     """
-    all_facts = {
-        "dtype": dtype,
-        "head_dim": head_dim,
-        "capability": capability,
-        **USUAL,
-        **facts,
-    }
-    return {"ptx_options": None, **lookup(TABLE, **all_facts)}
+    config = lookup(
+        TABLE,
+        **{
+            "dtype": dtype,
+            "head_dim": head_dim,
+            "capability": capability,
+            **USUAL,
+            **properties,
+        },
+    )
+    return {"ptx_options": None, **config}
 
 
 def config_of(
@@ -286,13 +298,13 @@ def config_of(
     *,
     tf32: bool = False,
     training: bool = True,
-) -> Facts:
+) -> Constants:
     """Return the configuration of the kernels for a call, from its tensors and options.
 
     Args:
         tensors: tensors of the call.
         options: checked options.
-        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
         strategy: strategy for the rows, as :func:`row_strategy` chooses it.
         tf32: whether products of fp32 may run in TF32.
         training: whether backward may follow.
@@ -300,7 +312,8 @@ def config_of(
     q = tensors.q
     has_dropout = tensors.seed is not None
     has_closed_form = tensors.alpha is None and options.alpha_value in (1.5, 2.0)
-    hides_pairs = options.causal or options.window >= 0 or has_dropout
+    hides_pairs = options.causal or options.has_window or has_dropout  # dropout hides weights
+    is_simple = has_closed_form and not hides_pairs
     return config_for(
         q.dtype,
         int(q.size(-1)),  # a tile's size is never symbolic
@@ -309,15 +322,15 @@ def config_of(
         strategy=strategy,
         tf32=tf32,
         dropout=has_dropout,
-        simple=has_closed_form and not hides_pairs,
+        simple=is_simple,
         training=training,
     )
 
 
 def key_span(rows: int, options: AttentionOptions) -> int:
-    """Return the largest number of keys that a tile of ``rows`` queries can see."""
+    """Return the largest number of keys that any of ``rows`` consecutive queries can see."""
     bound = options.max_seqlen_k
-    return bound if options.window < 0 else min(bound, rows + 2 * options.window)
+    return bound if not options.has_window else min(bound, rows + 2 * options.window)
 
 
 def row_strategy(
@@ -325,22 +338,25 @@ def row_strategy(
     options: AttentionOptions,
     capability: tuple[int, int],
 ) -> str:
-    """Choose how the forward pass finds the roots of rows and computes the output.
+    """Choose the strategy of the forward pass.
+
+    The strategies, from the shortest to the longest rows, are:
+
+    - ``RESIDENT``: the scores of a row stay on chip;
+    - ``SHORT``: all blocks of keys are visited;
+    - ``LISTS``: the live blocks, which have a positive weight, are listed, and the others are
+      skipped. That saves more time than the lists cost.
 
     Args:
         tensors: tensors of the call.
         options: checked options.
-        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
-
-    Returns:
-        ``RESIDENT``, if the scores of a tile's rows stay on chip. Otherwise ``SHORT``, which visits
-        all blocks of keys, or for longer rows ``LISTS``. It lists the blocks with a positive
-        weight, the live ones, and skips the others, which saves more time than the lists cost.
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
     """
     config = config_of(tensors, options, capability)
-    if key_span(config["resident_rows"], options) <= config["resident"]:
+    visible_keys = key_span(config["resident_rows"], options)
+    if visible_keys <= config["max_resident_keys"]:
         return RESIDENT
-    # The widest tile of all kinds of calls, so that training and inference choose alike.
+    # The decision is the same for training and inference: it depends on the widest tile of both.
     widest = config_for(
         tensors.q.dtype,
         int(tensors.q.size(-1)),
@@ -348,7 +364,8 @@ def row_strategy(
         strategy=SHORT,
         training=False,
     )
-    return SHORT if key_span(widest["rows"], options) <= config["short"] else LISTS
+    visible_keys = key_span(widest["rows"], options)
+    return SHORT if visible_keys <= config["max_short_keys"] else LISTS
 
 
 def row_tiles(tensor: Tensor, rows: int, tensors: AttentionTensors) -> int:
@@ -363,4 +380,4 @@ def row_tiles(tensor: Tensor, rows: int, tensors: AttentionTensors) -> int:
     """
     if tensors.packed:
         return tensor.size(0) // rows + tensors.batch
-    return tensors.batch * -(-tensor.size(2) // rows)
+    return tensors.batch * cdiv(tensor.size(2), rows)

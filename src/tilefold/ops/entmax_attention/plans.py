@@ -33,18 +33,19 @@ from tilefold.ops.entmax_attention.configs import (
     LISTS,
     RESIDENT,
     SHORT,
+    WORD_BITS,
     config_of,
     key_span,
     row_strategy,
     row_tiles,
 )
 
-SMALL = {"num_warps": 4, "num_stages": 1}
-SIMPLE = {**SMALL, "maxnreg": None, "ptx_options": None}
-TABLE_BLOCK = 64  # tiles of a program, and sequences that it reads at a time
-CHECK_BLOCK = 512  # offsets that are read at a time, and elements that are written
-WRITERS = 128  # programs that write NaN if offsets are broken
-WORD_BITS = 32  # blocks in an int32 word of the map of live blocks
+FEW_WARPS = {"num_warps": 4, "num_stages": 1}
+# for kernels without large tiles, whose registers need no limit
+NO_TUNING = {**FEW_WARPS, "maxnreg": None, "ptx_options": None}
+TABLE_BLOCK = 64  # number of tiles of a program, and of sequences that it reads at a time
+CHECK_BLOCK = 512  # number of offsets that are read at a time, and of elements that are written
+WRITERS = 128  # number of programs that write NaN if offsets are broken
 
 # The persistent kernel of the roots. With few blocks per row it gets up to four times as many
 # programs, which balance the cost of tiles better and take more scratch.
@@ -60,10 +61,16 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the output.
+    """Plan the output, and the results that backward reads.
 
-    One kernel computes rows whose scores stay on chip. Otherwise one kernel finds the roots of the
-    rows, and another one computes the output.
+    If the scores of a row stay on chip, a single kernel computes everything. Otherwise a first
+    kernel finds the roots of the rows, and a second one computes the output.
+
+    Args:
+        tensors: layouts of the tensors.
+        options: checked options.
+        training: whether backward may follow.
+        setting: facts about the device.
     """
     q = tensors.q
     packed = tensors.packed
@@ -94,7 +101,7 @@ def forward(
     if not training:
         builder.replace_tensor("out2", by="out")
     n_tiles = row_tiles(q, tile_rows, tensors)
-    # NEAR is the share of a row's weights that the last step of its root may leave out: a quarter
+    # NEAR is the share of a row's weights that the last step for its root may neglect: a quarter
     # of an ulp.
     near = 0.0 if q.dtype == torch.float32 else torch.finfo(q.dtype).eps / 4
     builder.set_parameters(**_strides({**operands, "o": result_like(q).on(q.device)}, packed))
@@ -105,7 +112,7 @@ def forward(
         TOLERANCE=tolerance(q.dtype),
         NEAR=near,
     )
-    _add_tables(builder, tensors, _Tiling(n_tiles, tile_rows))
+    _add_tables(builder, tensors, queries=_Tiling(n_tiles, tile_rows))
     if strategy == RESIDENT:
         builder.add_launch(
             resident_kernel,
@@ -133,7 +140,7 @@ def forward(
                 "longest": options.max_seqlen_k,
                 "size": q.numel(),
                 "BLOCK": CHECK_BLOCK,
-                **SIMPLE,
+                **NO_TUNING,
             },
         )
     return builder.build()
@@ -201,10 +208,18 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients.
+    """Plan the gradients of q, k, v and alpha.
 
-    A first kernel computes dq, dalpha and one number per row that dk needs. A second one computes
-    dk and dv. Each has lists of live blocks if the forward pass left a map of them.
+    A first kernel computes dq, the addends of dalpha, and one number per row that dk needs, delta.
+    A second kernel computes dk and dv. If the forward pass left a map of live blocks, both skip the
+    other blocks.
+
+    Args:
+        dout: layout of the gradient of the output.
+        saved: layouts of what the forward pass saved.
+        options: checked options.
+        needs: whether the gradients of q, k, v and alpha are needed.
+        setting: facts about the device.
     """
     tensors = saved.tensors
     q = tensors.q
@@ -234,26 +249,14 @@ def backward(
     )
     query_tiles = _Tiling(row_tiles(q, config["rows"], tensors), config["rows"])
     key_tiles = _Tiling(row_tiles(k, config["dkv_keys"], tensors), config["dkv_keys"])
-    query_tiles_per_sequence = 0
-    key_tiles_per_sequence = 0
-    max_key_tiles = cdiv(options.max_seqlen_k, config["dkv_keys"])  # of a sequence
-    if not packed:
-        query_tiles_per_sequence = query_tiles.n_tiles // tensors.batch
-        key_tiles_per_sequence = key_tiles.n_tiles // tensors.batch
-        max_key_tiles = key_tiles_per_sequence
-    n_blocks = 0
-    n_words = 0
-    if live is not None:
-        n_blocks = cdiv(options.max_seqlen_k, config["keys"])
-        n_words = live.size(2)
     builder.set_parameters(
-        tiles_per=query_tiles_per_sequence,
-        key_tiles_per=key_tiles_per_sequence,
+        tiles_per=0 if packed else query_tiles.n_tiles // tensors.batch,
+        key_tiles_per=0 if packed else key_tiles.n_tiles // tensors.batch,
         tiles=query_tiles.n_tiles,
-        spans=max_key_tiles,
-        blocks=n_blocks,
+        spans=_max_key_tiles(tensors, options, key_tiles),
+        blocks=0 if live is None else cdiv(options.max_seqlen_k, config["keys"]),
         LISTS=live is not None,
-        words=n_words,
+        words=0 if live is None else live.size(2),
         BLOCK_N=config["keys"],
         KEYS=config["dkv_keys"],
         QUERIES=config["dkv_queries"],
@@ -265,27 +268,20 @@ def backward(
     if need_alpha and packed:  # should offsets be broken, there may be rows of no sequence
         builder.add_torch_step(Tensor.zero_, ["terms"], output="terms")
     _add_tables(builder, tensors, query_tiles, key_tiles)
+    if live is not None:
+        _add_key_lists(builder, tensors, query_tiles.n_tiles)
     _add_query_gradient(
         builder,
         config,
         tensors,
         operands,
         query_tiles.n_tiles,
-        n_blocks,
-        has_lists=live is not None,
         with_alpha=need_alpha,
     )
     if need_k or need_v:
-        _add_key_gradients(
-            builder,
-            config,
-            tensors,
-            operands,
-            query_tiles.n_tiles,
-            key_tiles.n_tiles,
-            max_key_tiles,
-            has_lists=live is not None,
-        )
+        if live is not None:
+            _add_query_lists(builder, tensors, query_tiles.n_tiles, key_tiles.n_tiles)
+        _add_key_gradients(builder, config, tensors, operands, key_tiles.n_tiles)
     if need_alpha:
         dtype = torch.float32 if tensors.alpha is None else tensors.alpha.dtype
         builder.add_torch_step(
@@ -296,51 +292,81 @@ def backward(
     return builder.build()
 
 
+def _add_key_lists(builder: PlanBuilder, tensors: AttentionTensors, n_query_tiles: int) -> None:
+    """Add the kernel that lists the live blocks of keys for every tile of queries.
+
+    A block is live if some weight in it is positive. The lists are read from the map of live blocks
+    that the forward pass wrote.
+
+    Args:
+        builder: the plan so far.
+        tensors: tensors of the call.
+        n_query_tiles: number of tiles of queries.
+    """
+    n_heads = tensors.q.size(1)
+    n_key_blocks = builder.parameters["blocks"]
+    builder.add_buffer("key_list", (n_heads, n_query_tiles, n_key_blocks), torch.int32)
+    builder.add_buffer("key_count", (n_heads, n_query_tiles), torch.int32)
+    builder.add_launch(
+        key_lists_kernel,
+        grid=(n_query_tiles, n_heads),
+        parameters={"num_warps": 1, "num_stages": 1},
+    )
+
+
 def _add_query_gradient(
     builder: PlanBuilder,
     config: Mapping[str, Any],
     tensors: AttentionTensors,
     operands: Mapping[str, Tensor],
     n_query_tiles: int,
-    n_blocks: int,
     *,
-    has_lists: bool,
     with_alpha: bool,
 ) -> None:
-    """Add the kernel that computes dq, the terms of dalpha, and a number per row for dk.
+    """Add the kernel that computes dq, the addends of dalpha, and delta, which the dk kernel reads.
 
     Args:
         builder: the plan so far.
         config: the configuration of the kernels.
         tensors: tensors of the call.
-        operands: tensors that the kernel reads, by name.
-        n_query_tiles: tiles of queries.
-        n_blocks: blocks of keys that a list of live ones may hold.
-        has_lists: whether to list the live blocks of keys for every tile of queries.
+        operands: layouts of the tensors that the kernel reads, by name.
+        n_query_tiles: number of tiles of queries.
         with_alpha: whether the gradient of alpha is needed.
     """
     q = tensors.q
-    n_heads = q.size(1)
-    if has_lists:
-        # For every tile of queries the live blocks of keys, and their number.
-        builder.add_buffer("key_list", (n_heads, n_query_tiles, n_blocks), torch.int32)
-        builder.add_buffer("key_count", (n_heads, n_query_tiles), torch.int32)
-        builder.add_launch(
-            key_lists_kernel,
-            grid=(n_query_tiles, n_heads),
-            parameters={"num_warps": 1, "num_stages": 1},
-        )
-    strides = _strides({**operands, "g": result_like(q).on(q.device)}, tensors.packed)
+    dq = result_like(q).on(q.device)
     builder.add_launch(
         dq_kernel,
-        grid=(n_query_tiles, n_heads),
+        grid=(n_query_tiles, q.size(1)),
         parameters={
             "num_warps": config["num_warps"],
             "num_stages": config["num_stages"],
             "maxnreg": config["wide_registers"] if with_alpha else config["registers"],
-            **strides,
+            # kernels call the strides of dq "g", like gradient
+            **_strides({**operands, "g": dq}, tensors.packed),
         },
     )
+
+
+def _add_query_lists(
+    builder: PlanBuilder,
+    tensors: AttentionTensors,
+    n_query_tiles: int,
+    n_key_tiles: int,
+) -> None:
+    """Add the kernel that lists the tiles of queries with a live block for every tile of keys.
+
+    Args:
+        builder: the plan so far.
+        tensors: tensors of the call.
+        n_query_tiles: number of tiles of queries.
+        n_key_tiles: number of tiles of keys.
+    """
+    n_heads = tensors.q.size(1)
+    max_key_tiles = builder.parameters["spans"]  # of a sequence
+    builder.add_buffer("query_list", (n_heads, n_query_tiles, max_key_tiles), torch.int32)
+    builder.add_buffer("query_count", (n_heads, n_key_tiles), torch.int32)
+    builder.add_launch(query_lists_kernel, grid=(n_key_tiles, n_heads), parameters=FEW_WARPS)
 
 
 def _add_key_gradients(
@@ -348,11 +374,7 @@ def _add_key_gradients(
     config: Mapping[str, Any],
     tensors: AttentionTensors,
     operands: Mapping[str, Tensor],
-    n_query_tiles: int,
     n_key_tiles: int,
-    max_key_tiles: int,
-    *,
-    has_lists: bool,
 ) -> None:
     """Add the kernel that computes dk and dv.
 
@@ -360,21 +382,12 @@ def _add_key_gradients(
         builder: the plan so far.
         config: the configuration of the kernels.
         tensors: tensors of the call.
-        operands: tensors that the kernel reads, by name.
-        n_query_tiles: tiles of queries.
-        n_key_tiles: tiles of keys.
-        max_key_tiles: tiles of keys of one sequence, at most.
-        has_lists: whether to list the tiles of queries for every tile of keys.
+        operands: layouts of the tensors that the kernel reads, by name.
+        n_key_tiles: number of tiles of keys.
     """
     k = tensors.k
-    n_heads = tensors.q.size(1)
-    if has_lists:
-        # For every tile of keys the tiles of queries in which one of its blocks is live, and
-        # their number.
-        builder.add_buffer("query_list", (n_heads, n_query_tiles, max_key_tiles), torch.int32)
-        builder.add_buffer("query_count", (n_heads, n_key_tiles), torch.int32)
-        builder.add_launch(query_lists_kernel, grid=(n_key_tiles, n_heads), parameters=SMALL)
-    gradients = {"g": result_like(k).on(k.device), "w": result_like(tensors.v).on(k.device)}
+    dk = result_like(k).on(k.device)
+    dv = result_like(tensors.v).on(k.device)
     builder.add_launch(
         dkv_kernel,
         grid=(n_key_tiles, k.size(1)),
@@ -382,9 +395,21 @@ def _add_key_gradients(
             "num_warps": config["dkv_warps"],
             "num_stages": config["dkv_stages"],
             "maxnreg": config["dkv_registers"],
-            **_strides({**operands, **gradients}, tensors.packed),
+            # kernels call the strides of dk and dv "g" and "w"
+            **_strides({**operands, "g": dk, "w": dv}, tensors.packed),
         },
     )
+
+
+def _max_key_tiles(
+    tensors: AttentionTensors,
+    options: AttentionOptions,
+    key_tiles: _Tiling,
+) -> int:
+    """Return the largest number of tiles of keys of one sequence."""
+    if tensors.packed:
+        return cdiv(options.max_seqlen_k, key_tiles.rows)
+    return key_tiles.n_tiles // tensors.batch
 
 
 def _plan_builder(
@@ -393,94 +418,108 @@ def _plan_builder(
     config: Mapping[str, Any],
     tile_rows: int,
 ) -> PlanBuilder:
-    """Return a plan builder with the numbers and constants that all kernels of a call share."""
+    """Return a plan builder with the parameters that the kernels of a call share.
+
+    Args:
+        tensors: layouts of the tensors.
+        options: checked options.
+        config: the configuration of the kernels.
+        tile_rows: number of queries of a tile.
+    """
     q = tensors.q
     k = tensors.k
     packed = tensors.packed
     n_heads = q.size(1)
     dim = q.size(-1)
     scale = options.scale
-    # Multiplying by a positive power of two never rounds, and keeps the order of scores.
-    scale_is_exact = scale > 0 and math.frexp(scale)[0] == 0.5
-    return PlanBuilder(
-        {
-            "Nq": 0 if packed else q.size(2),
-            "Nk": 0 if packed else k.size(2),
-            "Tq": q.size(0) if packed else 0,
-            "Tk": k.size(0) if packed else 0,
-            "B": tensors.batch,
-            "window": options.window,
-            "scale": scale,
-            "alpha_value": options.alpha_value,
-            "threshold": dropout_threshold(options.dropout_p),
-            "keep_scale": 1 / (1 - options.dropout_p),
-            "stat_size": math.prod(tensors.stats_shape),
-            "H": n_heads,
-            "GROUP": n_heads // k.size(1),
-            "D": dim,
-            "BLOCK_D": power_of_two(dim),
-            "BLOCK_M": tile_rows,
-            "KIND": kernel_kind(q.dtype, tensors.alpha, options.alpha_value),
-            "HAS_ALPHA": tensors.alpha is not None,
-            "CAUSAL": options.causal,
-            "WINDOW": options.window >= 0,
-            "HAS_MASK": tensors.key_padding_mask is not None,
-            "PACKED": packed,
-            "DROPOUT": tensors.seed is not None,
-            "EXACT": scale_is_exact,
-            "PRECISION": config["precision"],
-            "ptx_options": config["ptx_options"],
-        },
-    )
+    # Multiplying by a positive power of two never rounds, and keeps the order of scores. Kernels
+    # then multiply late, and still compute the same numbers.
+    scale_is_power_of_two = scale > 0 and math.frexp(scale)[0] == 0.5
+    numbers = {
+        "Nq": 0 if packed else q.size(2),
+        "Nk": 0 if packed else k.size(2),
+        "Tq": q.size(0) if packed else 0,
+        "Tk": k.size(0) if packed else 0,
+        "B": tensors.batch,
+        "window": options.window,
+        "scale": scale,
+        "alpha_value": options.alpha_value,
+        "threshold": dropout_threshold(
+            options.dropout_p
+        ),  # a random number below it drops a weight
+        "keep_scale": 1 / (1 - options.dropout_p),
+        "stat_size": math.prod(tensors.stats_shape),  # of one statistic of all rows
+    }
+    constants = {
+        "H": n_heads,
+        "GROUP": n_heads // k.size(1),
+        "D": dim,
+        "BLOCK_D": power_of_two(dim),
+        "BLOCK_M": tile_rows,
+        "KIND": kernel_kind(q.dtype, tensors.alpha, options.alpha_value),  # formula of alpha
+        "HAS_ALPHA": tensors.alpha is not None,
+        "CAUSAL": options.causal,
+        "WINDOW": options.has_window,
+        "HAS_MASK": tensors.key_padding_mask is not None,
+        "PACKED": packed,
+        "DROPOUT": tensors.seed is not None,
+        "EXACT": scale_is_power_of_two,
+        "PRECISION": config["precision"],
+        "ptx_options": config["ptx_options"],
+    }
+    return PlanBuilder({**numbers, **constants})
 
 
 class _Tiling(NamedTuple):
-    """Division of the rows of all sequences into tiles.
+    """Division of the queries, or of the keys, of all sequences into tiles.
 
     Attributes:
-        n_tiles: number of tiles, for a packed batch an upper bound.
-        rows: rows of a tile.
+        n_tiles: number of tiles; an upper bound for a packed batch.
+        rows: number of rows of a tile.
     """
 
     n_tiles: int
     rows: int
 
 
+_NO_TILES = _Tiling(n_tiles=0, rows=0)
+
+
 def _add_tables(
     builder: PlanBuilder,
     tensors: AttentionTensors,
     queries: _Tiling,
-    keys: _Tiling | None = None,
+    keys: _Tiling = _NO_TILES,
 ) -> None:
     """Add the tables of a packed batch: each tile's sequence, and each sequence's first tile.
 
-    A tile past the last one belongs to sequence ``batch``.
+    Tiles past the end get the sequence number ``batch``. A padded batch needs no tables.
 
     Args:
         builder: the plan so far.
         tensors: tensors of the call.
         queries: tiles of queries.
-        keys: tiles of keys, if they need a table.
+        keys: tiles of keys, if kernels compute them.
     """
     if not tensors.packed:
         return
     builder.add_buffer("q_batch", (queries.n_tiles,), torch.int32)
     builder.add_buffer("q_start", (tensors.batch + 1,), torch.int32)
-    if keys is not None:
+    has_keys = keys.rows > 0
+    if has_keys:
         builder.add_buffer("k_batch", (keys.n_tiles,), torch.int32)
         builder.add_buffer("k_start", (tensors.batch + 1,), torch.int32)
-    n_key_tiles = 0 if keys is None else keys.n_tiles
-    n_programs = max(cdiv(max(queries.n_tiles, n_key_tiles), TABLE_BLOCK), 1)
+    n_programs = max(cdiv(max(queries.n_tiles, keys.n_tiles), TABLE_BLOCK), 1)
     builder.add_launch(
         tables_kernel,
-        grid=(n_programs, 1 if keys is None else 2),
+        grid=(n_programs, 2 if has_keys else 1),
         parameters={
             "q_tiles": queries.n_tiles,
-            "k_tiles": n_key_tiles,
+            "k_tiles": keys.n_tiles,
             "ROWS": queries.rows,
-            "KEYS": 0 if keys is None else keys.rows,
+            "KEYS": keys.rows,
             "BLOCK": TABLE_BLOCK,
-            **SIMPLE,
+            **NO_TUNING,
         },
     )
 
@@ -490,23 +529,23 @@ def _operands(
     operands: Mapping[str, Tensor | None],
     tensors: AttentionTensors,
 ) -> dict[str, Tensor]:
-    """Add copies of tensors that kernels cannot read, and return the operands in their layouts.
+    """Plan copies of the tensors that kernels cannot read, and return the layouts of the operands.
 
-    Kernels read operands of any strides, except for that of the last dimension, which is 1.
+    The last dimension of an operand must have stride 1; its other strides are free. Alphas, offsets
+    and the mask must be contiguous.
 
     Args:
-        builder: the plan so far.
+        builder: the plan so far, to which the copies are added.
         operands: q-like and k-like tensors by name, or ``None``.
-        tensors: tensors of the call, whose alphas, offsets and mask are copied too.
+        tensors: tensors of the call, with alphas, offsets and mask.
+
+    Returns:
+        The layouts that kernels read, by name, without those that are ``None``.
     """
-    layouts: dict[str, Tensor] = {}
-    copied: dict[str, Tensor] = {}
-    for name, tensor in operands.items():
-        if tensor is None:
-            continue
-        layouts[name] = dense(tensor)
-        if layouts[name] is not tensor:
-            copied[name] = tensor
+    layouts = {name: dense(tensor) for name, tensor in operands.items() if tensor is not None}
+    copied = {
+        name: operands[name] for name, layout in layouts.items() if layout is not operands[name]
+    }
     builder.make_contiguous(
         {
             **copied,
@@ -522,7 +561,13 @@ def _operands(
 
 
 def _strides(tensors: Mapping[str, Tensor], packed: bool) -> dict[str, int]:
-    """Return the strides of sequence, head and token, named by the first letter of each tensor."""
+    """Return the strides of tensors as parameters of kernels.
+
+    Args:
+        tensors: layouts by name. The first letter of the name is part of the parameters' names: the
+            strides of ``dout`` are ``sd_b`` (sequence), ``sd_h`` (head) and ``sd_n`` (token).
+        packed: whether the tensors are packed ``[T, H, D]``, or else padded ``[B, H, N, D]``.
+    """
     strides: dict[str, int] = {}
     for name, tensor in tensors.items():
         letter = name[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -31,6 +32,11 @@ from tilefold.ops.maxsim._problem import (
 PAIRINGS = ("all", "aligned", "grouped")
 REDUCTIONS = ("sum", "mean")
 MASK_MODES = ("exclude", "zero")
+# arguments that describe the padding of queries and of documents
+_MASK_AND_OFFSETS = {
+    "queries": ("query_mask", "cu_seqlens_q"),
+    "documents": ("document_mask", "cu_seqlens_d"),
+}
 
 
 def check_arguments(
@@ -51,25 +57,25 @@ def check_arguments(
         mask_mode: as in :func:`tilefold.ops.maxsim`.
         temperature: as in :func:`tilefold.ops.maxsim`.
         normalize: as in :func:`tilefold.ops.maxsim`.
-        longest_query: tokens of the longest packed query, where pairs are listed and trained.
+        longest_query: number of tokens of the longest packed query, if pairs are listed and a
+            gradient is needed.
 
     Returns:
-        The operator's options, and a function that casts queries and documents under autocast.
+        The options of the operator and, under autocast, the function that casts queries and
+        documents.
 
     Raises:
         TypeError, ValueError: as :func:`tilefold.ops.maxsim`.
     """
     _check_options(reduction, mask_mode, temperature)
-    pairing_name = _check_pairing(tensors.pairs, pairing)
+    pairing_name = _check_pairing(pairing if tensors.pairs is None else tensors.pairs)
     quantized = tensors.document_scale is not None
     if quantized:
         _check_quantized(tensors.queries, normalize)
     _check_token_vectors(
         "queries",
         tensors.queries,
-        "query_mask",
         tensors.query_mask,
-        "cu_seqlens_q",
         tensors.cu_queries,
         padded_shape="N L D",
         dtypes=FLOAT_DTYPES,
@@ -77,9 +83,7 @@ def check_arguments(
     _check_token_vectors(
         "documents",
         tensors.documents,
-        "document_mask",
         tensors.document_mask,
-        "cu_seqlens_d",
         tensors.cu_documents,
         padded_shape="B N L D" if pairing_name == "grouped" else "N L D",
         dtypes=QUANTIZED_DTYPES if quantized else FLOAT_DTYPES,
@@ -117,33 +121,36 @@ def _cast_to(dtype: torch.dtype, tensors: MaxSimTensors) -> MaxSimTensors:
 
 
 def _check_options(reduction: object, mask_mode: object, temperature: object) -> None:
-    """Check the options that are names, and that the temperature is positive or ``None``."""
+    """Check ``reduction``, ``mask_mode`` and ``temperature``."""
     check_choice("reduction", reduction, REDUCTIONS)
     check_choice("mask_mode", mask_mode, MASK_MODES)
-    if temperature is not None and (
-        isinstance(temperature, bool)
-        or not isinstance(temperature, (int, float))
-        or not 0 < temperature < math.inf
-    ):
-        raise ValueError(
-            f"temperature must be a positive Python number or None, got {temperature!r}.",
-        )
+    if temperature is None or (_is_finite_number(temperature) and temperature > 0):
+        return
+    raise ValueError(
+        f"temperature must be a positive Python number or None, got {temperature!r}.",
+    )
 
 
-def _check_pairing(pairs: Tensor | None, pairing: object) -> str:
-    """Check which pairs are scored, and return the name of the pairing.
+def _is_finite_number(value: object) -> TypeGuard[float]:
+    """Return whether a value is a finite Python number, and not a bool."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value)
+
+
+def _check_pairing(pairing: object) -> str:
+    """Check the argument ``pairing``, and return the name of the pairing.
 
     Args:
-        pairs: ``[P, 2]`` listed pairs of a query and a document, or ``None``.
-        pairing: the caller's argument, which is a name if ``pairs`` is ``None``.
+        pairing: a name, or listed pairs of a query and a document ``[P, 2]``.
 
     Returns:
-        ``"index"`` for listed pairs, else the caller's name.
+        ``"index"`` for listed pairs, else the name.
     """
-    if pairs is not None:
-        if pairs.dim() != 2 or pairs.size(1) != 2:
-            raise ValueError(f"pairing must have shape [P, 2], got {list(pairs.shape)}.")
-        check_dtype("pairing", pairs, (torch.int32, torch.int64), "use pairing.long().")
+    if isinstance(pairing, Tensor):
+        if pairing.dim() != 2 or pairing.size(1) != 2:
+            raise ValueError(f"pairing must have shape [P, 2], got {list(pairing.shape)}.")
+        check_dtype("pairing", pairing, (torch.int32, torch.int64), "use pairing.long().")
         return "index"
     if pairing not in PAIRINGS:
         names = ", ".join(repr(name) for name in PAIRINGS)
@@ -154,25 +161,23 @@ def _check_pairing(pairs: Tensor | None, pairing: object) -> str:
 
 
 def _check_quantized(queries: object, normalize: bool) -> None:
-    """Raise ``ValueError`` for options that quantized documents do not support."""
+    """Check that a call with quantized documents needs no gradient and does not normalize."""
     if isinstance(queries, Tensor) and queries.requires_grad and torch.is_grad_enabled():
         raise ValueError(
-            "documents must be a floating tensor where a gradient is asked for, got "
+            "documents must be a floating tensor if a gradient is needed, got "
             "QuantizedTokens; score under torch.no_grad(), or give documents.dequantize().",
         )
     if normalize:
         raise ValueError(
-            "normalize must be False with quantized documents, got True; normalize the vectors "
-            "before quantize_tokens, and the queries.",
+            "normalize must be False with quantized documents, got True; normalize documents "
+            "before quantize_tokens, and queries before scoring.",
         )
 
 
 def _check_token_vectors(
     name: str,
     vectors: Tensor,
-    mask_name: str,
     mask: Tensor | None,
-    offsets_name: str,
     offsets: Tensor | None,
     *,
     padded_shape: str,
@@ -181,15 +186,14 @@ def _check_token_vectors(
     """Check the token vectors of queries or documents, with their mask and offsets.
 
     Args:
-        name: name of the argument ``vectors``.
+        name: ``"queries"`` or ``"documents"``.
         vectors: padded token vectors, or packed ones ``[T, D]``.
-        mask_name: name of the argument ``mask``.
         mask: mask of the tokens, or ``None``.
-        offsets_name: name of the argument ``offsets``.
         offsets: offsets of packed sequences, or ``None`` for padded ones.
         padded_shape: names of the dimensions of padded vectors, such as ``"N L D"``.
         dtypes: dtypes that the vectors may have.
     """
+    mask_name, offsets_name = _MASK_AND_OFFSETS[name]
     check_tensor(name, vectors)
     check_shape(name, vectors, padded_shape if offsets is None else "T D")
     check_dtype(name, vectors, dtypes, "cast it with .to(torch.bfloat16) or another of these.")
@@ -210,13 +214,13 @@ def _check_token_vectors(
 
 
 def _check_sides_agree(tensors: MaxSimTensors) -> None:
-    """Check that queries and documents have one D and that all tensors are on one device."""
+    """Check that queries and documents have the same D, and that all tensors are on one device."""
     queries = tensors.queries
     documents = tensors.documents
     if documents.size(-1) != queries.size(-1):
         raise ValueError(
-            f"documents must have the D of queries ({queries.size(-1)}), got {documents.size(-1)} "
-            f"in shape {list(documents.shape)}.",
+            f"documents must have the last dimension D of queries ({queries.size(-1)}), got "
+            f"{documents.size(-1)} in shape {list(documents.shape)}.",
         )
     check_same_device(
         "queries",
@@ -233,14 +237,14 @@ def _check_sides_agree(tensors: MaxSimTensors) -> None:
 
 
 def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast casts to, or ``None`` if nothing is cast.
+    """Return the dtype that autocast casts to, or ``None`` if it casts nothing.
 
     Raises:
-        TypeError: if queries and documents differ in dtype and autocast does not cast them.
+        TypeError: if nothing is cast, and queries and documents differ in dtype.
     """
     device_type = queries.device.type
     if (
-        torch.float64 not in (queries.dtype, documents.dtype)
+        torch.float64 not in (queries.dtype, documents.dtype)  # autocast leaves fp64 alone
         and device_type != "meta"  # torch has no autocast state for it
         and torch.is_autocast_enabled(device_type)
     ):
@@ -254,7 +258,11 @@ def _autocast_dtype(queries: Tensor, documents: Tensor) -> torch.dtype | None:
 
 
 def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
-    """Check that there are as many documents as the pairing needs."""
+    """Check that the number of documents fits the number of queries.
+
+    Aligned documents are as many as queries. Grouped documents are ``[Nq, N, Ld, D]`` if they are
+    padded. If they are packed, the first ``N`` documents belong to the first query, and so on.
+    """
     n_queries, n_documents = sequence_counts(tensors)
     if pairing == "aligned" and n_queries != n_documents:
         raise ValueError(
@@ -269,8 +277,8 @@ def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
             groups_are_equal = documents.size(0) == n_queries
         if not groups_are_equal:
             raise ValueError(
-                f"documents must come in one group of equal size for each of the {n_queries} "
-                f"queries for pairing='grouped', got {n_documents} documents in shape "
+                f"documents must be {n_queries} groups of equal size, one for each query, for "
+                f"pairing='grouped', got {n_documents} documents in shape "
                 f"{list(documents.shape)}.",
             )
 
@@ -279,12 +287,8 @@ def _check_counts(pairing: str, tensors: MaxSimTensors) -> None:
 
 
 def check_scale(scale: object) -> None:
-    """Raise ``ValueError`` unless ``scale`` is a finite number."""
-    if (
-        isinstance(scale, bool)
-        or not isinstance(scale, (int, float))
-        or not -math.inf < scale < math.inf
-    ):
+    """Check that ``scale`` is a finite number."""
+    if not _is_finite_number(scale):
         raise ValueError(
             f"scale must be a finite Python number, got {scale!r}; multiply queries to learn one.",
         )
@@ -311,8 +315,8 @@ def check_labels(
         ``[Nq]`` int64 documents.
 
     Raises:
-        TypeError: for another type or dtype.
-        ValueError: for another shape or device, or for a label out of range.
+        TypeError: if the labels are not an int64 tensor.
+        ValueError: if their shape or device is wrong, or a label is out of range.
     """
     if labels is None:
         if n_documents < n_queries:
@@ -345,38 +349,43 @@ def check_labels(
     return labels
 
 
+def labels_were_checked(labels: Tensor | None) -> bool:
+    """Return whether :func:`check_labels` read the values of the caller's labels.
+
+    It does not on a GPU, nor in a compiled function.
+    """
+    return labels is None or (labels.device.type == "cpu" and not torch.compiler.is_compiling())
+
+
 def labelled_loss(
     scores: Tensor,
-    labels: Tensor | None,
-    checked_labels: Tensor,
+    labels: Tensor,
     n_documents: int,
     first_document: int = 0,
     reduction: str = "mean",
+    *,
+    were_checked: bool,
 ) -> Tensor:
-    """Compute the cross entropy of scores and labels, NaN for labels out of range.
+    """Compute the cross entropy of scores and labels, or NaN if a label is out of range.
 
-    On a GPU, and in a compiled function, :func:`check_labels` does not read the values of labels. A
-    label out of range would then fail an assertion in a kernel, after which the process can no
-    longer use the device, or it would name a document of another rank. Such labels are therefore
-    clamped to the valid range, and the loss is made NaN.
+    A label out of range would fail an assertion in a GPU kernel, after which the process can no
+    longer use the device, or it would name a document of another rank. Labels that were not checked
+    are therefore clamped to the valid range, and the loss is multiplied by NaN if this changed one.
 
     Args:
         scores: ``[Nq, N]``.
-        labels: labels as the caller passed them, or ``None``.
-        checked_labels: ``[Nq]`` what :func:`check_labels` returned.
+        labels: ``[Nq]`` int64, from 0 to ``n_documents - 1``.
         n_documents: number of documents that labels may name.
-        first_document: column of ``scores`` of the first such document.
+        first_document: column of ``scores`` of the document with label 0.
         reduction: ``"mean"`` or ``"sum"`` over the queries.
+        were_checked: whether the values of the labels were checked.
     """
-    were_checked = labels is None or (
-        labels.device.type == "cpu" and not torch.compiler.is_compiling()
-    )
-    targets = checked_labels
-    if not were_checked:
-        targets = checked_labels.clamp(0, max(n_documents - 1, 0))
-    columns = targets + first_document if first_document else targets
+    valid_labels = labels if were_checked else labels.clamp(0, max(n_documents - 1, 0))
+    columns = valid_labels
+    if first_document:  # adding 0 would launch a kernel
+        columns = valid_labels + first_document
     loss = cross_entropy(scores, columns, reduction=reduction)
     if were_checked:
         return loss
-    # A factor, so that the gradients are NaN too.
-    return loss * torch.where((targets == checked_labels).all(), 1.0, math.nan)
+    # a factor, so that the gradients are NaN, too
+    return loss * torch.where((valid_labels == labels).all(), 1.0, math.nan)

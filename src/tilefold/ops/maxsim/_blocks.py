@@ -1,4 +1,4 @@
-"""Blocks and tiles of similarities, and what the tiled path computes from them."""
+"""Blocks and tiles of similarities, and how their maxima and gradients are accumulated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tilefold.ops.maxsim.tiles import SequenceTokens, add_rows
 
 
 class TileTokens(NamedTuple):
-    """Document tokens of a tile.
+    """Document tokens of a tile: ``L`` tokens of ``n`` documents.
+
+    A document with fewer tokens repeats its last one.
 
     Attributes:
-        rows: ``[n, L]`` rows. All are unmasked.
+        rows: ``[n, L]`` rows of unmasked tokens.
         exists: ``[n, L]`` bools, false past the end of a document, or ``None`` if all exist.
         span: the rows, if they are consecutive.
         vectors: ``[n, L, D]`` token vectors in fp32 (fp64), scaled, if they were gathered.
@@ -31,7 +33,7 @@ class TileTokens(NamedTuple):
     vectors: Tensor | None
 
     def vectors_of(self, documents: SequenceTokens) -> Tensor:
-        """Return the token vectors ``[n, L, D]`` in fp32 (fp64), scaled."""
+        """Return the token vectors ``[n, L, D]`` in fp32, or fp64 for fp64 tokens, scaled."""
         if self.vectors is not None:
             return self.vectors
         if self.span is None:
@@ -41,7 +43,7 @@ class TileTokens(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Similarities of some documents of a block, or of some tokens of its only document.
+    """Similarities of some documents of a block, or of a part of long documents.
 
     Attributes:
         documents: positions of the ``n`` documents in the block.
@@ -61,7 +63,7 @@ class Accumulation(Protocol):
         """Reduce a tile over its document tokens.
 
         Returns:
-            Tensors of ``[n, C]``: documents of the tile, query tokens.
+            Tensors ``[n, C]`` for ``n`` documents of the tile and ``C`` query tokens.
         """
 
     def merge(
@@ -78,10 +80,10 @@ class Block:
 
     Attributes:
         documents: the ``n`` documents.
-        query_vectors: ``[C, D]`` if all documents share them, else ``[n, C, D]``.
-        is_split: whether the documents are too long for one tile. All tiles are then parts of the
-            same documents.
-        tiles: makes the tiles, in the order of the documents, or of their tokens.
+        query_vectors: ``[C, D]`` if all documents share the query tokens, else ``[n, C, D]``.
+        is_split: whether the documents are too long for one tile. Each tile is then a part of all
+            documents. Otherwise each tile has some of the documents, with all their tokens.
+        tiles: computes the tiles, in the order of the parts or of the documents.
     """
 
     documents: Selection
@@ -90,15 +92,15 @@ class Block:
     tiles: Callable[[], Iterator[Tile]]
 
     def accumulate(self, accumulation: Accumulation) -> tuple[Tensor, ...]:
-        """Reduce all tiles, and combine the results.
+        """Reduce all tiles over their document tokens, and combine the results.
 
         Returns:
-            Tensors of ``[n, C]``: documents of the block, query tokens.
+            Tensors ``[n, C]`` for ``n`` documents of the block and ``C`` query tokens.
         """
         results = [accumulation.reduce(tile) for tile in self.tiles()]
-        if self.is_split:
+        if self.is_split:  # tiles are parts of the same documents
             return reduce(accumulation.merge, results)
-        if len(results) == 1:
+        if len(results) == 1:  # torch.cat would copy it
             return results[0]
         return tuple(torch.cat(tensors) for tensors in zip(*results, strict=True))
 
@@ -106,12 +108,12 @@ class Block:
         """Add the maxima ``[n, C]``, summed over the tokens of each query, to ``scores``."""
         raise NotImplementedError
 
-    def save(self, state: Tensor, saved: Tensor) -> None:
+    def save(self, values: Tensor, saved: Tensor) -> None:
         """Write winners or smooth maxima ``[n, C]`` to the matrix that backward reads."""
         raise NotImplementedError
 
     def gradient_of_maxima(self, grad: Tensor) -> Tensor:
-        """Return the ``[n, C]`` gradient of the maxima: that of the scores that they are part of.
+        """Return for each maximum ``[n, C]`` the gradient of the score that it is added to.
 
         Args:
             grad: gradient of the scores, in their shape.
@@ -124,12 +126,12 @@ class Block:
         document_vectors: Tensor,
         dqueries: Tensor,
     ) -> None:
-        """Add the gradient of the query tokens from one tile.
+        """Add the gradient of the block's ``C`` query tokens that comes from one tile.
 
         Args:
             dsimilarities: ``[n, L, C]`` gradient of the tile's similarities.
-            document_vectors: ``[n, L, D]``.
-            dqueries: ``[Tq, D]``, to which the gradient is added.
+            document_vectors: ``[n, L, D]`` document tokens of the tile.
+            dqueries: ``[Tq, D]`` gradient of all query tokens, to which this is added.
         """
         raise NotImplementedError
 
@@ -148,12 +150,12 @@ class AllPairsBlock(Block):
         """Add the maxima ``[n, C]``, summed by query, to the scores ``[Nq, Nd]``."""
         self.query_block.add_sums(maxima, scores, self.documents)
 
-    def save(self, state: Tensor, saved: Tensor) -> None:
+    def save(self, values: Tensor, saved: Tensor) -> None:
         """Write winners or smooth maxima ``[n, C]`` to the saved matrix ``[Nd, Tq]``."""
-        saved[cross_index(self.documents, self.query_block.rows)] = state
+        saved[cross_index(self.documents, self.query_block.rows)] = values
 
     def gradient_of_maxima(self, grad: Tensor) -> Tensor:
-        """Select the gradients ``[n, C]`` of the maxima from ``grad``, ``[Nq, Nd]``."""
+        """Select the gradients of the maxima ``[n, C]`` from those of the scores ``[Nq, Nd]``."""
         query_of_column = self.query_block.queries.sequence_of_row[self.query_block.rows]
         return grad.T[self.documents][:, query_of_column]
 
@@ -163,7 +165,7 @@ class AllPairsBlock(Block):
         document_vectors: Tensor,
         dqueries: Tensor,
     ) -> None:
-        """Add the gradient of the shared query tokens ``[C, D]``, summed over the tile."""
+        """Add the gradient of the ``C`` query tokens, summed over the tile's document tokens."""
         gradient = dsimilarities.flatten(0, 1).T @ document_vectors.flatten(0, 1)
         dqueries[self.query_block.rows] += gradient
 
@@ -174,8 +176,9 @@ class ListedPairsBlock(Block):
 
     Attributes:
         problem: the problem.
-        pairs: ``[n]`` numbers of the pairs.
-        query_rows: ``[n, C]`` rows of the query tokens.
+        pairs: ``[n]`` positions of the pairs.
+        query_rows: ``[n, C]`` rows of the query tokens. A query with fewer tokens repeats its last
+            one.
         query_exists: ``[n, C]`` bools, false past the end of a query, or ``None`` if all exist.
         first_query_rows: ``[n]`` first row of each pair's query.
     """
@@ -187,26 +190,29 @@ class ListedPairsBlock(Block):
     first_query_rows: Tensor
 
     def add_scores(self, maxima: Tensor, scores: Tensor) -> None:
-        """Add the maxima ``[n, C]`` of every pair, summed over its query, to its score."""
+        """Add the maxima ``[n, C]`` of each pair, summed over its query tokens, to its score."""
         if self.query_exists is not None:
             maxima = maxima.masked_fill(~self.query_exists, 0)
         scores.view(-1)[self.pairs] += maxima.sum(dim=1)
 
-    def save(self, state: Tensor, saved: Tensor) -> None:
-        """Write winners or smooth maxima ``[n, C]`` of the query tokens that exist."""
+    def save(self, values: Tensor, saved: Tensor) -> None:
+        """Write winners or smooth maxima ``[n, C]`` to the matrix that backward reads.
+
+        Values past the end of a query are not written.
+        """
         positions = saved_positions(
             self.problem,
-            self.pairs[:, None],
-            self.query_rows,
-            self.first_query_rows[:, None],
+            pairs=self.pairs[:, None],
+            query_rows=self.query_rows,
+            first_query_rows=self.first_query_rows[:, None],
         )
         if self.query_exists is not None:
             positions = positions[self.query_exists]
-            state = state[self.query_exists]
-        saved.view(-1)[positions] = state
+            values = values[self.query_exists]
+        saved.view(-1)[positions] = values
 
     def gradient_of_maxima(self, grad: Tensor) -> Tensor:
-        """Expand the gradients of the pairs' scores to ``[n, C]``, 0 past the end of a query."""
+        """Repeat the gradient of each pair's score ``[n, C]``, with 0 past the end of a query."""
         dmaxima = grad.reshape(-1)[self.pairs][:, None].expand(self.query_rows.shape)
         if self.query_exists is not None:
             dmaxima = dmaxima.masked_fill(~self.query_exists, 0)
@@ -218,9 +224,10 @@ class ListedPairsBlock(Block):
         document_vectors: Tensor,
         dqueries: Tensor,
     ) -> None:
-        """Add the gradients of the pairs' query tokens, summed if all pairs share one query."""
+        """Add the gradients of the pairs' query tokens, summed over the tile's document tokens."""
         pairs_share_query = self.query_vectors.dim() == 2
         if pairs_share_query:
+            # one product also sums over the pairs; all lines of query_rows are equal
             gradient = dsimilarities.flatten(0, 1).T @ document_vectors.flatten(0, 1)
             dqueries[self.query_rows[0]] += gradient
             return
@@ -229,7 +236,7 @@ class ListedPairsBlock(Block):
             self.query_rows,
             self.query_exists,
             dsimilarities.mT @ document_vectors,
-            rows_differ=False,
+            rows_are_unique=False,
         )
 
 
@@ -239,16 +246,16 @@ def add_existing_rows(
     exists: Tensor | None,
     values: Tensor,
     *,
-    rows_differ: bool,
+    rows_are_unique: bool,
 ) -> None:
-    """Compute ``out[rows] += values`` for the tokens that exist.
+    """Compute ``out[rows] += values`` for the tokens that are not past the end of a sequence.
 
     Args:
         out: ``[T, D]``.
         rows: ``[n, L]`` rows of ``out``.
-        exists: ``[n, L]`` bools, or ``None`` if all tokens exist.
+        exists: ``[n, L]`` bools, false past the end of a sequence, or ``None`` if all exist.
         values: ``[n, L, D]``.
-        rows_differ: whether no row occurs twice.
+        rows_are_unique: whether no existing row occurs twice.
     """
     if exists is None:
         rows = rows.view(-1)
@@ -256,7 +263,7 @@ def add_existing_rows(
     else:
         rows = rows[exists]
         values = values[exists]
-    if rows_differ:
+    if rows_are_unique:
         out[rows] += values
     else:
         add_rows(out, values, rows)

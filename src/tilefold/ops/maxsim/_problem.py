@@ -36,11 +36,14 @@ from tilefold.ops._shared.winners import winner_dtype
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 
 
+# Bits of "no winner" in every dtype of winners, as a signed integer.
+NO_WINNER_BITS = -1
+
+
 def winner_bits(positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Convert winners to the dtype in which they are saved.
 
-    uint16, which few operations of torch support, is returned as int16 with the same bits. There
-    "no winner" is -1.
+    Few operations of torch support uint16. It is therefore returned as int16 with the same bits.
     """
     if dtype == torch.uint16:
         return positions.to(dtype).view(torch.int16)
@@ -114,7 +117,7 @@ class MaxSimSaved(NamedTuple):
     """Tensors saved for backward: tensors of the call, and results other than the scores.
 
     Attributes:
-        queries: as in :class:`MaxSimTensors`, like the six after it.
+        queries: as in :class:`MaxSimTensors`, like the next six attributes.
         saved: winners or smooth maxima; see the module's docstring.
         query_norms: ``[Tq]`` fp32 inverse norms, or ``None`` if rows are not normalized.
         document_norms: ``[Td]`` fp32 inverse norms, or ``None`` if rows are not normalized.
@@ -129,13 +132,13 @@ class MaxSimSaved(NamedTuple):
     cu_documents: Tensor | None
     pairs: Tensor | None
     saved: Tensor | None
-    query_norms: Tensor | None
-    document_norms: Tensor | None
-    row_query: Tensor | None
+    query_norms: Tensor | None = None
+    document_norms: Tensor | None = None
+    row_query: Tensor | None = None
 
     @property
     def tensors(self) -> MaxSimTensors:
-        """Tensors of the call, which had no quantized documents."""
+        """Tensors of the call. Its documents were not quantized, since it has gradients."""
         return MaxSimTensors(
             queries=self.queries,
             documents=self.documents,
@@ -148,6 +151,7 @@ class MaxSimSaved(NamedTuple):
         )
 
 
+# Names of the operator's results: the scores, and what backward reads.
 RESULTS = ("scores", "saved", "query_norms", "document_norms", "row_query")
 
 
@@ -159,7 +163,7 @@ class XtrOptions(NamedTuple):
     normalize: bool
 
     @property
-    def maximum(self) -> MaxSimOptions:
+    def maxsim_options(self) -> MaxSimOptions:
         """Options of the MaxSim scores whose maxima XTR selects."""
         return MaxSimOptions(
             pairing="all",
@@ -175,7 +179,7 @@ class XtrSaved(NamedTuple):
     """Tensors saved for the gradient of XTR scores.
 
     Attributes:
-        queries: as in :class:`MaxSimTensors`, like the five after it.
+        queries: as in :class:`MaxSimTensors`, like the next five attributes.
         saved: ``[Nd, Tq]`` winners that were retrieved.
         divisor: ``[Nq, Nd]`` numbers that the sums were divided by.
     """
@@ -190,8 +194,8 @@ class XtrSaved(NamedTuple):
     divisor: Tensor
 
     @property
-    def maximum(self) -> MaxSimSaved:
-        """Saved tensors in the form that backward of the MaxSim scores reads."""
+    def maxsim_saved(self) -> MaxSimSaved:
+        """The same tensors in the form that backward of MaxSim reads."""
         return MaxSimSaved(
             queries=self.queries,
             documents=self.documents,
@@ -201,9 +205,6 @@ class XtrSaved(NamedTuple):
             cu_documents=self.cu_documents,
             pairs=None,
             saved=self.saved,
-            query_norms=None,
-            document_norms=None,
-            row_query=None,
         )
 
 
@@ -218,21 +219,20 @@ class Problem:
         document_mask: ``[Td]``, nonzero = keep, or ``None``.
         cu_queries: ``[Nq + 1]`` offsets of packed queries, or ``None``.
         cu_documents: ``[Nd + 1]`` offsets of packed documents, or ``None``.
-        query_length: rows of each padded query; 0 for packed ones.
-        document_length: rows of each padded document; 0 for packed ones.
+        query_length: number of rows of each padded query; 0 for packed queries.
+        document_length: number of rows of each padded document; 0 for packed documents.
         n_queries: number of queries.
         n_documents: number of documents.
-        group: documents of each query, for "grouped".
+        group: number of documents of each query, for "grouped".
         index: ``[P, 2]`` listed (query, document) pairs, or ``None``.
         pairing: ``"all"``, ``"aligned"``, ``"grouped"`` or ``"index"``.
         mask_zero: whether masked document tokens score 0; otherwise they are left out.
         temperature: temperature of the smooth maximum; 0 for the maximum.
         normalize: whether rows are divided by their Euclidean norm.
         mean: whether scores are divided by ``query_length``.
-        longest_query: upper bound of the tokens of a query, for "index".
-        document_scale: ``[Td]`` fp32 factors of quantized documents' rows, or ``None``.
-        query_scale: ``[Tq]`` fp32 factors of the queries' rows if these are quantized as well, or
-            ``None``.
+        longest_query: upper bound of the number of tokens of a query, for "index".
+        document_scale: ``[Td]`` fp32 factors of the rows of quantized documents, or ``None``.
+        query_scale: ``[Tq]`` fp32 factors of the rows of quantized queries, or ``None``.
     """
 
     queries: Tensor
@@ -258,7 +258,12 @@ class Problem:
 
     @classmethod
     def of(cls, tensors: MaxSimTensors, options: MaxSimOptions) -> Problem:
-        """Bring padded or packed tensors into the common layout."""
+        """Return the problem of a call, with padded or packed tensors as rows.
+
+        Args:
+            tensors: tensors of the call.
+            options: checked options.
+        """
         queries = tensors.queries
         documents = tensors.documents
         n_queries, n_documents = sequence_counts(tensors)
@@ -267,7 +272,8 @@ class Problem:
         longest_query = options.longest_query
         if tensors.pairs is not None and tensors.cu_queries is None:
             longest_query = query_length
-        group = documents.size(1) if documents.dim() == 4 else n_documents // max(n_queries, 1)
+        is_padded_in_groups = documents.dim() == 4  # [Nq, group, Ld, D]
+        group = documents.size(1) if is_padded_in_groups else n_documents // max(n_queries, 1)
         return cls(
             queries=queries.reshape(-1, queries.size(-1)),
             documents=documents.reshape(-1, documents.size(-1)),
@@ -342,27 +348,44 @@ class Problem:
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:
+    """Return a tensor with one dimension, or ``None``."""
     return None if tensor is None else tensor.reshape(-1)
 
 
 def outputs(tensors: MaxSimTensors, options: MaxSimOptions, training: bool) -> tuple[Buffer, ...]:
-    """Describe the :data:`RESULTS`. A result that this call does not have is empty."""
+    """Return the shape and dtype of each of the operator's results, in the order of ``RESULTS``.
+
+    A result that this call does not have is empty.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether backward may follow.
+    """
     problem = Problem.of(tensors, options)
-    names = problem.result_names(training)
     n_query_rows = problem.queries.size(0)
     n_document_rows = problem.documents.size(0)
-    return (
-        Buffer(problem.score_shape, wide_dtype(problem.queries.dtype)),
-        Buffer(problem.saved_shape if training else (0, 0), problem.saved_dtype),
-        Buffer((n_query_rows if "query_norms" in names else 0,), torch.float32),
-        Buffer((n_document_rows if "document_norms" in names else 0,), torch.float32),
-        Buffer((n_query_rows if "row_query" in names else 0,), torch.int32),
+    buffers = {
+        "scores": Buffer(problem.score_shape, wide_dtype(problem.queries.dtype)),
+        "saved": Buffer(problem.saved_shape, problem.saved_dtype),
+        "query_norms": Buffer((n_query_rows,), torch.float32),
+        "document_norms": Buffer((n_document_rows,), torch.float32),
+        "row_query": Buffer((n_query_rows,), torch.int32),
+    }
+    names = problem.result_names(training)
+    return tuple(
+        buffers[name] if name in names else _without_elements(buffers[name]) for name in RESULTS
     )
 
 
+def _without_elements(buffer: Buffer) -> Buffer:
+    """Return a buffer with as many dimensions as ``buffer``, all of size 0."""
+    return buffer._replace(shape=(0,) * len(buffer.shape))
+
+
 def xtr_outputs(tensors: MaxSimTensors, options: XtrOptions, training: bool) -> tuple[Buffer, ...]:
-    """Describe the results of XTR: scores, retrieved winners, and divisors of the sums."""
-    scores, saved, *_ = outputs(tensors, options.maximum, training)
+    """Return the shape and dtype of scores, retrieved winners, and divisors of the sums."""
+    scores, saved, *_ = outputs(tensors, options.maxsim_options, training)
     return scores, saved, scores
 
 
@@ -371,10 +394,10 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
 
     Args:
         tensors: tensors of the call.
-        options: not read; operators pass it.
+        options: ignored; part of the signature that all operators share.
 
     Raises:
-        ValueError: for offsets that do not describe the rows, and for indices out of range.
+        ValueError: if offsets do not divide the rows, or an index is out of range.
     """
     pairs = tensors.pairs
     if tensors.cu_queries is not None:
@@ -405,35 +428,45 @@ def check_values(tensors: MaxSimTensors, options: MaxSimOptions | None = None) -
 
 
 def no_winners(problem: Problem, like: Tensor, training: bool = True) -> Tensor:
-    """Allocate the saved matrix, filled with "no winner", or infinity for smooth maxima.
+    """Allocate the matrix of values that backward reads, filled with "no winner".
 
-    uint16, which few operations of torch support, is returned as int16 with the same bits.
+    For smooth maxima, it is filled with infinity. For uint16 winners, it is int16 with the same
+    bits, as in :func:`winner_bits`.
 
     Args:
         problem: the problem.
-        like: tensor that chooses the device.
+        like: a tensor on the device of the result.
         training: whether anything is saved; otherwise the matrix is empty.
     """
     dtype = problem.saved_dtype
     return like.new_full(
         problem.saved_shape if training else (0, 0),
-        math.inf if problem.temperature else -1,
+        math.inf if problem.temperature else NO_WINNER_BITS,
         dtype=torch.int16 if dtype == torch.uint16 else dtype,
     )
 
 
-def saved_positions(problem: Problem, pairs: Tensor, rows: Tensor, first_rows: Tensor) -> Tensor:
-    """Return positions in the flattened saved matrix, for "grouped" and "index".
+def saved_positions(
+    problem: Problem,
+    pairs: Tensor,
+    query_rows: Tensor,
+    first_query_rows: Tensor,
+) -> Tensor:
+    """Return where the values of query tokens are in the flattened matrix that backward reads.
+
+    The matrix is ``[P, longest query]`` for "index", and ``[group, Tq]`` for "grouped"; see the
+    docstring of this module.
 
     Args:
-        problem: the problem.
-        pairs: numbers of the pairs.
-        rows: rows of their query tokens.
-        first_rows: first row of each pair's query.
+        problem: a problem with the pairing "index", "grouped" or "aligned".
+        pairs: positions of the pairs.
+        query_rows: rows of query tokens of the pairs.
+        first_query_rows: first row of each pair's query.
     """
     if problem.index is not None:
-        return pairs * problem.longest_query + rows - first_rows
-    return pairs % problem.group * problem.queries.size(0) + rows
+        return pairs * problem.longest_query + (query_rows - first_query_rows)
+    document_in_group = pairs % problem.group
+    return document_in_group * problem.queries.size(0) + query_rows
 
 
 def pair_sequences(problem: Problem) -> tuple[Tensor, Tensor]:

@@ -14,23 +14,23 @@ from tilefold.ops.maxsim.tiles import SequenceTokens
 
 Selection = Tensor | slice
 
-# Queries that are summed together differ in length by at most sixteen eighths, a factor of 2.
-QUERY_EIGHTHS = 16
+# The longest query of a sum is at most this many times as long as the shortest one.
+MAX_QUERY_RATIO = 2.0
 
 
 def cross_index(rows: Selection, columns: Selection) -> tuple[Selection, Selection]:
-    """Return an index of every pair of a row and a column of a matrix."""
+    """Return an index of the submatrix of some rows and some columns."""
     if isinstance(rows, Tensor) and isinstance(columns, Tensor):
         return rows[:, None], columns
     return rows, columns
 
 
 class QueryPiece(NamedTuple):
-    """Consecutive unmasked tokens of one query.
+    """Unmasked tokens of one query that are in the same block: all, or a part of a long query.
 
     Attributes:
         query: the query.
-        first_token: number of the first token, counted over all queries.
+        first_token: the first token, numbered over the unmasked tokens of all queries.
         n_tokens: number of tokens.
     """
 
@@ -45,8 +45,10 @@ class SumGroup(NamedTuple):
     Attributes:
         queries: the queries.
         n_queries: number of queries.
-        columns: ``[n_queries * longest]`` columns of the block, or ``None`` for all columns.
-        padding: ``[n_queries, longest]`` bools, true past the end of a query, or ``None``.
+        columns: ``[n_queries * longest]`` columns of the queries, or ``None`` for all columns of
+            the block in their order.
+        padding: ``[n_queries, longest]`` bools, true past the end of a query, or ``None`` if all
+            queries are equally long.
     """
 
     queries: Selection
@@ -56,29 +58,30 @@ class SumGroup(NamedTuple):
 
 
 class QueryBlock:
-    """Consecutive unmasked query tokens, which are the columns of tiles.
+    """``C`` consecutive unmasked query tokens, the columns of a block of similarities.
 
     Args:
-        queries: the tokens of all queries.
-        pieces: the pieces of queries that the block consists of.
+        queries: the unmasked tokens of all queries.
+        pieces: the queries, or parts of queries, that the block consists of, in order.
 
     Attributes:
-        start: number of the first token.
-        stop: number after the last token.
-        rows: rows of the tokens.
+        queries: the unmasked tokens of all queries.
+        start: the first token, numbered over the unmasked tokens of all queries.
+        stop: the token after the last one.
+        rows: rows of the tokens in ``queries.rows``, which also has masked tokens.
     """
 
     def __init__(self, queries: SequenceTokens, pieces: list[QueryPiece]) -> None:
-        """Find the rows of a block's tokens, and the columns to be summed for each query.
+        """Find the rows of the block's tokens, and the columns to be summed for each query.
 
         Args:
-            queries: the tokens of all queries.
-            pieces: consecutive pieces of queries, at least one.
+            queries: the unmasked tokens of all queries.
+            pieces: the queries, or parts of queries, that the block consists of; at least one.
         """
         self.queries = queries
         self.start = pieces[0].first_token
         self.stop = pieces[-1].first_token + pieces[-1].n_tokens
-        self.rows: Selection = slice(self.start, self.stop)
+        self.rows: Selection = slice(self.start, self.stop)  # without a mask, numbers are rows
         if queries.unmasked_rows is not None:
             self.rows = queries.unmasked_rows[self.start : self.stop]
         self._cached_vectors: Tensor | None = None
@@ -103,21 +106,21 @@ class QueryBlock:
             stop: end of the document tokens.
 
         Returns:
-            ``[stop - start, C]`` fp32, scaled.
+            ``[stop - start, C]`` fp32, multiplied by the scales of both sides.
         """
         products = int8_products(documents.rows[start:stop], self.queries.rows[self.rows])
         similarities = products.float()
         if documents.scale is not None:
-            similarities *= documents.scale[start:stop]
+            similarities *= documents.scale[start:stop]  # [tokens, 1]
         if self.queries.scale is not None:
-            similarities *= self.queries.scale[:, 0][self.rows]
+            similarities *= self.queries.scale[self.rows].view(1, -1)  # [1, C]
         return similarities
 
     def add_sums(self, values: Tensor, out: Tensor, documents: Selection) -> None:
-        """Add values to ``out``, summed over the tokens of each query.
+        """Add the sums of values over the tokens of each query to ``out``.
 
         Args:
-            values: ``[n, C]``: documents, query tokens.
+            values: ``[n, C]``, a row for each document and a column for each query token.
             out: ``[Nq, Nd]``.
             documents: the ``n`` documents.
         """
@@ -133,11 +136,15 @@ class QueryBlock:
             out[cross_index(group.queries, documents)] += by_query.sum(dim=2).T
 
 
-def query_blocks(queries: SequenceTokens, limit: int) -> list[QueryBlock]:
-    """Divide the unmasked tokens of all queries into blocks of at most ``limit`` tokens.
+def query_blocks(queries: SequenceTokens, max_tokens: int) -> list[QueryBlock]:
+    """Divide the unmasked tokens of all queries into blocks.
 
-    A query of at most ``limit`` tokens is not split. The vectors of a single block are computed
-    once. Those of several blocks are computed whenever they are needed, to bound memory.
+    A query is split only if it has more than ``max_tokens`` tokens. If there is one block, its
+    vectors are cached. Otherwise they are computed whenever they are needed, to bound memory.
+
+    Args:
+        queries: the unmasked tokens of all queries.
+        max_tokens: largest number of tokens of a block.
     """
     pieces_of_blocks: list[list[QueryPiece]] = []
     free = 0  # tokens that the last block can still take
@@ -145,9 +152,11 @@ def query_blocks(queries: SequenceTokens, limit: int) -> list[QueryBlock]:
     for query, count in enumerate(queries.counts.tolist()):
         remaining = count
         while remaining:
-            if free < min(remaining, limit):
+            # Start a new block if the rest of the query does not fit into the last one, such as 5
+            # tokens into 3. A query that fits into no block fills one after another.
+            if free < min(remaining, max_tokens):
                 pieces_of_blocks.append([])
-                free = limit
+                free = max_tokens
             size = min(remaining, free)
             pieces_of_blocks[-1].append(QueryPiece(query, first_token, size))
             first_token += size
@@ -160,10 +169,10 @@ def query_blocks(queries: SequenceTokens, limit: int) -> list[QueryBlock]:
 
 
 def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumGroup]:
-    """Group the pieces of a block by similar length, so that few sums compute all queries.
+    """Group the queries of a block by length, so that each group needs a single sum.
 
-    A group is a matrix of columns, one row for each query. Shorter queries are padded by their last
-    column, which is left out of the sum. Queries of one length are a single group without padding.
+    The columns of a group's similarities are viewed as a matrix with one row for each query.
+    Shorter queries are padded.
 
     Args:
         pieces: the pieces of the block, in the order of their tokens.
@@ -172,43 +181,63 @@ def _sum_groups(pieces: list[QueryPiece], device: torch.device) -> Iterator[SumG
     by_length = sorted(pieces, key=lambda piece: piece.n_tokens)
     lengths = [piece.n_tokens for piece in by_length]
     if lengths[0] == lengths[-1]:
-        first_query = pieces[0].query
-        last_query = pieces[-1].query
-        queries: Selection = slice(first_query, last_query + 1)
-        if last_query - first_query + 1 != len(pieces):  # queries without tokens are between them
-            queries = torch.tensor([piece.query for piece in pieces], device=device)
-        yield SumGroup(queries, len(pieces), columns=None, padding=None)
+        yield _group_of_equal_lengths(pieces, device)
         return
     table = torch.tensor(by_length, device=device)  # [pieces, fields of QueryPiece]
-    for first, last in similar_lengths(lengths, 0, QUERY_EIGHTHS, sum(lengths)):
-        queries, first_tokens, sizes = table[first:last].unbind(dim=1)
-        positions = torch.arange(lengths[last - 1], device=device)
+    runs = similar_lengths(
+        lengths,
+        start=0,
+        max_ratio=MAX_QUERY_RATIO,
+        max_elements=sum(lengths),  # no limit
+    )
+    for start, stop in runs:
+        queries, first_tokens, sizes = table[start:stop].unbind(dim=1)
+        longest = lengths[stop - 1]
+        positions = torch.arange(longest, device=device)
         first_columns = first_tokens - pieces[0].first_token
+        # past its end, a query repeats its last column, which the padding excludes from the sum
         columns = first_columns[:, None] + torch.minimum(positions, sizes[:, None] - 1)
-        padding = None if lengths[first] == lengths[last - 1] else positions >= sizes[:, None]
-        yield SumGroup(queries, last - first, columns.view(-1), padding)
+        padding = None if lengths[start] == longest else positions >= sizes[:, None]
+        yield SumGroup(queries, stop - start, columns.view(-1), padding)
+
+
+def _group_of_equal_lengths(pieces: list[QueryPiece], device: torch.device) -> SumGroup:
+    """Return the group of all pieces of a block, which have equal lengths.
+
+    Args:
+        pieces: the pieces of the block, in the order of their tokens.
+        device: device of the group's tensors.
+    """
+    first_query = pieces[0].query
+    end_query = pieces[-1].query + 1
+    queries: Selection = slice(first_query, end_query)
+    if end_query - first_query != len(pieces):  # queries without tokens are between them
+        queries = torch.tensor([piece.query for piece in pieces], device=device)
+    return SumGroup(queries, len(pieces), columns=None, padding=None)
 
 
 def similar_lengths(
     lengths: list[int],
-    first: int,
-    eighths: int,
-    elements: int,
+    *,
+    start: int,
+    max_ratio: float,
+    max_elements: int,
 ) -> Iterator[tuple[int, int]]:
-    """Divide rising lengths into runs of similar ones.
+    """Divide sorted lengths into runs of similar lengths.
 
     Args:
-        lengths: positive lengths, rising.
-        first: the position to begin at.
-        eighths: the longest length of a run is at most this number of eighths of the shortest.
-        elements: bound of the sum of a run, if it has more than one length. All lengths of a run
-            count like its shortest one.
+        lengths: lengths in ascending order, positive from ``start`` on.
+        start: position of the first run.
+        max_ratio: largest ratio of the longest and the shortest length of a run.
+        max_elements: largest product of a run's size and its shortest length. A run of one length
+            may exceed it.
 
     Yields:
-        First and last (excluded) position of each run.
+        Start and stop of each run.
     """
-    while first < len(lengths):
-        end = min(first + max(1, elements // lengths[first]), len(lengths))
-        last = bisect_right(lengths, lengths[first] * eighths // 8, lo=first, hi=end)
-        yield first, last
-        first = last
+    while start < len(lengths):
+        shortest = lengths[start]
+        limit = min(start + max(1, max_elements // shortest), len(lengths))
+        stop = bisect_right(lengths, int(shortest * max_ratio), lo=start, hi=limit)
+        yield start, stop
+        start = stop

@@ -17,9 +17,9 @@ class PaddedTokens(NamedTuple):
     """Queries or documents, padded to one length.
 
     Attributes:
-        vectors: ``[N, L, D]``, 0 where a token is masked or does not exist.
+        vectors: ``[N, L, D]``, 0 for masked tokens and past the end of a sequence.
         exists: ``[N, L]`` bools, false past the end of a packed sequence.
-        unmasked: ``[N, L]`` bools, true for tokens that exist and are not masked.
+        unmasked: ``[N, L]`` bools, false for masked tokens and past the end of a sequence.
     """
 
     vectors: Tensor
@@ -39,7 +39,7 @@ def pad_sequences(
         rows: ``[T, D]`` token vectors.
         mask: ``[T]``, nonzero = keep, or ``None``.
         cu_seqlens: ``[N + 1]`` offsets of packed sequences, or ``None``.
-        length: rows of each padded sequence.
+        length: number of rows of each padded sequence; ignored for packed ones.
     """
     if mask is None:
         unmasked = torch.ones(rows.size(0), dtype=torch.bool, device=rows.device)
@@ -49,35 +49,40 @@ def pad_sequences(
     if cu_seqlens is None:
         unmasked = unmasked.view(-1, length)
         return PaddedTokens(
-            rows.view(*unmasked.shape, -1),
-            torch.ones_like(unmasked),
-            unmasked,
+            vectors=rows.view(*unmasked.shape, -1),
+            exists=torch.ones_like(unmasked),
+            unmasked=unmasked,
         )
     lengths = cu_seqlens.diff()
-    longest = int(lengths.max()) if lengths.numel() else 0
-    exists = torch.arange(max(longest, 1), device=rows.device) < lengths[:, None]
+    # at least one column, since there is no maximum over none
+    longest = max(int(lengths.max()), 1) if lengths.numel() else 1
+    exists = torch.arange(longest, device=rows.device) < lengths[:, None]
     positions = exists.nonzero(as_tuple=True)
     return PaddedTokens(
-        rows.new_zeros(*exists.shape, rows.size(1)).index_put(positions, rows),
-        exists,
-        torch.zeros_like(exists).index_put(positions, unmasked),
+        vectors=rows.new_zeros(*exists.shape, rows.size(1)).index_put(positions, rows),
+        exists=exists,
+        unmasked=torch.zeros_like(exists).index_put(positions, unmasked),
     )
 
 
-def unit(x: Tensor) -> Tensor:
+def normalize_rows(x: Tensor) -> Tensor:
     """Divide vectors by their norm. A zero vector stays zero and has no gradient."""
     # The division by the largest entry, a constant, keeps squares from overflow and underflow.
     largest = x.detach().abs().amax(dim=-1, keepdim=True)
-    zero = largest == 0
-    x = x / torch.where(zero, 1, largest)
+    is_zero = largest == 0
+    x = x / torch.where(is_zero, 1, largest)
     square = x.square().sum(dim=-1, keepdim=True)
-    return torch.where(zero, 0, x * torch.where(zero, 1, square).rsqrt())
+    return torch.where(is_zero, 0, x * torch.where(is_zero, 1, square).rsqrt())
 
 
 def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
     """Return the position of the largest allowed entry along the last dimension.
 
-    It is the first one among equals, and the first NaN if there is one.
+    Among equal entries it is the first one. If there is a NaN, it is the first NaN.
+
+    Args:
+        x: entries.
+        allowed: bools in the shape of ``x``.
     """
     masked = x.masked_fill(~allowed, float("-inf"))
     largest = masked.amax(dim=-1, keepdim=True)
@@ -86,7 +91,7 @@ def first_largest(x: Tensor, allowed: Tensor) -> Tensor:
 
 
 def padded_sides(problem: Problem) -> tuple[PaddedTokens, PaddedTokens]:
-    """Return queries and documents, padded, in fp32 (fp64), and normalized if the problem asks."""
+    """Return queries and documents, padded, in at least fp32, and normalized if the call asks."""
     dtype = wide_dtype(problem.queries.dtype)
     queries = pad_sequences(
         problem.queries.to(dtype),
@@ -101,13 +106,21 @@ def padded_sides(problem: Problem) -> tuple[PaddedTokens, PaddedTokens]:
         problem.document_length,
     )
     if problem.normalize:
-        queries = queries._replace(vectors=unit(queries.vectors))
-        documents = documents._replace(vectors=unit(documents.vectors))
+        queries = queries._replace(vectors=normalize_rows(queries.vectors))
+        documents = documents._replace(vectors=normalize_rows(documents.vectors))
     return queries, documents
 
 
 def maxsim(problem: Problem) -> Tensor:
-    """Compute MaxSim scores, in the shape of the pairing."""
+    """Compute MaxSim scores: ``score = sum_i max_j q_i . d_j``.
+
+    The sum is over the unmasked tokens of the query. The maximum is over the tokens of the
+    document, of which masked ones are left out, or in mode "zero" have the similarity 0. With a
+    temperature, the maximum is a smooth one. A document without such tokens scores 0.
+
+    Returns:
+        ``[Nq, Nd]`` for all pairs, else ``[P]``.
+    """
     queries, documents = padded_sides(problem)
     if problem.pairing == "all":
         similarities = torch.einsum(
@@ -128,20 +141,22 @@ def maxsim(problem: Problem) -> Tensor:
         query_unmasked = queries.unmasked[query_of_pair]
         document_unmasked = documents.unmasked[document_of_pair]
         document_exists = documents.exists[document_of_pair]
-    takes_part = document_exists if problem.mask_zero else document_unmasked
-    allowed = takes_part.unsqueeze(-2)  # [.., 1, Ld]
+    # in mode "zero", masked tokens count with the similarity 0
+    is_counted = document_exists if problem.mask_zero else document_unmasked
+    is_counted = is_counted.unsqueeze(-2)  # [.., 1, Ld]
     similarities = torch.where(document_unmasked.unsqueeze(-2), similarities, 0)
-    any_allowed = allowed.any(dim=-1)  # [.., 1]
+    has_tokens = is_counted.any(dim=-1)  # [.., 1]
     if problem.temperature:
-        excluded = ~allowed & any_allowed[..., None]
+        # without this condition, a row of minus infinity only would have the gradient NaN
+        excluded = ~is_counted & has_tokens[..., None]
         maxima = _smooth_maxima(
             similarities.masked_fill(excluded, float("-inf")),
             problem.temperature,
         )
     else:
-        winner = first_largest(similarities, allowed.expand(similarities.shape))
+        winner = first_largest(similarities, is_counted.expand(similarities.shape))
         maxima = similarities.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [.., Lq]
-    return torch.where(any_allowed & query_unmasked, maxima, 0).sum(dim=-1)
+    return torch.where(has_tokens & query_unmasked, maxima, 0).sum(dim=-1)
 
 
 def _smooth_maxima(similarities: Tensor, temperature: float) -> Tensor:
@@ -162,8 +177,9 @@ def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
 
     Args:
         problem: the problem, for all pairs.
-        top_k: document tokens that each query token retrieves.
-        impute: whether the threshold counts for a document without a retrieved token.
+        top_k: number of document tokens that each query token retrieves.
+        impute: whether a query token that retrieved no token of a document scores its threshold,
+            instead of being left out of the mean.
     """
     queries, documents = padded_sides(problem)
     similarities = torch.einsum(
@@ -183,13 +199,13 @@ def xtr(problem: Problem, top_k: int, impute: bool) -> Tensor:
     if ordered.size(-1) < top_k:
         threshold = torch.full_like(ordered[..., :1], float("-inf"))
     else:
-        threshold = ordered[..., top_k - 1, None]  # NaN counts as larger than any number
+        threshold = ordered[..., top_k - 1 : top_k]  # NaN counts as larger than any number
     winner = first_largest(similarities, allowed)
     maxima = similarities.gather(-1, winner.unsqueeze(-1)).squeeze(-1)  # [Nq, Lq, Nd]
-    possible = queries.unmasked[..., None] & documents.unmasked.any(dim=-1)
-    retrieved = possible & ((maxima >= threshold) | maxima.isnan())
+    has_tokens = queries.unmasked[..., None] & documents.unmasked.any(dim=-1)
+    retrieved = has_tokens & ((maxima >= threshold) | maxima.isnan())
     if impute:
-        imputed = torch.where(possible, threshold, 0)
+        imputed = torch.where(has_tokens, threshold, 0)
         total = torch.where(retrieved, maxima, imputed).sum(dim=1)
         return total / queries.unmasked.sum(dim=1).clamp(min=1)[:, None]
     total = torch.where(retrieved, maxima, 0).sum(dim=1)

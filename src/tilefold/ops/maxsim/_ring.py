@@ -29,6 +29,7 @@ from tilefold.ops.maxsim._arguments import (
     check_labels,
     check_scale,
     labelled_loss,
+    labels_were_checked,
 )
 from tilefold.ops.maxsim._problem import (
     MaxSimOptions,
@@ -52,9 +53,9 @@ class RankLayout(NamedTuple):
         device: device type of the queries.
         dtype: dtype of queries and documents.
         dim: size D of a token vector.
-        options: scale, reduction, mask mode, temperature and whether to normalize.
-        need_queries: whether the queries require a gradient.
-        need_documents: whether the documents require a gradient.
+        loss_options: scale, reduction, mask mode, temperature and whether to normalize.
+        queries_need_grad: whether the queries require a gradient.
+        documents_need_grad: whether the documents require a gradient.
         n_queries: number of queries.
         n_documents: number of documents.
         n_rows: number of document tokens, padding included.
@@ -66,9 +67,9 @@ class RankLayout(NamedTuple):
     device: str
     dtype: str
     dim: int
-    options: tuple[object, ...]
-    need_queries: bool
-    need_documents: bool
+    loss_options: tuple[object, ...]
+    queries_need_grad: bool
+    documents_need_grad: bool
     n_queries: int
     n_documents: int
     n_rows: int
@@ -82,18 +83,18 @@ _EQUAL_FIELDS = {
     "device": "queries must lie on the same kind of device",
     "dtype": "queries must have the same dtype",
     "dim": "queries must have the same D",
-    "options": "scale, reduction, mask_mode, temperature and normalize must be the same",
-    "need_queries": (
+    "loss_options": "scale, reduction, mask_mode, temperature and normalize must be the same",
+    "queries_need_grad": (
         "queries must require a gradient on all ranks or on none: they must be the same"
     ),
-    "need_documents": (
+    "documents_need_grad": (
         "documents must require a gradient on all ranks or on none: they must be the same"
     ),
 }
 
 
-class Block(NamedTuple):
-    """Documents of one rank, as they are sent around the ring.
+class DocumentBlock(NamedTuple):
+    """Documents of one rank, in the form that ranks send to each other.
 
     Attributes:
         rows: ``[T, D]`` token vectors.
@@ -107,7 +108,7 @@ class Block(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Ranks of a process group, in the order of the ring.
+    """Ranks of a process group as a ring: each sends to the next one, and the last to rank 0.
 
     Attributes:
         group: the process group.
@@ -119,6 +120,11 @@ class Ring(NamedTuple):
     rank: int
     layouts: tuple[RankLayout, ...]
 
+    @property
+    def n_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.layouts)
+
     def start_exchange(
         self,
         outgoing: Sequence[Tensor],
@@ -128,12 +134,12 @@ class Ring(NamedTuple):
         """Start to send tensors to the next rank, and to receive tensors from the previous one.
 
         Args:
-            outgoing: tensors to send. Empty ones are left out on both sides.
-            incoming: tensors to receive into.
-            tag: tag of the first tensor; the others have the tags after it.
+            outgoing: tensors to send. Empty tensors are not sent.
+            incoming: tensors to receive into. Empty tensors are not received.
+            tag: tag of the first tensor; tensor i has the tag ``tag + i``.
 
         Returns:
-            The transfers, which must be waited for.
+            The transfers, which the caller must wait for.
         """
         operations = [
             *self._transfers(dist.isend, outgoing, self.rank + 1, tag),
@@ -148,23 +154,24 @@ class Ring(NamedTuple):
         peer: int,
         tag: int,
     ) -> Iterator[dist.P2POp]:
-        """Describe the transfers of tensors to or from another rank.
+        """Yield a transfer to or from another rank for each tensor that is not empty.
 
         Args:
             operation: ``dist.isend`` or ``dist.irecv``.
-            tensors: tensors to send or to receive into. Empty ones are left out.
+            tensors: tensors to send or to receive into.
             peer: the other rank, modulo the number of ranks.
-            tag: tag of the first tensor; the others have the tags after it.
+            tag: tag of the first tensor; tensor i has the tag ``tag + i``.
         """
-        global_peer = dist.get_global_rank(self.group, peer % len(self.layouts))
+        global_peer = dist.get_global_rank(self.group, peer % self.n_ranks)
         for i, tensor in enumerate(tensors):
             if tensor.numel():
                 yield dist.P2POp(operation, tensor, global_peer, self.group, tag + i)
 
-    def blocks(self, local: Block) -> Iterator[tuple[int, Block]]:
-        """Yield the documents of every rank, in the order in which they arrive at this one.
+    def blocks(self, local: DocumentBlock) -> Iterator[tuple[int, DocumentBlock]]:
+        """Yield the documents of every rank, in the order in which this rank receives them.
 
-        The next block is received while the caller works with the current one.
+        In step ``s``, this rank has the documents of rank ``rank - s``. The next block is received
+        while the caller works with the current one.
 
         Args:
             local: documents of this rank.
@@ -172,14 +179,14 @@ class Ring(NamedTuple):
         Yields:
             The rank that owns the documents, and the documents.
         """
-        n_ranks = len(self.layouts)
         current = local
-        for step in range(n_ranks):
-            owner = (self.rank - step) % n_ranks
+        for step in range(self.n_ranks):
+            owner = (self.rank - step) % self.n_ranks
             upcoming = current
             transfers: list[dist.Work] = []
-            if step + 1 < n_ranks:
-                upcoming = _empty_block(self.layouts[owner - 1], like=local)
+            if step + 1 < self.n_ranks:
+                next_owner = owner - 1  # -1 is the last rank
+                upcoming = _empty_block(self.layouts[next_owner], like=local)
                 transfers = self.start_exchange(current, upcoming, BLOCK_TAG)
             yield owner, current
             for transfer in transfers:
@@ -187,9 +194,9 @@ class Ring(NamedTuple):
             current = upcoming
 
 
-def _empty_block(layout: RankLayout, like: Block) -> Block:
+def _empty_block(layout: RankLayout, like: DocumentBlock) -> DocumentBlock:
     """Allocate memory for the documents of a rank, with the dtypes and the device of ``like``."""
-    return Block(
+    return DocumentBlock(
         rows=like.rows.new_empty(layout.n_rows, layout.dim),
         mask=like.mask.new_empty(layout.n_rows if layout.masked else 0),
         offsets=like.offsets.new_empty(layout.n_documents + 1 if layout.packed else 0),
@@ -214,9 +221,9 @@ def _local_layout(
         device=problem.queries.device.type,
         dtype=dtype_name(problem.queries.dtype),
         dim=problem.queries.size(1),
-        options=loss_options,
-        need_queries=grad_enabled and tensors.queries.requires_grad,
-        need_documents=grad_enabled and tensors.documents.requires_grad,
+        loss_options=loss_options,
+        queries_need_grad=grad_enabled and tensors.queries.requires_grad,
+        documents_need_grad=grad_enabled and tensors.documents.requires_grad,
         n_queries=problem.n_queries,
         n_documents=problem.n_documents,
         n_rows=problem.documents.size(0),
@@ -237,25 +244,25 @@ def exchange_layouts(group: dist.ProcessGroup, layout: RankLayout | Exception) -
         Exception: the error of this rank, if it passed one.
         ValueError: on every rank if another rank passed an error, or if the layouts disagree.
     """
-    messages: list[Any] = [None] * dist.get_world_size(group)
+    layouts_or_errors: list[Any] = [None] * dist.get_world_size(group)
     message = layout if isinstance(layout, RankLayout) else str(layout)
-    dist.all_gather_object(messages, message, group=group)
+    dist.all_gather_object(layouts_or_errors, message, group=group)
     if not isinstance(layout, RankLayout):
         raise layout
     errors = [
-        f"rank {rank}: {message}"
-        for rank, message in enumerate(messages)
-        if isinstance(message, str)
+        f"rank {rank}: {layout_or_error}"
+        for rank, layout_or_error in enumerate(layouts_or_errors)
+        if isinstance(layout_or_error, str)
     ]
     if errors:
         raise ValueError(f"arguments must fit on every rank of group, got on {', '.join(errors)}")
     for field, expected in _EQUAL_FIELDS.items():
-        values = [getattr(rank_layout, field) for rank_layout in messages]
+        values = [getattr(rank_layout, field) for rank_layout in layouts_or_errors]
         if len(set(values)) > 1:
             raise ValueError(
                 f"{expected} on every rank of group, got {', '.join(map(str, values))} by rank.",
             )
-    return Ring(group, dist.get_rank(group), tuple(messages))
+    return Ring(group, dist.get_rank(group), tuple(layouts_or_errors))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -325,11 +332,11 @@ def loss_over_ranks(
     first_document = sum(layout.n_documents for layout in ring.layouts[: ring.rank])
     loss_sum = labelled_loss(
         scale * scores,
-        labels,
         checked_labels,
         n_documents,
         first_document=first_document,
         reduction="sum",
+        were_checked=labels_were_checked(labels),
     )
     n_queries_of_all = sum(layout.n_queries for layout in ring.layouts)
     loss: Tensor = _SumOverRanks.apply(  # type: ignore[no-untyped-call]
@@ -344,7 +351,7 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, ring: Ring) -> Tensor:
-        ctx.n_ranks = len(ring.layouts)
+        ctx.n_ranks = ring.n_ranks
         shares = [share.new_empty(1) for _ in ring.layouts]
         dist.all_gather(shares, share.reshape(1), group=ring.group)
         return torch.cat(shares).sum()  # in the same order on every rank
@@ -374,23 +381,23 @@ class _RingScores(torch.autograd.Function):
         """
         training = any(ctx.needs_input_grad[:2])
         tensors = tensors._replace(queries=queries.detach(), documents=documents.detach())
-        scores: list[Tensor] = [queries] * len(ring.layouts)
-        winners: list[Tensor | None] = [None] * len(ring.layouts)
+        scores: dict[int, Tensor] = {}  # by the rank that owns the documents
+        winners: list[Tensor | None] = [None] * ring.n_ranks
         local = _local_block(tensors)
         for owner, block in ring.blocks(local):
             block_tensors = _with_documents(tensors, ring.layouts[owner], block)
             if impl == "reference":
                 scores[owner] = by_reference(block_tensors, options)
             else:
-                scores[owner], winners[owner], *_ = torch.ops.tilefold.maxsim(
+                scores[owner], winners[owner], *_unused = torch.ops.tilefold.maxsim(
                     *block_tensors,
                     *options,
                     training,
                     impl,
                 )
         ctx.save_for_backward(queries, documents, local.mask, local.offsets, *winners)
-        # Masks and offsets of the queries belong to the caller and are small, so the context may
-        # hold them. It must not hold the rows.
+        # Token vectors must only be held by save_for_backward, which frees them with the graph.
+        # Masks and offsets of the queries are small, and belong to the caller.
         ctx.tensors_without_rows = tensors._replace(
             queries=queries.new_empty(0),
             documents=documents.new_empty(0),
@@ -398,7 +405,7 @@ class _RingScores(torch.autograd.Function):
         ctx.options = options
         ctx.ring = ring
         ctx.impl = impl
-        return torch.cat(scores, dim=1)
+        return torch.cat([scores[rank] for rank in range(ring.n_ranks)], dim=1)
 
     @staticmethod
     @once_differentiable
@@ -407,7 +414,7 @@ class _RingScores(torch.autograd.Function):
         ring: Ring = ctx.ring
         queries, documents, mask, offsets, *winners = ctx.saved_tensors
         tensors = ctx.tensors_without_rows._replace(queries=queries, documents=documents)
-        local = Block(_rows(documents), mask, offsets)
+        local = DocumentBlock(_rows(documents), mask, offsets)
         need_queries, need_documents = ctx.needs_input_grad[:2]
         sum_dtype = wide_dtype(queries.dtype)
         dqueries = None
@@ -469,10 +476,10 @@ def _rows(documents: Tensor) -> Tensor:
     return documents.reshape(-1, documents.size(-1)).contiguous()
 
 
-def _local_block(tensors: MaxSimTensors) -> Block:
-    """Return the documents of this rank in the form in which they are sent.
+def _local_block(tensors: MaxSimTensors) -> DocumentBlock:
+    """Return the documents of this rank in the form that other ranks receive.
 
-    An absent mask, and absent offsets of padded documents, become empty tensors.
+    A tensor cannot be missing there: no mask, or no offsets, is an empty tensor.
     """
     rows = _rows(tensors.documents)
     if tensors.document_mask is None:
@@ -483,11 +490,19 @@ def _local_block(tensors: MaxSimTensors) -> Block:
         offsets = rows.new_empty(0, dtype=torch.int64)
     else:
         offsets = tensors.cu_documents.to(torch.int64).contiguous()
-    return Block(rows, mask, offsets)
+    return DocumentBlock(rows, mask, offsets)
 
 
-def _with_documents(tensors: MaxSimTensors, layout: RankLayout, block: Block) -> MaxSimTensors:
-    """Replace the documents of a call by the documents of another rank."""
+def _with_documents(
+    tensors: MaxSimTensors, layout: RankLayout, block: DocumentBlock
+) -> MaxSimTensors:
+    """Return the tensors of a call with the documents of another rank.
+
+    Args:
+        tensors: tensors of this rank.
+        layout: layout of the other rank.
+        block: documents of the other rank.
+    """
     if layout.packed:
         token_shape: tuple[int, ...] = (layout.n_rows,)
     else:

@@ -13,6 +13,7 @@ from tilefold.ops._shared.impl import host_may_read
 from tilefold.ops._shared.winners import max_over_tokens
 from tilefold.ops.maxsim._blocks import Block, Tile, TileTokens, add_existing_rows
 from tilefold.ops.maxsim._problem import (
+    NO_WINNER_BITS,
     MaxSimOptions,
     MaxSimSaved,
     MaxSimTensors,
@@ -61,12 +62,12 @@ def forward(
     for block in blocks_of(problem, queries, documents):
         n_masked = None if masked_counts is None else masked_counts[block.documents]
         if problem.temperature:
-            sums = SmoothSums(problem.temperature, n_masked, block.query_vectors.dtype)
-            peak, total = sums.of_block(block)
-            maxima = peak + problem.temperature * total.log()
-            state = maxima if training else None
+            sums = ExponentialSums(problem.temperature, n_masked, block.query_vectors.dtype)
+            peak, exp_sum = sums.of_block(block)
+            maxima = peak + problem.temperature * exp_sum.log()
+            values_to_save = maxima if training else None
         else:
-            maxima, state = _block_maxima(
+            maxima, values_to_save = _block_maxima(
                 problem,
                 documents,
                 block,
@@ -75,8 +76,8 @@ def forward(
                 first_masked,
             )
         block.add_scores(maxima, scores)
-        if state is not None:
-            block.save(state, saved)
+        if values_to_save is not None:
+            block.save(values_to_save, saved)
     if problem.temperature and problem.mask_zero:
         _add_fully_masked_documents(problem, queries, documents, scores)
     if options.mean:
@@ -85,15 +86,15 @@ def forward(
 
 
 def _with_int8_queries(problem: Problem) -> Problem:
-    """Round the queries to int8, like the documents."""
-    slabs = [
+    """Return the problem with queries rounded to int8, like the documents."""
+    quantized = [
         quantize_rows(rows, torch.int8)
         for rows in torch.split(problem.queries, row_limit(problem.queries.size(1)))
     ]
-    values, scales = slabs[0]
-    if len(slabs) > 1:
-        values = torch.cat([slab_values for slab_values, _ in slabs])
-        scales = torch.cat([slab_scales for _, slab_scales in slabs])
+    values, scales = quantized[0]
+    if len(quantized) > 1:
+        values = torch.cat([chunk_values for chunk_values, _ in quantized])
+        scales = torch.cat([chunk_scales for _, chunk_scales in quantized])
     return replace(problem, queries=values, query_scale=scales)
 
 
@@ -153,25 +154,25 @@ def _backward_of_normalization(tokens: SequenceTokens, grad: Tensor) -> None:
     """Turn gradients of unit vectors into gradients of the rows that were normalized, in place.
 
     For a row ``x`` with ``u = x / |x|``, the gradient ``g`` of ``u`` becomes
-    ``(g - u (u . g)) / |x|``. Masked rows have no gradient, and are left out.
+    ``(g - u (u . g)) / |x|``. Masked rows are skipped, because their gradient is 0.
 
     Args:
         tokens: the rows, and which of them are unmasked.
         grad: ``[T, D]`` gradients, which are overwritten.
     """
-    step = row_limit(grad.size(1))
+    chunk_rows = row_limit(grad.size(1))  # rows are converted in chunks, to bound memory
     unmasked_rows = tokens.unmasked_rows
     n_rows = grad.size(0) if unmasked_rows is None else unmasked_rows.numel()
-    for start in range(0, n_rows, step):
-        selected: slice | Tensor = slice(start, start + step)
+    for start in range(0, n_rows, chunk_rows):
+        chunk: slice | Tensor = slice(start, start + chunk_rows)
         if unmasked_rows is not None:
-            selected = unmasked_rows[start : start + step]
-        rows = tokens.rows[selected]
-        unit_grad = grad[selected]
-        scale = inverse_norms(rows)
-        unit = rows.to(grad.dtype) * scale
+            chunk = unmasked_rows[start : start + chunk_rows]
+        rows = tokens.rows[chunk]
+        unit_grad = grad[chunk]
+        inverse_norm = inverse_norms(rows)
+        unit = rows.to(grad.dtype) * inverse_norm
         along_unit = (unit * unit_grad).sum(dim=1, keepdim=True)
-        grad[selected] = scale * (unit_grad - unit * along_unit)
+        grad[chunk] = inverse_norm * (unit_grad - unit * along_unit)
 
 
 def _add_fully_masked_documents(
@@ -182,20 +183,21 @@ def _add_fully_masked_documents(
 ) -> None:
     """Add the scores of documents whose tokens are all masked, for smooth maxima in mode "zero".
 
-    Each of their ``n`` tokens takes part with a similarity of 0. The smooth maximum of a query
-    token is therefore ``temperature * log(n)``. Blocks do not contain these documents.
+    Each of the ``n`` tokens of such a document counts with a similarity of 0. The smooth maximum of
+    a query token is therefore ``temperature * log(n)``. Blocks do not contain these documents.
 
     Args:
         problem: the problem.
-        queries: all queries.
-        documents: all documents.
-        scores: scores in the shape of the pairing, to which this is added.
+        queries: the tokens of all queries.
+        documents: the tokens of all documents.
+        scores: the scores, to which this is added.
     """
-    maxima = problem.temperature * documents.sizes.clamp(min=1).to(scores.dtype).log()
-    maxima = torch.where(documents.counts == 0, maxima, 0)
+    n_tokens = documents.sizes.clamp(min=1).to(scores.dtype)
+    is_fully_masked = documents.counts == 0
+    maxima = torch.where(is_fully_masked, problem.temperature * n_tokens.log(), 0)
     n_query_tokens = queries.counts.to(scores.dtype)
     if problem.pairing == "all":
-        scores.addr_(n_query_tokens, maxima)
+        scores.addr_(n_query_tokens, maxima)  # adds the outer product
     else:
         query_of_pair, document_of_pair = pair_sequences(problem)
         scores.view(-1).add_(n_query_tokens[query_of_pair] * maxima[document_of_pair])
@@ -208,26 +210,28 @@ def _block_maxima(
     problem: Problem,
     documents: SequenceTokens,
     block: Block,
-    saving: bool,
+    with_winners: bool,
     n_masked: Tensor | None,
     first_masked: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the maxima of a block over its documents' tokens.
 
+    In mode "zero", masked tokens count with a similarity of 0.
+
     Args:
         problem: the problem.
-        documents: all documents.
+        documents: the tokens of all documents.
         block: the block.
-        saving: whether winners are needed.
-        n_masked: ``[n, 1]`` masked tokens of each document that score 0, or ``None``.
-        first_masked: ``[Nd, 1]`` position of the first masked token of each document, or ``None``
-            if no winners are needed.
+        with_winners: whether winners are needed.
+        n_masked: ``[n, 1]`` number of masked tokens of each document in mode "zero", else ``None``.
+        first_masked: ``[Nd, 1]`` position of the first masked token of each document in mode
+            "zero" with winners, else ``None``.
 
     Returns:
         ``[n, C]`` maxima, and ``[n, C]`` winners in the dtype in which they are saved, or ``None``.
         Winners are positions in the documents, or -1 for a masked token.
     """
-    if not saving:
+    if not with_winners:
         (maxima,) = block.accumulate(Maximum())
         if n_masked is not None:
             maxima = torch.where((n_masked > 0) & (maxima < 0), 0, maxima)
@@ -237,10 +241,10 @@ def _block_maxima(
     winners = winner_bits(positions, problem.saved_dtype)
     if n_masked is None or first_masked is None:
         return maxima, winners
-    # A masked token has a similarity of 0. It wins against negative ones, and a tie if it is first.
+    # A similarity of 0 beats negative similarities, and a tie if it comes first.
     masked_is_earlier = first_masked[block.documents] < positions
     masked_wins = (n_masked > 0) & ((maxima < 0) | ((maxima == 0) & masked_is_earlier))
-    return maxima.masked_fill(masked_wins, 0), winners.masked_fill_(masked_wins, -1)
+    return maxima.masked_fill(masked_wins, 0), winners.masked_fill_(masked_wins, NO_WINNER_BITS)
 
 
 class Maximum:
@@ -298,6 +302,12 @@ def merge_maxima(
 
     Among equal maxima the earlier token wins. NaN is larger than any number.
 
+    Args:
+        maxima: maxima over the earlier tokens.
+        winners: winners among the earlier tokens.
+        later_maxima: maxima over the later tokens.
+        later_winners: winners among the later tokens.
+
     Returns:
         Maxima and winners, in the shape of the arguments.
     """
@@ -309,25 +319,25 @@ def merge_maxima(
     )
 
 
-# Smooth maximum: peaks and sums of exponentials over a document's tokens, and the gradient
+# Smooth maximum: a streaming log-sum-exp over a document's tokens, and its gradient
 
 
-class SmoothSums:
-    """Accumulates ``(largest, total)``: sums of exponentials over the tokens of each document.
+class ExponentialSums:
+    """Accumulates the streaming log-sum-exp ``(largest, exp_sum)`` over a document's tokens.
 
-    For similarities ``s_j`` of the tokens, ``total = sum_j exp((s_j - peak) / temperature)``. The
-    peak is the largest similarity, or 0 if that is not finite. It is subtracted before anything is
-    divided, so that no temperature is too small.
+    For similarities ``s_j``, ``exp_sum = sum_j exp((s_j - peak) / temperature)``. The peak is the
+    largest similarity, or 0 if that is not finite. It is subtracted before the division, so that
+    no exponent overflows for a small temperature.
 
     Args:
         temperature: temperature of the smooth maximum.
-        n_masked: ``[n, 1]`` masked tokens of each document of the block, which take part with a
-            similarity of 0, or ``None``.
+        n_masked: ``[n, 1]`` number of masked tokens of each document of the block, which count with
+            a similarity of 0, or ``None``.
         dtype: dtype of the similarities.
-        keep_exponentials: whether to keep the exponentials of every tile.
+        keep_exponentials: whether to keep the exponentials of every tile, which backward needs.
 
     Attributes:
-        exponentials: tiles, each with its addends ``[n, L, C]``, if they are kept.
+        exponentials: tiles, each with its exponentials ``[n, L, C]``, if they are kept.
     """
 
     def __init__(
@@ -338,31 +348,32 @@ class SmoothSums:
         *,
         keep_exponentials: bool = False,
     ) -> None:
-        """Set up the sums of one block.
+        """Start to accumulate the tiles of one block.
 
         Args:
             temperature: temperature of the smooth maximum.
-            n_masked: ``[n, 1]`` masked tokens of each document, or ``None``.
+            n_masked: ``[n, 1]`` number of masked tokens of each document, or ``None``.
             dtype: dtype of the similarities.
-            keep_exponentials: whether to keep the exponentials of every tile.
+            keep_exponentials: whether to keep the exponentials of every tile, which backward needs.
         """
-        self.temperature = max(temperature, torch.finfo(dtype).tiny)  # a normal number
+        # a subnormal number may count as 0, by which nothing can be divided
+        self.temperature = max(temperature, torch.finfo(dtype).tiny)
         self.n_masked = n_masked
         self.keep_exponentials = keep_exponentials
         self.exponentials: list[tuple[Tile, Tensor]] = []
 
     def of_block(self, block: Block) -> tuple[Tensor, Tensor]:
-        """Return the peaks ``[n, C]`` and the totals ``[n, C]`` of a block."""
-        largest, total = block.accumulate(self)
+        """Return the peaks ``[n, C]`` and the sums of exponentials ``[n, C]`` of a block."""
+        largest, exp_sum = block.accumulate(self)
         peak = _finite(largest)
         if self.n_masked is not None:
-            # Where a token is masked, the peak is at least 0.
+            # `reduce` makes the peak of a document with masked tokens at least 0
             exponent = torch.where(self.n_masked > 0, -peak, float("-inf"))
-            total = total + self.n_masked * (exponent / self.temperature).exp_()
-        return peak, total
+            exp_sum = exp_sum + self.n_masked * (exponent / self.temperature).exp_()
+        return peak, exp_sum
 
     def reduce(self, tile: Tile) -> tuple[Tensor, ...]:
-        """Return the ``[n, C]`` largest similarities of a tile, and sums of exponentials."""
+        """Return the largest similarities ``[n, C]`` of a tile, and the sums of exponentials."""
         similarities = _similarities(tile)
         largest = similarities.amax(dim=1)
         if self.n_masked is not None:
@@ -380,20 +391,21 @@ class SmoothSums:
     ) -> tuple[Tensor, ...]:
         """Return the largest similarities and the sums of two parts of the same documents.
 
-        Both sums are first converted to the common peak, and then added.
+        A sum of exponentials is relative to the peak of its part. Both sums are converted to the
+        larger peak, and then added.
         """
-        earlier_largest, earlier_total = earlier
-        later_largest, later_total = later
+        earlier_largest, earlier_exp_sum = earlier
+        later_largest, later_exp_sum = later
         largest = torch.maximum(earlier_largest, later_largest)
         peak = _finite(largest)
-        earlier_at_peak = self._at_new_peak(earlier_total, _finite(earlier_largest), peak)
-        later_at_peak = self._at_new_peak(later_total, _finite(later_largest), peak)
-        return largest, earlier_at_peak + later_at_peak
+        earlier_exp_sum = self._relative_to(peak, earlier_exp_sum, _finite(earlier_largest))
+        later_exp_sum = self._relative_to(peak, later_exp_sum, _finite(later_largest))
+        return largest, earlier_exp_sum + later_exp_sum
 
-    def _at_new_peak(self, total: Tensor, peak: Tensor, new_peak: Tensor) -> Tensor:
-        """Convert a sum of exponentials to another peak: ``total exp((peak - new_peak) / T)``."""
-        factor = ((peak - new_peak) / self.temperature).exp()
-        return torch.where(total == 0, 0, total * factor)
+    def _relative_to(self, peak: Tensor, exp_sum: Tensor, old_peak: Tensor) -> Tensor:
+        """Convert a sum of exponentials that is relative to ``old_peak`` to another peak."""
+        factor = ((old_peak - peak) / self.temperature).exp()
+        return torch.where(exp_sum == 0, 0, exp_sum * factor)
 
     def exponentials_of(self, tiles: Iterator[Tile], peak: Tensor) -> Iterator[tuple[Tile, Tensor]]:
         """Yield the tiles of a split document, each with its exponentials ``[n, L, C]``."""
@@ -410,14 +422,14 @@ def _similarities(tile: Tile) -> Tensor:
 
 
 def _finite(largest: Tensor) -> Tensor:
-    """Replace infinities and NaN by 0."""
+    """Return the peak of the largest similarities: infinities and NaN are replaced by 0."""
     return torch.where(largest.isfinite(), largest, 0)
 
 
 def _exponentials(similarities: Tensor, peak: Tensor, temperature: float) -> Tensor:
     """Compute ``exp((similarities - peak) / temperature)`` in place, and 0 for subnormal results.
 
-    A subnormal number changes nothing in a sum of at least 1, and takes very long to compute.
+    A subnormal number changes nothing in a sum of at least 1, and is very slow to compute.
     """
     exponents = similarities.sub_(peak[:, None]).div_(temperature)
     smallest_exponent = math.log(torch.finfo(similarities.dtype).tiny)
@@ -434,13 +446,13 @@ def _add_smooth_gradients(
 ) -> None:
     """Add the gradients of smooth maxima to ``dqueries`` and ``ddocuments``.
 
-    Softmax weights are computed again for each tile. The saved maxima cannot serve: their rounding
-    error, divided by a small temperature, would be part of an exponent.
+    Softmax weights are computed again for each tile. The saved maxima cannot be used: their
+    rounding error, divided by a small temperature, would be part of an exponent.
 
     Args:
         problem: the problem.
-        queries: all queries.
-        documents: all documents.
+        queries: the tokens of all queries.
+        documents: the tokens of all documents.
         grad: gradient of the scores, in fp32 (fp64).
         dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
@@ -448,15 +460,15 @@ def _add_smooth_gradients(
     masked_counts = documents.masked_counts() if problem.mask_zero else None
     for block in blocks_of(problem, queries, documents):
         n_masked = None if masked_counts is None else masked_counts[block.documents]
-        sums = SmoothSums(
+        sums = ExponentialSums(
             problem.temperature,
             n_masked,
             block.query_vectors.dtype,
             keep_exponentials=not block.is_split,
         )
-        peak, total = sums.of_block(block)
-        nonzero_total = torch.where(total == 0, 1, total)
-        scale = block.gradient_of_maxima(grad) / nonzero_total
+        peak, exp_sum = sums.of_block(block)
+        nonzero_exp_sum = torch.where(exp_sum == 0, 1, exp_sum)
+        scale = block.gradient_of_maxima(grad) / nonzero_exp_sum
         tiles: Iterable[tuple[Tile, Tensor]] = sums.exponentials
         if block.is_split:  # all exponentials of a long document would be too large to keep
             tiles = sums.exponentials_of(block.tiles(), peak)
@@ -470,7 +482,7 @@ def _add_smooth_gradients(
                     dsimilarities @ block.query_vectors,
                     tile.tokens,
                     ddocuments,
-                    documents_differ=problem.index is None,
+                    documents_are_unique=problem.index is None,
                 )
 
 
@@ -479,17 +491,17 @@ def _add_document_gradient(
     tokens: TileTokens,
     ddocuments: Tensor,
     *,
-    documents_differ: bool,
+    documents_are_unique: bool,
 ) -> None:
-    """Add the gradient of the document tokens of one tile.
+    """Add the gradient of the document tokens of one tile to ``ddocuments``.
 
     Args:
-        gradient: ``[n, L, D]``.
-        tokens: the document tokens.
-        ddocuments: ``[Td, D]``, to which the gradient is added.
-        documents_differ: whether no document occurs twice.
+        gradient: ``[n, L, D]`` gradient of the tile's document tokens.
+        tokens: the tile's document tokens.
+        ddocuments: ``[Td, D]`` gradient of all document tokens.
+        documents_are_unique: whether no document occurs twice in the tile.
     """
-    if tokens.span is not None:
+    if tokens.span is not None:  # consecutive rows
         ddocuments[tokens.span] += gradient.flatten(0, 1)
         return
     add_existing_rows(
@@ -497,5 +509,5 @@ def _add_document_gradient(
         tokens.rows,
         tokens.exists,
         gradient,
-        rows_differ=documents_differ,
+        rows_are_unique=documents_are_unique,
     )

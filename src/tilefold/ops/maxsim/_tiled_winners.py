@@ -1,11 +1,14 @@
 """Gradients of the maximum in torch operations.
 
 The gradient of a row is a weighted sum of rows of the other side, over the entries (pair, query
-token) in which it takes part. An entry without a winner is left out. Entries are processed in
-slabs, in an order that depends on the layout only, so that two runs agree in every bit.
+token) in which the row is the query token or the winner. An entry without a winner is left out.
+Entries are processed in slabs, in an order that depends on the layout only, so that two runs agree
+in every bit.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +26,40 @@ from tilefold.ops.maxsim._walk import slabs
 from tilefold.ops.maxsim.tiles import SequenceTokens, add_rows
 
 
+class _Table(NamedTuple):
+    """Token vectors from which gradients are summed.
+
+    The weights of a sum are multiplied by the scales of the vectors, because scaling the vectors
+    would multiply more numbers.
+
+    Attributes:
+        vectors: ``[M, D]`` in fp32, or fp64 for fp64 tokens, not scaled.
+        scale: ``[M]`` scale of each vector, or ``None``.
+    """
+
+    vectors: Tensor
+    scale: Tensor | None
+
+    def scaled_weights(self, weights: Tensor, rows: Tensor) -> Tensor:
+        """Multiply the weight of a vector by the scale of the vector.
+
+        Args:
+            weights: weights of any shape.
+            rows: the row of each weight's vector in the table, in the shape of ``weights``.
+        """
+        return weights if self.scale is None else weights * self.scale[rows]
+
+
+def _table(tokens: SequenceTokens, start: int, stop: int) -> _Table:
+    """Return the rows ``start`` to ``stop`` as a table.
+
+    Masked rows are in the table, too, but no gradient is summed from them.
+    """
+    vectors = tokens.rows[start:stop].to(wide_dtype(tokens.rows.dtype)).contiguous()
+    scale = None if tokens.scale is None else tokens.scale[start:stop, 0]
+    return _Table(vectors, scale)
+
+
 def all_pairs_gradients(
     queries: SequenceTokens,
     documents: SequenceTokens,
@@ -34,151 +71,121 @@ def all_pairs_gradients(
     """Add the gradients for all pairs to ``dqueries`` and ``ddocuments``.
 
     Args:
-        queries: all queries.
-        documents: all documents.
+        queries: the tokens of all queries.
+        documents: the tokens of all documents.
         grad: ``[Nq, Nd]`` gradient of the scores, in fp32 (fp64).
         saved: ``[Nd, Tq]`` winners.
         dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
         ddocuments: ``[Td, D]``, or ``None`` if it is not needed.
     """
     n_query_rows = queries.rows.size(0)
-    limit = tiles.row_limit(queries.rows.size(1))
-    width = min(n_query_rows, limit)
+    max_rows = tiles.row_limit(queries.rows.size(1))
+    width = min(n_query_rows, max_rows)  # query tokens that are processed at a time
     offsets = [*documents.starts.tolist(), documents.rows.size(0)]
     max_documents = max(1, tiles.SLAB_ENTRIES // max(width, 1))
     query_table = None
-    for slab in slabs(offsets, limit, max_documents):
+    for slab in slabs(offsets, max_tokens=max_rows, max_sequences=max_documents):
+        slab_documents = slice(slab.first_sequence, slab.end_sequence)
         document_table = None
         if dqueries is not None:
-            document_table = _unscaled_rows(documents, slab.start, slab.stop)
+            document_table = _table(documents, slab.start, slab.stop)
         for first_row in range(0, n_query_rows, width):
             query_rows = slice(first_row, min(first_row + width, n_query_rows))
-            winners = _winner_positions(saved, (slice(slab.first, slab.last), query_rows))
+            winners = _winner_positions(saved, (slab_documents, query_rows))
             has_winner = winners != no_winner(saved.dtype)  # [n, width]
-            first_rows = documents.starts[slab.first : slab.last, None]
-            document_rows = winners + (first_rows - slab.start)
-            if slab.is_part:  # other winners of the document are in other slabs
-                n_rows = slab.stop - slab.start
-                has_winner &= (document_rows >= 0) & (document_rows < n_rows)
-            weights = grad.T[slab.first : slab.last, queries.sequence_of_row[query_rows]]
+            # winners as rows of the slab
+            document_rows = winners + (documents.starts[slab_documents, None] - slab.start)
+            if slab.part is not None:  # some winners are in other parts of the document
+                has_winner &= (document_rows >= 0) & (document_rows < slab.n_tokens)
+            weights = grad.T[slab_documents, queries.sequence_of_row[query_rows]]
             if dqueries is not None and document_table is not None:
-                dqueries[query_rows] += _weighted_sums(
+                dqueries[query_rows] += _sums_of_winners(
                     document_table,
-                    documents,
-                    slab.start,
                     document_rows.T,
                     weights.T,
                     has_winner.T,
                 )
             if ddocuments is not None:
                 if query_table is None or width < n_query_rows:
-                    query_table = _unscaled_rows(queries, query_rows.start, query_rows.stop)
-                _add_to_winning_rows(
+                    query_table = _table(queries, query_rows.start, query_rows.stop)
+                _add_to_winners(
                     ddocuments[slab.start : slab.stop],
                     query_table,
-                    queries,
-                    query_rows.start,
                     document_rows,
                     weights,
                     has_winner,
                 )
 
 
-def _add_to_winning_rows(
+def _add_to_winners(
     ddocuments: Tensor,
-    query_table: Tensor,
-    queries: SequenceTokens,
-    first_query_row: int,
+    query_table: _Table,
     document_rows: Tensor,
     weights: Tensor,
     has_winner: Tensor,
 ) -> None:
-    """Add the gradient of the document tokens that won the maxima of a block of query tokens.
+    """Add the gradient of the document tokens that are the maxima of some query tokens.
 
-    For document ``i`` and query token ``j``, the winning row ``document_rows[i, j]`` gets
-    ``weights[i, j] * query_table[j]``, times the query token's own scale if it has one.
+    For document ``i`` and query token ``j``, the row ``document_rows[i, j]`` receives the scaled
+    vector of the query token times ``weights[i, j]``.
 
     Args:
         ddocuments: ``[n_rows, D]`` gradient of the documents' rows, to which this is added.
-        query_table: ``[width, D]`` rows of ``queries`` from ``first_query_row`` on, not scaled.
-        queries: all queries.
-        first_query_row: first row of the table.
+        query_table: ``width`` query tokens.
         document_rows: ``[n, width]`` winners, as rows of ``ddocuments``.
         weights: ``[n, width]`` gradients of the maxima.
         has_winner: ``[n, width]`` bools, false for entries without a winner in ``ddocuments``.
     """
-    # An entry is a pair of a document and a query token that has a winner.
-    row_numbers = torch.arange(query_table.size(0), device=weights.device)
-    entry_rows = row_numbers.expand(has_winner.shape)[has_winner]
-    entry_weights = _scaled_weights(weights[has_winner], queries.scale, entry_rows, first_query_row)
-    add_rows(ddocuments, query_table, document_rows[has_winner], entry_rows, entry_weights)
+    n_query_tokens = query_table.vectors.size(0)
+    query_rows = torch.arange(n_query_tokens, device=weights.device)
+    query_rows = query_rows.expand(has_winner.shape)[has_winner]
+    add_rows(
+        ddocuments,
+        query_table.vectors,
+        out_rows=document_rows[has_winner],
+        table_rows=query_rows,
+        weights=query_table.scaled_weights(weights[has_winner], query_rows),
+    )
 
 
-def _unscaled_rows(tokens: SequenceTokens, start: int, stop: int) -> Tensor:
-    """Return the token vectors of a range of rows in fp32 (fp64), not scaled.
-
-    Masked rows are in the table too, but nothing reads them.
-    """
-    return tokens.rows[start:stop].to(wide_dtype(tokens.rows.dtype)).contiguous()
-
-
-def _scaled_weights(weights: Tensor, scale: Tensor | None, rows: Tensor, start: int) -> Tensor:
-    """Multiply the weight of every token vector by the scale of that vector.
-
-    The product of weight and scale replaces scaling the vectors, of which there are more numbers.
-
-    Args:
-        weights: weights of any shape.
-        scale: ``[T, 1]`` scales of all rows, or ``None``.
-        rows: rows that are weighed, counted from ``start``, in the shape of ``weights``.
-        start: row of ``scale`` that is row 0.
-    """
-    if scale is None:
-        return weights
-    return weights * scale[start:].view(-1)[rows]
-
-
-def _weighted_sums(
-    table: Tensor,
-    tokens: SequenceTokens,
-    start: int,
-    rows: Tensor,
+def _sums_of_winners(
+    document_table: _Table,
+    document_rows: Tensor,
     weights: Tensor,
     has_winner: Tensor,
 ) -> Tensor:
-    """Sum the winning document tokens of each query token, weighted: the gradient of the query.
+    """Sum the winning document tokens of each query token: the gradient of the query token.
 
-    Query token ``j`` gets the sum of ``weights[j, i] * table[rows[j, i]]`` over the documents ``i``
-    in which it has a winner, where the table's rows are scaled.
+    Query token ``j`` receives the sum of ``weights[j, i]`` times the scaled vector of the row
+    ``document_rows[j, i]``, over the documents ``i`` with a winner.
 
     Args:
-        table: ``[T, D]`` rows of ``tokens`` from ``start`` on, not scaled.
-        tokens: the tokens that the table was made from.
-        start: first row of the table.
-        rows: ``[width, n]`` winners, as rows of the table.
+        document_table: the tokens of ``n`` documents.
+        document_rows: ``[width, n]`` winners, as rows of the table.
         weights: ``[width, n]`` gradients of the maxima.
-        has_winner: ``[width, n]`` bools; other entries are left out.
+        has_winner: ``[width, n]`` bools, false for entries that are left out.
 
     Returns:
-        ``[width, D]`` sums.
+        ``[width, D]`` sums for ``width`` query tokens.
     """
-    if bool(has_winner.all()):
+    table = document_table.vectors
+    if bool(has_winner.all()):  # the usual case, which needs no selection
         return embedding_bag(
-            rows.contiguous(),
+            document_rows.contiguous(),
             table,
             mode="sum",
-            per_sample_weights=_scaled_weights(weights, tokens.scale, rows, start).contiguous(),
+            per_sample_weights=document_table.scaled_weights(weights, document_rows).contiguous(),
         )
-    counts = has_winner.sum(dim=1)  # winners of each query token
-    rows = rows[has_winner]
-    if rows.numel() == 0:
+    n_winners = has_winner.sum(dim=1)  # of each query token
+    document_rows = document_rows[has_winner]
+    if document_rows.numel() == 0:
         return table.new_zeros(has_winner.size(0), table.size(1))
     return embedding_bag(
-        rows,
+        document_rows,
         table,
-        counts.cumsum(0) - counts,  # where the winners of each query token begin
+        n_winners.cumsum(0) - n_winners,  # the first winner of each query token
         mode="sum",
-        per_sample_weights=_scaled_weights(weights[has_winner], tokens.scale, rows, start),
+        per_sample_weights=document_table.scaled_weights(weights[has_winner], document_rows),
     )
 
 
@@ -193,13 +200,13 @@ def listed_pairs_gradients(
 ) -> None:
     """Add the gradients for aligned, grouped or listed pairs to ``dqueries`` and ``ddocuments``.
 
-    An entry is an unmasked query token of a pair. Entries are numbered pair by pair, and computed
-    some at a time.
+    An entry is an unmasked query token of a pair. Entries are numbered pair by pair, and a limited
+    number is computed at a time.
 
     Args:
         problem: the problem.
-        queries: all queries.
-        documents: all documents.
+        queries: the tokens of all queries.
+        documents: the tokens of all documents.
         grad: gradient of the scores, in their shape, in fp32 (fp64).
         saved: winners, as forward saved them.
         dqueries: ``[Tq, D]``, or ``None`` if it is not needed.
@@ -207,16 +214,17 @@ def listed_pairs_gradients(
     """
     grad = grad.reshape(-1)
     query_of_pair, document_of_pair = pair_sequences(problem)
-    entry_ends = queries.counts[query_of_pair].cumsum(0)  # entries up to the last one of each pair
+    entry_ends = queries.counts[query_of_pair].cumsum(0)  # end of the entries of each pair
     n_entries = int(entry_ends[-1]) if entry_ends.numel() else 0
-    step = tiles.row_limit(queries.rows.size(1))
-    for first in range(0, n_entries, step):
-        entries = torch.arange(first, min(first + step, n_entries), device=grad.device)
+    max_entries = tiles.row_limit(queries.rows.size(1))
+    for first in range(0, n_entries, max_entries):
+        entries = torch.arange(first, min(first + max_entries, n_entries), device=grad.device)
         pairs = torch.searchsorted(entry_ends, entries, right=True)
         pair_queries = query_of_pair[pairs]
-        # Counted back from the last token of the query, and from the last entry of the pair.
+        # an entry is as far from the end of its pair as its token is from the end of the query
+        n_entries_to_end = entry_ends[pairs] - entries
         token_ends = queries.offsets[pair_queries] + queries.counts[pair_queries]
-        query_rows = queries.rows_of(token_ends - (entry_ends[pairs] - entries))
+        query_rows = queries.rows_of(token_ends - n_entries_to_end)
         winners = _winner_positions(
             saved.view(-1),
             saved_positions(problem, pairs, query_rows, queries.starts[pair_queries]),
@@ -229,31 +237,45 @@ def listed_pairs_gradients(
             document_rows = document_rows[has_winner]
             weights = weights[has_winner]
         if dqueries is not None:
-            table, table_rows = _table_of_rows(documents, document_rows)
-            document_weights = _scaled_weights(weights, documents.scale, document_rows, 0)
-            add_rows(dqueries, table, query_rows, table_rows, document_weights)
+            _add_selected_rows(dqueries, query_rows, documents, document_rows, weights)
         if ddocuments is not None:
-            table, table_rows = _table_of_rows(queries, query_rows)
-            query_weights = _scaled_weights(weights, queries.scale, query_rows, 0)
-            add_rows(ddocuments, table, document_rows, table_rows, query_weights)
+            _add_selected_rows(ddocuments, document_rows, queries, query_rows, weights)
 
 
-def _table_of_rows(tokens: SequenceTokens, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a table in fp32 (fp64), not scaled, that holds these rows, and their positions in it.
+def _add_selected_rows(
+    out: Tensor,
+    out_rows: Tensor,
+    tokens: SequenceTokens,
+    token_rows: Tensor,
+    weights: Tensor,
+) -> None:
+    """Add scaled token vectors to rows of a gradient.
 
-    The table is the token vectors themselves if they need no conversion.
+    Args:
+        out: ``[T, D]`` gradient, to which this is added.
+        out_rows: ``[n]`` rows of ``out``, which may repeat.
+        tokens: the tokens of queries or documents.
+        token_rows: ``[n]`` rows of the token vectors that are added.
+        weights: ``[n]`` weights of the vectors.
     """
-    dtype = wide_dtype(tokens.rows.dtype)
-    if tokens.rows.dtype == dtype and tokens.rows.is_contiguous():
-        return tokens.rows, rows
-    table = tokens.rows.index_select(0, rows).to(dtype)
-    return table, torch.arange(rows.numel(), device=rows.device)
+    if tokens.scale is not None:
+        weights = weights * tokens.scale.view(-1)[token_rows]
+    if tokens.rows.dtype == out.dtype and tokens.rows.is_contiguous():
+        add_rows(out, tokens.rows, out_rows, table_rows=token_rows, weights=weights)
+        return
+    selected = tokens.rows.index_select(0, token_rows).to(out.dtype)
+    rows_in_order = torch.arange(token_rows.numel(), device=token_rows.device)
+    add_rows(out, selected, out_rows, table_rows=rows_in_order, weights=weights)
 
 
 def _winner_positions(saved: Tensor, selection: Tensor | tuple[slice, slice]) -> Tensor:
     """Return selected winners in int64.
 
-    CUDA cannot gather uint16, so their bits are gathered as int16.
+    CUDA cannot gather uint16, so that uint16 winners are gathered as int16 with the same bits.
+
+    Args:
+        saved: saved winners.
+        selection: an index of ``saved``.
     """
     if saved.dtype != torch.uint16:
         return saved[selection].to(torch.int64)

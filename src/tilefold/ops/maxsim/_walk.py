@@ -16,7 +16,7 @@ operation: one at a time, ragged documents would take 5 to 10 percent longer.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -41,8 +41,72 @@ from tilefold.ops.maxsim._query_blocks import (
 )
 from tilefold.ops.maxsim.tiles import SequenceTokens
 
-# Documents of a group differ in length by at most nine eighths, so that little of it is padding.
-DOCUMENT_EIGHTHS = 9
+# The longest document of a group is at most this many times as long as the shortest one, so that
+# little of the group is padding.
+MAX_DOCUMENT_RATIO = 1.125
+
+
+class Slab(NamedTuple):
+    """Consecutive sequences, or a part of one long sequence.
+
+    Attributes:
+        first_sequence: the first sequence.
+        end_sequence: the sequence after the last one.
+        start: the first token, numbered over all sequences.
+        stop: the token after the last one.
+        part: position of the part in its sequence, from 0 on; ``None`` for complete sequences.
+    """
+
+    first_sequence: int
+    end_sequence: int
+    start: int
+    stop: int
+    part: int | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Number of tokens."""
+        return self.stop - self.start
+
+
+def chunks(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Iterator[Slab]:
+    """Divide sequences into chunks of consecutive sequences.
+
+    Args:
+        offsets: the first token of each sequence, and the end of the last one.
+        max_tokens: largest number of tokens of a chunk. A longer sequence is a chunk of its own.
+        max_sequences: largest number of sequences of a chunk.
+
+    Yields:
+        Slabs of complete sequences, in order.
+    """
+    first = 0
+    n_sequences = len(offsets) - 1
+    while first < n_sequences:
+        end_that_fits = bisect_right(offsets, offsets[first] + max_tokens) - 1
+        end = max(first + 1, min(end_that_fits, first + max_sequences))
+        yield Slab(first, end, offsets[first], offsets[end])
+        first = end
+
+
+def slabs(offsets: Sequence[int], max_tokens: int, max_sequences: int) -> Iterator[Slab]:
+    """Divide sequences into slabs of at most ``max_tokens`` tokens, and split long sequences.
+
+    Args:
+        offsets: the first token of each sequence, and the end of the last one.
+        max_tokens: largest number of tokens of a slab.
+        max_sequences: largest number of sequences of a slab.
+
+    Yields:
+        Slabs with tokens, in order.
+    """
+    for chunk in chunks(offsets, max_tokens, max_sequences):
+        if 0 < chunk.n_tokens <= max_tokens:
+            yield chunk
+        elif chunk.n_tokens > max_tokens:  # a single long sequence
+            for part, start in enumerate(range(chunk.start, chunk.stop, max_tokens)):
+                stop = min(start + max_tokens, chunk.stop)
+                yield chunk._replace(start=start, stop=stop, part=part)
 
 
 class DocumentGroup(NamedTuple):
@@ -52,7 +116,7 @@ class DocumentGroup(NamedTuple):
         documents: the ``n`` documents.
         token_numbers: ``[n, L]`` numbers of their unmasked tokens.
         exists: ``[n, L]`` bools, false past the end of a document, or ``None`` if all exist.
-        span: the token numbers, if they are consecutive.
+        span: the token numbers, if they are consecutive. Reading a span needs no gather.
     """
 
     documents: Selection
@@ -60,104 +124,71 @@ class DocumentGroup(NamedTuple):
     exists: Tensor | None
     span: slice | None
 
+    def rows_in(self, product: Tensor, first_token: int) -> Tensor:
+        """Select the rows of the group's tokens from a matrix with a row for each token.
 
-def chunks(offsets: Sequence[int], rows: int, limit: int) -> Iterator[tuple[int, int]]:
-    """Divide sequences into chunks of consecutive ones.
+        Args:
+            product: ``[tokens, C]``.
+            first_token: number of the token of the first row.
 
-    Args:
-        offsets: where each sequence begins, and the end of the last one.
-        rows: largest number of rows of a chunk that has more than one sequence.
-        limit: largest number of sequences of a chunk.
-
-    Yields:
-        First and last (excluded) sequence of each chunk.
-    """
-    first = 0
-    while first < len(offsets) - 1:
-        last_that_fits = bisect_right(offsets, offsets[first] + rows) - 1
-        last = max(first + 1, min(last_that_fits, first + limit))
-        yield first, last
-        first = last
-
-
-class Slab(NamedTuple):
-    """Rows of consecutive sequences, or of a part of one sequence.
-
-    Attributes:
-        first: first sequence.
-        last: end of the sequences.
-        start: first row.
-        stop: end of the rows.
-        is_part: whether the rows are a part of one long sequence.
-        part: number of the part, from 0 on.
-    """
-
-    first: int
-    last: int
-    start: int
-    stop: int
-    is_part: bool
-    part: int
-
-
-def slabs(offsets: Sequence[int], rows: int, limit: int) -> Iterator[Slab]:
-    """Divide sequences into slabs of at most ``rows`` rows, which split long sequences.
-
-    Args:
-        offsets: where each sequence begins, and the end of the last one.
-        rows: largest number of rows of a slab.
-        limit: largest number of sequences of a slab.
-
-    Yields:
-        Slabs that have rows, in order.
-    """
-    for first, last in chunks(offsets, rows, limit):
-        is_part = offsets[last] - offsets[first] > rows
-        for part, start in enumerate(range(offsets[first], offsets[last], rows)):
-            stop = min(start + rows, offsets[last])
-            yield Slab(first, last, start, stop, is_part, part)
+        Returns:
+            ``[n * L, C]``; a view if the tokens are consecutive.
+        """
+        if self.span is not None:
+            return product[self.span.start - first_token : self.span.stop - first_token]
+        return product.index_select(0, (self.token_numbers - first_token).view(-1))
 
 
 def document_groups(
     documents: SequenceTokens,
-    first: int,
-    last: int,
-    rows: int,
+    chunk: Slab,
+    max_tokens: int,
 ) -> Iterator[DocumentGroup]:
-    """Group documents of a chunk by length, so that those of a group need little padding.
+    """Group the documents of a chunk by length, so that a group needs little padding.
 
-    Documents of one length are a single group, in their own order. Otherwise groups are in the
-    order of rising lengths.
+    Documents of equal length are a single group, in their order. Otherwise groups are sorted by
+    length, and documents without tokens are in none.
 
     Args:
-        documents: all documents.
-        first: first document of the chunk.
-        last: end of the chunk.
-        rows: approximate largest number of tokens of a group that has more than one document.
-
-    Yields:
-        Groups of documents that have tokens.
+        documents: the unmasked tokens of all documents.
+        chunk: consecutive documents, of which at least one has tokens.
+        max_tokens: approximate largest number of tokens of a group of several documents.
     """
-    sorted_lengths, order = documents.counts[first:last].sort(stable=True)
+    chunk_documents = slice(chunk.first_sequence, chunk.end_sequence)
+    sorted_lengths, order = documents.counts[chunk_documents].sort(stable=True)
     lengths = sorted_lengths.tolist()
     if lengths[0] == lengths[-1]:
-        whole_chunk = slice(first, last)
-        first_token = int(documents.offsets[first])
-        numbers, _ = documents.token_numbers(whole_chunk, 0, lengths[0], all_exist=True)
-        span = slice(first_token, first_token + numbers.numel())
-        yield DocumentGroup(whole_chunk, numbers, None, span)
+        numbers, _ = documents.token_numbers(chunk_documents, 0, lengths[0], all_exist=True)
+        yield DocumentGroup(
+            documents=chunk_documents,
+            token_numbers=numbers,
+            exists=None,
+            span=slice(chunk.start, chunk.start + numbers.numel()),
+        )
         return
     n_without_tokens = bisect_right(lengths, 0)
-    for begin, end in similar_lengths(lengths, n_without_tokens, DOCUMENT_EIGHTHS, rows):
-        group = order[begin:end] + first  # positions in the chunk become documents
-        shortest = lengths[begin]
-        longest = lengths[end - 1]
-        numbers, exists = documents.token_numbers(group, 0, longest, shortest == longest)
-        single_span = None
-        if end == begin + 1:
+    runs = similar_lengths(
+        lengths,
+        start=n_without_tokens,
+        max_ratio=MAX_DOCUMENT_RATIO,
+        max_elements=max_tokens,
+    )
+    for start, stop in runs:
+        group_documents = order[start:stop] + chunk.first_sequence
+        shortest = lengths[start]
+        longest = lengths[stop - 1]
+        numbers, exists = documents.token_numbers(
+            group_documents,
+            0,
+            longest,
+            all_exist=shortest == longest,
+        )
+        span = None
+        is_single_document = stop == start + 1
+        if is_single_document:
             first_token = int(numbers[0, 0])
-            single_span = slice(first_token, first_token + longest)
-        yield DocumentGroup(group, numbers, exists, single_span)
+            span = slice(first_token, first_token + longest)
+        yield DocumentGroup(group_documents, numbers, exists, span)
 
 
 def blocks_of(
@@ -165,7 +196,7 @@ def blocks_of(
     queries: SequenceTokens,
     documents: SequenceTokens,
 ) -> Iterator[Block]:
-    """Divide a problem into blocks: documents with the query tokens that they are scored with.
+    """Divide a problem into blocks, each of some documents and of query tokens to score them with.
 
     Args:
         problem: the problem.
@@ -173,8 +204,9 @@ def blocks_of(
         documents: the unmasked tokens of all documents.
     """
     if problem.pairing == "all":
-        limit = tiles.column_limit(queries.rows.size(1))
-        return _blocks_of_all_pairs(query_blocks(queries, limit), documents)
+        dim = queries.rows.size(1)
+        blocks_of_queries = query_blocks(queries, max_tokens=tiles.column_limit(dim))
+        return _blocks_of_all_pairs(blocks_of_queries, documents)
     query_of_pair, document_of_pair = pair_sequences(problem)
     return _blocks_of_listed_pairs(
         problem,
@@ -186,113 +218,113 @@ def blocks_of(
 
 
 def _blocks_of_all_pairs(
-    blocks: list[QueryBlock],
+    blocks_of_queries: list[QueryBlock],
     documents: SequenceTokens,
 ) -> Iterator[Block]:
-    """Divide all pairs of documents and query tokens into blocks.
+    """Divide the similarities of all query tokens to all document tokens into blocks.
 
     Args:
-        blocks: blocks of query tokens.
+        blocks_of_queries: blocks of query tokens.
         documents: the unmasked tokens of all documents.
 
     Yields:
         For each chunk of documents, one block for every block of query tokens.
     """
-    if not blocks:
+    if not blocks_of_queries:
         return
-    # [Nd + 1] numbers of the first unmasked tokens
-    offsets = [*documents.offsets.tolist(), int(documents.counts.sum())]
-    n_columns = max(block.stop - block.start for block in blocks)
-    max_rows = max(1, min(documents.vectors_limit(), tiles.TILE_ELEMENTS // n_columns))
-    for first, last in chunks(offsets, max_rows, max_rows):
-        start = offsets[first]
-        stop = offsets[last]
-        if stop - start > max_rows:
-            yield from _blocks_of_long_document(blocks, documents, first, stop - start, max_rows)
-        elif start < stop:
-            yield from _blocks_of_chunk(blocks, documents, first, last, start, stop, n_columns)
+    widest = max(block.stop - block.start for block in blocks_of_queries)  # query tokens
+    max_tokens = max(1, min(documents.vectors_limit(), tiles.TILE_ELEMENTS // widest))
+    max_group_tokens = tiles.GROUP_ELEMENTS // widest
+    document_chunks = chunks(
+        documents.all_offsets(),
+        max_tokens=max_tokens,
+        max_sequences=max_tokens,
+    )
+    for chunk in document_chunks:
+        if chunk.n_tokens > max_tokens:
+            yield from _blocks_of_long_document(blocks_of_queries, documents, chunk, max_tokens)
+        elif chunk.n_tokens:
+            yield from _blocks_of_chunk(blocks_of_queries, documents, chunk, max_group_tokens)
 
 
 def _blocks_of_long_document(
-    blocks: list[QueryBlock],
+    blocks_of_queries: list[QueryBlock],
     documents: SequenceTokens,
-    document: int,
-    length: int,
-    max_rows: int,
+    chunk: Slab,
+    max_tokens: int,
 ) -> Iterator[Block]:
     """Yield the blocks of a document that is too long for one tile.
 
+    The tiles of such a block are consecutive parts of the document.
+
     Args:
-        blocks: blocks of query tokens.
+        blocks_of_queries: blocks of query tokens.
         documents: the unmasked tokens of all documents.
-        document: number of the document.
-        length: unmasked tokens of the document.
-        max_rows: largest number of document tokens of a tile.
+        chunk: the document.
+        max_tokens: largest number of document tokens of a tile.
     """
-    only_document = torch.tensor([document], device=documents.counts.device)
-    for block in blocks:
-        vectors = block.vectors()
+    document = torch.tensor([chunk.first_sequence], device=documents.counts.device)
+    for query_block in blocks_of_queries:
+        query_vectors = query_block.vectors()
         yield AllPairsBlock(
-            documents=only_document,
-            query_block=block,
-            query_vectors=vectors,
+            documents=document,
+            query_block=query_block,
+            query_vectors=query_vectors,
             is_split=True,
             tiles=partial(
-                _gathered_tiles,
+                _tiles_of_parts,
                 documents,
-                only_document,
-                longest=length,
-                step=max_rows,
-                gathered=None,
-                query_vectors=vectors,
+                document,
+                longest=chunk.n_tokens,
+                part_length=max_tokens,
+                query_vectors=query_vectors,
             ),
         )
 
 
 def _blocks_of_chunk(
-    blocks: list[QueryBlock],
+    blocks_of_queries: list[QueryBlock],
     documents: SequenceTokens,
-    first: int,
-    last: int,
-    start: int,
-    stop: int,
-    n_columns: int,
+    chunk: Slab,
+    max_group_tokens: int,
 ) -> Iterator[Block]:
     """Yield the blocks of a chunk of consecutive documents.
 
-    All similarities of a block come from a single matrix product, of which its tiles are parts.
+    Each block is one matrix product: all document tokens of the chunk times the query tokens. Its
+    tiles are the rows of documents of similar lengths.
 
     Args:
-        blocks: blocks of query tokens.
-        documents: all documents.
-        first: first document of the chunk.
-        last: end of the chunk.
-        start: first unmasked token of the chunk.
-        stop: end of its unmasked tokens.
-        n_columns: query tokens of the largest block.
+        blocks_of_queries: blocks of query tokens.
+        documents: the unmasked tokens of all documents.
+        chunk: the documents.
+        max_group_tokens: approximate largest number of document tokens of a tile.
     """
     document_vectors = None
-    if not _uses_int8_products(blocks[0].queries, documents):
-        document_vectors = documents.vectors(start, stop)
-    groups = list(document_groups(documents, first, last, tiles.GROUP_ELEMENTS // n_columns))
-    documents_of_chunk = groups[0].documents
-    if len(groups) > 1:
-        documents_of_chunk = torch.cat(
-            [group.documents for group in groups if isinstance(group.documents, Tensor)],
-        )
-    for block in blocks:
-        query_vectors = block.vectors()
+    if not _uses_int8_products(blocks_of_queries[0].queries, documents):
+        document_vectors = documents.vectors(chunk.start, chunk.stop)
+    groups = list(document_groups(documents, chunk, max_group_tokens))
+    grouped_documents = _documents_of(groups)
+    for query_block in blocks_of_queries:
+        query_vectors = query_block.vectors()
         if document_vectors is None:
-            product = block.int8_similarities(documents, start, stop)
+            product = query_block.int8_similarities(documents, chunk.start, chunk.stop)
         else:
             product = document_vectors @ query_vectors.T
         yield AllPairsBlock(
-            documents=documents_of_chunk,
-            query_block=block,
+            documents=grouped_documents,
+            query_block=query_block,
             query_vectors=query_vectors,
             is_split=False,
-            tiles=partial(_tiles_of_product, documents, groups, product, start),
+            tiles=partial(_tiles_of_product, documents, groups, product, chunk.start),
         )
+
+
+def _documents_of(groups: list[DocumentGroup]) -> Selection:
+    """Return the documents of all groups of a chunk, in the order of the groups."""
+    if len(groups) == 1:
+        return groups[0].documents
+    # `document_groups` yields a slice only if there is a single group
+    return torch.cat([torch.as_tensor(group.documents) for group in groups])
 
 
 def _uses_int8_products(queries: SequenceTokens, documents: SequenceTokens) -> bool:
@@ -310,35 +342,33 @@ def _tiles_of_product(
     documents: SequenceTokens,
     groups: list[DocumentGroup],
     product: Tensor,
-    start: int,
+    first_token: int,
 ) -> Iterator[Tile]:
-    """Yield the tiles of a chunk from its product with a block of query tokens.
+    """Yield a tile for each group of documents from the similarities of a chunk.
 
     Args:
         documents: the unmasked tokens of all documents.
-        groups: groups of the chunk's documents, one for each tile.
+        groups: the documents of the chunk by length.
         product: ``[tokens of the chunk, C]`` similarities.
-        start: number of the chunk's first unmasked token.
+        first_token: number of the chunk's first unmasked token.
     """
+    # without a mask, the numbers of tokens are their rows
+    numbers_are_rows = documents.unmasked_rows is None
     first_document = 0
     for group in groups:
-        numbers = group.token_numbers
-        if group.span is None:
-            similarities = product.index_select(0, (numbers - start).view(-1))
-        else:
-            similarities = product[group.span.start - start : group.span.stop - start]
-        tokens = TileTokens(
-            rows=documents.rows_of(numbers),
-            exists=group.exists,
-            span=group.span if documents.unmasked_rows is None else None,
-            vectors=None,
-        )
+        n_documents, length = group.token_numbers.shape
+        similarities = group.rows_in(product, first_token)
         yield Tile(
-            documents=slice(first_document, first_document + numbers.size(0)),
-            tokens=tokens,
-            similarities=similarities.view(*numbers.shape, -1),
+            documents=slice(first_document, first_document + n_documents),
+            tokens=TileTokens(
+                rows=documents.rows_of(group.token_numbers),
+                exists=group.exists,
+                span=group.span if numbers_are_rows else None,
+                vectors=None,
+            ),
+            similarities=similarities.view(n_documents, length, -1),
         )
-        first_document += numbers.size(0)
+        first_document += n_documents
 
 
 def _blocks_of_listed_pairs(
@@ -352,25 +382,25 @@ def _blocks_of_listed_pairs(
 
     Args:
         problem: the problem.
-        query_of_pair: ``[P]`` queries.
-        document_of_pair: ``[P]`` documents.
-        queries: all queries.
-        documents: all documents.
+        query_of_pair: ``[P]`` query of each pair.
+        document_of_pair: ``[P]`` document of each pair.
+        queries: the unmasked tokens of all queries.
+        documents: the unmasked tokens of all documents.
     """
-    limit = tiles.column_limit(queries.rows.size(1))
+    max_query_tokens = tiles.column_limit(queries.rows.size(1))
     batches = _pair_batches(documents, document_of_pair, queries.counts[query_of_pair])
     for batch in batches:
         pair_queries = query_of_pair[batch.pairs]
         pair_documents = document_of_pair[batch.pairs]
-        gathered = None
-        if batch.step >= batch.longest:
-            gathered = _gather_tokens(documents, pair_documents, 0, batch.longest)
-        one_query = pair_queries.numel() > 1 and bool((pair_queries == pair_queries[0]).all())
+        document_tokens = None
+        if not batch.is_split:
+            document_tokens = _gather_tokens(documents, pair_documents, 0, batch.longest)
+        share_query = pair_queries.numel() > 1 and bool((pair_queries == pair_queries[0]).all())
         shortest_query, longest_query = (
             int(bound) for bound in queries.counts[pair_queries].aminmax()
         )
-        for start in range(0, longest_query, limit):  # long queries are split
-            stop = min(start + limit, longest_query)
+        for start in range(0, longest_query, max_query_tokens):  # long queries are split
+            stop = min(start + max_query_tokens, longest_query)
             numbers, exists = queries.token_numbers(
                 pair_queries,
                 start,
@@ -378,7 +408,19 @@ def _blocks_of_listed_pairs(
                 all_exist=shortest_query >= stop,
             )
             rows = queries.rows_of(numbers)
-            vectors = queries.gather(rows[0] if one_query else rows)
+            vectors = queries.gather(rows[0] if share_query else rows)
+            tiles_of_block: Callable[[], Iterator[Tile]]
+            if document_tokens is None:
+                tiles_of_block = partial(
+                    _tiles_of_parts,
+                    documents,
+                    pair_documents,
+                    longest=batch.longest,
+                    part_length=batch.part_length,
+                    query_vectors=vectors,
+                )
+            else:
+                tiles_of_block = partial(_single_tile, documents, document_tokens, vectors)
             yield ListedPairsBlock(
                 problem=problem,
                 pairs=batch.pairs,
@@ -387,16 +429,8 @@ def _blocks_of_listed_pairs(
                 query_exists=exists,
                 first_query_rows=queries.starts[pair_queries],
                 query_vectors=vectors,
-                is_split=gathered is None,
-                tiles=partial(
-                    _gathered_tiles,
-                    documents,
-                    pair_documents,
-                    longest=batch.longest,
-                    step=batch.step,
-                    gathered=gathered,
-                    query_vectors=vectors,
-                ),
+                is_split=batch.is_split,
+                tiles=tiles_of_block,
             )
 
 
@@ -408,7 +442,7 @@ def _gather_tokens(
 ) -> TileTokens:
     """Gather the unmasked tokens ``start`` to ``stop`` of the selected documents.
 
-    Tokens in consecutive rows are not copied if they need no conversion.
+    Tokens in consecutive rows are a view, if they need no conversion.
 
     Args:
         documents: the unmasked tokens of all documents.
@@ -416,66 +450,99 @@ def _gather_tokens(
         start: first unmasked token, counted from 0 in each document.
         stop: end of the unmasked tokens.
     """
-    numbers, exists = documents.token_numbers(
+    token_numbers, exists = documents.token_numbers(
         selected,
         start,
         stop,
         all_exist=int(documents.counts[selected].min()) >= stop,
     )
-    rows = documents.rows_of(numbers)
+    rows = documents.rows_of(token_numbers)
+    span = None
     if exists is None and documents.unmasked_rows is None:
-        first_row = int(rows[0, 0])
-        end_row = first_row + rows.numel()
-        # First row of each document, if the documents follow each other without gaps.
-        expected_first_rows = torch.arange(first_row, end_row, rows.size(1), device=rows.device)
-        if end_row <= documents.rows.size(0) and bool((rows[:, 0] == expected_first_rows).all()):
-            vectors = documents.vectors(first_row, end_row).view(*rows.shape, -1)
-            return TileTokens(rows, None, slice(first_row, end_row), vectors)
-    return TileTokens(rows, exists, None, documents.gather(rows))
+        span = _consecutive_span(rows, documents.rows.size(0))
+    if span is None:
+        return TileTokens(rows, exists, span=None, vectors=documents.gather(rows))
+    vectors = documents.vectors(span.start, span.stop).view(*rows.shape, -1)
+    return TileTokens(rows, exists=None, span=span, vectors=vectors)
 
 
-def _gathered_tiles(
+def _consecutive_span(rows: Tensor, n_rows: int) -> slice | None:
+    """Return the rows as a slice if documents follow each other without gaps, else ``None``.
+
+    Args:
+        rows: ``[n, L]`` rows, consecutive in each document.
+        n_rows: number of rows of all documents.
+    """
+    n_documents, length = rows.shape
+    first_row = int(rows[0, 0])
+    end_row = first_row + n_documents * length
+    if end_row > n_rows:
+        return None
+    expected_first_rows = torch.arange(first_row, end_row, length, device=rows.device)
+    if not bool((rows[:, 0] == expected_first_rows).all()):
+        return None
+    return slice(first_row, end_row)
+
+
+def _single_tile(
+    documents: SequenceTokens,
+    tokens: TileTokens,
+    query_vectors: Tensor,
+) -> Iterator[Tile]:
+    """Yield the tile of all tokens of some documents.
+
+    Args:
+        documents: the unmasked tokens of all documents.
+        tokens: the tokens of ``n`` documents.
+        query_vectors: ``[C, D]`` or ``[n, C, D]``.
+    """
+    yield Tile(
+        documents=slice(0, tokens.rows.size(0)),
+        tokens=tokens,
+        similarities=tokens.vectors_of(documents) @ query_vectors.mT,
+    )
+
+
+def _tiles_of_parts(
     documents: SequenceTokens,
     selected: Tensor,
     *,
     longest: int,
-    step: int,
-    gathered: TileTokens | None,
+    part_length: int,
     query_vectors: Tensor,
 ) -> Iterator[Tile]:
-    """Yield tiles of ``step`` tokens of each selected document.
+    """Yield a tile for each part of some documents.
 
     Args:
-        documents: all documents.
+        documents: the unmasked tokens of all documents.
         selected: ``[n]`` documents.
-        longest: unmasked tokens of the longest of them.
-        step: tokens of each document in a tile.
-        gathered: all tokens, if they fit in one tile and were gathered already.
+        longest: number of unmasked tokens of the longest of these documents.
+        part_length: number of tokens of each document in a tile.
         query_vectors: ``[C, D]`` or ``[n, C, D]``.
     """
-    for start in range(0, longest, step):
-        tokens = gathered
-        if tokens is None:
-            tokens = _gather_tokens(documents, selected, start, min(start + step, longest))
-        yield Tile(
-            documents=slice(0, selected.numel()),
-            tokens=tokens,
-            similarities=tokens.vectors_of(documents) @ query_vectors.mT,
-        )
+    for start in range(0, longest, part_length):
+        stop = min(start + part_length, longest)
+        tokens = _gather_tokens(documents, selected, start, stop)
+        yield from _single_tile(documents, tokens, query_vectors)
 
 
 class PairBatch(NamedTuple):
     """Pairs that are computed together, padded to the longest document and the longest query.
 
     Attributes:
-        pairs: numbers of the pairs.
-        longest: unmasked tokens of the longest document.
-        step: tokens of each document in a tile.
+        pairs: positions of the pairs.
+        longest: number of unmasked tokens of the longest document.
+        part_length: number of tokens of each document in a tile.
     """
 
     pairs: Tensor
     longest: int
-    step: int
+    part_length: int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the documents are too long for one tile."""
+        return self.part_length < self.longest
 
 
 def _pair_batches(
@@ -485,18 +552,17 @@ def _pair_batches(
 ) -> Iterator[PairBatch]:
     """Batch pairs whose documents and queries have similar lengths, so that padding is small.
 
-    The lengths of a batch's queries lie between the same two powers of two. Within such a class,
-    pairs are in the order of rising document lengths. Pairs whose document or query has no unmasked
-    token are left out.
+    The query lengths of a batch are between the same two powers of two. Pairs of such a class are
+    sorted by document length. Pairs whose document or query has no unmasked token are left out.
 
     Args:
         documents: the unmasked tokens of all documents.
-        document_of_pair: ``[P]`` documents.
-        query_lengths: ``[P]`` unmasked tokens of the queries.
+        document_of_pair: ``[P]`` document of each pair.
+        query_lengths: ``[P]`` number of unmasked tokens of each pair's query.
     """
     dim = documents.rows.size(1)
     document_lengths = documents.counts[document_of_pair]
-    limit = tiles.row_limit(dim)
+    max_rows = tiles.row_limit(dim)
     pairs = ((document_lengths > 0) & (query_lengths > 0)).nonzero().squeeze(1)
     query_classes = torch.frexp(query_lengths[pairs].double()).exponent.long()
     # A single sort by class, then by document length: no document has 2^48 tokens.
@@ -508,21 +574,22 @@ def _pair_batches(
     first = 0
     for class_size in class_sizes:
         end = first + class_size
-        width = int(query_lengths[pairs[first:end]].max())
-        max_tile_rows = min(limit, tiles.TILE_ELEMENTS // width)
+        longest_query = int(query_lengths[pairs[first:end]].max())
+        max_tile_rows = min(max_rows, tiles.TILE_ELEMENTS // longest_query)
         while first < end:
             # Add pairs as long as the padded documents, queries and similarities fit.
             count = 1
             while first + count < end:
                 longest = lengths[first + count]
-                grown = count + 1
-                if grown * max(longest, width) > limit or grown * longest > max_tile_rows:
+                new_count = count + 1
+                rows_fit = new_count * max(longest, longest_query) <= max_rows
+                if not rows_fit or new_count * longest > max_tile_rows:
                     break
-                count = grown
+                count = new_count
             longest = lengths[first + count - 1]
-            step = longest
+            part_length = longest
             if count == 1:  # a document may be longer than a tile
-                split_width = min(width, tiles.column_limit(dim))
-                step = max(1, min(limit, tiles.TILE_ELEMENTS // split_width))
-            yield PairBatch(pairs[first : first + count], longest, step)
+                n_columns = min(longest_query, tiles.column_limit(dim))
+                part_length = max(1, min(max_rows, tiles.TILE_ELEMENTS // n_columns))
+            yield PairBatch(pairs[first : first + count], longest, part_length)
             first += count

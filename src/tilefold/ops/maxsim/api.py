@@ -38,7 +38,7 @@ def _plans() -> ModuleType:
 
 
 def by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
-    """Compute the scores by the specification, part of the autograd graph."""
+    """Compute the scores by the reference, whose operations autograd records."""
     problem = Problem.of(tensors, options)
     scale = problem.document_scale
     with torch.autocast(problem.queries.device.type, enabled=False):
@@ -51,7 +51,7 @@ def by_reference(tensors: MaxSimTensors, options: MaxSimOptions) -> Tensor:
 
 
 def empty_scores(problem: Problem) -> Tensor:
-    """Return the scores of an empty problem, which are 0, part of the autograd graph."""
+    """Return the scores of an empty problem: zeros with gradients that are zero, too."""
     zero = problem.queries[..., :0].sum()
     if problem.documents.dtype in FLOAT_DTYPES:
         zero = zero + problem.documents[..., :0].sum()
@@ -66,16 +66,28 @@ def _choose(tensors: MaxSimTensors, impl: str) -> tuple[str, str]:
 
 
 def _impl_for_fp8(queries: Tensor, impl: str) -> str:
-    """Choose the implementation for fp8 documents. Kernels need compute capability 8.9."""
+    """Choose the implementation for fp8 documents.
+
+    Kernels need a GPU of compute capability 8.9. For another GPU, ``"auto"`` warns once and chooses
+    ``"tiled"``.
+
+    Raises:
+        TypeError: for ``"triton"`` on another GPU.
+    """
     chosen = MAXSIM.chosen_impl(queries, impl)
     if chosen != "triton" or torch.cuda.get_device_capability(queries.device) >= (8, 9):
         return chosen
     if impl == "triton":
         raise TypeError(
-            "documents must be quantized with dtype='int8' for impl='triton' before compute "
+            "documents must be quantized with dtype='int8' for impl='triton' below compute "
             "capability 8.9, got fp8; use int8 or impl='tiled'.",
         )
-    give_up("maxsim with fp8 documents", queries.device, "it has no fp8 products", TILED_PATH_RUNS)
+    give_up(
+        "maxsim with fp8 documents",
+        queries.device,
+        "the GPU does not support fp8 matrix products",
+        TILED_PATH_RUNS,
+    )
     return "tiled"
 
 
@@ -253,7 +265,7 @@ def maxsim_topk(
     with torch.no_grad():
         if cu_seqlens_d is not None or rows.dim() != 3 or rows.size(0) <= block_size:
             scores = score(documents, document_mask=document_mask, cu_seqlens_d=cu_seqlens_d)
-            return _highest(scores, k)
+            return _grouped_topk(scores, k)
         block_values = []
         block_documents = []
         for start in range(0, rows.size(0), block_size):
@@ -264,7 +276,7 @@ def maxsim_topk(
             else:
                 block = rows[selected]
             block_mask = None if document_mask is None else document_mask[selected]
-            values, numbers = _highest(score(block, document_mask=block_mask), k)
+            values, numbers = _grouped_topk(score(block, document_mask=block_mask), k)
             block_values.append(values)
             block_documents.append(numbers + start)
         values, order = torch.cat(block_values, dim=1).topk(min(k, rows.size(0)), dim=1)
@@ -276,12 +288,10 @@ def _first_size(tensor: Tensor) -> int:
     return tensor.size(0) if tensor.dim() else 0
 
 
-def _highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _grouped_topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the ``k`` highest of scores ``[Nq, Nd]``, and their documents.
 
-    Only the ``k`` groups of documents with the highest group maxima need to be searched: a document
-    of another group is no better than these ``k`` maxima. Documents of the last, incomplete group
-    are always searched.
+    If there are many documents, only some candidates are compared, which is faster.
 
     Args:
         scores: ``[Nq, Nd]``.
@@ -291,21 +301,38 @@ def _highest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         ``[Nq, k]`` scores, and ``[Nq, k]`` int64 documents; fewer if there are fewer documents.
     """
     n_documents = scores.size(1)
-    group_size = tiles.TOPK_GROUP
-    if n_documents < GROUPS_PER_RESULT * k * group_size:
+    if n_documents < GROUPS_PER_RESULT * k * tiles.TOPK_GROUP:
         values, documents = scores.topk(min(k, n_documents), dim=1)
         return values, documents
-    n_queries = scores.size(0)
+    candidates = _topk_candidates(scores, k)
+    values, positions = scores.gather(1, candidates).topk(k, dim=1)
+    return values, candidates.gather(1, positions)
+
+
+def _topk_candidates(scores: Tensor, k: int) -> Tensor:
+    """Return documents among which are the ``k`` with the highest scores of each query.
+
+    Consecutive documents form groups. The candidates are the ``k`` groups with the highest group
+    maxima: a document of any other group is not better than these ``k`` maxima. The documents after
+    the last complete group are also candidates.
+
+    Args:
+        scores: ``[Nq, Nd]``, with at least ``k`` groups.
+        k: number of documents for each query.
+
+    Returns:
+        ``[Nq, n]`` int64.
+    """
+    n_queries, n_documents = scores.shape
+    group_size = tiles.TOPK_GROUP
     n_groups = n_documents // group_size
     n_grouped = n_groups * group_size
     group_maxima = scores[:, :n_grouped].reshape(n_queries, n_groups, group_size).amax(dim=2)
-    groups = group_maxima.topk(k, dim=1).indices
+    best_groups = group_maxima.topk(k, dim=1).indices
     members = torch.arange(group_size, device=scores.device)
-    candidates = (groups[..., None] * group_size + members).flatten(1)
+    grouped = (best_groups[..., None] * group_size + members).flatten(1)
     ungrouped = torch.arange(n_grouped, n_documents, device=scores.device)
-    candidates = torch.cat([candidates, ungrouped.expand(n_queries, -1)], dim=1)
-    values, positions = scores.gather(1, candidates).topk(k, dim=1)
-    return values, candidates.gather(1, positions)
+    return torch.cat([grouped, ungrouped.expand(n_queries, -1)], dim=1)
 
 
 def chosen_impl(queries: Tensor, impl: str = "auto") -> str:
@@ -336,7 +363,7 @@ def _dequantized(problem: Problem, scale: Tensor) -> Problem:
 
 
 def query_token_counts(tensors: MaxSimTensors, dims: int) -> Tensor | float:
-    """Count the unmasked tokens of the query of each score, at least 1, to divide the score by it.
+    """Return the number of unmasked query tokens by which each score is divided, at least 1.
 
     Args:
         tensors: tensors of the call.
@@ -355,31 +382,40 @@ def query_token_counts(tensors: MaxSimTensors, dims: int) -> Tensor | float:
         counts = offsets.diff()
     else:
         n_unmasked_before = torch.nn.functional.pad((mask != 0).cumsum(0), (1, 0))
+        # values of offsets may be unchecked, and must not be out of range
         counts = n_unmasked_before[offsets.long().clamp(0, mask.size(0))].diff()
     counts = counts.clamp(min=1).to(torch.float32)
     if tensors.pairs is not None:
+        # so may those of pairs
         return counts[tensors.pairs[:, 0].clamp(0, counts.numel() - 1)]
     return counts[:, None] if dims == 2 else counts
 
 
 def _longest_query(tensors: MaxSimTensors) -> int:
-    """Return the number of tokens of the longest packed query, if winners may be saved for it.
+    """Return the number of columns of the matrix of winners of listed pairs of packed queries.
 
-    The winners of listed pairs are saved in a matrix with one column for each token of the longest
-    query. For other calls the result is 0. Reading the offsets waits for a GPU. The arguments are
-    not checked yet: 0 is returned for wrong ones, which the checks refuse later.
+    It is the length of the longest query. Reading the offsets waits for a GPU, so that it is 0 for
+    calls that save no such matrix. The tensors are not checked yet. It is 0 for wrong ones, too,
+    and the checks then raise the error.
+
+    Args:
+        tensors: the arguments of the call.
     """
     offsets = tensors.cu_queries
-    if tensors.pairs is None or not isinstance(offsets, Tensor) or not torch.is_grad_enabled():
-        return 0
-    trained = getattr(tensors.queries, "requires_grad", False) or getattr(
-        tensors.documents,
-        "requires_grad",
-        False,
-    )
-    if not trained:
+    if tensors.pairs is None or not isinstance(offsets, Tensor) or not _may_need_gradient(tensors):
         return 0
     are_offsets = (
         offsets.dtype in (torch.int32, torch.int64) and offsets.dim() == 1 and offsets.numel() > 1
     )
     return int(offsets.diff().max()) if are_offsets else 0
+
+
+def _may_need_gradient(tensors: MaxSimTensors) -> bool:
+    """Return whether queries or documents require a gradient.
+
+    The arguments may be anything, since they are not checked yet.
+    """
+    return torch.is_grad_enabled() and any(
+        isinstance(tokens, Tensor) and tokens.requires_grad
+        for tokens in (tensors.queries, tensors.documents)
+    )

@@ -18,6 +18,7 @@ from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 BY_TMA = "maxsim's kernels with TMA"
 BY_ROLES = "maxsim's kernel whose warps have roles"
 MAX_BLOCK_K = 128  # largest part of a token vector that a tile holds
+QUARTERS = 4  # in which the field PARTS counts the rows of a tile
 MAX_STREAMED_ROWS = 64  # largest number of query tokens of the streaming kernel, of all queries
 AMPERE = Between(most=(8, 9))
 HOPPER = Between((9, 0), (9, 9))
@@ -423,22 +424,24 @@ def forward_config(
     dim: int,
     rows: int,
     tf32: bool,
-    winners_in: int | None = None,
+    *,
+    saves_winners: bool = False,
+    document_length: int = 0,
 ) -> Constants:
-    """Return the constants of a forward kernel.
+    """Return the compile-time constants of a forward kernel.
 
     Args:
-        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
         dtype: dtype of the operands of the products.
         dim: size D of a token vector.
-        rows: query tokens that can share a tile.
+        rows: number of query tokens that can share a tile.
         tf32: whether products of fp32 may run in TF32.
-        winners_in: tokens of each document if winners are saved, 0 for packed documents; ``None``
-            if no winners are saved.
+        saves_winners: whether winners are saved for backward.
+        document_length: number of tokens of each padded document; 0 for packed documents.
     """
-    length = winners_in or 0
-    # Whether tiles of 128 tokens leave at most a tenth of a document's length unused.
-    fills_tiles = length > 0 and -length % 128 <= length // 10
+    # whether tiles of 128 tokens are padded by at most a tenth of a document's length
+    padding = -document_length % 128
+    fills_tiles = document_length > 0 and padding <= document_length // 10
     config = lookup(
         FORWARD,
         capability=capability,
@@ -446,23 +449,23 @@ def forward_config(
         dim=dim,
         rows=rows,
         tf32=tf32,
-        winners=winners_in is not None,
-        even=fills_tiles,
+        winners=saves_winners,
+        even=saves_winners and fills_tiles,
     )
     if not config["BLOCK_Q"]:
         config["BLOCK_Q"] = min(power_of_two(rows), 64)
     if capability != (0, 0):
-        smallest_block = 32 if dtype == torch.int8 else 16  # of an instruction
-        config["BLOCK_K"] = min(power_of_two(dim, smallest_block), config["BLOCK_K"])
+        smallest_k = 32 if dtype == torch.int8 else 16  # of a tensor-core instruction
+        config["BLOCK_K"] = min(power_of_two(dim, smallest_k), config["BLOCK_K"])
     return config
 
 
 def stream_config(
     capability: tuple[int, int],
-    documents: torch.dtype,
+    document_dtype: torch.dtype,
     dim: int,
-    query_rows: int,
-    queries: torch.dtype,
+    n_query_rows: int,
+    query_dtype: torch.dtype,
 ) -> Constants | None:
     """Return the constants of the streaming kernel, or ``None`` if other kernels are faster.
 
@@ -470,49 +473,51 @@ def stream_config(
     That is faster for 8-bit documents and few query tokens.
 
     Args:
-        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
-        documents: dtype of the documents.
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
+        document_dtype: dtype of the documents.
         dim: size D of a token vector.
-        query_rows: query tokens of all queries.
-        queries: dtype of the queries.
+        n_query_rows: number of tokens of all queries.
+        query_dtype: dtype of the queries.
     """
-    if documents not in QUANTIZED_DTYPES or query_rows > MAX_STREAMED_ROWS or dim > MAX_BLOCK_K:
+    if (
+        document_dtype not in QUANTIZED_DTYPES
+        or n_query_rows > MAX_STREAMED_ROWS
+        or dim > MAX_BLOCK_K
+    ):
         return None
-    rows = power_of_two(query_rows)  # of the one tile that holds all query tokens
+    tile_rows = power_of_two(n_query_rows)
     config = lookup(
         STREAM,
         capability=capability,
-        documents=documents,
-        rows=rows,
-        wide=queries == torch.float32,  # needs more registers than 16 bits
+        documents=document_dtype,
+        rows=tile_rows,
+        wide=query_dtype == torch.float32,  # fp32 needs more registers than 16-bit dtypes
     )
-    config["BLOCK_Q"] = rows
-    config["BLOCK_K"] = power_of_two(dim, 32)
-    return config
+    return {**config, "BLOCK_Q": tile_rows, "BLOCK_K": power_of_two(dim, 32)}
 
 
 def pass_config(
     table: Iterable[ConfigRow],
     dim: int,
-    slot: int,
-    **facts: object,
+    rows_per_query: int,
+    **conditions: object,
 ) -> Constants | None:
     """Return the constants of a pass over int8 documents, or ``None`` if other kernels are faster.
+
+    Several queries share a tile, so that a document is read once for all of them. Other kernels are
+    faster if the rows of one query fill more than ``PARTS`` quarters of the tile.
 
     Args:
         table: :data:`SHARED_PASS` or :data:`ROLES_PASS`.
         dim: size D of a token vector.
-        slot: rows of a query, a power of two; 0 for packed queries.
-        **facts: other facts of the table.
+        rows_per_query: rows of a tile for each query, a power of two; 0 for packed queries.
+        **conditions: values of the other conditions of the table's rows.
     """
-    config = lookup(table, slot=slot, **facts)
-    max_slot = config["BLOCK_Q"] * config["PARTS"] // 4
-    has_fitting_slot = 0 < slot <= max_slot
-    if dim > MAX_BLOCK_K or not has_fitting_slot:
+    config = lookup(table, slot=rows_per_query, **conditions)
+    max_rows_per_query = config["BLOCK_Q"] * config["PARTS"] // QUARTERS
+    if dim > MAX_BLOCK_K or not 0 < rows_per_query <= max_rows_per_query:
         return None
-    config["SLOT"] = slot
-    config["BLOCK_K"] = power_of_two(dim, 32)
-    return config
+    return {**config, "SLOT": rows_per_query, "BLOCK_K": power_of_two(dim, 32)}
 
 
 def backward_config(
@@ -521,11 +526,14 @@ def backward_config(
     dtype: torch.dtype,
     tf32: bool,
 ) -> Constants:
-    """Return the constants of a kernel of gradients, which fit the registers of the device.
+    """Return the tile sizes and warps of a backward kernel for a GPU.
 
     Args:
-        kernel: ``"row"``, ``"rows"``, ``"documents"``, ``"listed"`` or ``"smooth"``.
-        capability: compute capability, ``(0, 0)`` where kernels are interpreted.
+        kernel: name of the kernel: ``"row"`` (query gradient, a program for each query token),
+            ``"rows"`` (query gradient, a program for several query tokens), ``"documents"``
+            (document gradient), ``"listed"`` (document gradient, from lists of winners) or
+            ``"smooth"`` (gradients of smooth maxima).
+        capability: compute capability, ``(0, 0)`` if kernels run in the interpreter.
         dtype: dtype of the tensors.
         tf32: whether products of fp32 may run in TF32.
     """

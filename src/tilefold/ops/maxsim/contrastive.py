@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from tilefold.ops.maxsim._arguments import check_labels, check_scale, labelled_loss
+from tilefold.ops.maxsim._arguments import (
+    check_labels,
+    check_scale,
+    labelled_loss,
+    labels_were_checked,
+)
 from tilefold.ops.maxsim._problem import MaxSimTensors
 from tilefold.ops.maxsim.api import maxsim
 
@@ -116,4 +121,9 @@ def maxsim_contrastive_loss(
     n_queries, n_documents = scores.shape
     checked_labels = check_labels(labels, n_queries, n_documents, scores.device)
     scaled_scores = scores if scale == 1 else scale * scores
-    return labelled_loss(scaled_scores, labels, checked_labels, n_documents)
+    return labelled_loss(
+        scaled_scores,
+        checked_labels,
+        n_documents,
+        were_checked=labels_were_checked(labels),
+    )

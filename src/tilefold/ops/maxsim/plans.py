@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,15 +46,16 @@ from tilefold.ops.maxsim._triton.device import ENDS
 from tilefold.ops.maxsim._triton.shared import STRIP, shared_pass_kernel
 from tilefold.ops.maxsim._triton.stream import stream_kernel
 
-COMBINED = 256  # documents whose partial sums one program adds up
-MAX_SLICES = 65535  # limit of a grid's second axis; programs go on to further tiles
-TILES_OF_PACKED = 4  # programs that share the tiles of a packed document, of unknown length
-MANY_ROWS = 16384  # query rows from which winners are read in larger pieces
-MAX_PROGRAMS = 4096  # programs that hold a list of winners each; the work is divided among them
+COMBINED = 256  # number of documents whose partial sums one program adds up
+MAX_SLICES = 65535  # limit of a grid's second axis; a program then computes several tiles
+PACKED_SLICES = 4  # number of programs that share the tiles of a packed document of unknown length
+MANY_ROWS = 16384  # number of query rows from which winners are read in larger pieces
+MAX_ROUNDS = 4  # more rounds of programs, with fewer documents each, are not considered
+PROGRAM_COST = 0.1  # starting a program takes as long as reading this many documents
+MAX_PROGRAMS = 4096  # largest number of programs that hold a list of winners each
 
-# Tile of kernels that read rows once.
-BLOCK_ROWS = 16
-BLOCK_COLUMNS = 128
+# Tile, warps and stages of kernels that read rows once.
+ROW_KERNEL = {"BLOCK_R": 16, "BLOCK_D": 128, "num_warps": 4, "num_stages": 3}
 
 BY_POINTERS = KernelFallback(
     configs.BY_TMA,
@@ -62,22 +63,22 @@ BY_POINTERS = KernelFallback(
 )
 WITHOUT_ROLES = KernelFallback(
     configs.BY_ROLES,
-    "Others share the pass over the documents: the same scores to fp32, slower.",
+    "Other kernels read the documents instead: the same scores up to fp32 rounding, slower.",
 )
-# Results that take the place of scratch: inverse norms that backward reads.
+# Scratch buffers of inverse norms, and the results that replace them if backward reads the norms.
 SAVED_NORMS = {"query_factors": "query_norms", "document_factors": "document_norms"}
 OFFSETS = ("cu_queries", "cu_documents", "pairs")
 
 
 class MaxSimPlanBuilder(PlanBuilder):
-    """Builder of a plan that begins with bringing tensors into the form that kernels read.
+    """Builder of a plan that first converts tensors to the form that kernels read.
 
     Args:
         problem: the problem.
         setting: facts about the device.
-        tensors: tensors by name. Those without elements count as ``None``, since a registered
+        tensors: tensors by name. A tensor without elements counts as ``None``, since a registered
             operator cannot return ``None``.
-        leading: steps after the first copies.
+        leading: torch steps after the first copies.
 
     Attributes:
         non_empty: the tensors that have elements, by name.
@@ -90,13 +91,13 @@ class MaxSimPlanBuilder(PlanBuilder):
         tensors: Mapping[str, Tensor | None],
         *leading: TorchStep,
     ) -> None:
-        """Collect the numbers that kernels share, and copy tensors that they cannot read.
+        """Set the parameters that kernels share, and copy tensors that they cannot read.
 
         Args:
             problem: the problem.
             setting: facts about the device.
             tensors: tensors by name.
-            leading: steps after the first copies.
+            leading: torch steps after the first copies.
         """
         self.problem = problem
         self.setting = setting
@@ -145,51 +146,50 @@ class MaxSimPlanBuilder(PlanBuilder):
             if name in self.non_empty and self.non_empty[name].dtype == torch.int64:
                 self.add_torch_step(_to_int32, [name], output=name)
 
-    def over_rows(
+    def add_row_kernel(
         self,
         kernel: object,
         n_rows: int,
         tensors: Mapping[str, str] = {},
         n_other_rows: int = 0,
     ) -> None:
-        """Add the launch of a kernel in which each program instance reads a block of rows once.
+        """Add the launch of a kernel in which each program reads a block of rows once.
 
         Args:
             kernel: the ``triton.jit`` function.
-            n_rows: number of rows.
-            tensors: names of tensors by the names of the kernel's parameters.
-            n_other_rows: number of rows of a second tensor, which further instances read.
+            n_rows: number of rows of the first tensor.
+            tensors: kernel parameter -> name of the tensor that it gets, if the names differ.
+            n_other_rows: number of rows of a second tensor. The programs after those of the first
+                tensor read it.
         """
-        n_programs = cdiv(n_rows, BLOCK_ROWS) + cdiv(n_other_rows, BLOCK_ROWS)
-        parameters = {
-            "T": n_rows,
-            "BLOCK_R": BLOCK_ROWS,
-            "BLOCK_D": BLOCK_COLUMNS,
-            "num_warps": 4,
-            "num_stages": 3,
-        }
-        self.add_launch(kernel, grid=(n_programs,), parameters=parameters, tensors=tensors)
+        block_rows = ROW_KERNEL["BLOCK_R"]
+        n_programs = cdiv(n_rows, block_rows) + cdiv(n_other_rows, block_rows)
+        self.add_launch(
+            kernel,
+            grid=(n_programs,),
+            parameters={"T": n_rows, **ROW_KERNEL},
+            tensors=tensors,
+        )
 
     def use_saved_norms(self) -> None:
-        """Let later steps use the inverse norms that backward reads, not those in scratch."""
+        """Let later steps read and write inverse norms in the results that backward reads."""
         for name, saved_name in SAVED_NORMS.items():
             self.replace_tensor(name, by=saved_name)
 
-    def inverse_norms(self, results: bool) -> None:
-        """Add the launch that computes inverse norms ``[Tq]`` and ``[Td]`` in fp32.
+    def add_inverse_norms(self, saved: bool) -> None:
+        """Add the launch that computes the inverse norms ``[Tq]`` and ``[Td]`` in fp32.
 
         Args:
-            results: whether the norms are results, which backward reads. Otherwise they are
-                scratch.
+            saved: whether the norms are kept as results, for backward. Otherwise they are scratch.
         """
         n_query_rows = self.problem.queries.size(0)
         n_document_rows = self.problem.documents.size(0)
-        if results:
+        if saved:
             self.use_saved_norms()
         else:
             self.add_buffer("query_factors", (n_query_rows,))
             self.add_buffer("document_factors", (n_document_rows,))
-        self.over_rows(
+        self.add_row_kernel(
             norms.inverse_norms_kernel,
             n_query_rows,
             n_other_rows=n_document_rows,
@@ -197,7 +197,7 @@ class MaxSimPlanBuilder(PlanBuilder):
 
 
 def _to_int32(offsets: Tensor) -> Tensor:
-    """Convert offsets or indices to int32. Values that do not fit stay invalid."""
+    """Convert offsets or indices to int32. A value that does not fit remains an invalid one."""
     return offsets.clamp(-1, torch.iinfo(torch.int32).max).to(torch.int32)
 
 
@@ -217,7 +217,7 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the forward pass: the scores, and what backward reads in addition to the tensors.
+    """Plan the forward pass: the scores, and the results that backward reads.
 
     Args:
         tensors: layouts of the tensors.
@@ -234,7 +234,7 @@ def forward(
         if name not in problem.result_names(training):
             builder.skip_result(name)
     if training and problem.index is not None and problem.cu_queries is not None:
-        # No token writes the entries past the end of a query that is shorter than the longest.
+        # kernels do not write the columns past the end of a query in the matrix of winners
         builder.add_torch_step(
             lambda queries: no_winners(problem, queries).view(problem.saved_dtype),
             ["queries"],
@@ -245,23 +245,26 @@ def forward(
 
 
 def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
-    """Add the launches that compute the scores, with the kernel that fits the shapes.
+    """Add the launches that compute the scores, with the kernel for the shapes.
 
-    Before the kernel of the scores, inverse norms are computed, queries are rounded to int8, or the
-    ends of documents are found, if the call needs it.
+    If the call needs it, earlier launches compute inverse norms, round queries to int8, or find the
+    ends of documents.
+
+    Args:
+        builder: the plan so far.
+        training: whether backward may follow.
     """
     problem = builder.problem
     is_int8 = problem.documents.dtype == torch.int8
-    # Rows of a query in the tiles of a pass that queries share, 0 for packed queries.
-    slot = power_of_two(problem.query_length, STRIP.value) if problem.query_length else 0
-    if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(builder, slot):
+    rows_per_query = _rows_per_query(problem)
+    if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(builder, rows_per_query):
         return
-    kind, config = _score_config(builder, training, slot)
-    tma = _document_descriptor(builder, config)
+    kind, config = _score_config(builder, training, rows_per_query)
+    tma = _tma_of_documents(builder, config)
     if problem.document_scale is not None:
         builder.replace_tensor("document_factors", by="document_scale")
     if problem.normalize:
-        builder.inverse_norms(results=training)
+        builder.add_inverse_norms(saved=training)
     elif is_int8 and kind != "stream":  # the streaming kernel rounds queries itself
         _round_queries(builder)
     builder.set_parameters(**config)
@@ -275,36 +278,60 @@ def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
         INTEGER=is_int8,
         NORMALIZED=problem.normalize,
     )
-    if (
-        problem.document_mask is not None
-        and kind in ("tiles", "pairs")
-        and not problem.mask_zero
-        and problem.document_length > config["BLOCK_T"]
-    ):
+    if _padding_can_be_skipped(problem, kind, config):
         _add_document_ends(builder)
-    _launch_scores(builder, kind, config, slot, tma)
+    _launch_scores(builder, kind, config, rows_per_query, tma)
+
+
+def _rows_per_query(problem: Problem) -> int:
+    """Return the rows of a tile for each query, if queries share tiles; 0 for packed queries."""
+    if not problem.query_length:
+        return 0
+    return power_of_two(problem.query_length, STRIP.value)
+
+
+def _padding_can_be_skipped(problem: Problem, kind: str, config: Constants) -> bool:
+    """Return whether the kernel should not read tiles after the last unmasked token of a document.
+
+    It must read them in mode "zero". It saves nothing if a document is a single tile.
+
+    Args:
+        problem: the problem.
+        kind: name of the kernel from :func:`_score_config`.
+        config: constants of the kernel.
+    """
+    return (
+        problem.document_mask is not None
+        and not problem.mask_zero
+        and kind in ("tiles", "pairs")
+        and problem.document_length > config["BLOCK_T"]
+    )
 
 
 def _is_inference_of_all_pairs(problem: Problem, training: bool) -> bool:
-    """Return whether kernels for inference with all pairs may serve, which save no winners."""
+    """Return whether kernels without winners can be used: for inference with all pairs."""
     return problem.pairing == "all" and not training and not problem.temperature
 
 
-def _score_config(builder: MaxSimPlanBuilder, training: bool, slot: int) -> tuple[str, Constants]:
+def _score_config(
+    builder: MaxSimPlanBuilder,
+    training: bool,
+    rows_per_query: int,
+) -> tuple[str, Constants]:
     """Choose the kernel of the scores.
 
     Args:
         builder: the plan so far.
         training: whether backward may follow.
-        slot: rows of a query in the tiles of a pass that queries share.
+        rows_per_query: rows of a tile for each query, if queries share tiles.
 
     Returns:
         Name of the kernel, and its constants. The names are:
 
-        - ``"shared"``: a pass over int8 documents that queries share
-        - ``"stream"``: a stream of 8-bit documents past few query tokens
-        - ``"tiles"``: tiles of query tokens and documents, for all pairs
-        - ``"pairs"``: a program for each pair, for other pairings
+        - ``"shared"``: reads int8 documents once for several queries
+        - ``"stream"``: reads 8-bit documents once for few query tokens
+        - ``"tiles"``: computes tiles of query tokens and documents, for all pairs
+        - ``"pairs"``: has a program for each pair, for other pairings
     """
     problem = builder.problem
     setting = builder.setting
@@ -316,9 +343,9 @@ def _score_config(builder: MaxSimPlanBuilder, training: bool, slot: int) -> tupl
             shared_config = configs.pass_config(
                 configs.SHARED_PASS,
                 dim,
-                slot,
+                rows_per_query,
                 capability=setting.capability,
-                rows=slot * problem.n_queries,
+                rows=rows_per_query * problem.n_queries,
                 tokens=problem.documents.size(0) // problem.n_documents,
             )
             if shared_config is not None:
@@ -340,7 +367,8 @@ def _score_config(builder: MaxSimPlanBuilder, training: bool, slot: int) -> tupl
         dim,
         rows_that_share_a_tile,
         setting.tf32,
-        problem.document_length if training else None,
+        saves_winners=training,
+        document_length=problem.document_length,
     )
     return "tiles" if all_pairs else "pairs", config
 
@@ -349,7 +377,7 @@ def _launch_scores(
     builder: MaxSimPlanBuilder,
     kind: str,
     config: Constants,
-    slot: int,
+    rows_per_query: int,
     tma: Mapping[str, Tma],
 ) -> None:
     """Add the launch of the kernel that :func:`_score_config` chose.
@@ -357,14 +385,15 @@ def _launch_scores(
     Args:
         builder: the plan so far.
         kind: name of the kernel.
-        config: its constants.
-        slot: rows of a query in the tiles of a pass that queries share.
-        tma: how documents are described to TMA, empty if kernels read them by pointers.
+        config: constants of the kernel.
+        rows_per_query: rows of a tile for each query, if queries share tiles.
+        tma: TMA description of the documents by the name of the tensor; empty if kernels read
+            documents by pointers.
     """
     problem = builder.problem
     max_programs = builder.setting.multiprocessors * config["PROGRAMS"]
     if kind == "shared":
-        n_tiles = cdiv(problem.n_queries * slot, config["BLOCK_Q"])
+        n_tiles = cdiv(problem.n_queries * rows_per_query, config["BLOCK_Q"])
         splits = plan_splits(n_tiles, problem.n_documents, max_programs)
         one_tile = 0 < problem.document_length <= config["BLOCK_T"]
         builder.add_launch(
@@ -393,12 +422,17 @@ def _launch_scores(
         )
 
 
-def _document_descriptor(builder: MaxSimPlanBuilder, config: Constants) -> dict[str, Tma]:
+def _tma_of_documents(builder: MaxSimPlanBuilder, config: Constants) -> dict[str, Tma]:
     """Describe the documents to TMA, which loads tiles of a matrix on Hopper GPUs and newer ones.
 
+    Args:
+        builder: the plan so far.
+        config: constants of the kernel of the scores.
+
     Returns:
-        The description by the name of the tensor. It is empty if the configuration does not use
-        TMA, if the strides do not fit it, or if TMA was given up on the device.
+        ``{"documents": description}``. It is empty if the configuration does not use TMA, if TMA
+        cannot read the strides of the documents, or if a kernel with TMA could not be built on the
+        device.
     """
     documents = builder.problem.documents
     if (
@@ -417,7 +451,8 @@ def _document_descriptor(builder: MaxSimPlanBuilder, config: Constants) -> dict[
 def _add_document_ends(builder: MaxSimPlanBuilder) -> None:
     """Add the launch that finds the last unmasked token of each document.
 
-    Later kernels then do not read the padding: they take the ends for offsets of packed documents.
+    Later kernels then do not read the padding: they get the ends in place of the offsets of packed
+    documents, and ``UNIFORM_D`` tells them so.
     """
     n_documents = builder.problem.n_documents
     builder.add_buffer("ends", (n_documents,), torch.int32)
@@ -431,11 +466,11 @@ def _add_document_ends(builder: MaxSimPlanBuilder) -> None:
 
 
 def _round_queries(builder: MaxSimPlanBuilder) -> None:
-    """Add the launch that rounds queries to int8, with fp32 factors."""
+    """Add the launch that rounds queries to int8, with one fp32 factor per token."""
     queries = builder.problem.queries
     builder.add_buffer("int8_queries", queries.shape, torch.int8)
     builder.add_buffer("query_factors", queries.shape[:1])
-    builder.over_rows(
+    builder.add_row_kernel(
         norms.quantize_kernel,
         queries.size(0),
         {"rows_ptr": "queries", "out_ptr": "int8_queries", "scale_ptr": "query_factors"},
@@ -443,17 +478,17 @@ def _round_queries(builder: MaxSimPlanBuilder) -> None:
     builder.replace_tensor("queries", by="int8_queries")
 
 
-def _add_roles_pass(builder: MaxSimPlanBuilder, slot: int) -> bool:
-    """Add the pass over int8 documents by warps with roles, if it can run and is fast.
+def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
+    """Add the warp-specialized kernel for int8 documents, if it can run and is faster.
 
-    It serves padded queries against many padded int8 documents.
+    It scores padded queries with many padded int8 documents.
 
     Args:
         builder: the plan so far.
-        slot: rows of a query in a tile.
+        rows_per_query: rows of a tile for each query.
 
     Returns:
-        Whether the pass was added.
+        Whether the kernel was added.
     """
     problem = builder.problem
     setting = builder.setting
@@ -464,11 +499,11 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, slot: int) -> bool:
         or not rows_fit_descriptor(documents)
     ):
         return False
-    n_rows = slot * problem.n_queries
+    n_rows = rows_per_query * problem.n_queries
     config = configs.pass_config(
         configs.ROLES_PASS,
         problem.queries.size(1),
-        slot,
+        rows_per_query,
         capability=setting.capability,
         rows=n_rows,
         documents=problem.n_documents,
@@ -514,7 +549,7 @@ def _add_all_pairs(
         builder: the plan so far.
         block_q: query tokens of a tile.
         max_programs: programs that run at a time.
-        tma: how documents are described to TMA.
+        tma: TMA description of the documents by the name of the tensor, or empty.
     """
     problem = builder.problem
     n_rows = problem.queries.size(0)
@@ -551,24 +586,23 @@ def _add_all_pairs(
 
 
 def plan_splits(n_tiles: int, n_documents: int, max_programs: int) -> int:
-    """Choose the number of parts that the documents are divided into.
+    """Choose the number of splits of the documents.
 
-    Each pair of a tile and a part is computed by one program instance. Instances run in rounds of
-    ``max_programs``. The choice minimizes the documents that are read one after another: the rounds
-    times the documents of a part. The start of an instance costs as much as 0.1 document.
+    Each tile of queries is computed with each split by one program. Programs run in rounds of
+    ``max_programs``. The choice minimizes the number of rounds times the documents per split.
 
     Args:
         n_tiles: number of tiles of query tokens.
         n_documents: number of documents.
-        max_programs: programs that run at a time.
+        max_programs: number of programs that run at a time.
     """
-    limit = min(n_documents, 4 * cdiv(max_programs, n_tiles))
+    max_splits = min(n_documents, MAX_ROUNDS * cdiv(max_programs, n_tiles))
 
     def cost(splits: int) -> float:
         n_rounds = cdiv(n_tiles * splits, max_programs)
-        return n_rounds * (cdiv(n_documents, splits) + 0.1)
+        return n_rounds * (cdiv(n_documents, splits) + PROGRAM_COST)
 
-    return min(range(1, limit + 1), key=cost)
+    return min(range(1, max_splits + 1), key=cost)
 
 
 def xtr_forward(
@@ -591,8 +625,10 @@ def xtr_backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of the maximum, for the winners that were retrieved."""
-    plan = backward(dscores / saved.divisor, saved.maximum, options.maximum, needs, setting)
+    """Plan the gradients of XTR scores: those of MaxSim, for the winners that were retrieved."""
+    plan = backward(
+        dscores / saved.divisor, saved.maxsim_saved, options.maxsim_options, needs, setting
+    )
     division = TorchStep(torch.div, ("dscores", "divisor"), output="dscores")
     return plan._replace(steps=(division, *plan.steps))
 
@@ -641,7 +677,7 @@ def backward(
     if problem.normalize and "query_norms" in builder.non_empty:
         builder.use_saved_norms()
     elif problem.normalize:
-        builder.inverse_norms(results=False)
+        builder.add_inverse_norms(saved=False)
     if all_pairs and problem.cu_queries is not None and "row_query" not in builder.non_empty:
         builder.replace_tensor("row_query", by="owners")
         builder.add_torch_step(
@@ -664,149 +700,174 @@ def row_queries(n_rows: int, offsets: Tensor) -> Tensor:
 
 
 def _pair_order(column: int, pairs: Tensor) -> Tensor:
-    """Return the order of pairs by query (column 0) or by document (column 1)."""
+    """Return the order ``[P]`` that sorts pairs by query (column 0) or by document (column 1)."""
     return pairs[:, column].sort(stable=True).indices
 
 
 def _pair_offsets(column: int, count: int, pairs: Tensor, order: Tensor) -> Tensor:
-    """Return where the pairs of each query or document begin in an order.
+    """Return CSR offsets of pairs that are sorted by query or by document.
 
     Args:
         column: 0 for queries, 1 for documents.
         count: number of queries or documents.
-        pairs: ``[P, 2]``.
-        order: ``[P]`` order of the pairs.
+        pairs: ``[P, 2]`` queries and documents.
+        order: ``[P]`` order that sorts the column.
 
     Returns:
         ``[count + 1]`` offsets.
     """
-    # Without `sorter=`, whose values torch checks on the CPU.
+    # `sorter=order` would wait for the device: torch checks its values
+    sorted_column = pairs[:, column][order]
     return torch.searchsorted(
-        pairs[:, column][order],
+        sorted_column,
         torch.arange(count + 1, dtype=pairs.dtype, device=pairs.device),
     )
 
 
-def _gradient_kernel(problem: Problem, of_documents: bool, few_rows: int) -> tuple[str, Any]:
-    """Choose the kernel of a gradient.
+class _GradientKernel(NamedTuple):
+    """The kernel of a gradient.
 
-    Args:
-        problem: the problem.
-        of_documents: whether the gradient is that of documents.
-        few_rows: query rows of all pairs up to which each row has a program.
-
-    Returns:
-        The name of its configuration, and the kernel.
+    Attributes:
+        kernel: the ``triton.jit`` function.
+        config: constants of the kernel.
+        grid: number of programs in three dimensions.
+        projects: whether the kernel turns gradients of unit vectors into those of the rows itself.
     """
-    all_pairs = problem.pairing == "all"
-    if problem.temperature:
-        if of_documents:
-            return "smooth", smooth.smooth_ddocuments_kernel
-        return "smooth", smooth.smooth_dqueries_kernel
-    if of_documents:
-        if all_pairs:
-            return "listed", gradients.ddocuments_listed_kernel
-        return "documents", gradients.ddocuments_kernel
-    if all_pairs and problem.queries.size(0) <= few_rows:
-        return "row", gradients.dqueries_row_kernel
-    return "rows", gradients.dqueries_kernel
+
+    kernel: Any
+    config: Constants
+    grid: tuple[int, int, int]
+    projects: bool = False
 
 
-def _gradient_grid(
-    builder: MaxSimPlanBuilder,
-    kind: str,
-    of_documents: bool,
-    config: Constants,
-) -> tuple[int, int, int]:
-    """Return the grid of a gradient's kernel, and add what follows from it to ``config``.
+def _backward_config(builder: MaxSimPlanBuilder, kernel: str) -> Constants:
+    """Return the constants of a backward kernel for the device and the dtype of the call."""
+    return configs.backward_config(
+        kernel,
+        builder.setting.capability,
+        builder.problem.queries.dtype,
+        builder.setting.tf32,
+    )
 
-    Args:
-        builder: the plan so far, which gets the scratch of the kernel "listed".
-        kind: the kernel's name from :func:`_gradient_kernel`.
-        of_documents: whether the gradient is that of documents.
-        config: constants of the kernel, to which some are added.
+
+def _query_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
+    """Choose the kernel of the gradient of queries.
+
+    For all pairs, a program has a block of query tokens, or a single one if there are few. For
+    other pairings, a program has a query.
     """
     problem = builder.problem
     n_query_rows, dim = problem.queries.shape
+    has_few_rows = n_query_rows <= _backward_config(builder, "row")["FEW_ROWS"]
+    if problem.temperature:
+        kind, kernel = "smooth", smooth.smooth_dqueries_kernel
+    elif problem.pairing == "all" and has_few_rows:
+        kind, kernel = "row", gradients.dqueries_row_kernel
+    else:
+        kind, kernel = "rows", gradients.dqueries_kernel
+    config = _backward_config(builder, kind)
     n_column_blocks = cdiv(dim, config["BLOCK_D"])
-    if not of_documents:
-        if problem.pairing != "all":
-            return problem.n_queries, n_column_blocks, 1
-        block_rows = config.get("BLOCK_R") or config.get("BLOCK_Q") or 1
-        return cdiv(n_query_rows, block_rows), n_column_blocks, 1
-    # Programs share the tiles of a document. Packed documents have the length 0 here.
-    n_tiles = cdiv(problem.document_length, config["BLOCK_T"])
-    slices = min(n_tiles, MAX_SLICES) or TILES_OF_PACKED
-    config["tiles"] = slices
-    config["slices"] = slices
-    if kind != "listed":
-        return problem.n_documents, slices, n_column_blocks
-    if n_query_rows >= MANY_ROWS:
-        config["BLOCK_S"] = config["BLOCK_S_MANY"]
-    config["CAPACITY"] = 2 * config["BLOCK_S"]
-    config["ALIGNED"] = n_query_rows % 8 == 0
+    n_programs = problem.n_queries
+    if problem.pairing == "all":
+        rows_of_program = {"smooth": "BLOCK_Q", "rows": "BLOCK_R"}
+        block_rows = config[rows_of_program[kind]] if kind in rows_of_program else 1
+        n_programs = cdiv(n_query_rows, block_rows)
+    grid = (n_programs, n_column_blocks, 1)
+    return _GradientKernel(
+        kernel,
+        config,
+        grid,
+        projects=problem.normalize and kind == "row" and n_column_blocks == 1,
+    )
+
+
+def _document_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
+    """Choose the kernel of the gradient of documents.
+
+    Several programs share the tiles of a document.
+    """
+    problem = builder.problem
+    if problem.pairing == "all" and not problem.temperature:
+        return _listed_gradient_kernel(builder)
+    if problem.temperature:
+        kind, kernel = "smooth", smooth.smooth_ddocuments_kernel
+    else:
+        kind, kernel = "documents", gradients.ddocuments_kernel
+    config = _backward_config(builder, kind)
+    slices = _slices_of_document(problem, config)
+    return _GradientKernel(
+        kernel,
+        config={**config, "tiles": slices, "slices": slices},
+        grid=(problem.n_documents, slices, cdiv(problem.queries.size(1), config["BLOCK_D"])),
+    )
+
+
+def _listed_gradient_kernel(builder: MaxSimPlanBuilder) -> _GradientKernel:
+    """Choose the kernel of the gradient of documents for all pairs, which lists winners first.
+
+    A program lists the query tokens whose winners are in its tile. The lists are scratch, so that
+    the number of programs is limited. A program then computes several tiles.
+    """
+    problem = builder.problem
+    n_query_rows, dim = problem.queries.shape
+    config = _backward_config(builder, "listed")
+    slices = _slices_of_document(problem, config)
+    n_column_blocks = cdiv(dim, config["BLOCK_D"])
     n_programs = min(problem.n_documents * slices, MAX_PROGRAMS)
-    list_elements = n_programs * n_column_blocks * config["CAPACITY"]
-    builder.add_buffer("lists", (list_elements,), torch.int32)
-    return n_programs, n_column_blocks, 1
+    block_rows = config["BLOCK_S_MANY"] if n_query_rows >= MANY_ROWS else config["BLOCK_S"]
+    list_capacity = 2 * block_rows
+    builder.add_buffer("lists", (n_programs * n_column_blocks * list_capacity,), torch.int32)
+    return _GradientKernel(
+        gradients.ddocuments_listed_kernel,
+        config={
+            **config,
+            "tiles": slices,
+            "slices": slices,
+            "BLOCK_S": block_rows,
+            "CAPACITY": list_capacity,
+            "ALIGNED": n_query_rows % 8 == 0,
+        },
+        grid=(n_programs, n_column_blocks, 1),
+        projects=problem.normalize and n_column_blocks == 1,
+    )
+
+
+def _slices_of_document(problem: Problem, config: Constants) -> int:
+    """Return the number of programs that share the tiles of a document."""
+    if not problem.document_length:  # packed documents
+        return PACKED_SLICES
+    return min(cdiv(problem.document_length, config["BLOCK_T"]), MAX_SLICES)
 
 
 def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
     """Add the launches that compute the gradient of documents, or of queries."""
     problem = builder.problem
-    setting = builder.setting
     name = "documents" if of_documents else "queries"
     rows = problem.documents if of_documents else problem.queries
-    n_rows, dim = rows.shape
-    all_pairs = problem.pairing == "all"
-    few_rows = configs.backward_config(
-        "row",
-        setting.capability,
-        problem.queries.dtype,
-        setting.tf32,
-    )["FEW_ROWS"]
-    kind, kernel = _gradient_kernel(problem, of_documents, few_rows)
-    config = configs.backward_config(
-        kind,
-        setting.capability,
-        problem.queries.dtype,
-        setting.tf32,
-    )
+    choose_kernel = _document_gradient_kernel if of_documents else _query_gradient_kernel
+    chosen = choose_kernel(builder)
     # A kernel that has all of a row turns gradients of unit vectors into those of the rows itself.
-    # Otherwise that is done afterwards in fp32, before the only rounding.
-    kernel_projects = problem.normalize and kind in ("row", "listed") and dim <= config["BLOCK_D"]
-    project_afterwards = problem.normalize and not kernel_projects
+    # Otherwise a second kernel does so in fp32, before the only rounding.
+    project_afterwards = problem.normalize and not chosen.projects
     out = f"d{name}"
     if project_afterwards:
         out = builder.add_buffer(f"unit_d{name}", rows.shape)
-    # Should offsets be broken, there are rows of no sequence, which have no gradient. The kernels
+    # If offsets are broken, some rows belong to no sequence, and have no gradient. Only the kernels
     # for queries of all pairs write every row.
     if of_documents:
         may_have_unwritten_rows = problem.cu_documents is not None
     else:
-        may_have_unwritten_rows = problem.cu_queries is not None and not all_pairs
+        may_have_unwritten_rows = problem.cu_queries is not None and problem.pairing != "all"
     if may_have_unwritten_rows and project_afterwards:
         builder.add_torch_step(Tensor.zero_, [out], output=out)
     elif may_have_unwritten_rows:
         builder.fill(out, 0)
     if problem.index is not None:
-        column = 1 if of_documents else 0
-        count = problem.n_documents if of_documents else problem.n_queries
-        builder.add_torch_step(
-            functools.partial(_pair_order, column),
-            ["pairs"],
-            output=f"{name}_order",
-        )
-        builder.add_torch_step(
-            functools.partial(_pair_offsets, column, count),
-            ["pairs", f"{name}_order"],
-            output=f"{name}_first",
-        )
-    grid = _gradient_grid(builder, kind, of_documents, config)
+        _add_pair_order(builder, of_documents)
     builder.add_launch(
-        kernel,
-        grid=grid,
-        parameters={**config, "PROJECTS": kernel_projects},
+        chosen.kernel,
+        grid=chosen.grid,
+        parameters={**chosen.config, "PROJECTS": chosen.projects},
         tensors={
             "order_ptr": f"{name}_order",
             "first_ptr": f"{name}_first",
@@ -815,9 +876,9 @@ def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
         },
     )
     if project_afterwards:
-        builder.over_rows(
+        builder.add_row_kernel(
             norms.unit_gradient_kernel,
-            n_rows,
+            rows.size(0),
             {
                 "rows_ptr": name,
                 "scale_ptr": "document_factors" if of_documents else "query_factors",
@@ -825,3 +886,21 @@ def _add_gradient(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
                 "out_ptr": f"d{name}",
             },
         )
+
+
+def _add_pair_order(builder: MaxSimPlanBuilder, of_documents: bool) -> None:
+    """Add the torch steps that sort listed pairs by document, or by query."""
+    problem = builder.problem
+    name = "documents" if of_documents else "queries"
+    column = 1 if of_documents else 0
+    count = problem.n_documents if of_documents else problem.n_queries
+    builder.add_torch_step(
+        functools.partial(_pair_order, column),
+        ["pairs"],
+        output=f"{name}_order",
+    )
+    builder.add_torch_step(
+        functools.partial(_pair_offsets, column, count),
+        ["pairs", f"{name}_order"],
+        output=f"{name}_first",
+    )

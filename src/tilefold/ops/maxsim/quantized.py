@@ -1,4 +1,4 @@
-"""Token vectors in one byte per entry, with one scale per token."""
+"""Token vectors with one byte per entry and one scale per token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_choice, check_dtype, check_tensor
 from tilefold.ops.maxsim._problem import QUANTIZED_DTYPES
 
-# Number that the largest entry of a token is mapped to.
+# The largest entry of a token is mapped to this number.
 _MAX_VALUE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
@@ -95,11 +95,13 @@ def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
 
 
 def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round rows to one byte per entry: ``scale = max|x| / largest``, ``value = round(x / scale)``.
+    """Round rows to one byte per entry.
+
+    ``scale = max|x| / max_value`` and ``value = round(x / scale)``.
 
     Args:
         rows: ``[.., D]``.
-        dtype: int8 or float8_e4m3fn, whose ``largest`` numbers are 127 and 448.
+        dtype: int8 or float8_e4m3fn, whose ``max_value`` is 127 or 448.
 
     Returns:
         ``[.., D]`` values in ``dtype``, and ``[..]`` fp32 scales.
@@ -109,7 +111,7 @@ def quantize_rows(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return rows.to(dtype), rows.new_zeros(rows.shape[:-1])
     max_value = _MAX_VALUE[dtype]
     # The divisor is a tensor: on a GPU, torch multiplies by the inverse of a Python number. The
-    # last bit of the scale would differ, which decides ties of the rounding.
+    # last bit of the scale would differ, and ties would be rounded differently.
     scales = rows.abs().amax(dim=-1) / rows.new_full((), max_value)
     values = rows / torch.where(scales > 0, scales, 1)[..., None]
     if dtype == torch.int8:

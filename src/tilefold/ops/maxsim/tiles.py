@@ -72,9 +72,9 @@ class SequenceTokens:
     Attributes:
         rows: ``[T, D]`` token vectors, masked ones included.
         starts: ``[N]`` int64 first row of each sequence.
-        sizes: ``[N]`` int64 tokens of each sequence, masked ones included.
+        sizes: ``[N]`` int64 number of tokens of each sequence, masked ones included.
         offsets: ``[N]`` int64 number of the first unmasked token of each sequence.
-        counts: ``[N]`` int64 unmasked tokens of each sequence.
+        counts: ``[N]`` int64 number of unmasked tokens of each sequence.
         unmasked_rows: rows of the unmasked tokens, or ``None`` if no token is masked.
         scale: ``[T, 1]`` factors of the rows, or ``None``.
     """
@@ -100,17 +100,18 @@ class SequenceTokens:
         stop: int,
         all_exist: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Number the unmasked tokens ``start`` to ``stop`` of each of these sequences.
+        """Return the numbers of the unmasked tokens ``start`` to ``stop`` of some sequences.
 
         Args:
-            sequences: ``[n]`` sequences, each with at least one unmasked token.
+            sequences: ``n`` sequences, each with at least one unmasked token.
             start: first unmasked token, counted from 0 in each sequence.
             stop: end of the unmasked tokens.
-            all_exist: whether every sequence has ``stop`` unmasked tokens or more.
+            all_exist: whether every sequence has at least ``stop`` unmasked tokens.
 
         Returns:
-            ``[n, stop - start]`` numbers. Past the end of a sequence its last token is repeated.
-            And ``[n, stop - start]`` bools that say which tokens exist, or ``None`` if all do.
+            The numbers ``[n, stop - start]``, and a mask ``[n, stop - start]`` of the tokens that
+            exist. The mask is ``None`` if all exist. Past the end of a sequence, the number of its
+            last token is repeated.
         """
         positions = torch.arange(start, stop, device=self.counts.device)
         first_numbers = self.offsets[sequences][:, None]
@@ -119,9 +120,13 @@ class SequenceTokens:
         counts = self.counts[sequences][:, None]
         return first_numbers + torch.minimum(positions, counts - 1), positions < counts
 
-    def rows_of(self, numbers: Tensor) -> Tensor:
-        """Return the rows of unmasked tokens."""
-        return numbers if self.unmasked_rows is None else self.unmasked_rows[numbers]
+    def all_offsets(self) -> list[int]:
+        """Return the number of the first unmasked token of each sequence, and the total."""
+        return [*self.offsets.tolist(), int(self.counts.sum())]
+
+    def rows_of(self, token_numbers: Tensor) -> Tensor:
+        """Return the rows of unmasked tokens that are given by their numbers."""
+        return token_numbers if self.unmasked_rows is None else self.unmasked_rows[token_numbers]
 
     def vectors(self, start: int, stop: int) -> Tensor:
         """Return the unmasked tokens ``start`` to ``stop`` as ``[n, D]`` in fp32 (fp64), scaled.
@@ -142,9 +147,9 @@ class SequenceTokens:
         return vectors.view(*rows.shape, vectors.size(1))
 
     def vectors_limit(self) -> int:
-        """Return the number of tokens that :meth:`vectors` may be called for.
+        """Return the largest number of tokens to call :meth:`vectors` for.
 
-        It is bounded only if they are copied.
+        It is limited only if :meth:`vectors` copies them.
         """
         copied = (
             self.rows.dtype != wide_dtype(self.rows.dtype)
@@ -154,25 +159,29 @@ class SequenceTokens:
         return row_limit(self.rows.size(1)) if copied else self.rows.size(0)
 
     def masked_counts(self) -> Tensor | None:
-        """Return the ``[N, 1]`` masked tokens of each sequence, or ``None`` if there are none."""
+        """Count the masked tokens of each sequence: ``[N, 1]``, or ``None`` if there are none."""
         if self.unmasked_rows is None:
             return None
         return (self.sizes - self.counts)[:, None]
 
     def first_masked_positions(self) -> Tensor:
-        """Return the ``[N]`` position of the first masked token of each sequence, or ``NEVER``."""
+        """Return the position of the first masked token of each sequence.
+
+        Returns:
+            int64 ``[N]``, ``NEVER`` for a sequence without masked tokens.
+        """
+        first_positions = torch.full_like(self.counts, NEVER)
         if self.unmasked_rows is None:
-            return torch.full_like(self.counts, NEVER)
-        # An unmasked token before the first masked one has the row that it would have if nothing
-        # of its sequence were masked.
-        n_unmasked = self.unmasked_rows.numel()
-        n_masked_before = (self.starts - self.offsets).repeat_interleave(self.counts)
-        token_numbers = torch.arange(n_unmasked, device=n_masked_before.device)
-        rows_without_mask = n_masked_before + token_numbers
-        is_before_masked = self.unmasked_rows == rows_without_mask
-        totals = pad(is_before_masked.cumsum(0), (1, 0))
-        n_before_masked = totals[self.offsets + self.counts] - totals[self.offsets]
-        return torch.where(self.counts < self.sizes, n_before_masked, NEVER)
+            return first_positions
+        rows = torch.arange(self.rows.size(0), device=self.starts.device)
+        masked_positions = rows - self.starts[self.sequence_of_row]
+        masked_positions[self.unmasked_rows] = NEVER
+        return first_positions.scatter_reduce_(
+            dim=0,
+            index=self.sequence_of_row,
+            src=masked_positions,
+            reduce="amin",
+        )
 
 
 def _sequence_tokens(
@@ -183,13 +192,13 @@ def _sequence_tokens(
     normalize: bool,
     scale: Tensor | None,
 ) -> SequenceTokens:
-    """Describe the unmasked tokens of queries or of documents.
+    """Number the unmasked tokens of queries or of documents.
 
     Args:
         rows: ``[T, D]`` token vectors.
         mask: ``[T]``, nonzero = keep, or ``None``.
         cu_seqlens: ``[N + 1]`` offsets of packed sequences, or ``None``.
-        length: rows of each padded sequence.
+        length: number of rows of each padded sequence.
         normalize: whether rows are divided by their Euclidean norm.
         scale: ``[T]`` factors of the rows, or ``None``.
     """
@@ -230,16 +239,17 @@ def _sequence_tokens(
 
 
 def inverse_norms(rows: Tensor) -> Tensor:
-    """Return the ``[T, 1]`` inverse Euclidean norms of rows in fp32 (fp64).
+    """Return the inverse Euclidean norms of rows ``[T, 1]``, in fp32, or fp64 for fp64 rows.
 
-    The inverse is 0 for a zero row, and where it would be infinite.
+    The inverse is 0 for a zero row, and if it would overflow.
     """
     wide = rows.to(wide_dtype(rows.dtype))
     norm = torch.linalg.vector_norm(wide, dim=1, keepdim=True)
-    # Squares of these norms are far from the largest and the smallest number of the dtype.
+    # The square of a norm overflows or loses digits near tiny^0.5. The fourth root is far enough
+    # from both limits.
     smallest_safe = torch.finfo(wide.dtype).tiny ** 0.25
     is_safe = (norm > smallest_safe) & (norm < 1 / smallest_safe)
-    unsafe = ~is_safe.view(-1)  # squares of these rows may overflow or vanish
+    unsafe = ~is_safe.view(-1)  # squares in these rows may overflow or underflow
     inverse: Tensor = norm.reciprocal_()
     if bool(unsafe.any()):
         # These rows are divided by their largest entry before they are squared.
@@ -253,25 +263,28 @@ def inverse_norms(rows: Tensor) -> Tensor:
 
 
 def sequence_tokens(problem: Problem) -> tuple[SequenceTokens, SequenceTokens]:
-    """Describe the unmasked tokens of queries and of documents.
+    """Number the unmasked tokens of queries and of documents.
 
     This waits for a GPU if there are masks.
+
+    Returns:
+        The tokens of queries, and the tokens of documents.
     """
     queries = _sequence_tokens(
         problem.queries,
-        problem.query_mask,
-        problem.cu_queries,
-        problem.query_length,
-        problem.normalize,
-        problem.query_scale,
+        mask=problem.query_mask,
+        cu_seqlens=problem.cu_queries,
+        length=problem.query_length,
+        normalize=problem.normalize,
+        scale=problem.query_scale,
     )
     documents = _sequence_tokens(
         problem.documents,
-        problem.document_mask,
-        problem.cu_documents,
-        problem.document_length,
-        problem.normalize,
-        problem.document_scale,
+        mask=problem.document_mask,
+        cu_seqlens=problem.cu_documents,
+        length=problem.document_length,
+        normalize=problem.normalize,
+        scale=problem.document_scale,
     )
     return queries, documents
 
@@ -289,19 +302,19 @@ def add_rows(
         out: ``[T, D]``.
         table: ``[M, D]``.
         out_rows: ``[n]`` rows of ``out``, which may repeat.
-        table_rows: ``[n]`` rows of ``table``, or ``None`` for all in order.
+        table_rows: ``[n]`` rows of ``table``, or ``None`` for all rows in order.
         weights: ``[n]``, or ``None`` for 1.
     """
     if out_rows.numel() == 0:
         return
-    # Each row of `out` is written once, with the sum of all that is added to it. The order of the
-    # sum is that of the arguments.
+    # Each row of `out` is written once. Its addends are summed in the order of the arguments, by
+    # one call of embedding_bag for all rows.
     sorted_rows, order = out_rows.sort(stable=True)
     unique_rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
     out[unique_rows] += embedding_bag(
         order if table_rows is None else table_rows[order],
         table,
-        counts.cumsum(0) - counts,  # where the addends of each row begin
+        counts.cumsum(0) - counts,  # the first addend of each row
         mode="sum",
         per_sample_weights=None if weights is None else weights[order],
     )

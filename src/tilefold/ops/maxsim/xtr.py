@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -126,30 +127,35 @@ def _check_arguments(
     impute: bool,
     normalize: bool,
 ) -> Checked:
-    """Check everything that can be checked without reading a value of a tensor."""
-    prepare = check_arguments(
+    """Check everything that can be checked without reading a value of a tensor.
+
+    Returns:
+        The options of the operator and, under autocast, the function that casts queries and
+        documents.
+    """
+    checked = check_arguments(
         tensors,
         pairing="all",
         reduction="sum",
         mask_mode="exclude",
         temperature=None,
         normalize=normalize,
-    ).prepare
+    )
     if (
         impute
         and torch.is_grad_enabled()
         and (tensors.queries.requires_grad or tensors.documents.requires_grad)
     ):
         raise ValueError(
-            "impute must be False where a gradient is asked for, got True; train without it, "
-            "score under torch.no_grad().",
+            "impute must be False if a gradient is needed, got True; call it under "
+            "torch.no_grad(), or train with impute=False.",
         )
-    return Checked(XtrOptions(top_k, bool(impute), normalize), prepare)
+    return Checked(XtrOptions(top_k, bool(impute), normalize), checked.prepare)
 
 
 def _by_reference(tensors: MaxSimTensors, options: XtrOptions) -> Tensor:
-    """Compute the scores by the specification, part of the autograd graph."""
-    problem = Problem.of(tensors, options.maximum)
+    """Compute the scores by the reference, whose operations autograd records."""
+    problem = Problem.of(tensors, options.maxsim_options)
     with torch.autocast(problem.queries.device.type, enabled=False):
         check_values(tensors)
         if problem.empty:
@@ -170,12 +176,12 @@ def _forward(
     and the divisor is the number of query tokens.
 
     Returns:
-        ``[Nq, Nd]`` scores; ``[Nd, Tq]`` winners that were retrieved, or ``None`` unless
+        ``[Nq, Nd]`` scores; ``[Nd, Tq]`` winners that were retrieved, or ``None`` without
         ``training``; and ``[Nq, Nd]`` divisors of the sums.
     """
     if host_may_read(tensors.queries.device, "tiled"):
         check_values(tensors)
-    problem = Problem.of(tensors, options.maximum)
+    problem = Problem.of(tensors, options.maxsim_options)
     device = problem.queries.device
     dtype = wide_dtype(problem.queries.dtype)
     scores = torch.zeros(problem.score_shape, dtype=dtype, device=device)
@@ -190,7 +196,7 @@ def _forward(
         width, tile_elements = tiles.CPU_TILE
         width_of_maxima = max(1, tiles.MAXIMA // max(problem.n_documents, 1))
         width = min(width, tiles.column_limit(queries.rows.size(1)), width_of_maxima)
-    for block in query_blocks(queries, width):
+    for block in query_blocks(queries, max_tokens=width):
         maxima, winners, threshold = _maxima(block, documents, options.top_k, tile_elements)
         retrieved = ((maxima >= threshold) | maxima.isnan()) & has_tokens
         if options.impute:
@@ -217,8 +223,25 @@ def _backward(
     options: XtrOptions,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute the gradients of queries and documents as for maxima, over retrieved winners."""
-    return _tiled.backward(dscores / saved.divisor, saved.maximum, options.maximum, needs)
+    """Compute the gradients of queries and documents: those of MaxSim for retrieved winners."""
+    return _tiled.backward(
+        dscores / saved.divisor, saved.maxsim_saved, options.maxsim_options, needs
+    )
+
+
+class BlockMaxima(NamedTuple):
+    """Maxima of the similarities of ``C`` query tokens, by document.
+
+    Attributes:
+        maxima: ``[C, Nd]`` largest similarity to a token of the document.
+        winners: ``[C, Nd]`` int32 position of that token in its document.
+        threshold: ``[C, 1]`` ``top_k``-th largest similarity to a token of any document; minus
+            infinity if there are fewer tokens.
+    """
+
+    maxima: Tensor
+    winners: Tensor
+    threshold: Tensor
 
 
 def _maxima(
@@ -226,37 +249,37 @@ def _maxima(
     documents: tiles.SequenceTokens,
     top_k: int,
     tile_elements: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> BlockMaxima:
     """Compute the maxima of a block of query tokens over all documents, and the thresholds.
+
+    Similarities are computed in slabs: several documents, or a part of one long document.
 
     Args:
         block: ``C`` query tokens.
-        documents: all documents.
-        top_k: document tokens that a query token retrieves.
-        tile_elements: similarities of a tile.
-
-    Returns:
-        ``[C, Nd]`` maxima, ``[C, Nd]`` int32 winners, and ``[C, 1]`` thresholds: the ``top_k``-th
-        similarity of each query token, minus infinity if there are fewer document tokens.
+        documents: the unmasked tokens of all documents.
+        top_k: number of document tokens that a query token retrieves.
+        tile_elements: largest number of similarities of a slab.
     """
     query_vectors = block.vectors()
-    n_tokens = query_vectors.size(0)
-    offsets = [*documents.offsets.tolist(), int(documents.counts.sum())]
-    max_rows = max(1, min(documents.vectors_limit(), tile_elements // n_tokens))
-    maxima = query_vectors.new_full((n_tokens, len(offsets) - 1), -math.inf)
+    n_query_tokens = query_vectors.size(0)
+    offsets = documents.all_offsets()
+    max_tokens = max(1, min(documents.vectors_limit(), tile_elements // n_query_tokens))
+    maxima = query_vectors.new_full((n_query_tokens, len(offsets) - 1), -math.inf)
     winners = torch.zeros(maxima.shape, dtype=torch.int32, device=query_vectors.device)
-    largest = query_vectors.new_empty(n_tokens, 0)
-    for slab in slabs(offsets, max_rows, max_rows):
+    largest = query_vectors.new_empty(n_query_tokens, 0)
+    for slab in slabs(offsets, max_tokens=max_tokens, max_sequences=max_tokens):
         # [C, tokens]; the vectors, which may be a copy, are freed at once
         similarities = query_vectors @ documents.vectors(slab.start, slab.stop).T
         largest = _merge_largest(largest, similarities, top_k)
-        if slab.is_part:
+        if slab.part is not None:
             _merge_part(documents, slab, similarities, maxima, winners)
         else:
-            _write_maxima(documents, slab, similarities, max_rows, maxima, winners)
+            _write_maxima(documents, slab, similarities, max_tokens, maxima, winners)
     if largest.size(1) < top_k:
-        return maxima, winners, query_vectors.new_full((n_tokens, 1), -math.inf)
-    return maxima, winners, largest[:, top_k - 1 : top_k]
+        threshold = query_vectors.new_full((n_query_tokens, 1), -math.inf)
+    else:
+        threshold = largest[:, top_k - 1 : top_k]
+    return BlockMaxima(maxima, winners, threshold)
 
 
 def _merge_part(
@@ -266,20 +289,20 @@ def _merge_part(
     maxima: Tensor,
     winners: Tensor,
 ) -> None:
-    """Merge the maxima of a part of a long document with the maxima of the parts before it.
+    """Merge the maxima of a part of a long document with those of its earlier parts.
 
     Args:
-        documents: all documents.
-        slab: the part.
-        similarities: ``[C, tokens]`` similarities of the part.
-        maxima: ``[C, Nd]`` maxima, which are updated.
-        winners: ``[C, Nd]`` winners, which are updated.
+        documents: the unmasked tokens of all documents.
+        slab: a part of one document.
+        similarities: ``[C, tokens]`` similarities of ``C`` query tokens to the part.
+        maxima: ``[C, Nd]`` maxima. The column of the document is updated.
+        winners: ``[C, Nd]`` positions of the best tokens. The same column is updated.
     """
-    document = slab.first
+    document = slab.first_sequence
     part_maxima, positions = similarities.max(dim=1)
     rows = documents.rows_of(positions + slab.start)
     part_winners = (rows - documents.starts[document]).int()
-    if slab.part > 0:
+    if slab.part != 0:
         part_maxima, part_winners = _tiled.merge_maxima(
             maxima[:, document],
             winners[:, document],
@@ -294,56 +317,56 @@ def _write_maxima(
     documents: tiles.SequenceTokens,
     slab: Slab,
     similarities: Tensor,
-    max_rows: int,
+    max_tokens: int,
     maxima: Tensor,
     winners: Tensor,
 ) -> None:
     """Write the maxima of all documents of a slab, by groups of similar length.
 
     Args:
-        documents: all documents.
-        slab: the documents.
-        similarities: ``[C, tokens]`` similarities of their tokens.
-        max_rows: tokens of a group, at most.
-        maxima: ``[C, Nd]`` maxima, which are updated.
-        winners: ``[C, Nd]`` winners, which are updated.
+        documents: the unmasked tokens of all documents.
+        slab: consecutive documents.
+        similarities: ``[C, tokens]`` similarities of ``C`` query tokens to the slab.
+        max_tokens: largest number of tokens of a group.
+        maxima: ``[C, Nd]`` maxima. The columns of the documents are written.
+        winners: ``[C, Nd]`` positions of the best tokens. The same columns are written.
     """
     n_query_tokens, n_tokens = similarities.shape
-    for group in document_groups(documents, slab.first, slab.last, max_rows):
-        numbers = group.token_numbers  # [n, L]
-        is_whole_slab = group.span is not None and numbers.numel() == n_tokens
+    for group in document_groups(documents, slab, max_tokens):
+        token_numbers = group.token_numbers  # [n, L]
         group_similarities = similarities
-        if not is_whole_slab:
-            columns = (numbers - slab.start).view(-1)
+        is_whole_slab = group.span is not None and token_numbers.numel() == n_tokens
+        if not is_whole_slab:  # otherwise nothing needs to be copied
+            columns = (token_numbers - slab.start).view(-1)
             group_similarities = similarities.index_select(1, columns)
-        by_document = group_similarities.view(n_query_tokens, *numbers.shape)
-        group_maxima, positions = by_document.max(dim=2)
-        rows = documents.rows_of(numbers).gather(1, positions.T)  # [n, C]
-        group_winners = rows - documents.starts[group.documents][:, None]
+        by_document = group_similarities.view(n_query_tokens, *token_numbers.shape)
+        group_maxima, positions = by_document.max(dim=2)  # [C, n], positions in the group's L
+        winner_rows = documents.rows_of(token_numbers).gather(1, positions.T)  # [n, C]
+        group_winners = winner_rows - documents.starts[group.documents][:, None]
         maxima[:, group.documents] = group_maxima
         winners[:, group.documents] = group_winners.T.int()
 
 
 def _merge_largest(largest: Tensor, similarities: Tensor, top_k: int) -> Tensor:
-    """Merge the largest similarities of each query token with the similarities of a further tile.
+    """Merge the largest similarities of each query token with those of another slab.
 
     NaN counts as larger than any number.
 
     Args:
-        largest: ``[C, n]`` largest similarities so far, ``n`` at most ``top_k``.
-        similarities: ``[C, tokens]`` similarities of the tile.
+        largest: ``[C, n]`` largest similarities so far, with ``n <= top_k``.
+        similarities: ``[C, tokens]`` similarities of the slab.
         top_k: number of similarities that are needed.
 
     Returns:
-        ``[C, m]``. They are sorted, largest first, if there are ``top_k``.
+        ``[C, min(top_k, n + tokens)]``, the largest one first.
     """
-    n_tile = min(top_k, similarities.size(1))  # more of the tile cannot be among the largest
-    tile_largest = similarities.topk(n_tile, dim=1).values
-    merged = torch.cat([largest, tile_largest], dim=1)
-    has_earlier_tiles = n_tile < merged.size(1)
-    if has_earlier_tiles and merged.size(1) >= top_k:
-        return merged.topk(top_k, dim=1).values
-    return merged
+    n_candidates = min(top_k, similarities.size(1))
+    candidates = similarities.topk(n_candidates, dim=1).values
+    is_first_slab = largest.size(1) == 0
+    if is_first_slab:
+        return candidates
+    merged = torch.cat([largest, candidates], dim=1)
+    return merged.topk(min(top_k, merged.size(1)), dim=1).values
 
 
 def _plans() -> SimpleNamespace:
