@@ -203,9 +203,6 @@ def test_memory_that_is_left_is_that_of_the_tightest_group(
             "stat": "anon 400\ninactive_file 250\n",
         }.items():
             (group / f"memory.{name}").write_text(text)
-    monkeypatch.setattr(
-        _memory,
-        "_groups",
-        partial(_memory._groups, tmp_path / "cgroup", tmp_path / "fs"),
-    )
+    monkeypatch.setattr(_memory, "_CGROUPS_OF_PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(_memory, "_CGROUP_MOUNT", tmp_path / "fs")
     assert _memory.memory_left() == 1000 - 700 + 250

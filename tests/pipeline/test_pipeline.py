@@ -138,7 +138,7 @@ def test_texts_that_a_tokenizer_without_rust_cuts_are_counted_however_it_is_call
         tokenizer(long, **cut, return_tensors="pt")
         tokenizer(["a", long], None, None, **cut, return_attention_mask=False)
         tokenizer([long], truncation="do_not_truncate")
-    assert [(call.n_texts, list(call.cut)) for call in actual.calls] == [
+    assert [(call.n_texts, list(call.truncated)) for call in actual.calls] == [
         (2, [0]),
         (1, [0]),
         (2, [1]),

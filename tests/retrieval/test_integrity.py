@@ -115,7 +115,7 @@ def test_a_manifest_that_is_changed_by_a_character_or_no_json_object_is_named(
     )
     refused(
         DataError,
-        rf"{file.name}: damaged, or edited: its checksum is not that of the rest",
+        rf"{file.name}: the checksum does not match: the file is damaged or was edited",
         use,
         kind,
         folder,

@@ -36,10 +36,10 @@ __all__ = [
 
 
 class ArgumentError(ValueError):
-    """A value of an argument is wrong, or values of several arguments together.
+    """Raised if the value of an argument, or a combination of arguments, is not valid.
 
-    The message is ``argument: problem``. The names are attributes too, so that the command line
-    can write the option of each argument in their place.
+    The message is ``argument: problem``. The names are attributes, too, so that the command line
+    can replace each by the option of that argument.
 
     Args:
         argument: name of the argument, or the names of several.
@@ -51,7 +51,8 @@ class ArgumentError(ValueError):
     """
 
     def __init__(self, argument: str | tuple[str, ...], problem: str) -> None:
-        super().__init__(argument, problem)  # `args` as passed, from which pickle restores
+        # pickle creates the copy with the arguments of Exception
+        super().__init__(argument, problem)
         self.arguments = (argument,) if isinstance(argument, str) else argument
         self.problem = problem
 
@@ -60,20 +61,20 @@ class ArgumentError(ValueError):
 
 
 def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
-    """Return the values of a sequence by position, as a list.
+    """Convert any sequence to a list.
 
-    Takes what users hold their data in: lists, tuples, generators, views of dictionaries, numpy
-    and Arrow arrays, pandas and polars Series, columns of ``datasets``. A Series is indexed by
-    label and has no truth value, so it is converted before any other code reads it.
+    Accepts lists, tuples, generators, views of dictionaries, numpy and Arrow arrays, pandas and
+    polars Series, and columns of ``datasets``. Code that reads a Series itself may fail, because a
+    Series is indexed by label and has no truth value.
 
     Args:
-        name: the argument, for the error.
-        values: a sequence; a list is returned as it is.
-        ordered: whether the order matters, which refuses sets.
+        name: name of the argument, for the error message.
+        values: the sequence; a list is returned unchanged.
+        ordered: whether to refuse sets, which have no order.
 
     Raises:
-        TypeError: for one string, a mapping, an array or a table of several dimensions, a value
-            that is not iterable, and for a set where the order matters.
+        TypeError: if the value is a string, a mapping, an array or table of several dimensions,
+            not iterable, or a set that is refused.
     """
     if isinstance(values, list):
         return values
@@ -81,13 +82,13 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
         raise TypeError(f"{name}: expected a list, got one string; pass [{values!r:.40}].")
     if isinstance(values, Mapping):
         raise TypeError(
-            f"{name}: expected a list, got a mapping ({type(values).__name__}); pass its values() "
-            "or its keys().",
+            f"{name}: expected a list, got a mapping ({type(values).__name__}); "
+            "pass its values() or its keys().",
         )
     if ordered and isinstance(values, Set) and not isinstance(values, MappingView):
         raise TypeError(
-            f"{name}: expected a list, got a {type(values).__name__}, which has no order; pass "
-            "sorted(...).",
+            f"{name}: expected a list, got a {type(values).__name__}, which has no order; "
+            "pass sorted(...).",
         )
     dimensions = getattr(values, "ndim", None)
     if isinstance(dimensions, int) and dimensions != 1:
@@ -105,10 +106,14 @@ def list_of(name: str, values: object, *, ordered: bool = True) -> list[Any]:
 
 
 def list_of_ids(name: str, ids: object) -> list[Any]:
-    """Return ids whose order does not matter, as a list: also those of a set or a mapping's keys.
+    """Convert ids whose order does not matter to a list.
+
+    Args:
+        name: name of the argument, for the error message.
+        ids: any sequence that :func:`list_of` accepts, a set, or a mapping whose keys are the ids.
 
     Raises:
-        TypeError: for one string, whose letters may be ids too, and as in :func:`list_of`.
+        TypeError: as in :func:`list_of`.
     """
     if isinstance(ids, Mapping):
         ids = ids.keys()
@@ -116,12 +121,15 @@ def list_of_ids(name: str, ids: object) -> list[Any]:
 
 
 def list_of_texts(name: str, texts: object) -> list[str]:
-    """Return texts by position, as a list.
+    """Convert a sequence of texts to a list.
 
-    The arguments and errors are those of :func:`list_of`.
+    Args:
+        name: name of the argument, for the error message.
+        texts: any sequence that :func:`list_of` accepts.
 
     Raises:
-        TypeError: also for a text that is no string, such as a missing value of a data frame.
+        TypeError: as in :func:`list_of`, and if a text is not a string, such as a missing value of
+            a data frame.
     """
     listed = list_of(name, texts)
     for position, text in enumerate(listed):
@@ -137,30 +145,30 @@ def check_mapping(name: str, value: object, contents: str) -> None:
     """Raise ``TypeError`` unless an argument is a mapping.
 
     Args:
-        name: the argument, for the error.
-        value: what was passed.
-        contents: keys and values of the mapping, such as ``"id -> text"``.
+        name: name of the argument, for the error message.
+        value: value of the argument.
+        contents: keys and values of the mapping, such as ``"id -> text"``, for the error message.
     """
     if not isinstance(value, Mapping):
         raise TypeError(
-            f"{name}: expected a mapping {contents}, got {_described(value)}; pass "
-            "dict(zip(ids, values)).",
+            f"{name}: expected a mapping {contents}, got {_described(value)}; "
+            "pass dict(zip(ids, values)).",
         )
 
 
 def check_texts_by_id(name: str, texts: object) -> None:
-    """Raise ``TypeError`` unless an argument is a mapping id -> text, whose texts are strings.
+    """Raise ``TypeError`` unless an argument is a mapping of ids to strings.
 
     Args:
-        name: the argument, for the error.
-        texts: what was passed; it is read once.
+        name: name of the argument, for the error message.
+        texts: value of the argument.
     """
     check_mapping(name, texts, "id -> text")
-    for identifier, text in texts.items():  # type: ignore[attr-defined]
+    for text_id, text in texts.items():  # type: ignore[attr-defined]
         if not isinstance(text, str):
             raise TypeError(
-                f"{name}: expected strings as texts, got {_described(text)} for {identifier!r}; "
-                "pass its text, of a Document its contents.",
+                f"{name}: expected strings as texts, got {_described(text)} for {text_id!r}; "
+                "pass its text; for a Document, pass document.contents.",
             )
 
 
@@ -173,10 +181,10 @@ def check_instance(
     """Raise ``TypeError`` unless an argument is an instance of a class.
 
     Args:
-        name: the argument, for the error.
-        value: what was passed.
-        expected: a class, or several of which one is enough.
-        remedy: how to make such an object, after "pass".
+        name: name of the argument, for the error message.
+        value: value of the argument.
+        expected: the class, or a tuple of classes, as for ``isinstance``.
+        remedy: an expression that creates such an object; the error message tells to pass it.
     """
     if not isinstance(value, expected):
         kinds = expected if isinstance(expected, tuple) else (expected,)
@@ -188,9 +196,10 @@ def check_callable(name: str, value: object, signature: str) -> None:
     """Raise ``TypeError`` unless an argument is a function or another callable.
 
     Args:
-        name: the argument, for the error.
-        value: what was passed.
-        signature: how it is called, such as ``"progress(texts done, texts in all)"``.
+        name: name of the argument, for the error message.
+        value: value of the argument.
+        signature: how it is called, such as ``"progress(texts done, texts in all)"``, for the
+            error message.
     """
     if not callable(value):
         raise TypeError(
@@ -205,17 +214,18 @@ def check_optional_text(name: str, value: object) -> None:
 
 
 def check_tokenizer(name: str, value: object) -> None:
-    """Raise ``TypeError`` unless an argument is a tokenizer of transformers."""
+    """Raise ``TypeError`` unless an argument is a transformers tokenizer."""
     if not callable(value) or not hasattr(value, "get_vocab"):
         raise TypeError(
-            f"{name}: expected a tokenizer, got {_described(value)}; pass "
-            "AutoTokenizer.from_pretrained(name) or model.tokenizer.",
+            f"{name}: expected a tokenizer, got {_described(value)}; "
+            "pass AutoTokenizer.from_pretrained(name) or model.tokenizer.",
         )
 
 
 def check_choice(name: str, value: object, allowed: Collection[str]) -> None:
     """Raise ``ValueError`` unless an argument is one of the allowed strings."""
-    if not isinstance(value, str) or value not in allowed:  # a list cannot be looked up
+    # Values that are not strings are refused first, since a list cannot be looked up in a set.
+    if not isinstance(value, str) or value not in allowed:
         raise ArgumentError(name, f"expected one of {', '.join(allowed)}, got {value!r}.")
 
 
@@ -229,7 +239,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def check_k(k: object) -> None:
-    """Raise ``ValueError`` unless `k` is an integer of at least 1, which may be one of numpy."""
+    """Raise ``ValueError`` unless `k` is an integer of at least 1; numpy integers are accepted."""
     if isinstance(k, bool) or not isinstance(k, Integral) or int(k) < 1:
         raise _not_a_count("k", k, least=1)
 
@@ -243,13 +253,13 @@ def check_least(name: str, value: float | None, least: int = 1) -> None:
     """Raise an error unless an argument is None or a number of at least `least`.
 
     Raises:
-        TypeError: for anything but None and numbers.
-        ValueError: for a smaller number, and NaN.
+        TypeError: if the value is neither None nor a number.
+        ValueError: if the value is less than `least`, or NaN.
     """
     if value is None:
         return
     check_number(name, value)
-    if not value >= least:  # a NaN is refused too
+    if not value >= least:  # NaN compares false, and is refused
         raise ArgumentError(name, f"expected at least {least}, got {value}.")
 
 
@@ -257,8 +267,8 @@ def check_least_count(name: str, value: int | None, least: int = 1) -> None:
     """Raise an error unless an argument is None or an integer of at least `least`.
 
     Raises:
-        TypeError: for anything but None and integers, which may be of numpy.
-        ValueError: for a smaller integer.
+        TypeError: if the value is neither None nor an integer; numpy integers are accepted.
+        ValueError: if the value is less than `least`.
     """
     if value is None:
         return
@@ -270,8 +280,8 @@ def check_share(name: str, value: float) -> None:
     """Raise an error unless an argument is a number in [0, 1].
 
     Raises:
-        TypeError: for anything but numbers.
-        ValueError: for a number outside [0, 1], and NaN.
+        TypeError: if the value is not a number.
+        ValueError: if the value is outside [0, 1], or NaN.
     """
     check_number(name, value)
     if not 0 <= value <= 1:
@@ -279,35 +289,35 @@ def check_share(name: str, value: float) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise ``TypeError`` unless an argument is a real number, which may be one of numpy.
+    """Raise ``TypeError`` unless an argument is a real number; numpy numbers are accepted.
 
-    A boolean is refused, although it is an instance of ``int``. The range is left to the caller.
+    A boolean is refused, although it is an instance of ``int``. The caller checks the range.
     """
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(
-            f"{name}: expected a number, got {_described(value)}; pass an int or float."
+            f"{name}: expected a number, got {_described(value)}; pass an int or float.",
         )
 
 
 def check_integer(name: str, value: object) -> None:
-    """Raise ``TypeError`` unless an argument is an integer, which may be one of numpy.
+    """Raise ``TypeError`` unless an argument is an integer; numpy integers are accepted.
 
-    A boolean is refused. The range is left to the caller.
+    A boolean is refused, although it is an instance of ``int``. The caller checks the range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name}: expected an integer, got {_described(value)}; pass an int.")
 
 
 def sorted_token_ids(name: str, ids: object) -> list[int]:
-    """Return distinct token ids in ascending order.
+    """Sort token ids in ascending order, without duplicates.
 
     Args:
-        name: the argument, for the error.
-        ids: integers of at least 0 in any order, also a set or an array.
+        name: name of the argument, for the error message.
+        ids: integers of at least 0, in a set or any sequence that :func:`list_of` accepts.
 
     Raises:
-        TypeError: for anything but integers.
-        ValueError: for a negative id.
+        TypeError: if an id is not an integer.
+        ValueError: if an id is negative.
     """
     token_ids = list_of(name, ids, ordered=False)
     for token_id in token_ids:
@@ -318,39 +328,44 @@ def sorted_token_ids(name: str, ids: object) -> list[int]:
 
 
 def path_of(name: str, path: object) -> Path:
-    """Return a path, which may be given as text, or raise ``TypeError`` for anything else."""
+    """Convert a string or a path object to a ``Path``.
+
+    Raises:
+        TypeError: if the value is neither.
+    """
     if not isinstance(path, (str, PathLike)):
         raise TypeError(f"{name}: expected a path, got {_described(path)}; pass its str or Path.")
     return Path(path)
 
 
-def check_encoder(name: str, model: object, expected: str = "SparseEncoder") -> None:
+def check_encoder(name: str, model: object, class_name: str = "SparseEncoder") -> None:
     """Raise ``TypeError`` unless a model has the encoding methods of sentence-transformers.
 
+    A model's name or path is refused, because functions that encode do not load models.
+
     Args:
-        name: the argument, for the error.
-        model: what was passed; a name or a path of a model is refused, since a function that
-            encodes loads nothing.
-        expected: the class of sentence-transformers, or several, that the function works with.
+        name: name of the argument, for the error message.
+        model: value of the argument.
+        class_name: class of sentence-transformers that the caller supports, for the error message.
 
     Raises:
-        ImportError: for a model of a sentence-transformers that is too old.
+        ImportError: if the model was loaded by a release of sentence-transformers that is too old.
     """
-    encodes = all(
+    has_methods = all(
         callable(getattr(model, method, None)) for method in ("encode_query", "encode_document")
     )
-    if encodes and not isinstance(model, type):
+    if has_methods and not isinstance(model, type):
         check_release_of(model)
         return
     remedy = "pass a loaded model"
     if isinstance(model, str):
-        loader = "load_encoder" if "SparseEncoder" in expected else expected.split(maxsplit=1)[0]
+        loader = "load_encoder" if class_name == "SparseEncoder" else class_name
         remedy = f"pass a loaded model, such as {loader}({model!r})"
-    raise TypeError(f"{name}: expected a {expected}, got {_described(model)}; {remedy}.")
+    raise TypeError(f"{name}: expected a {class_name}, got {_described(model)}; {remedy}.")
 
 
 def _described(value: object) -> str:
-    """Return the kind of a value for an error, with the value if it is short text or a number."""
+    """Describe a value for an error message by its class, and a string or number by its value."""
     if value is None:
         return "None"
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Sparse tensors of torch, without torch's warnings about the first one of a process."""
+"""Creation of torch's sparse tensors without the warnings of torch about the first of them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def csr_tensor(
     values: Tensor,
     shape: tuple[int, int],
 ) -> Tensor:
-    """Make a CSR tensor without checks.
+    """Create a CSR tensor from valid parts, skipping torch's validation.
 
     Args:
         row_starts: offsets of the rows, ``[R + 1]``.
-        columns: column of each entry, ``[N]``.
-        values: ``[N]``.
-        shape: ``(R, V)``.
+        columns: column of each of the N entries, ``[N]``.
+        values: value of each entry, ``[N]``.
+        shape: numbers of rows R and columns V.
 
     Returns:
-        ``[R, V]`` on the device of the values.
+        The tensor ``[R, V]`` on the device of the values.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -43,22 +43,22 @@ def csr_tensor(
 
 
 def to_csr(rows: Tensor) -> Tensor:
-    """Convert dense ``[R, V]`` to CSR."""
+    """Convert a dense matrix ``[R, V]`` to a CSR tensor."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
         return rows.to_sparse_csr()
 
 
 def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Make a coalesced COO tensor without checks.
+    """Create a coalesced COO tensor from valid parts, skipping torch's validation.
 
     Args:
         indices: indices of the N entries in each of the D dimensions, ``[D, N]``, in lexicographic
-            order and without repetition.
-        values: ``[N]``.
-        shape: D sizes.
+            order and without duplicates.
+        values: value of each entry, ``[N]``.
+        shape: size of each of the D dimensions.
     """
-    _suppress_first_warning()
+    _consume_beta_warning()
     return torch.sparse_coo_tensor(
         indices,
         values,
@@ -69,11 +69,11 @@ def coo_tensor(indices: Tensor, values: Tensor, shape: tuple[int, ...]) -> Tenso
 
 
 @functools.cache
-def _suppress_first_warning() -> None:
-    """Make a first sparse tensor while warnings are suppressed, once per process.
+def _consume_beta_warning() -> None:
+    """Create a sparse tensor while warnings are suppressed, once per process.
 
-    torch warns only when the first one is made. Suppressing warnings for every tensor would take
-    longer than making the tensor.
+    torch warns about sparse tensors when the first one of a process is created. Suppressing
+    warnings around every tensor would take longer than creating the tensor.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

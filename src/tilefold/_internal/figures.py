@@ -1,4 +1,4 @@
-"""Figures of matplotlib without a display."""
+"""matplotlib figures that need no display."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def new_figure(size: tuple[float, float]) -> Figure:
-    """Create an empty figure of matplotlib, which is drawn without a display.
+    """Create an empty matplotlib figure that is drawn without a display.
 
-    It is not registered with pyplot, so that it needs no closing.
+    It is not registered with pyplot, so it need not be closed.
 
     Args:
         size: width and height in inches.
@@ -31,14 +31,19 @@ def new_figure(size: tuple[float, float]) -> Figure:
             "plots need matplotlib; install it with: pip install 'tilefold[plot]'",
         ) from error
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # attaches itself to the figure
     return figure
 
 
 def save_figure(figure: Figure, picture: str | os.PathLike[str]) -> Path:
-    """Write ``figure`` as a PNG, atomically.
+    """Write a figure to a PNG file, atomically.
 
-    The folder is created.
+    Args:
+        figure: the figure.
+        picture: path of the file, whose folder is created if it is missing.
+
+    Returns:
+        The path of the file.
     """
     target = Path(picture)
     with atomic_file(target) as temporary:

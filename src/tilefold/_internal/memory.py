@@ -1,69 +1,114 @@
-"""Free memory of the machine, and of the container or job that this process runs in."""
+"""Free memory of the machine, and of the container or job in which this process runs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-# Name of a cgroup controller ("" for cgroup v2) -> files with the limit and the used memory, and
-# the entry of memory.stat with the cached memory, which the kernel frees on demand.
-_FILES = {
-    "": ("memory.max", "memory.current", "inactive_file"),
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-}
+_CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
+_CGROUP_MOUNT = Path("/sys/fs/cgroup")
+
+
+class _MemoryFiles(NamedTuple):
+    """Names of the files of a cgroup that describe its memory.
+
+    Attributes:
+        limit: file with the limit in bytes, or ``max``.
+        used: file with the used bytes, which include cached files.
+        cached_entry: entry of ``memory.stat`` with the cached bytes that the kernel can free.
+    """
+
+    limit: str
+    used: str
+    cached_entry: str
+
+
+_V2_FILES = _MemoryFiles("memory.max", "memory.current", "inactive_file")
+_V1_FILES = _MemoryFiles("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def memory_left() -> int | None:
-    """Return the memory that this process can still use.
+    """Return the number of bytes of memory that this process can still use.
 
-    It is limited by the free memory of the machine, and by the limits of the cgroups of the
-    process, by which containers and batch systems limit their jobs.
+    Two things limit it: the free memory of the machine, and the limits of the process's cgroups,
+    which containers and batch systems set.
 
     Returns:
-        Bytes, or None where the system does not report them.
+        Bytes, or None if the system does not report them.
     """
-    free: list[int] = []  # by each limit, of which the lowest counts
+    bytes_left: list[int] = []  # of the machine and of each cgroup
     with contextlib.suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        # A line is "MemAvailable: <number> kB", where kB means 1,024 bytes.
-        free = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-    for group, (limit_file, used_file, cached_entry) in _groups():
-        with contextlib.suppress(OSError, ValueError, KeyError):  # "max" means no limit
-            limit = int((group / limit_file).read_text())
-            used = int((group / used_file).read_text())
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            # The kernel frees cached memory on demand, although it counts as used.
-            free.append(limit - used + int(stat[cached_entry]))
-    return min(free, default=None)
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            # A line is "MemAvailable: <number> kB", where kB means 1,024 bytes.
+            if line.startswith("MemAvailable"):
+                bytes_left.append(int(line.split()[1]) * 1024)
+    for folder, files in _memory_cgroups(_CGROUPS_OF_PROCESS, _CGROUP_MOUNT):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a limit "max" means no limit
+            bytes_left.append(_cgroup_memory_left(folder, files))
+    return min(bytes_left, default=None)
 
 
-def _groups(
-    proc: Path = Path("/proc/self/cgroup"),
-    root: Path = Path("/sys/fs/cgroup"),
-) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Iterate over the cgroups of this process and their parents.
+def _cgroup_memory_left(folder: Path, files: _MemoryFiles) -> int:
+    """Return the number of bytes that the processes of a cgroup can still use.
 
     Args:
-        proc: file with the cgroups of this process.
-        root: where cgroups are mounted.
+        folder: folder of the cgroup.
+        files: names of its files.
+
+    Raises:
+        OSError, ValueError, KeyError: if the cgroup has no limit.
+    """
+    limit = int((folder / files.limit).read_text())
+    used = int((folder / files.used).read_text())
+    stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    # The kernel frees cached memory on demand, although it counts as used.
+    return limit - used + int(stat[files.cached_entry])
+
+
+def _memory_cgroups(
+    cgroups_of_process: Path,
+    mount: Path,
+) -> Iterator[tuple[Path, _MemoryFiles]]:
+    """Iterate over the cgroups that limit the memory of a process, and all their parents.
+
+    Args:
+        cgroups_of_process: a file such as ``/proc/self/cgroup``.
+        mount: folder at which cgroups are mounted.
 
     Yields:
-        The folder of a group, and names of its files with the limit and the used memory, and of the
-        entry of ``memory.stat`` with the cached memory.
+        The folder of each cgroup, and the names of its files.
     """
-    group_by_controller = {"": "/", "memory": "/"}
+    v2_path = "/"
+    v1_path = "/"
     with contextlib.suppress(OSError):
-        for line in proc.read_text().splitlines():
-            # A line is "number:controllers:path". Controllers are empty for cgroup v2.
-            _, controllers, group_path = line.split(":", 2)
-            for controller in controllers.split(","):
-                if controller in group_by_controller:
-                    group_by_controller[controller] = group_path
-    for controller, group_path in group_by_controller.items():
-        controller_root = root / controller
-        group = (controller_root / group_path.lstrip("/")).resolve()
-        # A path of another namespace may lead out of the root, which is then a group by itself.
-        for folder in (group, *group.parents, controller_root):
-            if folder.is_relative_to(root):
-                yield folder, _FILES[controller]
+        for line in cgroups_of_process.read_text().splitlines():
+            # A line is "number:controllers:path". cgroup v2 has no controllers.
+            _, controllers, path = line.split(":", 2)
+            if not controllers:
+                v2_path = path
+            elif "memory" in controllers.split(","):
+                v1_path = path
+    for folder in _with_parents(mount, v2_path):
+        yield folder, _V2_FILES
+    for folder in _with_parents(mount / "memory", v1_path):
+        yield folder, _V1_FILES
+
+
+def _with_parents(hierarchy: Path, path: str) -> Iterator[Path]:
+    """Iterate over the folders of a cgroup and its parents.
+
+    In a container, the path may point outside the hierarchy. The root of the hierarchy is then the
+    container's cgroup.
+
+    Args:
+        hierarchy: root folder of the cgroups.
+        path: path of a cgroup below it, as ``/proc/self/cgroup`` shows it.
+    """
+    root = hierarchy.resolve()
+    folder = (root / path.lstrip("/")).resolve()
+    for candidate in (folder, *folder.parents):
+        if candidate.is_relative_to(root) and candidate != root:
+            yield candidate
+    yield root

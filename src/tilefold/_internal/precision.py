@@ -11,25 +11,26 @@ from tilefold._internal.typing import Model
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# torch's name of a dtype -> the short name that tilefold uses in files, messages and options.
 NAMES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "float64": "fp64"}
 
 
 def inference_precision(model: Model) -> str:
-    """Return the name of the number type in which a model computes its matrix products.
+    """Return the name of the dtype in which a model computes its matrix products.
 
-    It is the type of autocast where autocast is on, around the call or in the model itself
-    (:func:`tilefold.recipes.loading.run_fast`). Otherwise it is the type of the weights.
+    It is the dtype of autocast if autocast is on, either around this call or in the model itself
+    (:func:`tilefold.recipes.loading.run_fast`). Otherwise it is the dtype of the weights.
 
     Args:
-        model: a model of sentence-transformers.
+        model: a sentence-transformers model.
 
     Returns:
         ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``; ``"int8"`` for a quantized ONNX graph.
     """
     import torch  # retrieval without models is imported without it
 
-    graph = next((module for module in model.modules() if hasattr(module, "made_of")), None)
-    if graph is not None:  # ONNX Runtime knows nothing of autocast
+    graph = onnx_graph_of(model)
+    if graph is not None:  # ONNX Runtime ignores autocast
         return "fp32" if graph.made_of["quantize"] is None else "int8"
     floating = (weight for weight in model.parameters() if weight.is_floating_point())
     weight = next(floating, torch.zeros(()))  # a model without weights computes in fp32 on the CPU
@@ -43,17 +44,27 @@ def inference_precision(model: Model) -> str:
     return NAMES.get(name, name)
 
 
+def onnx_graph_of(model: Model) -> Any | None:
+    """Return the :class:`tilefold.modules.OnnxGraph` of a model, or None if it has none.
+
+    Its class is above this package and cannot be imported here. It is recognised by its attribute
+    ``made_of``, which describes the exported model.
+    """
+    return next((module for module in model.modules() if hasattr(module, "made_of")), None)
+
+
 @contextmanager
 def scores_in_fp32(model: Model) -> Iterator[None]:
     """Compute the scores of a cross-encoder in fp32 while the context is open.
 
-    In bf16, scores between 8 and 16 are multiples of 1/16, and most margins of a teacher are a few
-    of such steps or 0. Here the layers after the encoder (pooler, classification head, LM head) and
-    the modules after the Transformer read fp32 inputs with fp32 weights, without autocast. The
-    encoder itself, which takes the time, runs as before; weights stay as they are.
+    In bf16, scores between 8 and 16 are multiples of 1/16, so that most score margins of a teacher
+    would be rounded to 0 or a few steps. In this context, the layers after the encoder (pooler,
+    classification head, LM head) and the modules after the Transformer convert their inputs and
+    weights to fp32 and ignore autocast. The encoder itself, which dominates the run time, runs as
+    before. The stored weights are not changed.
 
     Args:
-        model: a ``CrossEncoder`` of sentence-transformers.
+        model: a sentence-transformers ``CrossEncoder``.
     """
     with ExitStack() as stack:
         for layer in _score_layers(model):
@@ -62,10 +73,12 @@ def scores_in_fp32(model: Model) -> Iterator[None]:
 
 
 def _score_layers(model: Model) -> list[nn.Module]:
-    """Return the layers of a cross-encoder that follow the encoder, in their order.
+    """Return the layers of a cross-encoder after its encoder, in order.
+
+    They compute the scores from the encoder's hidden states.
 
     Args:
-        model: a ``CrossEncoder``, whose first module wraps a model of transformers.
+        model: a ``CrossEncoder``, whose first module wraps a transformers model.
     """
     from torch import nn
 
@@ -75,8 +88,9 @@ def _score_layers(model: Model) -> list[nn.Module]:
     network = getattr(transformer, "model", None)
     if not isinstance(network, nn.Module):  # another backend, such as ONNX
         return later_modules
+    # transformers: ``base_model`` is the encoder, or the model itself if it has no head.
     encoder = getattr(network, "base_model", network)
-    if encoder is network:  # a model without a head of its own
+    if encoder is network:
         return later_modules
     head_layers = [layer for layer in network.children() if layer is not encoder]
     return [*head_layers, *later_modules]
@@ -90,7 +104,7 @@ def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
     call and switches autocast off. At the end, the original ``forward`` is restored.
 
     Args:
-        layer: the layer, whose weights stay in their type.
+        layer: the layer. Its stored weights keep their dtype.
     """
     import torch
     from torch.func import functional_call
@@ -118,20 +132,20 @@ def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
                 stack.enter_context(torch.autocast(device, enabled=False))
             return functional_call(unpatched, in_fp32, arguments, options)
 
-    # A layer that was patched before has a `forward` of its own, which hides that of its class.
-    had_forward = "forward" in vars(layer)
+    # A library may have patched this layer before: its ``forward`` is then an instance attribute.
+    was_patched = "forward" in vars(layer)
     layer.forward = forward
     try:
         yield
     finally:
-        if had_forward:
+        if was_patched:
             layer.forward = unpatched.run
         else:
             del layer.forward
 
 
 def _to_fp32(value: Any) -> Any:
-    """Return a tensor of 16 bits in fp32, or a dictionary with such tensors in fp32.
+    """Convert a bf16 or fp16 tensor, or the tensors of a dictionary, to fp32.
 
     Other values are returned unchanged.
     """

@@ -1,4 +1,4 @@
-"""The public names of the operators, each with its package under ``tilefold.ops``."""
+"""Which package under ``tilefold.ops`` defines each public name of the operators."""
 
 PACKAGE_OF = {
     "QuantizedTokens": "maxsim",

@@ -1,4 +1,4 @@
-"""The oldest release of sentence-transformers that is supported, and the refusal of older ones."""
+"""Checks that the release of sentence-transformers is supported."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ OLDEST_RELEASE = "6.2"
 
 
 def check_sentence_transformers() -> None:
-    """Refuse a release of sentence-transformers before 6.2.
+    """Check that sentence-transformers 6.2 or later is installed.
 
-    Older releases differ in what they store and compute without an error: pooled token vectors are
-    not normalised, ``max_active_dims`` is not saved with a model, queries fall back to the default
-    prompt, and ``CachedSpladeLoss`` with a budget of tokens waits for ever under DDP where ranks
-    have other numbers of mini-batches.
+    Older releases silently store and compute different values: they do not normalise pooled token
+    vectors, do not save ``max_active_dims`` with a model, and encode queries with the default
+    prompt. ``CachedSpladeLoss`` with a budget of tokens hangs under DDP if ranks have different
+    numbers of mini-batches.
 
     Raises:
-        ImportError: sentence-transformers is not installed, or older.
+        ImportError: if sentence-transformers is not installed, or the release is older.
     """
     from packaging.version import Version  # a dependency of transformers
 
@@ -27,17 +27,17 @@ def check_sentence_transformers() -> None:
     if Version(release) < Version(OLDEST_RELEASE):
         remedy = 'pip install -U "tilefold[sentence-transformers]"'
         raise ImportError(
-            f"{expected}, got {release}, which stores and computes other values: {remedy}",
+            f"{expected}, got {release}, which stores and computes different values: {remedy}",
         )
 
 
 def check_release_of(model: object) -> None:
-    """Refuse a model that an older release of sentence-transformers has loaded.
+    """Check that a model of sentence-transformers was loaded by a supported release.
 
     Models of other libraries are accepted.
 
     Raises:
-        ImportError: as in :func:`check_sentence_transformers`.
+        ImportError: if the release of sentence-transformers is too old.
     """
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     if "sentence_transformers" in packages:

@@ -1,4 +1,4 @@
-"""SIGTERM as an interrupt, so that work ends as after Ctrl-C and keeps what is finished."""
+"""Handling of SIGTERM like Ctrl-C, so that work that ends early keeps its finished results."""
 
 from __future__ import annotations
 
@@ -13,33 +13,34 @@ from types import FrameType, TracebackType
 __all__ = ["TERMINATED", "Terminated", "TerminationHandler"]
 
 TERMINATED = 128 + signal.SIGTERM  # exit code of a process that SIGTERM ended, as shells report it
-_REPEAT_SECONDS = 10.0  # in which another SIGTERM repeats the first one
-_RETRY_SECONDS = 0.05  # after an interrupt that was raised in a destructor, which ignores it
+_REPEAT_SECONDS = 10.0  # another SIGTERM within this time is a repeat of the first one
+_RETRY_SECONDS = 0.05  # until a signal is sent again whose exception Python has ignored
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, by which Kubernetes, Slurm and systemd end a process."""
+    """Raised at a SIGTERM, by which Kubernetes, Slurm and systemd end a process."""
 
 
 class TerminationHandler:
     """Context in which SIGTERM raises :class:`Terminated` in the main thread.
 
     A process may get the signal twice, from its group and from its parent. A repeat within
-    ``_REPEAT_SECONDS`` does not disturb the code that stores finished work.
+    ``_REPEAT_SECONDS`` is ignored, so that it does not disturb the code that stores finished work.
 
-    Python ignores an exception in a destructor or in a callback from C. A signal that arrives there
-    is sent again, also the SIGINT of Ctrl-C.
+    Python ignores an exception in a destructor or in a callback from C. If a SIGTERM, or the SIGINT
+    of Ctrl-C, arrives there, it is sent again.
 
-    Nothing is installed outside of the main thread, or where the program handles or ignores the
-    signal itself. A forked child, such as a worker that loads data, ends without an exception.
+    The context does nothing outside the main thread, or if the program handles or ignores SIGTERM
+    itself. In a forked child, such as a worker that loads data, SIGTERM ends the process as usual.
 
     Attributes:
         received: whether a SIGTERM has arrived.
     """
 
     def __init__(self) -> None:
+        """Create the context; nothing is installed until it is entered."""
         self.received = False
-        self._raised_at = -math.inf  # of time.monotonic()
+        self._raised_at = -math.inf  # time.monotonic() of the last Terminated
         self._process = os.getpid()
         self._is_installed = False
         self._previous_hook = sys.unraisablehook
@@ -64,18 +65,18 @@ class TerminationHandler:
             sys.unraisablehook = self._previous_hook
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGTERM by raising :class:`Terminated`.
+        """Raise :class:`Terminated` at a SIGTERM.
 
-        A signal that repeats another one of the last seconds is ignored.
+        A repeat within ``_REPEAT_SECONDS`` is ignored. A forked child, which inherits this handler,
+        is ended by the signal instead.
 
         Args:
-            number: number of the signal.
-            frame: frame that was interrupted; unused.
+            number: the signal number.
+            frame: the interrupted frame; unused.
 
         Raises:
-            Terminated: in the main thread.
+            Terminated: if this is the process that installed the handler.
         """
-        # A forked child inherits this handler, and must end as if there were none.
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -88,10 +89,11 @@ class TerminationHandler:
         raise Terminated
 
     def _retry(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Send a signal again if Python has ignored the exception that it raised.
+        """Send a signal again if Python has ignored the exception that the signal raised.
 
-        This is a hook of ``sys.unraisablehook``: Python calls it for an exception in a destructor,
-        which cannot be raised. Exceptions that no signal raised go to the previous hook.
+        This is a ``sys.unraisablehook``: Python calls it for an exception that cannot propagate,
+        such as one in a destructor. Exceptions other than interrupts are passed to the previous
+        hook.
 
         Args:
             ignored: the exception.
@@ -102,8 +104,8 @@ class TerminationHandler:
         number = signal.SIGINT
         if issubclass(ignored.exc_type, Terminated):
             number = signal.SIGTERM
-            self._raised_at = -math.inf  # so that the signal is not taken for a repeat
-        # A timer sends it, because the destructor must return first.
+            self._raised_at = -math.inf  # so that _handle() does not ignore it as a repeat
+        # A timer sends the signal, because the destructor must return first.
         timer = threading.Timer(_RETRY_SECONDS, os.kill, (os.getpid(), number))
         timer.daemon = True
         timer.start()

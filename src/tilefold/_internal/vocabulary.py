@@ -10,8 +10,9 @@ from typing import Any
 from tilefold._internal.arguments import check_count
 from tilefold._internal.typing import Tokenizer
 
+# Caches: tokenizer -> its number of tokens when the value was computed, and the value.
 _fingerprints: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
-_names: weakref.WeakKeyDictionary[Any, tuple[int, TermNames]] = weakref.WeakKeyDictionary()
+_term_names: weakref.WeakKeyDictionary[Any, tuple[int, TermNames]] = weakref.WeakKeyDictionary()
 
 
 def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
@@ -20,26 +21,26 @@ def vocabulary_fingerprint(tokenizer: Tokenizer) -> str | None:
     It is cached until tokens are added to the tokenizer, which changes its length.
 
     Args:
-        tokenizer: a tokenizer of transformers.
+        tokenizer: a transformers tokenizer.
 
     Returns:
-        The digest, or None for a tokenizer without a vocabulary.
+        The digest, or None if the tokenizer has no vocabulary.
     """
     get_vocab = getattr(tokenizer, "get_vocab", None)
     if get_vocab is None:
         return None
     if not hasattr(tokenizer, "__len__"):
         return _digest(get_vocab())
-    not_cached = (-1, "")
-    cached_size, fingerprint = _fingerprints.get(tokenizer, not_cached)
-    if cached_size != len(tokenizer):
-        fingerprint = _digest(get_vocab())
-        _fingerprints[tokenizer] = (len(tokenizer), fingerprint)
-    return fingerprint
+    size = len(tokenizer)
+    entry = _fingerprints.get(tokenizer)
+    if entry is None or entry[0] != size:
+        entry = (size, _digest(get_vocab()))
+        _fingerprints[tokenizer] = entry
+    return entry[1]
 
 
 def _digest(vocabulary: dict[str, int]) -> str:
-    """Return the SHA-256 over a vocabulary, by index and then by token."""
+    """Return the SHA-256 over the tokens of a vocabulary, sorted by index and then by token."""
     digest = hashlib.sha256()
     for token, index in sorted(vocabulary.items(), key=lambda item: (item[1], item[0])):
         digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
@@ -47,24 +48,22 @@ def _digest(vocabulary: dict[str, int]) -> str:
 
 
 def id_bound(vocabulary: Mapping[str, int]) -> int:
-    """Return the smallest number above all ids of a vocabulary of token -> id.
+    """Return the smallest number above all ids of a vocabulary.
 
-    It exceeds the number of tokens where the ids have gaps.
+    It exceeds the number of tokens if the ids have gaps.
+
+    Args:
+        vocabulary: token -> id.
     """
     return max(vocabulary.values(), default=-1) + 1
 
 
 class TermNames:
-    """Distinct names of the terms of a vocabulary.
+    """Distinct names of the terms of a model's vectors.
 
-    A term is named by its token. A vector may have more terms than its tokenizer has tokens: the
-    head has more rows, or the ids have gaps. A term without a token is named ``[term_905]`` after
-    its number.
-
-    Args:
-        vocabulary: token -> id.
-        token_of: returns the token of an id of the vocabulary; where several tokens have one id,
-            it chooses among them.
+    A term is named by its token. Vectors may have more terms than the tokenizer has tokens, if the
+    head has more rows or the token ids have gaps. A term without a token has a name with its
+    number, such as ``[term_905]``.
     """
 
     def __init__(
@@ -72,20 +71,27 @@ class TermNames:
         vocabulary: Mapping[str, int],
         token_of: Callable[[int], str | None],
     ) -> None:
+        """Prepare the names.
+
+        Args:
+            vocabulary: token -> id.
+            token_of: function that returns the token of an id. It chooses one if several tokens
+                have the same id.
+        """
         self._vocabulary = vocabulary
         self._token_of = token_of
         self._ids = frozenset(vocabulary.values())
         self.id_bound = id_bound(vocabulary)
 
     def has_token(self, term: int) -> bool:
-        """Whether the term has a token."""
+        """Return whether a term has a token."""
         return term in self._ids
 
     def __getitem__(self, term: int) -> str:
         """Return the name of a term.
 
         Args:
-            term: number of any size from 0, of a token or not.
+            term: number of the term, which may be larger than all token ids.
         """
         if term in self._ids:
             token = self._token_of(term)
@@ -96,41 +102,47 @@ class TermNames:
 
 def term_names_of(tokenizer: Tokenizer) -> TermNames:
     """Return the names of a tokenizer's terms, which are cached until tokens are added to it."""
-    not_cached = (-1, None)
-    cached_size, names = _names.get(tokenizer, not_cached)
-    if names is None or cached_size != len(tokenizer):
-        owner = weakref.ref(tokenizer)  # the cache must not keep the tokenizer alive
+    size = len(tokenizer)
+    entry = _term_names.get(tokenizer)
+    if entry is None or entry[0] != size:
+        entry = (size, _create_term_names(tokenizer))
+        _term_names[tokenizer] = entry
+    return entry[1]
 
-        def token_of(term: int) -> str | None:
-            token: str | None = owner().convert_ids_to_tokens(term)  # type: ignore[union-attr]
-            return token
 
-        names = TermNames(tokenizer.get_vocab(), token_of)
-        _names[tokenizer] = (len(tokenizer), names)
-    return names
+def _create_term_names(tokenizer: Tokenizer) -> TermNames:
+    """Create the names of a tokenizer's terms, without keeping the tokenizer alive."""
+    tokenizer_ref = weakref.ref(tokenizer)
+
+    def token_of(term: int) -> str | None:
+        tokenizer: Any = tokenizer_ref()
+        token: str | None = tokenizer.convert_ids_to_tokens(term)
+        return token
+
+    return TermNames(tokenizer.get_vocab(), token_of)
 
 
 def term_names(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
     """Return a distinct name for every term of a model's vectors.
 
-    A term is named by its token. A term without one, such as a row of a head with more rows than
-    the tokenizer has tokens, is named ``[term_905]`` after its number.
+    A term is named by its token. A term without a token, such as a row of a head with more rows
+    than the tokenizer has tokens, has a name with its number, such as ``[term_905]``.
 
     Args:
-        tokenizer: tokenizer of the model.
+        tokenizer: the model's tokenizer.
         vocab_size: number of terms of the vectors, V.
 
     Returns:
         V names, in the order of the terms.
 
     Raises:
-        TypeError: for anything but a tokenizer, such as the name of a model.
-        ValueError: for a size that is no integer of at least 1.
+        TypeError: if `tokenizer` is something else, such as the name of a model.
+        ValueError: if `vocab_size` is not an integer of at least 1.
     """
     if not callable(getattr(tokenizer, "get_vocab", None)):
         raise TypeError(
-            f"tokenizer: expected a tokenizer, got {type(tokenizer).__name__}; pass "
-            "model.tokenizer.",
+            f"tokenizer: expected a tokenizer, got {type(tokenizer).__name__}; "
+            "pass model.tokenizer.",
         )
     check_count("vocab_size", vocab_size)
     names = term_names_of(tokenizer)
@@ -138,20 +150,21 @@ def term_names(tokenizer: Tokenizer, vocab_size: int) -> list[str]:
 
 
 def fill_missing_names(tokens: Sequence[str | None]) -> list[str]:
-    """Return tokens in which every ``None`` is replaced by a name after its number.
+    """Name every term by its token, or by its number if it has no token.
 
     Args:
-        tokens: token of each term, or ``None`` for a term without one, as
-            ``tokenizer.convert_ids_to_tokens`` gives them.
+        tokens: the token of each term; ``None`` for a term without a token, as
+            ``tokenizer.convert_ids_to_tokens`` returns it.
     """
-    named = {token for token in tokens if token is not None}
+    known_tokens = {token for token in tokens if token is not None}
     return [
-        _numbered(term, named) if token is None else str(token) for term, token in enumerate(tokens)
+        _numbered(term, known_tokens) if token is None else str(token)
+        for term, token in enumerate(tokens)
     ]
 
 
 def _numbered(term: int, tokens: Container[str]) -> str:
-    """Return a name of a term after its number that is no token."""
+    """Return a name with a term's number, such as ``[term_905]``, that no token has."""
     name = f"[term_{term}]"
     while name in tokens:
         name = f"[{name}]"

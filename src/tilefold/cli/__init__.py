@@ -121,7 +121,7 @@ def _run_command(args: list[str]) -> int:
     command = typer.main.get_command(_app())
     with tally_truncation() as tally:
         result = command(args or ["--help"], prog_name="tilefold", standalone_mode=False)
-    for line in tally.lines():
+    for line in tally.sentences():
         _common.note(line)
     if not args:
         return WRONG_USAGE

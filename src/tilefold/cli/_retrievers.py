@@ -846,7 +846,7 @@ def second_ranking(
     if path is None:
         return None
     second = open_index(path) if path.is_dir() else _scores.read_run(path, "--prf-with")
-    if "texts_sha256" in texts.differs(second.provenance):
+    if "texts_sha256" in texts.differing_fields(second.provenance):
         raise CommandError(
             f"--prf-with: {path} was made from other documents than those that are searched.",
         )

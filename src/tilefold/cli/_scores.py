@@ -381,7 +381,7 @@ def check_texts(
         collection: the documents that it must have been made from.
         texts: fingerprint of these documents.
     """
-    if texts.differs(provenance):
+    if texts.differing_fields(provenance):
         raise CommandError(
             f"{name} was made from other documents than those of {collection.name}: another "
             "collection, or one that has changed since. Give its own with --data, or make it again "
@@ -420,7 +420,7 @@ def check_runs(
         splits: splits in which each run must have results.
     """
     for first, other in itertools.combinations(named, 2):
-        if "texts_sha256" in first.provenance.differs(other.provenance):
+        if "texts_sha256" in first.provenance.differing_fields(other.provenance):
             raise CommandError(
                 f"{first.name} and {other.name} were made from different collections.",
             )

@@ -20,7 +20,7 @@ class TokenIds:
     Attributes:
         ids: token ids, ``[T]``.
         positions: position ids that the model embeds, ``[T]``.
-        offsets: where each text begins, ``[N + 1]``.
+        offsets: position of each text's first token, and T, ``[N + 1]``.
     """
 
     ids: Int64
@@ -29,38 +29,44 @@ class TokenIds:
 
     @property
     def lengths(self) -> Int64:
+        """Number of tokens of each text, ``[N]``."""
         return np.diff(self.offsets)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     def take(self, texts: Int64) -> TokenIds:
-        """Return the texts at some positions, in that order."""
+        """Return the texts with these numbers, in the order of the numbers."""
         sources, offsets = gather_positions(self.offsets, texts)
         return TokenIds(self.ids[sources], self.positions[sources], offsets)
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64:
-    """Return ``[0, lengths[0], lengths[0] + lengths[1], ...]``, ``[N + 1]``."""
+    """Compute where each of N packed rows begins, and where the last one ends.
+
+    Returns:
+        ``[0, lengths[0], lengths[0] + lengths[1], ...]``, ``[N + 1]``.
+    """
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def gather_positions(offsets: Int64, rows: Int64) -> tuple[Int64, Int64]:
-    """Find the entries of some rows of packed storage.
+    """Compute the positions at which the entries of chosen rows are in packed storage.
 
     Args:
-        offsets: where each row begins, ``[N + 1]``.
-        rows: row numbers in any order, ``[M]``.
+        offsets: position of each row's first entry, ``[N + 1]``.
+        rows: numbers of the chosen rows in any order, ``[M]``.
 
     Returns:
-        The positions of the entries of these rows, one row after another, and the offsets of the
-        rows once their entries have been gathered, ``[M + 1]``.
+        The positions of the entries, one row after another, and the offsets ``[M + 1]`` of the
+        chosen rows when only their entries are stored, in this order.
     """
     lengths = np.diff(offsets)[rows]
-    new_offsets = offsets_of(lengths)
-    # Position of an entry in the storage minus its position after gathering, for every entry.
-    shifts = np.repeat(offsets[rows] - new_offsets[:-1], lengths)
-    return shifts + np.arange(new_offsets[-1]), new_offsets
+    gathered_offsets = offsets_of(lengths)
+    gathered_positions = np.arange(gathered_offsets[-1])
+    # position in the storage = gathered position + shift of the row
+    row_shifts = offsets[rows] - gathered_offsets[:-1]
+    return gathered_positions + np.repeat(row_shifts, lengths), gathered_offsets
 
 
 def row_ranges(
@@ -72,8 +78,8 @@ def row_ranges(
     """Divide consecutive rows of packed storage into ranges with a limited number of entries.
 
     Args:
-        offsets: where each row begins, ``[N + 1]``.
-        size: number of entries per range. A row with more entries is a range by itself.
+        offsets: position of each row's first entry, ``[N + 1]``.
+        size: largest number of entries of a range. A row with more entries is a range by itself.
         low: first row.
         high: row after the last one; ``None`` means ``N``.
 
@@ -97,14 +103,15 @@ def batches_by_tokens(
     max_tokens: int | None,
     max_texts: int | None = None,
 ) -> Iterator[Int64]:
-    """Group texts of similar length into batches, the longest texts first.
+    """Group texts of similar length into batches with nearly equal numbers of tokens.
 
-    The batches have nearly equal numbers of tokens, and every text is in one of them.
+    The longest texts come first. Every text is in one batch.
 
     Args:
         lengths: number of tokens of each text.
-        max_tokens: tokens per batch; ``None`` sets no limit. A longer text is a batch by itself.
-        max_texts: texts per batch; ``None`` sets no limit.
+        max_tokens: largest number of tokens of a batch; ``None`` sets no limit. A longer text is a
+            batch by itself.
+        max_texts: largest number of texts of a batch; ``None`` sets no limit.
 
     Yields:
         Positions of the texts of a batch.
@@ -113,23 +120,28 @@ def batches_by_tokens(
     total = int(lengths.sum())
     if max_tokens is None:
         max_tokens = max(1, total)
-    # A batch is closed at the mean size of the fewest possible batches, so that the last batch is
-    # not much smaller than the others.
+    # A batch is closed once it has the mean size of the smallest possible number of batches, so
+    # that the last batch is not much smaller than the others.
     min_batches = max(1, _ceil_divide(total, max_tokens))
     target_tokens = _ceil_divide(total, min_batches)
     start = 0  # position in `order` of the first text of the batch
-    tokens = 0  # of the batch
+    batch_tokens = 0
     for position, length in enumerate(lengths[order].tolist()):
         n_texts = position - start
-        full = tokens >= target_tokens or tokens + length > max_tokens or n_texts == max_texts
-        if full and n_texts > 0:
+        is_full = (
+            batch_tokens >= target_tokens
+            or batch_tokens + length > max_tokens
+            or n_texts == max_texts
+        )
+        if is_full and n_texts > 0:
             yield order[start:position]
             start = position
-            tokens = 0
-        tokens += length
+            batch_tokens = 0
+        batch_tokens += length
     if start < len(order):
         yield order[start:]
 
 
 def _ceil_divide(dividend: int, divisor: int) -> int:
+    """Divide two integers, rounding up."""
     return -(-dividend // divisor)

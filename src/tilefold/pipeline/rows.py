@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,10 +13,13 @@ from torch import Tensor
 
 from tilefold.pipeline.ragged import offsets_of
 
+if TYPE_CHECKING:
+    from tilefold.ops.lsr_head import CapacityRows
+
 R = TypeVar("R")
 Items = TypeVar("Items", bound=Sequence[object])
 
-# Number of batches that a stream has launched at most when it waits for the first of them.
+# Maximum number of batches that a stream launches before it waits for the first of them.
 IN_FLIGHT = 3
 
 
@@ -26,10 +29,10 @@ class Batch(NamedTuple):
     Attributes:
         window: number of the window.
         positions: positions of the texts in the window, in the order of the rows.
-        rows: :class:`SparseRows`, :class:`TokenRows`, a list or a matrix with a row for each text;
-            the exception if the batch is one text that could not be encoded.
+        rows: :class:`SparseRows`, :class:`TokenRows`, or a list or matrix with a row for each text.
+            A batch of one text that could not be encoded has the exception instead.
         cut: number of texts that the tokenizer truncated.
-        max_length: tokens at which texts are truncated; ``None`` without a limit.
+        max_length: number of tokens at which texts are truncated; ``None`` without a limit.
     """
 
     window: int
@@ -42,10 +45,10 @@ class Batch(NamedTuple):
         """Return the rows of consecutive texts of the batch.
 
         Args:
-            texts: positions in the batch.
+            texts: positions of the texts in the batch.
 
         Raises:
-            Exception: the error of a text that could not be encoded.
+            Exception: if the batch is a text that could not be encoded.
         """
         rows = self.rows
         if isinstance(rows, Exception):
@@ -53,10 +56,10 @@ class Batch(NamedTuple):
         if len(texts) == len(self.positions):
             return rows
         selected = slice(texts.start, texts.stop)
-        if hasattr(rows, "part"):
+        if isinstance(rows, SparseRows | TokenRows):
             return rows.part(selected)
         if isinstance(rows, Tensor) and rows.layout != torch.strided:
-            rows = rows.to_dense()
+            rows = rows.to_dense()  # torch cannot slice the rows of a sparse tensor
         return rows[selected]
 
 
@@ -64,15 +67,15 @@ def bisect_failures(
     items: Items,
     function: Callable[[Items], R],
 ) -> Iterator[tuple[Items, R | Exception]]:
-    """Apply a function to items, and halve items that fail until the failing one is isolated.
+    """Apply a function to items, halving a batch that fails until the failing item is isolated.
 
     Args:
         items: the items, such as the texts of a batch.
         function: takes items and returns their result.
 
     Yields:
-        Consecutive parts of the items with their result. A part that failed has one item, and its
-        result is the exception.
+        Consecutive parts of the items, each with its result. A part whose result is an exception
+        has one item.
     """
     result: R | Exception
     try:
@@ -110,10 +113,11 @@ class Window(NamedTuple):
 
     Attributes:
         texts: the texts.
-        skip: positions of texts that need no rows, since an interrupted run has stored them.
-            Batches are composed as if they did, so that the other texts get the same batches, and
-            with them the same bits, as in a run without interruption.
-        prepare: changes texts before they are tokenised, for example by shortening them.
+        skip: positions of texts whose rows an interrupted run has already stored. Batches are
+            composed as if these texts were encoded again, so that the other texts get the same
+            batches, and so the same bits, as in a run without interruption.
+        prepare: function that changes texts before they are tokenised, for example by shortening
+            them.
     """
 
     texts: Sequence[str]
@@ -121,7 +125,7 @@ class Window(NamedTuple):
     prepare: Callable[[Sequence[str]], Sequence[str]] | None = None
 
     def prepared_texts(self) -> list[str]:
-        """Return the texts that are tokenised."""
+        """Return the texts as they are tokenised."""
         return list(self.texts if self.prepare is None else self.prepare(self.texts))
 
 
@@ -135,7 +139,7 @@ def warn_unused_batch_tokens() -> None:
 
 
 class SparseRows(NamedTuple):
-    """Sparse rows on the CPU, or with entries on a device.
+    """Packed sparse rows, whose entries are on the CPU or on a device.
 
     Attributes:
         counts: number of entries of each row, int64 ``[N]`` on the CPU.
@@ -151,7 +155,7 @@ class SparseRows(NamedTuple):
     vocab_size: int
 
     def part(self, rows: slice) -> SparseRows:
-        """Return consecutive rows."""
+        """Return consecutive rows, which share the memory of these."""
         entries = entry_slice(self.counts, rows)
         return SparseRows(
             self.counts[rows],
@@ -162,18 +166,18 @@ class SparseRows(NamedTuple):
 
 
 def entry_slice(counts: Tensor, rows: slice) -> slice:
-    """Return the slice of the entries of consecutive rows in packed storage.
+    """Return the slice of packed storage that holds the entries of consecutive rows.
 
     Args:
         counts: number of entries of each row, ``[N]``.
-        rows: the rows.
+        rows: slice of the row numbers.
     """
     start = int(counts[: rows.start].sum())
     return slice(start, start + int(counts[rows].sum()))
 
 
 class RowCapacityError(Exception):
-    """A sparse row has more entries than fit into storage of fixed capacity.
+    """Raised if a sparse row has more entries than its fixed capacity.
 
     Attributes:
         max_entries: number of entries of the longest row.
@@ -185,80 +189,90 @@ class RowCapacityError(Exception):
 
 
 class HostCopy:
-    """Asynchronous copy of tensors to the CPU.
+    """Tensors that are being copied to the CPU.
 
-    Tensors of a GPU are copied to pinned memory, in the order of the GPU's current CUDA stream.
+    A GPU writes them to pinned memory in the order of its current CUDA stream, while the CPU goes
+    on. Tensors of the CPU are not copied.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Start the copies. Only copies from a GPU are asynchronous.
+        """Start copying tensors to the CPU.
 
         Args:
-            tensors: tensors of one device, at least one. Those on the CPU are not copied.
+            tensors: at least one tensor. All are on the same device.
         """
         self._event: Any = None
-        self._host = list(tensors)
         device = tensors[0].device
         if device.type == "cuda":
-            self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-            for host, tensor in zip(self._host, tensors, strict=True):
-                host.copy_(tensor, non_blocking=True)
-            # The event marks the end of the copies. A thread that waits for it does not spin.
+            self._copies = [_start_pinned_copy(tensor) for tensor in tensors]
+            # The event marks the end of the copies. A thread that waits for a blocking event
+            # sleeps, and leaves its core to others.
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
-        elif device.type != "cpu":
-            self._host = [tensor.cpu() for tensor in tensors]
+        else:
+            self._copies = [tensor.cpu() for tensor in tensors]
 
     def ready(self) -> bool:
         """Return whether the copies have finished."""
         return self._event is None or bool(self._event.query())
 
     def wait(self) -> list[Tensor]:
-        """Wait for the copies, but for no later work of the device, and return them."""
+        """Wait until the tensors have been copied, but not for later work of the device.
+
+        Returns:
+            The copies, in the order of the tensors.
+        """
         if self._event is not None:
             self._event.synchronize()
-        return self._host
+        return self._copies
+
+
+def _start_pinned_copy(tensor: Tensor) -> Tensor:
+    """Start copying a GPU tensor to pinned memory, and return the copy."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 class PendingSparseRows(HostCopy):
-    """Sparse rows that are being copied to the CPU.
+    """Rows of a CSR matrix that are being copied to the CPU."""
 
-    Args:
-        rows: CSR ``[B, V]``, or rows of fixed capacity: (counts, stored counts, columns, values,
-            V), as :func:`unpack_capacity_rows` takes them.
-        capacity: number of entries that each row of fixed capacity can store.
-        to_host: whether columns and values are copied too. Otherwise they stay on the device.
-    """
-
-    def __init__(
-        self,
-        rows: Tensor | tuple[Tensor, Tensor, Tensor, Tensor, int],
-        capacity: int = 0,
-        to_host: bool = True,
-    ) -> None:
+    def __init__(self, matrix: Tensor, to_host: bool = True) -> None:
         """Start copying the rows to the CPU.
 
         Args:
-            rows: CSR tensor ``[B, V]``, or rows of fixed capacity: the number of entries of each
-                row ``[B]``, the number that is stored of each row ``[B]``, their columns and their
-                values ``[B, capacity]``, and the vocabulary size V.
-            capacity: number of entries that each row of fixed capacity can store.
-            to_host: whether columns and values are copied too. Otherwise they stay on the device.
+            matrix: ``torch.sparse_csr`` matrix ``[B, V]``.
+            to_host: whether columns and values are copied, too. Otherwise they stay on the device.
         """
-        self.capacity: int | None  # None for a CSR tensor
-        if isinstance(rows, Tensor):
-            self.capacity = None
-            self.vocab_size = int(rows.size(1))
-            counts = [rows.crow_indices().diff()]
-            columns = rows.col_indices().to(torch.int32)
-            values = rows.values()
-        else:
-            self.capacity = capacity
-            all_counts, stored_counts, columns, values, self.vocab_size = rows
-            counts = [all_counts, stored_counts]
-        # Columns and values that stay on the device.
-        self._device_entries = [] if to_host else [columns, values]
-        super().__init__([*counts, columns, values] if to_host else counts)
+        self._vocab_size = int(matrix.size(1))
+        counts = matrix.crow_indices().diff()
+        entries = (matrix.col_indices().to(torch.int32), matrix.values())
+        self._device_entries = None if to_host else entries
+        super().__init__([counts, *entries] if to_host else [counts])
+
+    def get(self) -> SparseRows:
+        """Wait for the copies and return the rows."""
+        counts, *copied_entries = self.wait()
+        columns, values = self._device_entries or copied_entries
+        return SparseRows(counts.to(torch.int64), columns, values, self._vocab_size)
+
+
+class PendingCapacityRows(HostCopy):
+    """Sparse rows of a fixed capacity that are being copied to the CPU."""
+
+    def __init__(self, rows: CapacityRows, capacity: int, to_host: bool = True) -> None:
+        """Start copying the rows to the CPU.
+
+        Args:
+            rows: the rows.
+            capacity: number of entries that each row can have.
+            to_host: whether columns and values are copied, too. Otherwise they stay on the device.
+        """
+        self._vocab_size = rows.vocab_size
+        self._capacity = capacity
+        counts = (rows.counts, rows.n_stored)
+        entries = (rows.columns, rows.values)
+        self._device_entries = None if to_host else entries
+        super().__init__([*counts, *entries] if to_host else counts)
 
     def get(self) -> SparseRows:
         """Wait for the copies and return the rows.
@@ -266,19 +280,15 @@ class PendingSparseRows(HostCopy):
         Raises:
             RowCapacityError: if a row has more entries than the capacity.
         """
-        # The tensors in the order in which __init__() lists them.
-        tensors = [*self.wait(), *self._device_entries]
-        if self.capacity is None:
-            counts, columns, values = tensors
-            return SparseRows(counts.to(torch.int64), columns, values, self.vocab_size)
-        counts, stored_counts, columns, values = tensors
+        counts, stored_counts, *copied_entries = self.wait()
+        columns, values = self._device_entries or copied_entries
         return unpack_capacity_rows(
             counts,
             stored_counts,
             columns,
             values,
-            self.capacity,
-            self.vocab_size,
+            self._capacity,
+            self._vocab_size,
         )
 
 
@@ -290,17 +300,17 @@ def unpack_capacity_rows(
     capacity: int,
     vocab_size: int,
 ) -> SparseRows:
-    """Convert rows of fixed capacity to packed rows.
+    """Convert rows of a fixed capacity to packed rows.
 
-    Columns and values may be on a device. The results then stay there as copies, since a graph
-    overwrites its buffers, and nothing waits for the device.
+    The packed rows are copies on the same device as `columns` and `values`, because a CUDA graph
+    overwrites its buffers. The CPU does not wait for the device.
 
     Args:
         counts: number of non-zero entries of each row, ``[N]`` on the CPU.
-        stored_counts: number of entries that are kept of each row, ``[N]`` on the CPU.
-        columns: ``[N, capacity]``.
-        values: ``[N, capacity]``.
-        capacity: number of entries that each row can store.
+        stored_counts: number of entries that are stored of each row, ``[N]`` on the CPU.
+        columns: columns of the stored entries, ``[N, capacity]``.
+        values: values of the stored entries, ``[N, capacity]``.
+        capacity: number of entries that each row can have.
         vocab_size: number of columns V.
 
     Raises:
@@ -326,9 +336,12 @@ def unpack_capacity_rows(
             values[0, :size].clone(),
             vocab_size,
         )
-    starts = torch.arange(len(stored_counts)) * columns.size(1)
-    new_starts = stored_counts.cumsum(0) - stored_counts
-    sources = source_positions(starts - new_starts, stored_counts, columns.device)
+    sources = source_positions(
+        source_starts=torch.arange(len(stored_counts)) * columns.size(1),
+        result_starts=stored_counts.cumsum(0) - stored_counts,
+        counts=stored_counts,
+        device=columns.device,
+    )
     return SparseRows(
         stored_counts,
         columns.flatten()[sources],
@@ -354,7 +367,7 @@ def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tens
     """Concatenate the sparse rows of batches in the order of the texts.
 
     Args:
-        batches: batches with :class:`SparseRows`. Their positions are those of `total` texts.
+        batches: batches with :class:`SparseRows`. Together they have every text once.
         total: number of texts N.
 
     Returns:
@@ -367,40 +380,46 @@ def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tens
             torch.zeros(0, dtype=torch.int64),
             torch.zeros(0),
         )
-    if len(batches) == 1 and batches[0].positions == range(total):
-        rows = batches[0].rows
-        return (
-            torch.from_numpy(offsets_of(rows.counts.numpy())),
-            rows.columns.clone(),
-            rows.values.clone(),
-        )
-    batch_counts = torch.cat([batch.rows.counts for batch in batches])
+    counts = torch.cat([batch.rows.counts for batch in batches])
     columns = torch.cat([batch.rows.columns for batch in batches])
     values = torch.cat([batch.rows.values for batch in batches])
-    # Position of the text of each row of the batches.
-    order = torch.cat([torch.as_tensor(batch.positions, dtype=torch.int64) for batch in batches])
-    counts = torch.zeros(total, dtype=torch.int64)
-    counts[order] = batch_counts
-    # Position of each text's first entry in the concatenated batches.
-    starts = torch.zeros(total, dtype=torch.int64)
-    starts[order] = batch_counts.cumsum(0) - batch_counts
-    offsets = torch.cat([batch_counts.new_zeros(1), counts.cumsum(0)])
-    sources = source_positions(starts - offsets[:-1], counts, values.device)
-    return offsets, columns[sources], values[sources]
+    texts = np.concatenate([np.asarray(batch.positions) for batch in batches])
+    offsets = offsets_of(counts.numpy())
+    if np.array_equal(texts, np.arange(total)):
+        return torch.from_numpy(offsets), columns, values
+    # Row i of the batches is the row of text `texts[i]`, so that of text j is `argsort(texts)[j]`.
+    row_of_text = np.argsort(texts)
+    text_counts = counts.numpy()[row_of_text]
+    text_offsets = offsets_of(text_counts)
+    sources = source_positions(
+        torch.from_numpy(offsets[row_of_text]),
+        torch.from_numpy(text_offsets[:-1]),
+        torch.from_numpy(text_counts),
+        values.device,
+    )
+    return torch.from_numpy(text_offsets), columns[sources], values[sources]
 
 
-def source_positions(shifts: Tensor, counts: Tensor, device: torch.device) -> Tensor:
-    """Compute where each entry of packed rows is copied from.
+def source_positions(
+    source_starts: Tensor,
+    result_starts: Tensor,
+    counts: Tensor,
+    device: torch.device,
+) -> Tensor:
+    """Compute the positions from which the entries of packed rows are gathered.
+
+    ``source[source_positions(...)]`` holds the entries of row 0, then those of row 1, and so on.
 
     Args:
-        shifts: position of a row's first entry in the source minus that in the result, ``[N]``.
+        source_starts: position of each row's first entry in the source, ``[N]``.
+        result_starts: position of each row's first entry in the result, ``[N]``.
         counts: number of entries of each row, ``[N]``.
-        device: device of the result.
+        device: device of the positions.
 
     Returns:
         Positions in the source, int64 ``[sum(counts)]``.
     """
-    positions = repeat_interleave(shifts, counts, device)
+    positions = repeat_interleave(source_starts - result_starts, counts, device)
     return positions.add_(torch.arange(len(positions), device=device))
 
 
@@ -415,12 +434,12 @@ def repeat_interleave(
     counts on the CPU.
 
     Args:
-        values: int64 ``[N]`` on the CPU.
+        values: values to repeat, int64 ``[N]`` on the CPU.
         counts: how often each value is repeated, int64 ``[N]`` on the CPU.
         device: device of the result; ``None`` means the CPU.
 
     Returns:
-        ``[sum(counts)]``.
+        The repeated values, ``[sum(counts)]``.
     """
     if device is None or device.type == "cpu":
         # numpy computes it, since torch wakes all threads for a few rows, which can take
@@ -441,11 +460,11 @@ def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
 
 
 class TokenRows(NamedTuple):
-    """Packed token vectors of N texts on the CPU, T altogether.
+    """Packed token vectors of N texts with T tokens altogether, on the CPU.
 
     Attributes:
         counts: number of vectors of each text, int64 ``[N]``.
-        finite: whether all elements of a vector are finite, bool ``[T]``.
+        finite: whether all elements of each vector are finite, bool ``[T]``.
         values: vectors in the stored number type, ``[T, D]``.
         scales: scales of int8 vectors, ``[T]``.
     """
@@ -463,15 +482,9 @@ class TokenRows(NamedTuple):
 
 
 class PendingTokenRows(HostCopy):
-    """Stored token vectors that are being copied to the CPU.
+    """Token vectors in their stored number type that are being copied to the CPU.
 
     They are packed on the device. The CPU learns their number when it has received them.
-
-    Args:
-        vectors: ``[B, S, D]``.
-        mask: which tokens count, ``[B, S]``.
-        to_stored: converts fp32 vectors ``[T, D]`` to (finite ``[T]``, values ``[T, D]``), and
-            scales ``[T]`` for int8, as in :class:`TokenRows`.
     """
 
     def __init__(
@@ -480,6 +493,14 @@ class PendingTokenRows(HostCopy):
         mask: Tensor,
         to_stored: Callable[[Tensor], tuple[Tensor, ...]],
     ) -> None:
+        """Pack and convert the vectors, and start copying them to the CPU.
+
+        Args:
+            vectors: vectors of padded texts, ``[B, S, D]``.
+            mask: which tokens have a vector, ``[B, S]``.
+            to_stored: function that converts fp32 vectors ``[T, D]`` to the attributes ``finite``
+                and ``values`` of :class:`TokenRows`, and for int8 ``scales``.
+        """
         mask = mask.bool()
         counts = mask.sum(1)
         packed = packed_rows(vectors, mask)
@@ -493,27 +514,32 @@ class PendingTokenRows(HostCopy):
 
 
 class PendingTokenVectors(HostCopy):
-    """Token vectors, packed on a device, whose counts are being copied to the CPU.
-
-    Args:
-        vectors: ``[B, S, D]``.
-        mask: which tokens count, ``[B, S]``.
-        to_host: whether the vectors are copied too. Otherwise they stay on the device.
-    """
+    """Token vectors that are packed on a device, and being copied to the CPU."""
 
     def __init__(self, vectors: Tensor, mask: Tensor, to_host: bool) -> None:
+        """Pack the vectors, and start copying their counts to the CPU.
+
+        Args:
+            vectors: vectors of padded texts, ``[B, S, D]``.
+            mask: which tokens have a vector, ``[B, S]``.
+            to_host: whether the vectors are copied, too. Otherwise they stay on the device.
+        """
         mask = mask.bool()
         self._packed = packed_rows(vectors, mask)
         counts = mask.sum(1)
         super().__init__([counts, self._packed] if to_host else [counts])
 
     def get(self) -> list[Tensor]:
-        """Wait for the copies and return vectors ``[n, D]`` of each text, views of one tensor."""
+        """Wait for the copies and return the vectors of each text.
+
+        Returns:
+            A tensor ``[n_tokens, D]`` for each text. They share the memory of one tensor.
+        """
         counts, *copies = self.wait()
         vectors = copies[0] if copies else self._packed
         total = int(counts.sum())
         if vectors.size(0) != total:
-            vectors = vectors[:total].clone()  # a copy, so that the spare rows are freed
+            vectors = vectors[:total].clone()  # a copy, so that the unused rows are freed
         return list(torch.split(vectors, counts.tolist()))
 
 
@@ -522,18 +548,19 @@ def packed_rows(vectors: Tensor, mask: Tensor) -> Tensor:
 
     Args:
         vectors: vectors of padded texts, ``[B, S, D]``.
-        mask: bool ``[B, S]``, True for T tokens to keep.
+        mask: bool ``[B, S]``, True for the T tokens to keep.
 
     Returns:
-        ``[T, D]`` for tensors on the CPU, and ``[B * S, D]`` on a device, where the rows from T on
-        are undefined. The CPU would have to wait for the device to learn T.
+        Vectors ``[T, D]`` for tensors on the CPU. Vectors ``[B * S, D]`` for tensors on a GPU, of
+        which the last ``B * S - T`` are undefined: to return only T vectors, the CPU would have to
+        wait for the GPU to count them.
     """
     if vectors.device.type == "cpu":
         return vectors[mask]
     flat_mask = mask.reshape(-1)
     size = flat_mask.numel()
-    # The row of each token to keep is the number of such tokens before it. The others go to an
-    # additional last row, which is dropped.
+    # The row of a token to keep is the number of tokens to keep before it. All other tokens are
+    # written to an additional last row, which is dropped.
     targets = torch.where(flat_mask, flat_mask.cumsum(0) - 1, size)
     rows = vectors.new_zeros(size + 1, vectors.size(-1))
     return rows.index_copy_(0, targets, vectors.flatten(0, 1))[:size]

@@ -20,13 +20,6 @@ class Prefetcher(Generic[T]):
     An exception of the iterable is raised in the consumer, after the items before it. Leaving the
     context stops the thread at its next item and waits for it, so that no work continues after the
     consumer has failed.
-
-    Args:
-        items: the iterable that the thread consumes. A ``None`` means that no item is ready yet:
-            the thread then checks whether it should stop, and drops the ``None``.
-        depth: number of items that may wait for the consumer.
-        name: name of the thread.
-        stop: event that ends the thread. Chained prefetchers share one, so that they end together.
     """
 
     def __init__(
@@ -36,13 +29,15 @@ class Prefetcher(Generic[T]):
         name: str = "tilefold-prefetcher",
         stop: threading.Event | None = None,
     ) -> None:
-        """Start the thread.
+        """Start a thread that fills a queue with the items.
 
         Args:
-            items: the iterable that the thread consumes; a ``None`` is dropped.
-            depth: number of items that may wait for the consumer.
+            items: the iterable that the thread consumes. It may yield ``None`` while no item is
+                ready, so that the thread can check whether to stop. A ``None`` is not queued.
+            depth: largest number of items in the queue.
             name: name of the thread.
-            stop: event that ends the thread; ``None`` makes a new one.
+            stop: event that ends the thread; ``None`` creates one. Chained prefetchers share an
+                event, so that they end together.
         """
         self._queue: queue.Queue[Any] = queue.Queue(depth)
         self._stop = threading.Event() if stop is None else stop
@@ -56,6 +51,7 @@ class Prefetcher(Generic[T]):
         self._thread.start()
 
     def _fill_queue(self, items: Iterable[T | None]) -> None:
+        """Put the items and then the end marker into the queue, until the thread should stop."""
         try:
             for item in items:
                 if self._stop.is_set():
@@ -99,16 +95,18 @@ class Prefetcher(Generic[T]):
 class BackgroundWorker:
     """Runs submitted functions one after another in a background thread.
 
-    When a job raises, later jobs are dropped, and the error is raised by the next :meth:`submit` or
-    :meth:`drain`. Leaving the context runs all submitted jobs and waits for them, even after an
-    error in the body of the ``with`` statement.
-
-    Args:
-        depth: number of jobs that may wait. :meth:`submit` blocks while the queue is full.
-        name: name of the thread.
+    If a job raises, later jobs are dropped, and the next :meth:`submit` or :meth:`drain` raises its
+    error. Leaving the context runs all submitted jobs and waits for them, even after an error in
+    the body of the ``with`` statement.
     """
 
     def __init__(self, depth: int, name: str = "tilefold-worker") -> None:
+        """Start a thread that runs the jobs of a queue.
+
+        Args:
+            depth: largest number of jobs in the queue. :meth:`submit` blocks while it is full.
+            name: name of the thread.
+        """
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(depth)
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run_jobs, name=name, daemon=True)
@@ -133,11 +131,12 @@ class BackgroundWorker:
                 self._queue.task_done()
 
     def _raise_job_error(self) -> None:
+        """Raise the error of the first job that failed, if any."""
         if self._error is not None:
             raise self._error
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Queue a job; waits while the queue is full.
+        """Append a job to the queue, waiting while it is full.
 
         Raises:
             BaseException: the error of an earlier job.

@@ -1,7 +1,7 @@
 """Counts of the texts that a tokenizer truncates at a model's limit.
 
-:func:`counting_truncation` counts in the thread that tokenises. :func:`report_truncation` adds such
-counts to the tallies of a command, which :func:`tally_truncation` opens.
+:func:`counting_truncation` counts the texts that a thread tokenises. :func:`report_truncation` adds
+such counts to the tally that a command has opened by :func:`tally_truncation`.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = [
 
 
 class TokenizerCall(NamedTuple):
-    """One call of a tokenizer, and which of its texts were truncated.
+    """A call of a tokenizer, and which of its texts were truncated.
 
     Attributes:
-        n_texts: number of texts of the call.
-        cut: positions of the truncated texts.
-        max_length: number of tokens at which texts are truncated; ``None`` if they are not.
-        special: whether special tokens were added.
+        n_texts: number of texts that the call tokenised.
+        truncated: positions of the truncated texts.
+        max_length: number of tokens at which texts are truncated; ``None`` without a limit.
+        add_special_tokens: whether special tokens were added.
     """
 
     n_texts: int
-    cut: Sequence[int]
+    truncated: Sequence[int]
     max_length: int | None
-    special: bool = True
+    add_special_tokens: bool = True
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Truncation:
         texts: number of texts that were tokenised.
         count: number of truncated texts.
         max_length: largest limit, in tokens; ``None`` if there was no limit.
-        calls: the tokenizer's calls that were counted.
+        calls: the calls of the tokenizer.
     """
 
     texts: int = 0
@@ -68,129 +68,156 @@ class Truncation:
         self.max_length = max(limits, default=None)
 
     def add_call(self, call: TokenizerCall) -> None:
-        """Add the texts of a tokenizer's call."""
+        """Record a call of a tokenizer, and add its texts to the counts."""
         self.calls.append(call)
-        self.add(call.n_texts, len(call.cut), call.max_length)
+        self.add(call.n_texts, len(call.truncated), call.max_length)
 
-    def cut_positions(self, n_texts: int) -> set[int]:
-        """Return the positions of truncated texts in the calls with `n_texts` texts.
+    def truncated_positions(self, n_texts: int) -> set[int]:
+        """Return the positions of the texts that calls for `n_texts` texts truncated.
 
-        Other calls are left out because models also tokenise their prompt by itself, for its
-        length.
+        Calls for another number of texts are ignored: some models tokenise their prompt in an
+        additional call, to learn its length.
         """
         calls = [call for call in self.calls if call.n_texts == n_texts]
-        return {position for call in calls for position in call.cut}
+        return {position for call in calls for position in call.truncated}
 
     def add_encodings(
         self,
         encodings: Sequence[Any],
         truncation: dict[str, Any] | None,
-        special: bool = True,
+        add_special_tokens: bool = True,
     ) -> None:
-        """Add the texts of a call of a Rust tokenizer, and count those that it truncated.
+        """Record one call of a Rust tokenizer, and which texts it truncated.
 
-        Nothing is tokenised again, because each encoding holds the tokens that were cut off.
+        No text is tokenised again, because each encoding holds the tokens that were cut off.
 
         Args:
-            encodings: an encoding for each text.
+            encodings: one ``tokenizers.Encoding`` per text.
             truncation: truncation settings of the tokenizer; ``None`` if it does not truncate.
-            special: whether special tokens were added.
+            add_special_tokens: whether special tokens were added.
         """
-        cut: list[int] = []
+        truncated: list[int] = []
         max_length = None
         if truncation is not None:
-            cut = [position for position, encoding in enumerate(encodings) if encoding.overflowing]
             max_length = truncation["max_length"]
-        self.add_call(TokenizerCall(len(encodings), cut, max_length, special))
+            truncated = [
+                position for position, encoding in enumerate(encodings) if encoding.overflowing
+            ]
+        self.add_call(TokenizerCall(len(encodings), truncated, max_length, add_special_tokens))
 
 
-_current: ContextVar[Truncation | None] = ContextVar("tilefold_truncation", default=None)
-_lock = threading.Lock()
+# Counter of the texts that the current thread tokenises; None if it does not count them.
+_thread_counter: ContextVar[Truncation | None] = ContextVar("tilefold_truncation", default=None)
 
-# The unpatched ``__call__`` of transformers' tokenizers, once for each active counter.
-_stock_calls: list[Callable[..., Any]] = []
+
+class _TokenizerPatch:
+    """Makes transformers' tokenizers count truncated texts while any thread needs it.
+
+    The first thread that counts replaces ``__call__`` of the tokenizers' base class, and the last
+    one restores it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._n_users = 0
+        self._original_call: Any = None
+
+    def acquire(self) -> None:
+        """Patch the class if it is not patched yet."""
+        # transformers is slow to import, and not needed by every importer of this module.
+        from transformers import PreTrainedTokenizerBase as Tokenizer
+
+        with self._lock:
+            if self._n_users == 0:
+                self._original_call = Tokenizer.__call__
+                # mypy refuses to assign to a method
+                setattr(Tokenizer, "__call__", _counting_call(Tokenizer.__call__))  # noqa: B010
+            self._n_users += 1
+
+    def release(self) -> None:
+        """Restore the class if nobody else uses the patch."""
+        from transformers import PreTrainedTokenizerBase as Tokenizer
+
+        with self._lock:
+            self._n_users -= 1
+            if self._n_users == 0:
+                setattr(Tokenizer, "__call__", self._original_call)  # noqa: B010
+
+
+_tokenizer_patch = _TokenizerPatch()
 
 
 def current_truncation() -> Truncation | None:
-    """Return the counter of the texts that this thread tokenises, if it counts them."""
-    return _current.get()
+    """Return the counter of the texts that this thread tokenises; ``None`` if it has none."""
+    return _thread_counter.get()
 
 
 @contextmanager
 def counting_truncation(truncation: Truncation | None = None) -> Iterator[Truncation]:
     """Count the texts that transformers' tokenizers truncate in this thread.
 
-    While any thread counts, ``__call__`` of the tokenizers' class is replaced by one that adds to
-    the counter of the calling thread.
-
     Args:
-        truncation: the counter to add to; ``None`` makes a new one.
+        truncation: the counter to add to; ``None`` creates a new one.
 
     Yields:
         The counter.
     """
-    # transformers is imported here, because it is slow to import and not needed before.
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
     if truncation is None:
         truncation = Truncation()
-    # The first counter patches the class, and the last one restores it.
-    with _lock:
-        stock = _stock_calls[0] if _stock_calls else Tokenizer.__call__
-        _stock_calls.append(stock)
-        if len(_stock_calls) == 1:
-            setattr(Tokenizer, "__call__", _counting_call(stock))  # noqa: B010 - of a class
-    token = _current.set(truncation)
+    _tokenizer_patch.acquire()
+    token = _thread_counter.set(truncation)
     try:
         yield truncation
     finally:
-        _current.reset(token)
-        with _lock:
-            stock = _stock_calls.pop()
-            if not _stock_calls:
-                setattr(Tokenizer, "__call__", stock)  # noqa: B010 - of a class
+        _thread_counter.reset(token)
+        _tokenizer_patch.release()
 
 
 @contextmanager
 def ignoring_truncation() -> Iterator[None]:
     """Do not count the texts that this thread tokenises within the context."""
-    token = _current.set(None)
+    token = _thread_counter.set(None)
     try:
         yield
     finally:
-        _current.reset(token)
+        _thread_counter.reset(token)
 
 
-def _counting_call(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``__call__`` of the tokenizers so that it adds to the counter of the calling thread.
+def _counting_call(original_call: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``__call__`` of transformers' tokenizers to record which texts it truncates.
 
     Args:
-        stock: the original method.
+        original_call: the method of the tokenizers' class.
 
     Returns:
-        A method that returns the same results.
+        A method with the same results. It adds each call to the counter of the calling thread.
     """
 
-    @functools.wraps(stock)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = stock(self, *args, **kwargs)
-        truncation = _current.get()
+    @functools.wraps(original_call)
+    def counting_call(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tokenise texts, and record which of them were truncated."""
+        outputs = original_call(tokenizer, *args, **kwargs)
+        truncation = _thread_counter.get()
         if truncation is None:
             return outputs
         encodings = getattr(outputs, "encodings", None)
-        if encodings is not None:
-            special = bool(kwargs.get("add_special_tokens", True))
-            truncation.add_encodings(encodings, self.backend_tokenizer.truncation, special)
+        if encodings is not None:  # a Rust tokenizer's
+            truncation.add_encodings(
+                encodings,
+                tokenizer.backend_tokenizer.truncation,
+                add_special_tokens=bool(kwargs.get("add_special_tokens", True)),
+            )
         else:
-            tokenize = functools.partial(stock, self)
-            _count_slow(truncation, tokenize, outputs, self.model_max_length, *args, **kwargs)
+            tokenize = functools.partial(original_call, tokenizer)
+            max_length = tokenizer.model_max_length
+            call = _python_tokenizer_call(tokenize, outputs, max_length, *args, **kwargs)
+            truncation.add_call(call)
         return outputs
 
-    return call
+    return counting_call
 
 
-def _count_slow(
-    truncation: Truncation,
+def _python_tokenizer_call(
     tokenize: Callable[..., Any],
     outputs: Any,
     model_max_length: int,
@@ -199,47 +226,44 @@ def _count_slow(
     text_pair: Any = None,
     *_: Any,
     **kwargs: Any,
-) -> None:
-    """Count the results of a tokenizer without a Rust backend.
+) -> TokenizerCall:
+    """Find out which texts a tokenizer without a Rust backend truncated.
 
-    Texts with as many tokens as the limit are tokenised again without truncation, since the
-    tokenizer does not say whether it has truncated them.
+    Such a tokenizer does not report it. Texts with as many tokens as the limit are therefore
+    tokenised again without truncation.
 
     Args:
-        truncation: the counter to add to.
-        tokenize: the tokenizer's unpatched ``__call__``.
-        outputs: what it returned.
-        model_max_length: limit if the call has no ``max_length``.
+        tokenize: the original ``__call__`` of the tokenizer.
+        outputs: the result of the call.
+        model_max_length: the limit in tokens if the call had no ``max_length``.
         text: first argument of the call: a text, or a list of texts.
         text_pair: second argument of the call.
         **kwargs: other arguments of the call.
     """
-    masked = "attention_mask" in outputs
-    rows = outputs["attention_mask" if masked else "input_ids"]
+    texts, pairs = text, text_pair
+    has_mask = "attention_mask" in outputs
+    rows = outputs["attention_mask" if has_mask else "input_ids"]
     if isinstance(text, str):
-        text = [text]
-        text_pair = None if text_pair is None else [text_pair]
+        texts = [text]
+        pairs = None if text_pair is None else [text_pair]
         rows = np.atleast_2d(np.asarray(rows))  # a list, or a tensor [1, S]
     if kwargs.get("truncation") in (None, False, "do_not_truncate"):
-        truncation.add_call(TokenizerCall(len(text), (), None))
-        return
+        return TokenizerCall(len(texts), truncated=(), max_length=None)
     max_length = kwargs.get("max_length") or model_max_length
-    lengths = [int(sum(row)) if masked else len(row) for row in rows]
-    full = [i for i, length in enumerate(lengths) if length >= max_length]
-    cut: list[int] = []
+    lengths = [int(sum(row)) if has_mask else len(row) for row in rows]
+    full = [position for position, length in enumerate(lengths) if length >= max_length]
+    truncated: list[int] = []
     if full:
         options = {}
         if "add_special_tokens" in kwargs:
             options["add_special_tokens"] = kwargs["add_special_tokens"]
-        untruncated = tokenize(
-            [text[i] for i in full],
-            None if text_pair is None else [text_pair[i] for i in full],
-            verbose=False,
-            **options,
-        )
-        all_ids = untruncated["input_ids"]
-        cut = [i for i, ids in zip(full, all_ids, strict=True) if len(ids) > max_length]
-    truncation.add_call(TokenizerCall(len(text), cut, max_length))
+        full_pairs = None if pairs is None else [pairs[position] for position in full]
+        full_texts = [texts[position] for position in full]
+        all_ids = tokenize(full_texts, full_pairs, verbose=False, **options)["input_ids"]
+        truncated = [
+            position for position, ids in zip(full, all_ids, strict=True) if len(ids) > max_length
+        ]
+    return TokenizerCall(len(texts), truncated, max_length)
 
 
 @dataclass
@@ -247,21 +271,21 @@ class Tally:
     """Counts of truncated texts by kind and limit.
 
     Attributes:
-        counts: truncation of each kind of text, such as ``"query"``, and limit in tokens.
+        counts: the counts by kind of text, such as ``"query"``, and limit in tokens.
     """
 
     counts: dict[tuple[str, int | None], Truncation] = field(default_factory=dict)
 
     def add(self, kind: str, n_texts: int, count: int, max_length: int | None) -> None:
-        """Add `n_texts` of a kind, of which `count` were truncated at `max_length` tokens."""
+        """Add `n_texts` texts of a kind, of which `count` were truncated at `max_length` tokens."""
         truncation = self.counts.setdefault((kind, max_length), Truncation())
         truncation.add(n_texts, count, max_length)
 
-    def lines(self) -> list[str]:
+    def sentences(self) -> list[str]:
         """Describe the truncated texts, such as "3 of 1,000 queries were cut at 32 tokens".
 
         Returns:
-            A sentence for each kind of text and limit, without those that truncated none.
+            A sentence for each kind of text and limit, if any of its texts were truncated.
         """
         sentences = []
         for (kind, limit), truncation in self.counts.items():
@@ -295,7 +319,7 @@ def report_truncation(kind: str, n_texts: int, truncation: Truncation) -> None:
     """Add truncation counts to every active tally.
 
     Args:
-        kind: what the texts are, such as ``"document"`` or ``"query"``.
+        kind: the kind of the texts, such as ``"document"`` or ``"query"``.
         n_texts: number of texts that were encoded.
         truncation: how many of them were truncated, and at how many tokens.
     """

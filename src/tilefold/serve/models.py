@@ -281,7 +281,7 @@ class Served:
 
         It may be called in any thread.
         """
-        return self.text.lengths(texts, self.prompt(key), self._calls[key.side].special)
+        return self.text.lengths(texts, self.prompt(key), self._calls[key.side].add_special_tokens)
 
     def batch_key(
         self,

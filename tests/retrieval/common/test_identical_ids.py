@@ -8,7 +8,7 @@ import pytest
 
 from tilefold import retrieval as r
 from tilefold.retrieval.common.identical_ids import (
-    search_without_identical_ids,
+    SearchWithoutIdenticalIds,
     without_identical_ids,
 )
 from tilefold.retrieval.evaluation.measures import choose_weights, conventions
@@ -74,11 +74,10 @@ def test_a_search_finds_as_many_others_also_among_passages() -> None:
         depths.append(n)
         return {"q": {name: 9.0 - rank for rank, name in enumerate(ranked[:n])}}
 
-    ignored: set[str] = set()
-    others = search_without_identical_ids(search, lambda name: name.partition("#")[0], ignored)
+    others = SearchWithoutIdenticalIds(search, lambda name: name.partition("#")[0])
     assert list(others(2)["q"]) == ["x#1", "y#1"]
     assert depths == [3, 6]
-    assert ignored == {"q"}
+    assert others.ignored == {"q"}
     assert list(others(9)["q"]) == ["x#1", "y#1"], "there are no more"
 
 

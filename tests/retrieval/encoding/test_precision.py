@@ -192,7 +192,7 @@ def test_vectors_and_indexes_tell_in_which_precision_they_were_computed(
         vectors.provenance
         for vectors in map(r.read_vectors, (tmp_path / "fp32", tmp_path / "bf16"))
     ]
-    assert both[0].differs(both[1]) == []
+    assert both[0].differing_fields(both[1]) == []
     assert Provenance.shared(both).precision == "bf16, fp32"
 
 

@@ -156,7 +156,7 @@ def test_queries_have_a_length_of_their_own(
         encode_texts(model, TEXTS, kind="query")
     assert documents.truncated == {"count": longer(splade, limit=61), "max_length": 61}
     assert queries.truncated == {"count": longer(splade, limit=62), "max_length": 62}
-    assert tally.lines() == [
+    assert tally.sentences() == [
         f"{queries.truncated['count']} of {len(TEXTS)} queries were cut at 62 tokens",
     ]
 
@@ -197,7 +197,7 @@ def test_texts_that_are_cut_on_the_left_are_counted(
 def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
     with way(splade), tally_truncation() as tally:
         encode_queries(splade, TEXTS, batch_size=4)
-        assert tally.lines() == [f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens"]
+        assert tally.sentences() == [f"10 of {len(TEXTS)} queries were cut at {LIMIT} tokens"]
     modules = [Transformer(splade[0].tokenizer.name_or_path), Pooling(32)]
     dense = SentenceTransformer(
         modules=modules,
@@ -208,7 +208,7 @@ def test_what_is_encoded_into_memory_is_told(splade: Any, way: Any) -> None:
         encode_queries(splade, {"q": TEXTS["n200"]})
         encode_dense(dense, TEXTS, kind="document", batch_size=4)
     message = f"{CUT} of {len(TEXTS)} documents were cut at {LIMIT} tokens"
-    assert sorted(tally.lines()) == [f"1 of 1 queries was cut at {LIMIT} tokens", message]
+    assert sorted(tally.sentences()) == [f"1 of 1 queries was cut at {LIMIT} tokens", message]
 
 
 def test_pairs_of_a_cross_encoder_are_counted(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_tokenizer_without_rust_is_counted_too(splade: Any, tmp_path: Path) ->
             assert PreTrainedTokenizerBase.__call__ is not stock
         slow(list(TEXTS.values()), padding=True, truncation=True, return_tensors="pt")
         slow(TEXTS["n200"], truncation=True, max_length=8)
-    assert not slow.is_fast and [len(call.cut) for call in cut.calls] == [CUT, 1]
+    assert not slow.is_fast and [len(call.truncated) for call in cut.calls] == [CUT, 1]
     assert [call.max_length for call in cut.calls] == [LIMIT, 8]
     assert PreTrainedTokenizerBase.__call__ is stock, "tokenizers are left as they were"
 

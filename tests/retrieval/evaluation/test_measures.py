@@ -122,13 +122,13 @@ def test_weights_are_not_chosen_for_a_run_of_other_queries() -> None:
         pytest.param(
             {"q": {"a\0b": 1.0}},
             QRELS,
-            "run: expected ids without zero bytes that UTF-8 can hold",
+            "run: expected ids that UTF-8 can encode, without zero bytes",
             id="id with a zero byte",
         ),
         pytest.param(
             {"q": {"a\ud800": 1.0}},
             QRELS,
-            "run: expected ids without zero bytes that UTF-8 can hold",
+            "run: expected ids that UTF-8 can encode, without zero bytes",
             id="id with half a surrogate pair",
         ),
         pytest.param(

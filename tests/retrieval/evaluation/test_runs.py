@@ -32,10 +32,10 @@ def test_the_tag_of_a_run_holds_the_first_digits_of_its_provenance(tmp_path: Pat
     r.write_trec_run(RUN, file, tag=provenance.tag)
     shortened = read_trec_provenance(file)
     assert shortened == Provenance("ab" * 8, "cd" * 8)
-    assert shortened.differs(provenance) == []
-    assert provenance.differs(shortened) == []
-    assert shortened.differs(Provenance()) == []
-    assert shortened.differs(Provenance("ab" * 32, "00" * 32)) == ["texts_sha256"]
+    assert shortened.differing_fields(provenance) == []
+    assert provenance.differing_fields(shortened) == []
+    assert shortened.differing_fields(Provenance()) == []
+    assert shortened.differing_fields(Provenance("ab" * 32, "00" * 32)) == ["texts_sha256"]
 
 
 def test_runs_with_unequal_members_of_a_provenance_share_the_others() -> None:

@@ -11,14 +11,17 @@ Array = npt.NDArray[np.number]
 
 
 def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
-    """Raise ``DataError`` for offsets that do not rise from 0 to the number of packed entries.
+    """Check that offsets rise from 0 to the number of packed entries.
 
     Equal neighbours are valid: they are the bounds of an empty row.
 
     Args:
-        offsets: where each row begins in packed storage, ``[N + 1]``.
+        offsets: position of each row's first entry in packed storage, ``[N + 1]``.
         size: number of packed entries.
-        name: the array, for the error.
+        name: name of the array, for the error message.
+
+    Raises:
+        DataError: if they do not.
     """
     falls = offsets[1:] < offsets[:-1]
     if not offsets.size:
@@ -34,14 +37,14 @@ def check_offsets(offsets: Array, size: int, name: str = "indptr") -> None:
 
 
 def first_outside(positions: Array, limit: int) -> int | None:
-    """Return where the first value outside of ``[0, limit)`` is, or None if there is none."""
+    """Return the index of the first value outside ``[0, limit)``, or None if there is none."""
     if not positions.size or 0 <= positions.min() <= positions.max() < limit:
         return None
     return int(np.flatnonzero((positions < 0) | (positions >= limit))[0])
 
 
 def first_invalid_weight(weights: Array) -> int | None:
-    """Return where the first NaN, infinite or negative weight is, or None if there is none."""
+    """Return the index of the first weight that is NaN, infinite or negative, or None."""
     # a NaN makes both the minimum and the maximum NaN
     if not weights.size or 0 <= weights.min() <= weights.max() < np.inf:
         return None
@@ -49,14 +52,14 @@ def first_invalid_weight(weights: Array) -> int | None:
 
 
 def check_positions(name: str, positions: Array, limit: int) -> None:
-    """Raise ``DataError``, which names the array, unless all positions are in ``[0, limit)``."""
+    """Raise a ``DataError`` that names the array if a position is outside ``[0, limit)``."""
     invalid = first_outside(positions, limit)
     if invalid is not None:
         raise DataError(f"{name}: expected positions in [0, {limit}), got {positions[invalid]}.")
 
 
 def check_weights(name: str, weights: Array) -> None:
-    """Raise ``DataError``, which names the array, unless all weights are finite and at least 0."""
+    """Raise a ``DataError`` that names the array if a weight is negative or not finite."""
     invalid = first_invalid_weight(weights)
     if invalid is not None:
         raise DataError(

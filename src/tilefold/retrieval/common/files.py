@@ -21,13 +21,13 @@ def require(module: str, package: str, purpose: str, extra: str = "retrieval") -
     """Import a module of an optional package.
 
     Args:
-        module: the module.
-        package: name of its distribution.
-        purpose: what needs it, for the error.
-        extra: extra of tilefold that installs it; empty if there is none.
+        module: name of the module.
+        package: name of the distribution that provides it.
+        purpose: the feature that needs the package, for the error message.
+        extra: tilefold's extra that installs the package; empty if there is none.
 
     Raises:
-        MissingPackageError: if it cannot be imported.
+        MissingPackageError: if the module cannot be imported.
     """
     try:
         return import_module(module)
@@ -40,20 +40,25 @@ def require(module: str, package: str, purpose: str, extra: str = "retrieval") -
 
 
 def arrow(purpose: str) -> tuple[ModuleType, ModuleType]:
-    """Import ``pyarrow`` and ``pyarrow.parquet``."""
+    """Import ``pyarrow`` and ``pyarrow.parquet``.
+
+    Args:
+        purpose: the feature that needs them, for the error message.
+    """
     return require("pyarrow", "pyarrow", purpose), require("pyarrow.parquet", "pyarrow", purpose)
 
 
 def write_json_object(path: Path, value: Mapping[str, object], *, durable: bool = False) -> None:
-    """Write a JSON object with a checksum of itself, which :func:`read_json_object` compares."""
+    """Write a JSON object with a checksum, which :func:`read_json_object` verifies."""
     write_json(path, {**value, CHECKSUM: _checksum(value)}, durable=durable)
 
 
 def _checksum(value: Mapping[str, object]) -> str:
+    """Return the SHA-256 of a JSON object."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-# A file that only folders of one kind hold -> that kind, and what to do with such a folder.
+# Name of a file -> the kind of folder that has such a file, and the option that reads the folder.
 _KINDS_OF_FOLDERS = {
     "index.json": "an index, which tilefold search reads (--index)",
     "manifest.json": (
@@ -66,14 +71,16 @@ _KINDS_OF_FOLDERS = {
 
 
 def check_folder(folder: Path, manifest: str, expected: str) -> None:
-    """Raise ``FileNotFoundError`` for a folder without its manifest.
-
-    The error says what is at the path instead.
+    """Check that a folder has its manifest.
 
     Args:
         folder: the folder to be read.
         manifest: name of the file that describes such a folder.
-        expected: what the folder should be, and what writes it.
+        expected: the kind of folder and the command that writes it, for the error message.
+
+    Raises:
+        FileNotFoundError: if the folder has no manifest. The message says what is at the path
+            instead.
     """
     if (folder / manifest).is_file():
         return
@@ -88,24 +95,24 @@ def check_folder(folder: Path, manifest: str, expected: str) -> None:
 
 
 def read_json_object(path: Path, remedy: str) -> Json:
-    """Read a JSON object, and compare it with the checksum that it may contain.
+    """Read a JSON object, and verify its checksum if it has one.
 
     Args:
-        path: the file.
-        remedy: last sentence of errors.
+        path: path of the file.
+        remedy: a sentence that tells the user what to do, for the error message.
 
     Returns:
         The object without its checksum.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        DataError: for other contents, or another checksum.
+        DataError: if the file has no JSON object, or the checksum does not match.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"{path}: no such file. {remedy}") from None
-    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or nested without end
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise DataError(
             f"{path}: expected a JSON object, got malformed JSON ({error}). {remedy}",
         ) from error
@@ -114,47 +121,47 @@ def read_json_object(path: Path, remedy: str) -> Json:
     checksum = value.pop(CHECKSUM, None)
     if checksum is not None and checksum != _checksum(value):
         raise DataError(
-            f"{path}: damaged, or edited: its {CHECKSUM} is not that of the rest. {remedy} After "
-            f"an edit of your own, remove its {CHECKSUM!r}.",
+            f"{path}: the {CHECKSUM} does not match: the file is damaged or was edited. {remedy} "
+            f"If you edited the file, remove its {CHECKSUM!r}.",
         )
     return value
 
 
-def listed_file(folder: Path, name: str, digest: str | None, manifest: str, remedy: str) -> Path:
-    """Return the path of a file that a manifest lists.
+def listed_file(folder: Path, name: str, digest: str | None, listed_in: str, remedy: str) -> Path:
+    """Return the path of a file that a manifest lists, after checking the file.
 
     Args:
-        folder: the folder.
-        name: name of the file in it.
-        digest: SHA-256 of the file; None to leave it unread.
-        manifest: what lists the file, for errors.
-        remedy: last sentence of errors.
+        folder: the folder of the file.
+        name: name of the file.
+        digest: SHA-256 that the file should have; None skips this check, which reads the file.
+        listed_in: the manifest, for the error message.
+        remedy: a sentence that tells the user what to do, for the error message.
 
     Raises:
         FileNotFoundError: if there is no such file in the folder.
-        DataError: if its SHA-256 differs.
+        DataError: if the file has another SHA-256.
     """
     file = folder / name
-    # A name with a slash would lead out of the folder.
+    # A name with a slash could point outside the folder.
     if Path(name).name != name or not file.is_file():
         raise FileNotFoundError(
-            f"{file}: listed in {manifest}, but there is no such file. {remedy}",
+            f"{file}: listed in {listed_in}, but there is no such file. {remedy}",
         )
     if digest is not None and sha256_file(file) != digest:
-        raise DataError(f"{file}: damaged; its checksum is not the one in {manifest}. {remedy}")
+        raise DataError(f"{file}: damaged; its checksum is not the one in {listed_in}. {remedy}")
     return file
 
 
 def json_line(value: object) -> str:
-    """Return a value as a line of JSON, with escapes only for texts that UTF-8 cannot encode."""
+    """Serialize a value to a line of JSON, escaping only texts that UTF-8 cannot encode."""
     line = json.dumps(value, ensure_ascii=False)
     return (line if is_unicode(line) else json.dumps(value)) + "\n"
 
 
 def is_unicode(text: str) -> bool:
-    """Whether UTF-8 can encode `text`.
+    """Return whether UTF-8 can encode a text.
 
-    It cannot encode half a surrogate pair.
+    It cannot encode one half of a surrogate pair.
     """
     try:
         text.encode("utf-8")
@@ -166,16 +173,17 @@ def is_unicode(text: str) -> bool:
 def check_text_ids(argument: str, ids: Collection[object]) -> None:
     """Check that ids are strings that UTF-8 can encode, without zero bytes.
 
-    Libraries in C would read an id with a zero byte as a shorter one.
+    C libraries end a string at the first zero byte, and so would confuse ids.
 
     Args:
-        argument: its name, for the error.
+        argument: name of the argument, for the error message.
         ids: the ids.
 
     Raises:
-        TypeError: for an id that is not a string.
-        DataError: for a string that cannot be an id.
+        TypeError: if an id is not a string.
+        DataError: if an id has a zero byte, or UTF-8 cannot encode it.
     """
+    # One check of all ids together is faster than a check of each id.
     try:
         joined = "".join(ids)  # type: ignore[arg-type]
     except TypeError:
@@ -184,8 +192,8 @@ def check_text_ids(argument: str, ids: Collection[object]) -> None:
     if "\0" in joined or not is_unicode(joined):
         invalid = next(name for name in ids if "\0" in str(name) or not is_unicode(str(name)))
         raise DataError(
-            f"{argument}: expected ids without zero bytes that UTF-8 can hold, got {invalid!r}. "
-            "Rename it.",
+            f"{argument}: expected ids that UTF-8 can encode, without zero bytes, got "
+            f"{invalid!r}. Rename it.",
         )
 
 

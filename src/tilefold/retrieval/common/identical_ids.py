@@ -1,8 +1,12 @@
-"""Hits with the query's own id, which BEIR ignores, because a query may be a document too."""
+"""Hits with the query's own id.
+
+BEIR ignores them, because in some collections the queries are documents, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import islice
 
 from tilefold.retrieval.common.runs import Run
 
@@ -11,19 +15,19 @@ _QrelsLike = Mapping[str, Mapping[str, int]]
 Search = Callable[[int], Run]
 
 
-def ignores_identical_ids(qrels: _QrelsLike, ignore: bool | None = None) -> bool:
-    """Return whether hits with the query's own id are left out before a run is measured.
+def ignores_identical_ids(qrels: _QrelsLike, choice: bool | None = None) -> bool:
+    """Decide whether hits with the query's own id are ignored when a run is measured.
 
-    BEIR always leaves them out: in ArguAna or Quora a query is one of the documents, and would
-    retrieve itself. They must be kept if such a document is judged relevant. Then queries and
-    documents were numbered independently, or the document is an answer.
+    BEIR always ignores them: in ArguAna or Quora a query is one of the documents, and would
+    retrieve itself. If such a hit is judged relevant, though, it must count: either queries and
+    documents have equal ids by coincidence, or the document answers the query.
 
     Args:
         qrels: query id -> document id -> grade.
-        ignore: the caller's choice; None follows BEIR unless a query's own id is judged relevant.
+        choice: the user's choice; None ignores the hits unless one of them is judged relevant.
     """
-    if ignore is not None:
-        return ignore
+    if choice is not None:
+        return choice
     return not any(grades.get(query, 0) > 0 for query, grades in qrels.items())
 
 
@@ -40,36 +44,46 @@ def without_identical_ids(run: _RunLike) -> Run:
     }
 
 
-def search_without_identical_ids(
-    search: Search,
-    document_of: Callable[[str], str],
-    ignored: set[str],
-) -> Search:
-    """Wrap a search so that it leaves out the query's own document.
+class SearchWithoutIdenticalIds:
+    """A search whose results do not include the query's own document.
 
-    As many results are returned as without this, by searching deeper.
-
-    Args:
-        search: returns the `n` best results of each query, best first.
-        document_of: id of the document of a result, which may be a passage.
-        ignored: set to which each search adds the queries whose own document was left out.
-
-    Returns:
-        A function that takes `n`, as `search` does.
+    Attributes:
+        ignored: ids of the queries whose own document was left out of a search so far.
     """
 
-    def search_others(n: int) -> Run:
-        depth = n + 1  # enough if the query's own document is one result
+    def __init__(self, search: Search, document_of: Callable[[str], str]) -> None:
+        """Wrap a search.
+
+        Args:
+            search: function that returns the `n` best results of each query, best first.
+            document_of: function that returns the document id of a result, which may be a passage.
+        """
+        self._search = search
+        self._document_of = document_of
+        self.ignored: set[str] = set()
+
+    def __call__(self, n: int) -> Run:
+        """Return the `n` best results of each query other than the query's own document.
+
+        The search is repeated with twice as many results until enough of them remain.
+        """
+        depth = n + 1  # enough unless several passages of the query's own document are results
         while True:
-            run = search(depth)
-            others = {
-                query: {name: score for name, score in scores.items() if document_of(name) != query}
-                for query, scores in run.items()
-            }
-            ignored.update(query for query in run if len(others[query]) < len(run[query]))
-            if all(len(others[query]) >= n or len(run[query]) < depth for query in run):
-                return {query: dict(list(scores.items())[:n]) for query, scores in others.items()}
-            # The query's own document has more passages than the extra results.
+            run = self._search(depth)
+            others = {query: self._other_results(query, scores) for query, scores in run.items()}
+            self.ignored.update(query for query in run if len(others[query]) < len(run[query]))
+            incomplete = [
+                query
+                for query in run
+                # A search that returns fewer results than requested has no more of them.
+                if len(others[query]) < n and len(run[query]) >= depth
+            ]
+            if not incomplete:
+                return {query: dict(islice(scores.items(), n)) for query, scores in others.items()}
             depth *= 2
 
-    return search_others
+    def _other_results(self, query: str, scores: Mapping[str, float]) -> dict[str, float]:
+        """Return the results, in the same order, that are not the query's own document."""
+        return {
+            result: score for result, score in scores.items() if self._document_of(result) != query
+        }

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilefold._internal.precision import inference_precision
+from tilefold._internal.precision import inference_precision, onnx_graph_of
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.files import Json, not_a_string_error
 from tilefold.retrieval.errors import PrecisionWarning
@@ -17,8 +17,8 @@ from tilefold.retrieval.errors import PrecisionWarning
 __all__ = ["Provenance", "TextsDigest", "model_fingerprint", "provenance_of", "texts_digest"]
 
 TAG = "tilefold"
-_TAG_DIGITS = 16
-# Separates the precisions of several parts in a manifest, and in a tag, which has no spaces.
+_TAG_DIGITS = 16  # first digits of a fingerprint that a tag has
+# Separator of the precisions of several parts in a manifest, and in a tag, which has no spaces.
 _PRECISION_SEPARATOR = ", "
 _PRECISION_SEPARATOR_OF_TAG = "+"
 _SAMPLES_PER_TENSOR = 1024
@@ -45,12 +45,12 @@ class Provenance:
     A field is None if it is unknown.
 
     Attributes:
-        model_fingerprint: :func:`model_fingerprint` of the model.
-        texts_sha256: :func:`texts_digest` of the documents that were encoded or searched.
-        passages: :class:`tilefold.retrieval.Passages` that documents were cut into; None for
-            documents that were not cut.
-        precision: number types of the model's products, such as ``"bf16"`` or ``"bf16, fp32"``. It
-            is not compared.
+        model_fingerprint: the model's :func:`model_fingerprint`.
+        texts_sha256: the :func:`texts_digest` of the documents that were encoded or searched.
+        passages: the :class:`tilefold.retrieval.Passages` into which documents were divided; None
+            if they were not divided.
+        precision: number types of the model's matrix products, such as ``"bf16"`` or
+            ``"bf16, fp32"``. Provenances that differ in it only are considered equal.
     """
 
     model_fingerprint: str | None = None
@@ -60,10 +60,7 @@ class Provenance:
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
-        """Read the provenance in a manifest or its settings.
-
-        Other keys are ignored.
-        """
+        """Read the fields from a manifest or its settings, ignoring other keys."""
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
     def to_dict(self) -> dict[str, str | None]:
@@ -90,17 +87,12 @@ class Provenance:
         shared["precision"] = joined_precisions(part.precision for part in provenances)
         return cls(**shared)
 
-    def differs(self, other: Provenance) -> list[str]:
-        """Compare two provenances, except their precision.
+    def differing_fields(self, other: Provenance) -> list[str]:
+        """Return the names of the fields in which two provenances differ.
 
-        A field that one of them does not know is not compared. A provenance from a tag has only the
-        first digits of a fingerprint, which are then compared.
-
-        Args:
-            other: provenance of other vectors.
-
-        Returns:
-            Names of the fields that differ.
+        The precision is not compared, nor is a field that is unknown in one of them. If one has
+        only the first digits of a digest, because it was read from a :attr:`tag`, these digits are
+        compared.
         """
         differing = []
         for name in ("model_fingerprint", "texts_sha256", "passages"):
@@ -130,7 +122,10 @@ class Provenance:
         """Parse a :attr:`tag`, such as ``tilefold:texts=0123456789abcdef``.
 
         Args:
-            tag: last column of a TREC run. The tag of another program gives an empty provenance.
+            tag: last column of a TREC run.
+
+        Returns:
+            The provenance. All its fields are None if another program wrote the tag.
         """
         name, *parts = tag.split(":")
         values: dict[str, str] = {}
@@ -138,25 +133,24 @@ class Provenance:
             for part in parts:
                 field_name, _, value = part.partition("=")
                 values[field_name] = value
+        precisions = values.get("precision", "").split(_PRECISION_SEPARATOR_OF_TAG)
         return cls(
             model_fingerprint=values.get("model"),
             texts_sha256=values.get("texts"),
             passages=values.get("passages"),
-            precision=joined_precisions(
-                values.get("precision", "").split(_PRECISION_SEPARATOR_OF_TAG),
-            ),
+            precision=joined_precisions(precisions),
         )
 
 
 def joined_precisions(precisions: Iterable[str | None]) -> str | None:
-    """Join the precisions of several parts, each once, in alphabetical order.
+    """Join the names of precisions in alphabetical order, without duplicates.
 
     Args:
-        precisions: names of :func:`tilefold._internal.precision.inference_precision`, several of
-            which may be joined already.
+        precisions: names such as ``"bf16"``, joined names such as ``"bf16, fp32"``, and None or an
+            empty string for an unknown precision.
 
     Returns:
-        The names, such as ``"bf16, fp32"``; None if no precision is known.
+        The joined names, such as ``"bf16, fp32"``; None if no precision is known.
     """
     names = {
         name
@@ -168,26 +162,28 @@ def joined_precisions(precisions: Iterable[str | None]) -> str | None:
 
 
 def warn_of_other_precision(
-    vectors: str,
+    description: str,
     precision: str | None,
-    index: str,
+    index_name: str,
     index_precision: str | None,
     stacklevel: int,
 ) -> None:
-    """Warn where vectors were computed in another precision than those they are put together with.
+    """Warn if the precision of new vectors differs from that of the vectors they are added to.
 
     Args:
-        vectors: what the new vectors are, for the message.
-        precision: of the new vectors; None if it is unknown.
-        index: what holds the other vectors, for the message.
-        index_precision: of the other vectors; None if it is unknown.
-        stacklevel: of ``warnings.warn``, seen from the caller of this function.
+        description: description of the new vectors, for the message.
+        precision: the precision in which the new vectors were computed; None if it is unknown.
+        index_name: name of the index or folder with the other vectors, for the message.
+        index_precision: the precision in which the other vectors were computed; None if it is
+            unknown.
+        stacklevel: the argument of ``warnings.warn``, counted from the caller of this function.
     """
     if None in (precision, index_precision) or precision == index_precision:
         return
     warnings.warn(
-        f"{vectors}: were computed in {precision}, and those of {index} in {index_precision}: "
-        "their scores differ from those of vectors in one precision. Encode all in one precision.",
+        f"{description}: were computed in {precision}, and those of {index_name} in "
+        f"{index_precision}: their scores differ from those of vectors in one precision. "
+        "Encode all in one precision.",
         PrecisionWarning,
         stacklevel=stacklevel + 1,
     )
@@ -195,17 +191,17 @@ def warn_of_other_precision(
 
 def warn_of_query_precision(
     model: Model,
-    vectors: str,
+    description: str,
     precision: str | None,
     stacklevel: int,
 ) -> None:
-    """Warn where a model encodes queries in another precision than the vectors that they search.
+    """Warn if a model encodes queries in another precision than the vectors to be searched.
 
     Args:
-        model: encodes queries.
-        vectors: what is searched, for the message.
-        precision: of what is searched; None if it is unknown.
-        stacklevel: of ``warnings.warn``, seen from the caller of this function.
+        model: the model that encodes the queries.
+        description: description of the searched vectors, for the message.
+        precision: the precision in which these vectors were computed; None if it is unknown.
+        stacklevel: the argument of ``warnings.warn``, counted from the caller of this function.
     """
     if precision is None:
         return
@@ -213,20 +209,23 @@ def warn_of_query_precision(
     if query_precision == precision:
         return
     warnings.warn(
-        f"{vectors} was computed in {precision}, and queries are encoded in {query_precision}: "
-        "scores differ from those of a search in one precision. Encode both in one precision.",
+        f"{description} was computed in {precision}, and queries are encoded in "
+        f"{query_precision}: scores differ from those of a search in one precision. Encode both "
+        "in one precision.",
         PrecisionWarning,
         stacklevel=stacklevel + 1,
     )
 
 
 def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:
-    """Return ids and texts, in UTF-8, as one string of bytes for a digest.
+    """Concatenate ids and texts in UTF-8 to bytes for a digest.
 
-    The length of each comes before it, so that different texts have different bytes.
+    Each id and each text is preceded by its length, so that different texts have different bytes.
     """
-    parts = (part for pair in zip(names, texts, strict=True) for part in pair)
-    return b"".join([piece for part in parts for piece in (len(part).to_bytes(8, "big"), part)])
+    pieces: list[bytes] = []
+    for name, text in zip(names, texts, strict=True):
+        pieces += (len(name).to_bytes(8, "big"), name, len(text).to_bytes(8, "big"), text)
+    return b"".join(pieces)
 
 
 class TextsDigest:
@@ -235,22 +234,22 @@ class TextsDigest:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def add(self, name: object, text: object) -> None:
+    def add(self, text_id: object, text: object) -> None:
         """Add a text and its id to the digest.
 
         Args:
-            name: the id, a string.
-            text: the text. Of another input, such as an image, its ``repr`` is added.
+            text_id: the id, a string.
+            text: the text. For another input, such as an image, its ``repr`` is used.
 
         Raises:
-            TypeError: for an id that is not a string.
+            TypeError: if the id is not a string.
         """
-        if not isinstance(name, str):
-            raise not_a_string_error("texts", name)
+        if not isinstance(text_id, str):
+            raise not_a_string_error("texts", text_id)
         content = text if isinstance(text, str) else repr(text)
         self._digest.update(
             encoded_texts(
-                [name.encode("utf-8", "surrogatepass")],
+                [text_id.encode("utf-8", "surrogatepass")],
                 [content.encode("utf-8", "surrogatepass")],
             ),
         )
@@ -260,61 +259,72 @@ class TextsDigest:
         self._digest.update(texts)
 
     def hexdigest(self) -> str:
+        """Return the digest of all texts so far, in hexadecimal digits."""
         return self._digest.hexdigest()
 
 
 def texts_digest(texts: Mapping[str, str]) -> str:
-    """Return the SHA-256 over ids and texts, in order.
+    """Return the SHA-256 over ids and texts, in their order.
 
     Args:
-        texts: id -> text. A mapping of documents in a file already knows its digest, and is not
-            read again.
+        texts: id -> text. Mappings that read documents from a file have the digest as an attribute
+            ``sha256``, and are not read again.
     """
-    digest_of_file = getattr(texts, "sha256", None)
-    if isinstance(digest_of_file, str):
-        return digest_of_file
+    stored_digest = getattr(texts, "sha256", None)
+    if isinstance(stored_digest, str):
+        return stored_digest
     digest = TextsDigest()
-    for name, text in texts.items():
-        digest.add(name, text)
+    for text_id, text in texts.items():
+        digest.add(text_id, text)
     return digest.hexdigest()
 
 
 def model_fingerprint(model: Model) -> str:
-    """Return a digest of a model: of its weights, its modules' settings, prompts and length limit.
+    """Return a digest of a model's weights, module settings, prompts and length limit.
 
     The names and shapes of all weights are hashed, and up to 1,024 evenly spaced values of each
-    tensor: cheap for a large model, and any training step changes it. Deliberate forgery is not
-    detected. Of the modules, the classes and the settings that they save are hashed, so that a
-    model has one fingerprint before and after saving, accelerated or not, and on every device.
-    A module of another class is another model, also where it computes the same vectors.
+    tensor. This is fast for a large model, and any training step changes the digest. Deliberate
+    forgery is not detected. For each module, its class and the settings that it saves are hashed,
+    so that a model has the same fingerprint before and after saving, accelerated or not, and on
+    every device. Models with modules of different classes have different fingerprints, even if
+    they compute the same vectors.
 
     Args:
-        model: of sentence-transformers; an ONNX graph of full precision with the settings of the
-            model that it was exported from has that model's fingerprint.
+        model: a sentence-transformers model. A model that was exported to ONNX has the fingerprint
+            of the original model, unless it was quantized or its settings were changed.
     """
-    settings = model_settings(model)
-    graph = next((module for module in model.modules() if hasattr(module, "made_of")), None)
+    graph = onnx_graph_of(model)
     if graph is not None:
-        made_of: dict[str, Any] = graph.made_of
-        if made_of["settings"] == settings and made_of["quantize"] is None:
-            return str(made_of["model"])
-        return hashlib.sha256(f"{made_of['model']} {graph.sha256} {settings}".encode()).hexdigest()
+        return _graph_fingerprint(graph, model_settings(model))
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
         digest.update(flat[::step].cpu().double().numpy().tobytes())
-    digest.update(settings.encode())
+    digest.update(model_settings(model).encode())
     digest.update(_module_settings(model).encode())
     return digest.hexdigest()
 
 
-def _module_settings(model: Model) -> str:
-    """Return the classes and settings of a model's modules as JSON, by the names of the modules.
+def _graph_fingerprint(graph: Any, settings: str) -> str:
+    """Return the fingerprint of a model that was exported to ONNX.
 
-    The modules of the pipeline are described, also those without settings, and modules within
-    them that have settings, such as those of a Router's routes.
+    Args:
+        graph: the model's :class:`tilefold.modules.OnnxGraph`.
+        settings: the model's current :func:`model_settings`.
+    """
+    original: dict[str, Any] = graph.made_of
+    if original["settings"] == settings and original["quantize"] is None:
+        return str(original["model"])
+    return hashlib.sha256(f"{original['model']} {graph.sha256} {settings}".encode()).hexdigest()
+
+
+def _module_settings(model: Model) -> str:
+    """Describe the classes and settings of a model's modules as JSON, by module name.
+
+    Every module of the pipeline is described, and every nested module with settings, such as those
+    of a Router's routes.
     """
     pipeline = {id(module) for module in model.children()}
     descriptions: Json = {}
@@ -328,8 +338,8 @@ def _module_settings(model: Model) -> str:
             }
         if settings is not None or id(module) in pipeline:
             descriptions[name] = {"class": type(module).__name__, "settings": settings}
-    # JSON, in which a tuple and the list that is loaded in its place are the same. A setting that
-    # JSON has no form for is described by its class, because its repr may name a memory address.
+    # In JSON, a tuple equals the list that is loaded in its place. A setting that JSON cannot
+    # serialize is described by its class, because its repr may contain a memory address.
     return json.dumps(
         descriptions,
         sort_keys=True,
@@ -338,13 +348,18 @@ def _module_settings(model: Model) -> str:
 
 
 def model_settings(model: Model) -> str:
-    """Return the prompts and limits of a model as a text for :func:`model_fingerprint`."""
+    """Describe the prompts and limits of a model as a string for :func:`model_fingerprint`."""
     names = ("prompts", "default_prompt_name", "max_seq_length", "max_active_dims")
     return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
 
 
 def provenance_of(texts: Mapping[str, str]) -> Provenance:
-    """Return the provenance of texts, which may be :class:`tilefold.retrieval.PassageTexts`."""
+    """Return the provenance of texts.
+
+    Args:
+        texts: id -> text. :class:`tilefold.retrieval.PassageTexts` have their provenance as an
+            attribute.
+    """
     provenance = getattr(texts, "provenance", None)
     if isinstance(provenance, Provenance):
         return provenance
@@ -352,21 +367,32 @@ def provenance_of(texts: Mapping[str, str]) -> Provenance:
 
 
 def ids_to_delete(
-    names: Iterable[str],
-    delete: Collection[str],
-    replaced: Collection[str],
+    index_ids: Iterable[str],
+    deleted_ids: Collection[str],
+    new_ids: Collection[str],
     passages: str | None,
 ) -> set[str]:
-    """Find the entries of an index that an update deletes or replaces.
+    """Return the ids of the entries that an update removes from an index.
+
+    An update removes entries that it deletes or replaces. A document's passages are deleted or
+    replaced together.
 
     Args:
-        names: ids in the index, of documents or passages.
-        delete: ids of documents or passages to delete.
-        replaced: ids of the new entries.
-        passages: how documents were cut; None for an index of documents. All passages of a document
-            are deleted or replaced together.
+        index_ids: ids of the entries: document ids, or passage ids such as ``"d1#0"``.
+        deleted_ids: ids of documents to delete, or of single passages.
+        new_ids: ids of the entries that the update adds.
+        passages: how documents were divided into passages; None if the entries are documents.
     """
     if passages is None:
-        return {*delete, *replaced}.intersection(names)
-    documents = {*delete, *(name.rpartition("#")[0] for name in replaced)}
-    return {name for name in names if name in delete or name.rpartition("#")[0] in documents}
+        return {*deleted_ids, *new_ids}.intersection(index_ids)
+    removed_documents = {*deleted_ids, *map(_document_of_passage, new_ids)}
+    return {
+        entry_id
+        for entry_id in index_ids
+        if entry_id in deleted_ids or _document_of_passage(entry_id) in removed_documents
+    }
+
+
+def _document_of_passage(passage_id: str) -> str:
+    """Return the document's id ``"d1"`` for a passage's id ``"d1#0"``."""
+    return passage_id.rpartition("#")[0]

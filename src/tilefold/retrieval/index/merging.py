@@ -408,7 +408,7 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
             f"expected passages {index_provenance.passages!r} as in the index, got "
             f"{provenance.passages!r}.",
         )
-    if "model_fingerprint" in index_provenance.differs(provenance):
+    if "model_fingerprint" in index_provenance.differing_fields(provenance):
         raise ArgumentDataError(
             "vectors",
             "were made by another model than the index. Encode documents with its own.",

@@ -190,7 +190,7 @@ class Reranker:
                 "tokens",
                 f"{folder} holds {manifest.kind} vectors; encode documents, without --queries.",
             )
-        if "texts_sha256" in self.searched.differs(manifest.provenance):
+        if "texts_sha256" in self.searched.differing_fields(manifest.provenance):
             raise ArgumentDataError(
                 "tokens",
                 f"{folder} holds token vectors of other documents (another collection, or changed "

@@ -127,7 +127,7 @@ class SparseRetriever(_IndexRetriever):
         else:
             provenance = self.vectors.provenance
         same_passages = self.provenance.passages == provenance.passages
-        if same_passages and not self.provenance.differs(provenance):
+        if same_passages and not self.provenance.differing_fields(provenance):
             return
         passages = ""
         if not same_passages:

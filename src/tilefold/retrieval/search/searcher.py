@@ -21,8 +21,8 @@ from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import term_names_of
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.identical_ids import (
+    SearchWithoutIdenticalIds,
     queries_with_identical_ids,
-    search_without_identical_ids,
     without_identical_ids,
 )
 from tilefold.retrieval.common.provenance import (
@@ -107,7 +107,7 @@ def check_model(
     """
     if provenance.model_fingerprint is None:
         return False
-    if provenance.differs(Provenance(model_fingerprint(model))):
+    if provenance.differing_fields(Provenance(model_fingerprint(model))):
         remedy = (
             f"Give that one, make the index again (tilefold encode --model {name}), "
             "or allow it (--other-model)."
@@ -347,7 +347,7 @@ class Searcher:
             )
         self.stage = _RETRIEVER_STAGES[type(self.retriever)]
         if isinstance(second, BM25Index):
-            differences = second.provenance.differs(self.provenance)
+            differences = second.provenance.differing_fields(self.provenance)
             if "texts_sha256" in differences:
                 raise ArgumentDataError(
                     "second",
@@ -937,7 +937,9 @@ def _search_stage(
     ignored: set[str] = set()
     if request.ignore_identical_ids:
         document_of_entry = str if passages is None else document_of
-        search = search_without_identical_ids(search, document_of_entry, ignored)
+        search_others = SearchWithoutIdenticalIds(search, document_of_entry)
+        search = search_others
+        ignored = search_others.ignored  # the searches below add to it
     if passages is None or request.by == "passage":
         return _StageRun(stage, search(k), ignored_identical_ids=ignored)
     run, best_passages = search_documents(search, k)

@@ -398,7 +398,7 @@ def test_ids_that_are_no_list_of_strings_are_refused(
 
 def test_an_id_that_is_not_unicode_is_refused(open_collection: OpenCollection) -> None:
     collection = collection_of_three_ids(open_collection)
-    message = "ids: expected ids without zero bytes that UTF-8 can hold"
+    message = "ids: expected ids that UTF-8 can encode, without zero bytes"
     with pytest.raises(DataError, match=message):
         collection.delete(["\ud800"])
     assert len(collection) == 3
@@ -664,7 +664,7 @@ def test_documents_whose_ids_do_not_fit_are_refused(make_vectors: MakeVectors) -
     with pytest.raises(ValueError, match="payloads: expected ids of the documents, got 'd9'"):
         Documents(vectors.ids, vectors, payloads={"d9": {}})
     with pytest.raises(
-        ValueError, match="ids: expected ids without zero bytes that UTF-8 can hold"
+        ValueError, match="ids: expected ids that UTF-8 can encode, without zero bytes"
     ):
         Documents(not_unicode.ids, not_unicode)
     with pytest.raises(ValueError, match="tokens: expected the ids of the 2"):

@@ -432,7 +432,7 @@ class AheadCollator:
         for call in truncation.calls:
             # A call for fewer texts tokenises a prompt, for its length.
             if call.n_texts >= n_rows:
-                self.cut.add("text", call.n_texts, len(call.cut), call.max_length)
+                self.cut.add("text", call.n_texts, len(call.truncated), call.max_length)
 
 
 class PendingBatch:

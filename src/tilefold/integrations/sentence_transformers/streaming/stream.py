@@ -46,6 +46,7 @@ from tilefold.pipeline.rows import (
     IN_FLIGHT,
     Batch,
     Item,
+    PendingCapacityRows,
     PendingSparseRows,
     PendingTokenRows,
     PendingTokenVectors,
@@ -149,7 +150,7 @@ def _launch_sparse(
     options: SparseOptions,
     capacity: int | None = None,
     to_host: bool = True,
-) -> PendingSparseRows:
+) -> PendingSparseRows | PendingCapacityRows:
     """Run the model on features and start copying its sparse rows to the CPU.
 
     Args:
@@ -164,7 +165,7 @@ def _launch_sparse(
     with torch.inference_mode(), sparse_scores(options, capacity):
         scores = _run_model(model, features, task_kwargs)["sentence_embedding"]
         if isinstance(scores, CapacityRows):
-            return PendingSparseRows(scores, capacity or 0, to_host)
+            return PendingCapacityRows(scores, capacity or 0, to_host)
         if scores.layout != torch.sparse_csr:
             scores = _prune(scores.to_dense(), options)
         return PendingSparseRows(scores, to_host=to_host)
@@ -515,7 +516,7 @@ class TextStream(ABC):
             positions=features["position_ids"][0].numpy(),
             offsets=features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
-        cut = window.truncation.cut_positions(len(window.texts)) - window.skip
+        cut = window.truncation.truncated_positions(len(window.texts)) - window.skip
         batches = batches_by_tokens(token_ids.lengths, self.batch_tokens, self.batch_size)
         for batch_positions in batches:
             positions = batch_positions.tolist()
@@ -660,7 +661,7 @@ def _count_cut(truncation: Truncation, positions: Sequence[int], skip: frozenset
         positions: positions of these texts in their window.
         skip: positions of texts that need no rows.
     """
-    cut_texts = truncation.cut_positions(len(positions))  # positions in the batch
+    cut_texts = truncation.truncated_positions(len(positions))  # positions in the batch
     return sum(positions[text] not in skip for text in cut_texts)
 
 
@@ -707,7 +708,12 @@ class SparseStream(TextStream):
         self.to_host = to_host
         self.capacity = max(CAPACITY, _learned_capacities.get(self.model, 0))
 
-    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingSparseRows:
+    def _launch(
+        self,
+        features: Features,
+        *,
+        is_retry: bool = False,
+    ) -> PendingSparseRows | PendingCapacityRows:
         """Run the model, and start copying its sparse rows to the CPU.
 
         A second attempt computes rows of any number of entries.
@@ -721,7 +727,7 @@ class SparseStream(TextStream):
             to_host=self.to_host,
         )
 
-    def _fetch(self, pending: PendingSparseRows) -> SparseRows:
+    def _fetch(self, pending: PendingSparseRows | PendingCapacityRows) -> SparseRows:
         try:
             return pending.get()
         except RowCapacityError as error:
