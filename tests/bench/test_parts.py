@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest

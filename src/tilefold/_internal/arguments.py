@@ -113,7 +113,7 @@ def list_of_ids(name: str, ids: object) -> list[Any]:
         ids: any sequence that :func:`list_of` accepts, a set, or a mapping whose keys are the ids.
 
     Raises:
-        TypeError: as in :func:`list_of`.
+        TypeError: if :func:`list_of` refuses the value.
     """
     if isinstance(ids, Mapping):
         ids = ids.keys()
@@ -128,8 +128,8 @@ def list_of_texts(name: str, texts: object) -> list[str]:
         texts: any sequence that :func:`list_of` accepts.
 
     Raises:
-        TypeError: as in :func:`list_of`, and if a text is not a string, such as a missing value of
-            a data frame.
+        TypeError: if :func:`list_of` refuses the value, or a text is not a string, such as a
+            missing value of a data frame.
     """
     listed = list_of(name, texts)
     for position, text in enumerate(listed):

@@ -18,32 +18,32 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-LOCK = ".writing.lock"
-# Messages of libraries about a full disk or quota.
+LOCK = ".writing.lock"  # name of the lock file in a folder
+# What the messages of libraries about a full disk or quota contain.
 _DISK_FULL = re.compile(
     r"(?i)no space left|quota exceeded|file too large|requested and \d+ written|os error "
     r"(28|27|122)\b",
 )
 SCRATCH = ".tilefold.tmp"  # suffix of temporary folders, whose contents are moved when complete
-_ATTEMPTS = 8
-_PAUSE_SECONDS = 0.02
+_LOCK_ATTEMPTS = 8
+_PAUSE_SECONDS = 0.02  # between two attempts to lock a scratch folder
 # Arguments of renameat2(2).
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
-_UNLOCKED_SECONDS = 60.0  # between making a scratch folder and locking it, at the very most
+_UNLOCKED_SECONDS = 60.0  # a process locks its new scratch folder well within this time
 
 
 class InUseError(RuntimeError):
-    """Another process writes to the same folder."""
+    """Raised if another process writes to the same file or folder."""
 
 
 def lock_folder(folder: Path, *, reentrant: bool = True) -> FileLock:
     """Lock a folder for writing, until it is unlocked or this process ends.
 
     Args:
-        folder: the folder, which is created when missing.
-        reentrant: whether this process may lock the folder again while it holds the lock. Each
-            lock is then released once.
+        folder: the folder, which is created if it is missing.
+        reentrant: whether this process may lock the folder again while it holds the lock. The
+            folder is unlocked once each of these locks has been released.
 
     Raises:
         InUseError: if another process holds the lock.
@@ -60,99 +60,108 @@ def lock_folder(folder: Path, *, reentrant: bool = True) -> FileLock:
 
 
 def unlock_folder(lock: FileLock) -> None:
-    """Let other processes write to a folder again."""
+    """Release a lock of :func:`lock_folder` and remove its file."""
     Path(lock.lock_file).unlink(missing_ok=True)
     lock.release(force=True)
 
 
 @contextmanager
 def naming_full_disk(path: Path) -> Iterator[None]:
-    """Turn errors about a full disk into a :class:`DiskFullError` that names the path.
+    """Convert errors about a full disk to a :class:`DiskFullError` that names the path.
 
-    Libraries report a full disk in many ways, and without a path. Other errors pass unchanged.
+    Libraries report a full disk in many ways, and without the path. Other errors are raised
+    unchanged.
 
     Args:
-        path: file or folder that is written within the context.
+        path: the file or folder that is written within the context.
     """
     try:
         yield
+    except DiskFullError:  # names a path already
+        raise
     except Exception as error:
-        # The errors of safetensors are of a class of its own.
-        may_be_of_disk = (
+        # safetensors raises its own exception class
+        may_be_disk_error = (
             isinstance(error, (OSError, RuntimeError)) or "safetensors" in type(error).__module__
         )
-        names_path_already = isinstance(error, DiskFullError)
-        if names_path_already or not may_be_of_disk or not _DISK_FULL.search(str(error)):
+        if not may_be_disk_error or not _DISK_FULL.search(str(error)):
             raise
+        cause = " ".join(str(error).split())
         raise DiskFullError(
-            f"{path}: could not be written, the disk or the quota is full "
-            f"({' '.join(str(error).split())}). "
-            "Free some space there, or choose another place; what was complete is kept.",
+            f"{path}: could not be written, the disk or the quota is full ({cause}). Free some "
+            "space there, or choose another path; files that were complete are kept.",
         ) from error
 
 
 class DiskFullError(OSError):
-    """A file could not be written for want of space."""
+    """Raised if a file cannot be written because the disk or quota is full."""
 
 
 @contextmanager
 def lock_path(path: Path) -> Iterator[None]:
     """Keep other processes from writing a file or folder while the context is open.
 
-    The lock is a file in a hidden folder next to the path. Contexts of one process may be nested.
+    The lock is a file in a hidden folder next to the path. A process may nest such contexts.
 
     Args:
         path: the file or folder, which need not exist.
 
     Raises:
-        InUseError: if another process writes it.
+        InUseError: if another process is writing to the path.
     """
-    folder = path.parent.resolve() / f".{path.name}{SCRATCH}"
-    lock = _lock_scratch(folder, reentrant=True)
+    lock_directory = path.parent.resolve() / f".{path.name}{SCRATCH}"
+    lock = _lock_scratch(lock_directory, reentrant=True)
     if lock is None:
         raise InUseError(
-            f"{path}: another process is writing it. Wait for it, or choose another place.",
+            f"{path}: another process is writing it. Wait for it, or choose another path.",
         )
     try:
         yield
     finally:
+        # The folder is removed before the lock is released, while no other process can use it.
         is_outermost = lock.lock_counter == 1
         if is_outermost:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(lock_directory, ignore_errors=True)
         lock.release()
 
 
 @contextmanager
 def scratch_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty, locked folder next to a path, which is removed after the block.
+    """Create an empty, locked folder next to a path, and remove it after the block.
 
-    If the process is killed, the next scratch folder in the same parent removes it.
+    If the process is killed, the folder remains until the next scratch folder is created in the
+    same parent.
+
+    Args:
+        path: a path in the parent of the folder. Its name is part of the folder's name.
+
+    Yields:
+        The folder.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=SCRATCH, dir=path.parent))
     lock = _lock_scratch(folder, reentrant=False)
+    if lock is None:  # in :func:`remove_leftovers`, other processes locked it again and again
+        raise InUseError(f"{folder}: another process holds this temporary folder. Try again.")
     try:
-        if lock is None:
-            raise InUseError(f"{folder}: another process holds this temporary folder. Try again.")
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        if lock is not None:
-            lock.release()
+        lock.release()
 
 
 def _lock_scratch(folder: Path, *, reentrant: bool) -> FileLock | None:
-    """Lock a scratch folder, and try again while another process removes it.
+    """Lock a scratch folder, retrying while another process holds or removes it.
 
     Args:
         folder: the folder, which is created if it is missing.
         reentrant: whether this process may lock the folder again while it holds the lock.
 
     Returns:
-        The lock, or None if another process keeps it.
+        The lock, or None if another process still holds it after the last attempt.
     """
-    for attempt in range(_ATTEMPTS):
+    for attempt in range(_LOCK_ATTEMPTS):
         if attempt > 0:
             time.sleep(_PAUSE_SECONDS)
         with suppress(InUseError, FileNotFoundError):
@@ -167,7 +176,8 @@ def _lock_scratch(folder: Path, *, reentrant: bool) -> FileLock | None:
 def remove_leftovers(parent: Path) -> None:
     """Remove the scratch folders in `parent` whose processes have died."""
     for folder in parent.glob(f".*{SCRATCH}"):
-        # another user owns it, it was removed meanwhile, or its process is alive
+        # Folders are skipped that another user owns, that were removed meanwhile, or whose process
+        # is alive.
         with suppress(OSError, InUseError):
             if not folder.is_symlink() and (folder / LOCK).is_file():
                 lock = lock_folder(folder, reentrant=False)
@@ -179,13 +189,16 @@ def remove_leftovers(parent: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
-    """Yield the path of an empty file that replaces `path` if the block ends without an error.
+    """Write a file atomically: yield an empty file that replaces `path` after the block.
 
-    Readers therefore find the old content or the new one, and never a part.
+    Readers find either the old or the new content. If the block fails, `path` is not changed.
 
     Args:
         path: the file to write.
         durable: whether the file must survive a loss of power.
+
+    Yields:
+        The path of the empty file.
     """
     with scratch_folder(path) as folder:
         temporary = folder / path.name
@@ -204,11 +217,16 @@ def atomic_file(path: Path, *, durable: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def exported_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield the path of an empty file that becomes `path` if the block ends without an error.
+    """Write a new file atomically: yield an empty file that becomes `path` after the block.
+
+    If the block fails, `path` is not changed.
 
     Args:
         path: the file to write.
-        overwrite: replace a file that exists.
+        overwrite: whether to replace an existing file.
+
+    Yields:
+        The path of the empty file.
 
     Raises:
         FileExistsError: before the block, if `path` is a folder, or exists and `overwrite` is
@@ -226,7 +244,7 @@ def exported_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are on the disk."""
+    """Wait until the content of a file, or the list of entries of a folder, is on the disk."""
     if path.is_dir() and os.name == "nt":
         return  # Windows cannot sync a folder
     descriptor = os.open(path, os.O_RDONLY)
@@ -243,16 +261,21 @@ def atomic_directory(
     own_names: Collection[str],
     overwrite: bool,
 ) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `path` if the block ends without an error.
+    """Write a directory atomically: yield a temporary directory that becomes `path` afterwards.
+
+    If the block fails, `path` is not changed.
 
     Args:
         path: the directory to write.
-        own_names: names of all files and folders that such a directory holds.
-        overwrite: replace an earlier directory of these names.
+        own_names: all names that files and folders in such a directory can have.
+        overwrite: whether to replace a directory with such names.
+
+    Yields:
+        The temporary directory.
 
     Raises:
-        FileExistsError: before the block, if `path` is a file, a directory with other names, or
-            without `overwrite` a directory that is not empty.
+        FileExistsError: before the block, if `path` is a file, a directory with other names, or a
+            non-empty directory while `overwrite` is False.
     """
     check_replaceable(path, own_names, overwrite=overwrite)
     with lock_path(path), scratch_folder(path) as temporary:
@@ -266,23 +289,24 @@ def atomic_directory(
 
 
 def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool) -> None:
-    """Check that writing a directory to `path` would not destroy other files.
+    """Check that replacing a directory would not destroy files that tilefold did not write.
+
+    Temporary folders that a killed process has left in the directory are removed first.
 
     Args:
         path: the directory to write.
-        own_names: names of all files and folders that such a directory holds.
-        overwrite: replace an earlier directory of these names.
+        own_names: all names that files and folders in such a directory can have.
+        overwrite: whether to replace a directory with such names.
 
     Raises:
-        FileExistsError: if `path` is a file, a directory with other names, or without `overwrite`
-            a directory that is not empty.
+        FileExistsError: if `path` is a file, a directory with other names, or a non-empty directory
+            while `overwrite` is False.
     """
     if not path.exists():
         return
     expected = f"{path}: expected a new directory or one that tilefold wrote, got"
     if not path.is_dir():
         raise FileExistsError(f"{expected} a file. Choose another path.")
-    # Files that a killed process was writing do not count.
     remove_leftovers(path)
     other_files = sorted(entry.name for entry in path.iterdir() if entry.name not in own_names)
     if other_files:
@@ -300,12 +324,12 @@ def check_replaceable(path: Path, own_names: Collection[str], *, overwrite: bool
 def swap_directory(new: Path, path: Path) -> None:
     """Move a directory to `path`, and remove the directory that was at `path`.
 
-    Where the system can, the two are exchanged in one step. Otherwise `path` does not exist for a
-    moment, and the old directory is moved back if the new one cannot be moved.
+    The two are exchanged in one step if the system supports it. Otherwise `path` does not exist for
+    a moment, and the old directory is moved back if the new one cannot be moved.
 
     Args:
         new: the new directory, on the same disk.
-        path: where it is moved; a directory, or nothing.
+        path: the new path of the directory; another directory may be there.
     """
     if not path.exists():
         new.replace(path)
@@ -324,15 +348,15 @@ def swap_directory(new: Path, path: Path) -> None:
 
 
 def exchange(left: Path, right: Path) -> bool:
-    """Exchange two paths in one atomic step, by ``renameat2`` of Linux.
+    """Exchange two paths in one atomic step, with Linux's ``renameat2``.
 
     Args:
         left: a file or folder.
         right: a file or folder on the same disk.
 
     Returns:
-        Whether the paths were exchanged. False on other systems, on file systems that cannot do it,
-        and after a failure.
+        Whether the paths were exchanged. It is False on other systems, on file systems without this
+        operation, and after a failure.
     """
     if sys.platform != "linux":
         return False
@@ -350,9 +374,12 @@ def exchange(left: Path, right: Path) -> bool:
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
-    """Write a value as JSON to a file, atomically.
+    """Write a value to a JSON file, atomically.
 
-    `durable` is that of :func:`atomic_file`.
+    Args:
+        path: the file to write.
+        value: the value.
+        durable: whether the file must survive a loss of power.
     """
     with atomic_file(path, durable=durable) as temporary:
         temporary.write_text(
@@ -362,10 +389,7 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read the JSON object in a file.
-
-    The result is None if the file is missing or holds something else.
-    """
+    """Read the JSON object in a file; return None if there is no such file or object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -8,20 +8,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tilefold.distributed.process_group import ranks_of
+from tilefold.distributed.process_group import resolve_group
 
-# "world" is all ranks, or this process alone where torch.distributed is not initialised; None is
-# this process alone.
+# Ranks that hold other rows of a batch. "world" means all ranks, or only this process if
+# torch.distributed is not initialised. None means only this process.
 Group: TypeAlias = "dist.ProcessGroup | Literal['world'] | None"
 
 
 class Columns(NamedTuple):
-    """The part of the scores in this process.
+    """This rank's part of scores that are distributed over ranks.
 
     Attributes:
-        local: ``[B, V]``, or this rank's columns of it, in fp32 or fp64.
-        shards: the ranks that hold the columns of these rows; None where this rank holds all.
-        rows: the ranks that hold the rows of the batch; None where this rank holds all.
+        local: the scores ``[B, V]`` of this rank, or its columns of them, in fp32 or fp64.
+        shards: the ranks that hold columns of these rows; None if this rank holds all columns.
+        rows: the ranks that hold rows of the batch; None if this rank holds all rows.
     """
 
     local: Tensor
@@ -30,22 +30,18 @@ class Columns(NamedTuple):
 
 
 def columns_of(scores: Tensor, group: Group) -> Columns:
-    """Find this rank's part of scores, and the groups of ranks that hold the other parts.
+    """Return this rank's part of scores in fp32 or fp64, and the groups that hold the other parts.
 
-    Ranks may hold other rows of the batch (data parallel), other columns of the vocabulary (tensor
-    parallel), or both.
+    Other ranks may hold other rows of the batch (data parallel), other columns of the vocabulary
+    (tensor parallel), or both.
 
     Args:
-        scores: ``[B, V]``, a tensor or a ``DTensor`` whose columns may be sharded.
+        scores: scores ``[B, V]``: a tensor, or a ``DTensor`` whose columns may be sharded.
         group: the ranks that hold other rows of the batch: a process group, ``"world"`` or None.
 
-    Returns:
-        This rank's scores in fp32 or fp64, the group that shares the columns and the group that
-        shares the rows. A group is None if this rank has all of them.
-
     Raises:
-        TypeError: for anything but a floating-point tensor.
-        ValueError: for another shape or layout, or a `group` that does not fit the layout.
+        TypeError: if `scores` is not a floating-point tensor.
+        ValueError: if `scores` has another shape or layout, or `group` does not fit the layout.
     """
     if not isinstance(scores, Tensor) or not scores.is_floating_point():
         got = scores.dtype if isinstance(scores, Tensor) else type(scores).__name__
@@ -56,28 +52,82 @@ def columns_of(scores: Tensor, group: Group) -> Columns:
     if scores.dim() != 2:
         raise ValueError(f"scores must have shape [B, V], got {list(scores.shape)}.")
     dtype = torch.promote_types(scores.dtype, torch.float32)
-    distributed = _distributed_columns(scores)
-    if distributed is None:
-        return Columns(scores.to(dtype), None, ranks_of(group))
-    local, mesh, dim = distributed
-    if group == "world":
-        if mesh.size() != dist.get_world_size():
-            raise ValueError(
-                "group must name the ranks that hold other rows where scores are a DTensor on some "
-                "of the ranks, got 'world'; pass the group of the data-parallel dimension, for "
-                "instance mesh['dp'].get_group(), or None.",
-            )
-        # The mesh has all ranks of the world, and they hold the same rows.
-        group = None
-    shards = None if dim is None else mesh.get_group(dim)
-    return Columns(local.to(dtype), shards, ranks_of(group))
+    if not _is_dtensor(scores):
+        return Columns(scores.to(dtype), shards=None, rows=resolve_group(group))
+    distributed_scores: Any = scores  # DTensor is not imported without torch.distributed
+    return Columns(
+        distributed_scores.to_local().to(dtype),
+        shards=_column_group(distributed_scores),
+        rows=_row_group(group, distributed_scores.device_mesh),
+    )
+
+
+def _is_dtensor(scores: Tensor) -> bool:
+    """Return whether scores are a ``DTensor``."""
+    if type(scores) is Tensor or not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(scores, DTensor)
+
+
+def _column_group(scores: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that hold columns of the same rows as this rank.
+
+    Args:
+        scores: a ``DTensor`` ``[B, V]``.
+
+    Returns:
+        The process group; None if the columns are not sharded.
+
+    Raises:
+        ValueError: if the scores are distributed in another way than by columns.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    sharded_dims = [
+        mesh_dim
+        for mesh_dim, placement in enumerate(scores.placements)
+        if not isinstance(placement, Replicate)
+    ]
+    if not sharded_dims:
+        return None
+    if len(sharded_dims) > 1 or scores.placements[sharded_dims[0]] != Shard(1):
+        raise ValueError(
+            "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the "
+            f"others, got {scores.placements}; pass each rank its own rows, and the ranks that "
+            "hold other rows as the argument group.",
+        )
+    column_group: dist.ProcessGroup = scores.device_mesh.get_group(sharded_dims[0])
+    return column_group
+
+
+def _row_group(group: Group, mesh: Any) -> dist.ProcessGroup | None:
+    """Return the ranks that hold other rows than this rank's part of a ``DTensor``.
+
+    Args:
+        group: the ranks that hold other rows of the batch: a process group, ``"world"`` or None.
+        mesh: device mesh of the ``DTensor``, whose ranks hold the same rows.
+
+    Raises:
+        ValueError: if `group` is ``"world"`` and the mesh has only some of the ranks.
+    """
+    if group != "world":
+        return resolve_group(group)
+    if mesh.size() != dist.get_world_size():
+        raise ValueError(
+            "group must name the ranks that hold other rows if scores are a DTensor on only some "
+            "ranks, got 'world'; pass the group of the data-parallel dimension, for instance "
+            "mesh['dp'].get_group(), or None.",
+        )
+    return None  # no rank is outside the mesh
 
 
 def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Sum statistics over data-parallel ranks; backward multiplies by the number of ranks.
+    """Sum statistics over data-parallel ranks.
 
-    Every rank computes the same loss from the sum, and DDP and FSDP average the ranks' gradients of
-    their own rows.
+    Backward multiplies the gradient by the number of ranks: every rank computes the same loss from
+    the sum, and DDP and FSDP average the gradients that the ranks have for their own rows.
     """
     return statistics if group is None else _sum(statistics, group, dist.get_world_size(group))
 
@@ -85,7 +135,7 @@ def sum_over_rows(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor
 def sum_over_columns(statistics: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum statistics over vocabulary shards.
 
-    Backward passes the gradient on unchanged, because each rank holds other columns.
+    Backward returns the gradient unchanged, because each rank holds different columns.
     """
     return statistics if group is None else _sum(statistics, group, 1)
 
@@ -106,32 +156,6 @@ class _Sum(torch.autograd.Function):
 
 
 def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+    """Sum a tensor over ranks; backward multiplies the gradient by `factor`."""
     total: Tensor = _Sum.apply(statistics, group, factor)  # type: ignore[no-untyped-call]
     return total
-
-
-def _distributed_columns(scores: Any) -> tuple[Tensor, Any, int | None] | None:
-    """Read the layout of a ``DTensor``.
-
-    Returns:
-        This rank's columns, the device mesh, and the mesh dimension that shards the columns, None
-        where they are not sharded. None for a plain tensor.
-    """
-    if type(scores) is Tensor or not dist.is_available():
-        return None
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    if not isinstance(scores, DTensor):
-        return None
-    sharded = [
-        dim
-        for dim, placement in enumerate(scores.placements)
-        if not isinstance(placement, Replicate)
-    ]
-    if len(sharded) > 1 or any(scores.placements[dim] != Shard(1) for dim in sharded):
-        raise ValueError(
-            "scores must be Shard(1) on at most one dimension of their mesh and Replicate() on the "
-            f"others, got {scores.placements}; rows of data-parallel ranks are plain tensors here, "
-            "see the argument group.",
-        )
-    return scores.to_local(), scores.device_mesh, sharded[0] if sharded else None

@@ -6,4 +6,4 @@ __all__ = ["RankError"]
 
 
 class RankError(RuntimeError):
-    """Another rank of a process group failed, ended, or did not join."""
+    """Raised if another rank of a process group failed, ended, or did not join."""

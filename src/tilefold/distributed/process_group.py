@@ -1,4 +1,4 @@
-"""The process group that an argument ``group`` means, and rows gathered from all ranks."""
+"""Resolution of an argument ``group`` to a process group, and gathering of rows from all ranks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def ranks_of(group: object) -> dist.ProcessGroup | None:
-    """Convert the argument `group` of a function to a process group.
+def resolve_group(group: object) -> dist.ProcessGroup | None:
+    """Convert the argument `group` of a public function to a process group.
 
     Args:
-        group: a process group that holds this rank, ``"world"`` for all ranks, or None.
+        group: a process group that holds this rank; ``"world"`` for all ranks, which is only this
+            process if torch.distributed is not initialised; or None for only this process.
 
     Returns:
-        The group, or None if there are no other ranks: for a group of one rank, and where
-        torch.distributed is not initialised.
+        The process group, or None if it would have this rank only.
 
     Raises:
-        ValueError: for another value, and for a group that does not hold this rank.
+        ValueError: if the value is something else, or a group that does not hold this rank.
     """
     if group is None or not dist.is_available():
         return None
@@ -35,22 +35,23 @@ def ranks_of(group: object) -> dist.ProcessGroup | None:
 
 
 def gather_rows(rows: Tensor) -> Tensor:
-    """Gather the rows of all ranks of the world, those of this rank first.
+    """Gather the rows of all ranks, starting with those of this rank.
 
     The gradient of this rank's rows is the sum of the gradients that all ranks have for them.
 
     Args:
-        rows: ``[B, ...]``, of the same shape on every rank.
+        rows: this rank's rows ``[B, ...]``, of the same shape on every rank.
 
     Returns:
-        ``[ranks * B, ...]``: this rank's rows, those of the next rank, and so on.
+        The rows ``[ranks * B, ...]`` of this rank, of the next rank, and so on. Rank 0 follows the
+        last rank.
     """
     gathered: Tensor = _GatherRows.apply(rows)  # type: ignore[no-untyped-call]
     return gathered.flatten(0, 1)
 
 
 class _GatherRows(torch.autograd.Function):
-    """``[B, ...]`` to ``[ranks, B, ...]``, this rank's rows first."""
+    """All-gather of rows ``[B, ...]`` to ``[ranks, B, ...]``, with this rank's rows first."""
 
     @staticmethod
     def forward(ctx: object, rows: Tensor) -> Tensor:
@@ -67,9 +68,10 @@ class _GatherRows(torch.autograd.Function):
 
 
 def _in_rank_order(own_first: Tensor) -> list[Tensor]:
-    """Return views of the parts of ``[ranks, ...]`` in the order of ranks.
+    """Return views of the ranks' parts of a tensor, in the order of the ranks.
 
-    The part of this rank is stored first.
+    Args:
+        own_first: tensor ``[ranks, ...]`` whose first part is this rank's.
     """
     size = len(own_first)
     return [own_first[(rank - dist.get_rank()) % size] for rank in range(size)]

@@ -1,6 +1,7 @@
-"""Key-value store of the ranks of a process group, which ends all of them when one fails.
+"""Key-value store of the ranks of a process group, which ends all ranks if one fails.
 
-Used where ranks share work without collectives, so that no rank waits for the batch of another.
+It is used by ranks that share work without collectives, so that no rank waits for the batch of
+another.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from tilefold.distributed.errors import RankError
 
 __all__ = ["POLL_SECONDS", "RESUME_HINT", "RankStore", "open_rank_store"]
 
-JOIN_SECONDS = 300.0  # until all ranks must have joined: loading a model may take minutes
+JOIN_SECONDS = 300.0  # for all ranks to join: loading a model may take minutes
 POLL_SECONDS = 0.1
 RESUME_HINT = "What was reported is kept: run the same again, with any number of ranks, to go on."
 FINISHED = "finished"  # key that rank 0 puts when the work of all ranks is complete
 
-_LEAVE_SECONDS = 20.0  # that rank 0 waits for the others to leave: a batch may take a while
+_LEAVE_SECONDS = 20.0  # for the other ranks to leave before rank 0: a batch may take a while
 _STORE_SECONDS = 1.0  # time-out of one access to the store
+# Keys of the store.
 _COUNTER = "counter"
-_FAILURE = "failure"  # message of the failure that ends all ranks
+_FAILURE = "failure"  # {"message": ..., "is_interrupt": ...} of the failure that ends all ranks
 _N_FAILURES = "n_failures"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -42,14 +44,15 @@ class RankStore:
     Every rank holds the lock of a folder while it works. Rank 0 watches the locks of all other
     ranks, and they watch rank 0's, so that a rank that dies ends the others with an error instead
     of a time-out.
-
-    Args:
-        rank: the rank of this process.
-        rank_folders: the folder that each rank holds, in the order of the ranks. The store is a
-            file in the folder of rank 0.
     """
 
     def __init__(self, rank: int, rank_folders: Sequence[Path]) -> None:
+        """Open the store, a file in the folder of rank 0.
+
+        Args:
+            rank: the rank of this process.
+            rank_folders: the folder whose lock each rank holds, in the order of the ranks.
+        """
         self.rank = rank
         self._watched_folders = _watched_folders(rank, rank_folders)
         self._store = dist.FileStore(  # type: ignore[attr-defined]
@@ -57,11 +60,11 @@ class RankStore:
             len(rank_folders),
         )
         self._store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        self._last_watch = 0.0  # time of the last look at the locks of other ranks
+        self._last_watch = 0.0  # time.monotonic() when the locks were last checked
 
     @property
     def watched_ranks(self) -> list[int]:
-        """Ranks that this one watches: all others on rank 0, and rank 0 on the others."""
+        """The ranks that this rank watches: rank 0 watches all others, and they watch rank 0."""
         return list(self._watched_folders)
 
     def put(self, key: str, value: object) -> None:
@@ -69,7 +72,7 @@ class RankStore:
         self._store.set(key, json.dumps(value))
 
     def has(self, *keys: str) -> bool:
-        """Return whether values of all `keys` have been put.
+        """Return whether values have been put for all `keys`.
 
         Raises:
             RankError: if rank 0 has ended.
@@ -92,28 +95,27 @@ class RankStore:
         return json.loads(self._store.get(key))
 
     def count_up(self) -> int:
-        """Increment the counter of all ranks, and return its value before."""
+        """Increment the counter that all ranks share, and return its previous value."""
         return int(self._store.add(_COUNTER, 1)) - 1
 
     @contextmanager
     def sharing_failures(self) -> Iterator[None]:
-        """Let an error in the block end the work of all ranks.
+        """Report an error in the block to all ranks, and raise it on this rank.
 
-        The message of the first failure is put into the store, where :meth:`raise_failure` of the
-        other ranks finds it. The error itself is raised on this rank.
+        The other ranks end with an error at their next :meth:`raise_failure`, if this failure is
+        the first of all ranks.
         """
         try:
             yield
         except BaseException as error:
             message = " ".join(str(error).split())
             if not isinstance(error, RankError):
-                is_interrupt = isinstance(error, KeyboardInterrupt)  # SIGTERM is one, too
-                kind = KeyboardInterrupt if is_interrupt else type(error)
-                message = f"rank {self.rank}: {kind.__name__}: {message}"
+                message = f"rank {self.rank}: {type(error).__name__}: {message}"
+            is_interrupt = isinstance(error, KeyboardInterrupt)  # by Ctrl-C or SIGTERM
             with suppress(RuntimeError):  # rank 0 has removed the store
                 is_first_failure = self._store.add(_N_FAILURES, 1) == 1
                 if is_first_failure:
-                    self.put(_FAILURE, message)
+                    self.put(_FAILURE, {"message": message, "is_interrupt": is_interrupt})
             raise
 
     def raise_failure(self) -> None:
@@ -123,18 +125,19 @@ class RankStore:
             RankError: if a rank failed or died; the message names the rank.
             KeyboardInterrupt: if a rank was interrupted.
         """
-        # Locks are read before the failure: a rank puts its failure before it releases its lock.
+        # Dead ranks are looked for first: a rank that fails reports its failure before it ends.
         dead_rank = self._find_dead_rank()
         if self.has(_FAILURE):
-            message = self.wait_for(_FAILURE)
-            if "KeyboardInterrupt: " in message:
+            failure = self.wait_for(_FAILURE)
+            if failure["is_interrupt"]:
                 raise KeyboardInterrupt
+            message: str = failure["message"]
             raise RankError(message if RESUME_HINT in message else f"{message} {RESUME_HINT}")
         if dead_rank is not None and not self.has(FINISHED):
             raise _ended_early(dead_rank)
 
     def wait_until_others_left(self, seconds: float) -> None:
-        """Wait until the watched ranks have released their locks, at most for `seconds`."""
+        """Wait until the watched ranks have released their locks, but no longer than `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if all(has_left(folder) for folder in self._watched_folders.values()):
@@ -142,7 +145,10 @@ class RankStore:
             time.sleep(POLL_SECONDS / 4)
 
     def _find_dead_rank(self) -> int | None:
-        """Return a watched rank without a lock, looking at most once in ``POLL_SECONDS``."""
+        """Return a watched rank that holds its lock no longer, or None.
+
+        The locks are checked at most once in ``POLL_SECONDS``.
+        """
         if time.monotonic() - self._last_watch < POLL_SECONDS:
             return None
         self._last_watch = time.monotonic()
@@ -153,17 +159,18 @@ class RankStore:
 
 
 def _watched_folders(rank: int, rank_folders: Sequence[Path]) -> Mapping[int, Path]:
-    """Return the lock folders that `rank` watches, by rank."""
+    """Return rank -> folder for the ranks that `rank` watches."""
     watched_ranks = range(1, len(rank_folders)) if rank == 0 else range(1)
     return {watched: rank_folders[watched] for watched in watched_ranks}
 
 
 def _ended_early(rank: int) -> RankError:
+    """Return the error for a rank that ended before the work was complete."""
     return RankError(f"rank {rank} ended before the work was done. {RESUME_HINT}")
 
 
 def has_left(rank_folder: Path) -> bool:
-    """Return whether the rank that held `rank_folder` has released it, or died."""
+    """Return whether the rank that held the lock of a folder has released it, or died."""
     try:
         if (rank_folder / LOCK).exists():
             lock_folder(rank_folder, reentrant=False).release()
@@ -181,7 +188,7 @@ def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
     Rank 0 leaves the block last, because the store is a file in its folder.
 
     Args:
-        group: process group of ranks of one machine.
+        group: process group whose ranks are on one machine.
 
     Raises:
         RankError: if a rank does not join within ``JOIN_SECONDS``, or runs on another machine.
@@ -197,27 +204,27 @@ def open_rank_store(group: dist.ProcessGroup) -> Iterator[RankStore]:
 
 
 def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Path]:
-    """Exchange the lock folders of all ranks, once all of them have joined.
+    """Wait until all ranks have joined, and exchange the folders whose locks they hold.
 
     Args:
         group: process group of the ranks.
-        rank_folder: lock folder of this rank.
+        rank_folder: folder of this rank.
 
     Returns:
-        The lock folder of each rank, in the order of the ranks.
+        The folder of each rank, in the order of the ranks.
 
     Raises:
         RankError: if a rank does not join in time, or runs on another machine.
     """
     cpu_group = _cpu_group(group)
     try:
-        with _naming_missing_ranks():
+        with _timeout_as_rank_error():
             dist.monitored_barrier(
                 cpu_group,
                 timeout=timedelta(seconds=JOIN_SECONDS),
                 wait_all_ranks=True,
             )
-        # Each rank's machine and folder; the empty texts are replaced.
+        # The machine and folder of each rank; all_gather_object replaces the placeholders.
         locations = [("", "")] * dist.get_world_size(cpu_group)
         dist.all_gather_object(locations, (_machine_digest(), str(rank_folder)), group=cpu_group)
     finally:
@@ -226,25 +233,27 @@ def _gather_rank_folders(group: dist.ProcessGroup, rank_folder: Path) -> list[Pa
     machines = {machine for machine, _ in locations}
     if len(machines) > 1:
         raise RankError(
-            "group: expected ranks of one machine, got several machines. Give each machine a part "
-            "of the texts, or encode with an engine that is made for it.",
+            f"group: expected all ranks on one machine, got {len(machines)} machines. Encode a "
+            "part of the texts on each machine, or use an engine that is made for several.",
         )
     return [Path(folder) for _, folder in locations]
 
 
 def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that communicates between CPUs, over gloo.
+    """Return a gloo group of the same ranks, which communicates between CPUs.
 
     Args:
-        group: process group of the ranks. It is returned itself if it uses gloo. Otherwise the
-            caller must destroy the new group.
+        group: process group of the ranks.
+
+    Returns:
+        `group` if it uses gloo. Otherwise a new group, which the caller must destroy.
 
     Raises:
         RankError: if a rank does not join in time.
     """
     if dist.get_backend(group) == "gloo":
         return group
-    with _naming_missing_ranks():
+    with _timeout_as_rank_error():
         cpu_group: dist.ProcessGroup = dist.new_group(
             dist.get_process_group_ranks(group),
             timeout=timedelta(seconds=JOIN_SECONDS),
@@ -255,10 +264,10 @@ def _cpu_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 @contextmanager
-def _naming_missing_ranks() -> Iterator[None]:
-    """Turn the error of a rank that waits in vain for the others into a ``RankError``.
+def _timeout_as_rank_error() -> Iterator[None]:
+    """Convert torch's error about ranks that do not join in time to a ``RankError``.
 
-    torch raises a ``RuntimeError`` when the ranks do not meet in time. The new error has a remedy.
+    torch raises a ``RuntimeError``. The ``RankError`` says what to do.
     """
     try:
         yield
@@ -266,8 +275,8 @@ def _naming_missing_ranks() -> Iterator[None]:
         cause = " ".join(str(error).split())[:200]
         raise RankError(
             "group: expected a call on every rank of the process group within "
-            f"{JOIN_SECONDS:.0f} s, and some did not come ({cause}). Call it on all ranks, or with "
-            "group=None on one alone.",
+            f"{JOIN_SECONDS:.0f} s, but some ranks did not join ({cause}). Call it on all ranks, "
+            "or with group=None on a single one.",
         ) from error
 
 

@@ -15,53 +15,53 @@ from pathlib import Path
 
 from tilefold._internal.termination import TERMINATED, Terminated
 
-RENDEZVOUS = "TILEFOLD_RANKS_MEET"  # variable with the file by which ranks find each other
+# Environment variable with the path of the file by which the ranks find each other.
+RENDEZVOUS = "TILEFOLD_RANKS_MEET"
 INTERRUPTED = 130  # exit code after Ctrl-C
-_GRACE_SECONDS = 20.0  # after a rank failed, for the others to report why they end too
-# The same after a rank was killed: the others may wait on a GPU for a message that never comes.
+# After a rank has failed, the other ranks have this time to end with an error message.
+_GRACE_SECONDS = 20.0
+# After a rank was killed it is shorter: others may wait on a GPU for a message that never comes.
 _KILLED_SECONDS = 5.0
-_SAVE_SECONDS = 120.0  # after Ctrl-C or SIGTERM, for ranks to save finished work
+_SAVE_SECONDS = 120.0  # after Ctrl-C or SIGTERM, for the ranks to save finished work
 _POLL_SECONDS = 0.1
 
 
 def is_rank() -> bool:
-    """Whether this process was started as a rank, by :func:`run_ranks` or by torchrun."""
+    """Return whether this process was started as a rank, by :func:`run_ranks` or torchrun."""
     return RENDEZVOUS in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def has_other_ranks() -> bool:
-    """Whether this process is one of at least two ranks."""
+    """Return whether this process is one of at least two ranks."""
     return is_rank() and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
     """Run a command as several ranks (processes of one group) of this machine, and wait for them.
 
-    The first rank writes to the terminal. The stderr of another rank is shown if that rank is the
-    first to fail. Ctrl-C, and a SIGTERM that raises :class:`Terminated` in this process, are
-    forwarded to every rank. The ranks then have ``_SAVE_SECONDS`` to save finished work before they
-    are killed.
+    Rank 0 writes to the terminal. The stderr of another rank is shown if that rank is the first to
+    fail. Ctrl-C, and a SIGTERM that raises :class:`Terminated` in this process, are forwarded to
+    every rank. The ranks then have ``_SAVE_SECONDS`` to save finished work before they are killed.
 
     Args:
-        command: program and arguments; it calls :func:`join_ranks`.
+        command: program and arguments. The program calls :func:`join_ranks`.
         count: number of ranks.
 
     Returns:
-        The exit code: 0, that of the first rank that failed, ``INTERRUPTED`` after Ctrl-C, or
-        ``TERMINATED`` after SIGTERM.
+        The exit code: 0 if all ranks succeeded, the code of a rank that failed, ``INTERRUPTED``
+        after Ctrl-C, or ``TERMINATED`` after SIGTERM.
     """
     with tempfile.TemporaryDirectory(prefix="tilefold-ranks-") as name:
-        folder = Path(name)
+        folder = Path(name)  # of the rendezvous and stderr files
         ranks = [_start(command, rank, count, folder) for rank in range(count)]
         try:
-            return _outcome(ranks, folder)
-        except KeyboardInterrupt as interruption:
-            is_termination = isinstance(interruption, Terminated)
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.send_signal(signal.SIGTERM if is_termination else signal.SIGINT)
-            _wait(ranks, time.monotonic() + _SAVE_SECONDS)
-            return TERMINATED if is_termination else INTERRUPTED
+            return _wait_for_ranks(ranks, folder)
+        except Terminated:
+            _signal_ranks(ranks, signal.SIGTERM)
+            return TERMINATED
+        except KeyboardInterrupt:
+            _signal_ranks(ranks, signal.SIGINT)
+            return INTERRUPTED
         finally:
             for rank in ranks:
                 rank.kill()
@@ -82,8 +82,8 @@ def _start(
         command: program and arguments.
         rank: number of the rank.
         count: number of ranks.
-        folder: folder for the rendezvous file, by which the ranks find each other, and for the
-            stderr of each rank but the first.
+        folder: folder for the rendezvous file, by which the ranks find each other, and for files
+            with the stderr of all ranks except rank 0.
     """
     cores = str(share_of_cores(count))
     environment = {
@@ -97,69 +97,86 @@ def _start(
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("RAYON_NUM_THREADS", cores)
     environment.setdefault("OMP_NUM_THREADS", cores)
-    is_first = rank == 0
-    with _stderr_file(folder, rank).open("wb") as log:
+    uses_terminal = rank == 0
+    with _stderr_file(folder, rank).open("wb") as stderr_file:
         return subprocess.Popen(  # noqa: S603 - the command is this program
             command,
             env=environment,
-            stdin=subprocess.PIPE,  # closes when this process ends, in whatever way
-            stdout=None if is_first else subprocess.DEVNULL,
-            stderr=None if is_first else log,
+            stdin=subprocess.PIPE,  # closes however this process ends, which tells the rank to end
+            stdout=None if uses_terminal else subprocess.DEVNULL,
+            stderr=None if uses_terminal else stderr_file,
             start_new_session=True,  # the terminal sends no Ctrl-C; this process forwards it once
         )
 
 
 def _stderr_file(folder: Path, rank: int) -> Path:
-    """Return the file with the stderr of a rank; that of the first rank stays empty."""
+    """Return the path of the file with the stderr of a rank; the file of rank 0 stays empty."""
     return folder / f"stderr-{rank}"
 
 
-def _outcome(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
+def _signal_ranks(ranks: list[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    """Send a signal to all ranks, and give them ``_SAVE_SECONDS`` to save finished work."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.send_signal(number)
+    _wait_until_ended(ranks, _SAVE_SECONDS)
+
+
+def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
     """Wait until all ranks succeed or one fails, and report the failure on stderr.
 
     After a failure, the other ranks have some seconds to end by themselves.
 
     Args:
         ranks: the processes, in the order of the ranks.
-        folder: folder with the stderr of each rank but the first.
+        folder: folder with the stderr files of the ranks.
 
     Returns:
-        The exit code of this process: 0 if all ranks succeeded.
+        The exit code for this process: 0 if all ranks succeeded.
     """
     while all(rank.poll() in (None, 0) for rank in ranks):
         if all(rank.poll() == 0 for rank in ranks):
             return 0
         time.sleep(_POLL_SECONDS)
-    number, failed = next((number, rank) for number, rank in enumerate(ranks) if rank.poll())
-    code = int(failed.returncode)
+    failed_rank, code = next(
+        (number, rank.returncode) for number, rank in enumerate(ranks) if rank.poll()
+    )
     was_killed = code < 0
-    _wait(ranks, time.monotonic() + (_KILLED_SECONDS if was_killed else _GRACE_SECONDS))
-    # The first rank writes to stderr itself.
-    is_first = number == 0
-    text = ""
-    if not is_first:
-        text = _stderr_file(folder, number).read_text(encoding="utf-8", errors="replace")
-    if was_killed or not (is_first or text):
-        end = f"was ended by signal {-code}" if was_killed else f"ended with code {code}"
-        text += (
-            f"Error: rank {number} {end}. Run the same command again to go on from what is "
-            "complete.\n"
-        )
-    sys.stderr.write(text)
-    # The first rank may know a better code: its error may be that another rank is lost.
+    _wait_until_ended(ranks, _KILLED_SECONDS if was_killed else _GRACE_SECONDS)
+    sys.stderr.write(_failure_report(failed_rank, code, _stderr_file(folder, failed_rank)))
+    # The code of rank 0 is preferred, since it may tell that rank 0 has lost another rank.
     exit_code = ranks[0].poll() or code
-    # Codes below 0 are signals.
-    return exit_code if exit_code > 0 else 1
+    is_signal = exit_code < 0
+    return 1 if is_signal else exit_code
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], until: float) -> None:
-    """Wait until all ranks have ended, or until a time of ``time.monotonic``."""
-    while any(rank.poll() is None for rank in ranks) and time.monotonic() < until:
+def _failure_report(rank: int, code: int, stderr_file: Path) -> str:
+    """Return what is still to be written to stderr about a rank that failed.
+
+    Args:
+        rank: number of the rank. Rank 0 has written its messages to the terminal itself.
+        code: its return code; a negative signal number if a signal ended it.
+        stderr_file: file with its stderr.
+    """
+    messages = stderr_file.read_text(encoding="utf-8", errors="replace")
+    if code < 0:
+        reason = f"was ended by signal {-code}"
+    elif rank > 0 and not messages:
+        reason = f"ended with code {code}"
+    else:
+        return messages  # the rank has reported its error
+    return f"{messages}Error: rank {rank} {reason}. Run the same command again to resume.\n"
+
+
+def _wait_until_ended(ranks: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Wait until all ranks have ended, but no longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
 def share_of_cores(count: int) -> int:
-    """Return how many cores each of `count` ranks of this machine may use, at least 1."""
+    """Return the number of cores, at least 1, for each of `count` ranks on this machine."""
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:
@@ -171,14 +188,14 @@ def share_of_cores(count: int) -> int:
 def join_ranks(*, training: bool = False) -> Iterator[int]:
     """Join the process group of the other ranks while the context is open.
 
-    A rank uses the GPU of its local number and its share of the cores.
+    The rank is bound to its GPU and its share of the CPU cores.
 
     Args:
         training: whether the ranks reduce gradients. Tensors on GPUs then go over NCCL, and a
             process group that is already initialised is used and left open.
 
     Yields:
-        The number of this rank; 0 where there are no others.
+        The number of this rank; 0 if there are no other ranks.
 
     Raises:
         ValueError: if there are fewer GPUs than ranks.
@@ -217,14 +234,14 @@ def join_ranks(*, training: bool = False) -> Iterator[int]:
 
 
 def _process_group_exists() -> bool:
-    """Whether torch.distributed is initialised in this process."""
+    """Return whether torch.distributed is initialised in this process."""
     import torch.distributed as dist
 
     return dist.is_available() and dist.is_initialized()
 
 
 def _use_local_devices() -> None:
-    """Make torch use the GPU with this rank's local number, and this rank's share of the cores.
+    """Bind this rank to its GPU and its share of the CPU cores.
 
     Raises:
         ValueError: if there are fewer GPUs than ranks.
@@ -241,15 +258,16 @@ def _use_local_devices() -> None:
                 f"expected at most {n_gpus} ranks, one for each GPU, got {local_rank + 1}.",
             )
         torch.cuda.set_device(local_rank)
-    elif RENDEZVOUS not in os.environ:  # torchrun sets OMP_NUM_THREADS to 1
+    elif RENDEZVOUS not in os.environ:
+        # torchrun has set OMP_NUM_THREADS to 1, which is too few. run_ranks() sets it to the share.
         torch.set_num_threads(cores)
 
 
 @contextmanager
 def first_rank_first() -> Iterator[None]:
-    """Run the block on the first rank, and then on the others.
+    """Run the block on rank 0, and then on the other ranks.
 
-    The first rank can fill a cache, such as that of downloads, which the others then read. If it
+    Rank 0 can fill a cache, such as the cache of downloads, which the others then read. If rank 0
     fails, the others go on. Without a process group, the block just runs.
     """
     import torch.distributed as dist
@@ -258,7 +276,7 @@ def first_rank_first() -> Iterator[None]:
         yield
         return
     is_first = dist.get_rank() == 0
-    # The barrier is where the first rank, after its block, meets the others before theirs.
+    # Rank 0 reaches the barrier after its block, and the other ranks before theirs.
     if not is_first:
         dist.barrier()
     try:
@@ -272,7 +290,8 @@ def first_rank_first() -> Iterator[None]:
 def as_single_process() -> Iterator[None]:
     """Hide the process group from libraries while the context is open.
 
-    For example, transformers saves a model on the first rank only if it sees a process group.
+    The context patches ``torch.distributed.is_initialized`` in the whole process. It lets any rank
+    save a model, for example: if transformers sees a process group, only rank 0 writes the files.
     """
     import torch.distributed as dist
 
@@ -288,9 +307,10 @@ def _end_with_parent() -> None:
     """End this rank when the process that started it closes stdin.
 
     SIGTERM lets the rank save finished work. A rank that waits for others in a collective may never
-    handle it, and is killed after ``_SAVE_SECONDS``.
+    handle the signal, and is killed after ``_SAVE_SECONDS``.
     """
-    while os.read(0, 1024):
+    stdin = 0  # file descriptor
+    while os.read(stdin, 1024):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_SAVE_SECONDS)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tilefold._internal.arguments import check_number, list_of
 from tilefold._internal.sigmoid import sigmoid
 from tilefold.distributed.collectives import sum_over_rows
-from tilefold.distributed.process_group import ranks_of
+from tilefold.distributed.process_group import resolve_group
 
 __all__ = ["PairwiseSoftmaxLoss", "TermRecallLoss", "WeightedLosses", "WeightedTerms", "check_term"]
 
@@ -161,7 +161,7 @@ class TermRecallLoss(nn.Module):
         is_in_query = (queries.detach() != 0).to(documents.dtype)
         squared_errors = is_in_document * (documents - is_in_query).square()
         n_terms = is_in_document.sum()
-        ranks = ranks_of("world")
+        ranks = resolve_group("world")
         if ranks is not None:
             # the mean over ranks, because DDP averages the gradients of the ranks
             n_terms = sum_over_rows(n_terms, ranks) / dist.get_world_size(ranks)

@@ -421,7 +421,7 @@ def _train(
             ranks=world.size,
             evaluated=evaluation.description,
         )
-        with naming_full_disk(run.work_dir), world.naming_lost_ranks():
+        with naming_full_disk(run.work_dir), world.explaining_lost_ranks():
             if is_trained:
                 job = TrainingJob(
                     recipe=recipe,

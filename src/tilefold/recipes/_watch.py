@@ -236,7 +236,7 @@ class Watcher(TrainerCallback):
             request = self._clock.request_after(state.global_step)
         # With several ranks, this is the request after the previous step, so that no step waits
         # for rank 0.
-        request_of_all = self._job.world.max_over_ranks(int(request))
+        request_of_all = self._job.world.previous_max_over_ranks(int(request))
         save_steps = self._job.recipe.save_steps
         if request_of_all != _SaveRequest.NONE:
             control.should_save = True

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tilefold.distributed.process_group import ranks_of
+from tilefold.distributed.process_group import resolve_group
 from tilefold.ops._shared.checks import dtype_name
 from tilefold.ops._shared.impl import host_may_read, impl_with_fallback
 from tilefold.ops.maxsim._arguments import (
@@ -295,7 +295,7 @@ def loss_over_ranks(
     Returns:
         The loss, the same on every rank, or ``None`` if the group has no other rank.
     """
-    ranks = ranks_of(group)
+    ranks = resolve_group(group)
     if ranks is None:
         return None
     maxsim_options = (reduction, mask_mode, temperature, normalize)

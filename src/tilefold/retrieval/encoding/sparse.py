@@ -25,7 +25,7 @@ from tilefold._internal.arguments import (
 )
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
-from tilefold.distributed.process_group import ranks_of
+from tilefold.distributed.process_group import resolve_group
 from tilefold.distributed.rank_store import open_rank_store
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
@@ -171,7 +171,7 @@ def encode_to_folder(
     if not texts:
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
     job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
-    process_group = ranks_of(group)
+    process_group = resolve_group(group)
     if encoding.max_length is not None:
         _ = job.fingerprint  # computed and cached before the limits of the model are changed
     with limited(model, encoding.kind, encoding.max_length):
