@@ -223,7 +223,7 @@ def test_requests_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Durations of batches, which change the token limit, are left out. Other tests are about them.
-    monkeypatch.setattr(batching._TokenBudget, "note_batch", lambda *arguments: None)
+    monkeypatch.setattr(batching._TokenBudget, "learn_from_multi_batch", lambda *arguments: None)
     entries = []
     for inputs in requests:
         for position, payload in enumerate(inputs):
@@ -238,17 +238,17 @@ def test_batches_of_long_requests_are_short_while_others_send_single_inputs(
     now = [100.0]
     monkeypatch.setattr("tilefold.serve.batching.time.monotonic", lambda: now[0])
     budget = batching._TokenBudget(16384)
-    budget.note_batch(True, 8000, 4.0)
+    budget.learn_from_multi_batch(8000, 4.0)
     # no single input waits
     assert budget.limit(True) == 16384
     assert budget.limit(False) == 16384
-    budget.note_single_input()
-    budget.note_batch(False, 12, 0.05)
-    budget.note_batch(True, 8000, 4.0)
+    budget.record_single_input()
+    budget.learn_from_single_batch(0.05)
+    budget.learn_from_multi_batch(8000, 4.0)
     assert budget.limit(True) == 200  # 2 * 0.05 s at 2,000 tokens a second
-    budget.note_batch(True, 200, 0.05)
+    budget.learn_from_multi_batch(200, 0.05)
     assert budget.limit(True) == 400  # a batch has a fixed cost, so that more tokens fit
-    budget.note_batch(True, 30, 0.05)
+    budget.learn_from_multi_batch(30, 0.05)
     # the batch was short because no more inputs waited
     assert budget.limit(True) == 400
     assert budget.limit(False) == 16384

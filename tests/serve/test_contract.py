@@ -859,4 +859,4 @@ def test_a_local_server_answers_to_names_of_this_machine(local_client: Client, h
 def test_a_local_server_refuses_names_of_other_sites(local_client: Client, host: str) -> None:
     reply = local_client.request("GET", "/info", Host=host)
     assert reply.status == 421
-    assert "expected this machine" in reply.json["error"]
+    assert "must name this machine" in reply.json["error"]

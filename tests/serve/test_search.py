@@ -471,7 +471,7 @@ def test_indexes_lists_that_documents_can_be_filtered(filter_client: Client) -> 
     [
         pytest.param(
             {"n": 2**64},
-            "where: expected Unicode or an integer of 64 bits for 'n'",
+            "where: expected Unicode text or a 64-bit integer for 'n'",
             id="integer of more than 64 bits",
         ),
         pytest.param(

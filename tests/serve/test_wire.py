@@ -23,11 +23,12 @@ from tilefold.serve.app import create_app
 from tilefold.serve.bodies import (
     EmbedSparse,
     Row,
-    cosines,
-    numbers,
-    rows_of,
+    dense_cosines,
+    format_numbers,
+    keep_largest,
+    sparse_cosines,
     sparse_rows,
-    strongest,
+    split_rows,
 )
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
@@ -46,7 +47,7 @@ def test_weights_of_16_bits_are_written_by_table_as_by_formatting() -> None:
     weights = positive_bfloat16_weights()
     body = EmbedSparse(inputs="a")
     indices = np.arange(len(weights), dtype=np.int32) * 3
-    rows = rows_of([0, 0, 2, len(weights), len(weights)], indices, weights)
+    rows = split_rows([0, 0, 2, len(weights), len(weights)], indices, weights)
     assert [bool(row.json) for row in rows] == [False, True, True, False]
     rows_without_json = [Row(row.indices, row.weights) for row in rows]
     written = sparse_rows(rows, body, str)
@@ -56,17 +57,17 @@ def test_weights_of_16_bits_are_written_by_table_as_by_formatting() -> None:
 
 def test_weights_of_32_bits_are_formatted() -> None:
     weights = positive_bfloat16_weights()[:2] * np.float32(1.1)
-    (row,) = rows_of([0, 2], np.array([0, 3], np.int32), weights)
+    (row,) = split_rows([0, 2], np.array([0, 3], np.int32), weights)
     assert not row.json
-    last_weight = numbers(row.weights)[1]
+    last_weight = format_numbers(row.weights)[1]
     assert f"{last_weight}}}]".encode() in sparse_rows([row], EmbedSparse(inputs="a"), str)[0]
 
 
 def test_the_strongest_entries_of_a_row_have_no_json_of_the_row() -> None:
     weights = positive_bfloat16_weights()
-    (row,) = rows_of([0, 8], np.arange(8, dtype=np.int32), weights[:8])
+    (row,) = split_rows([0, 8], np.arange(8, dtype=np.int32), weights[:8])
     assert row.json
-    assert strongest(row, 1, None).json == b""
+    assert keep_largest(row, 1, None).json == b""
 
 
 @pytest.fixture(scope="module")
@@ -480,7 +481,7 @@ def test_the_similarity_of_equal_texts_is_1(client: Client) -> None:
 
 def test_cosines_of_dense_vectors_match_hand_computed_numbers() -> None:
     vectors = [np.array(row, np.float32) for row in ([3, 4], [4, 3], [0, 0])]
-    assert cosines(vectors, "dense") == pytest.approx([24 / 25, 0.0])
+    assert dense_cosines(vectors[0], vectors[1:]) == pytest.approx([24 / 25, 0.0])
 
 
 def sparse_row(entries: dict[int, float]) -> Row:
@@ -494,7 +495,7 @@ def test_cosines_of_sparse_vectors_match_hand_computed_numbers() -> None:
     document = sparse_row({1: 4, 7: 3})
     empty = sparse_row({})
     rows = [query, document, empty, query]
-    assert cosines(rows, "sparse") == pytest.approx([12 / 25, 0.0, 1.0])
+    assert sparse_cosines(rows[0], rows[1:]) == pytest.approx([12 / 25, 0.0, 1.0])
 
 
 def test_vertex_answers_each_instance_as_its_route_does(client: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from tilefold.pipeline.ragged import offsets_of
-
-if TYPE_CHECKING:
-    from tilefold.ops.lsr_head import CapacityRows
 
 R = TypeVar("R")
 Items = TypeVar("Items", bound=Sequence[object])
@@ -259,20 +256,35 @@ class PendingSparseRows(HostCopy):
 class PendingCapacityRows(HostCopy):
     """Sparse rows of a fixed capacity that are being copied to the CPU."""
 
-    def __init__(self, rows: CapacityRows, capacity: int, to_host: bool = True) -> None:
+    def __init__(
+        self,
+        counts: Tensor,
+        stored_counts: Tensor,
+        columns: Tensor,
+        values: Tensor,
+        *,
+        capacity: int,
+        vocab_size: int,
+        to_host: bool = True,
+    ) -> None:
         """Start copying the rows to the CPU.
 
         Args:
-            rows: the rows.
+            counts: number of non-zero entries of each row, ``[B]``.
+            stored_counts: number of entries that are stored of each row, ``[B]``.
+            columns: columns of the stored entries, ``[B, capacity]``.
+            values: values of the stored entries, ``[B, capacity]``.
             capacity: number of entries that each row can have.
+            vocab_size: number of columns V.
             to_host: whether columns and values are copied, too. Otherwise they stay on the device.
         """
-        self._vocab_size = rows.vocab_size
         self._capacity = capacity
-        counts = (rows.counts, rows.n_stored)
-        entries = (rows.columns, rows.values)
-        self._device_entries = None if to_host else entries
-        super().__init__([*counts, *entries] if to_host else counts)
+        self._vocab_size = vocab_size
+        self._device_entries = None if to_host else (columns, values)
+        tensors = [counts, stored_counts]
+        if to_host:
+            tensors += [columns, values]
+        super().__init__(tensors)
 
     def get(self) -> SparseRows:
         """Wait for the copies and return the rows.

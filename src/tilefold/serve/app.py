@@ -1,4 +1,4 @@
-"""The ASGI application: routes at three mount points, pages, keys, and answers to errors."""
+"""The ASGI application: routes at three mount points, pages, keys, and responses to errors."""
 
 from __future__ import annotations
 
@@ -18,44 +18,48 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import asynccontextmanager, closing
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._version import __version__
-from tilefold.serve.bodies import ServeError, plain
+from tilefold.serve.bodies import ServeError, to_json
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.models import SIDES
 from tilefold.serve.routes import Routes
 from tilefold.serve.searching import search_router
-from tilefold.serve.service import Service, truncated_inputs
+from tilefold.serve.service import Service, truncation_counts
 from tilefold.serve.settings import check_origins
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+Endpoint = Callable[[Request], Awaitable[Response]]
 _FOLDER = Path(__file__).parent / "page"
+# Path of the search page and its parts -> file in _FOLDER, and media type.
 _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
 }
-# Paths of FastAPI and of text-embeddings-inference.
-OPENAPI_PATHS = ("/openapi.json", "/api-doc/openapi.json")
+_FASTAPI_SCHEMA_PATH = "/openapi.json"
+_TEI_SCHEMA_PATH = "/api-doc/openapi.json"  # of text-embeddings-inference
+OPENAPI_PATHS = (_FASTAPI_SCHEMA_PATH, _TEI_SCHEMA_PATH)
 _COMMON_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-_REFERENCE_POLICY = f"default-src 'none'; style-src 'self'; {_COMMON_POLICY}"
+_DOCS_POLICY = f"default-src 'none'; style-src 'self'; {_COMMON_POLICY}"
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     f"{_COMMON_POLICY}"
 )
-_MOUNTED = tuple(f"/{side}/" for side in SIDES)
+_SIDE_PREFIXES = tuple(f"/{side}/" for side in SIDES)
 _PAGE_HEADERS = {
     "content-security-policy": _PAGE_POLICY,
     "referrer-policy": "no-referrer",
@@ -63,8 +67,8 @@ _PAGE_HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
 }
-# Paths that need no key: those of probes and Prometheus, which send none, the page, which asks for
-# one, and descriptions of the routes.
+# Paths that need no key: health checks and metrics, whose clients send none, the search page, which
+# asks for the key, and descriptions of the routes.
 OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/docs", *_FILES, *OPENAPI_PATHS})
 _HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
@@ -77,23 +81,23 @@ def create_app(
     local: bool = False,
     origins: Sequence[str] = (),
 ) -> FastAPI:
-    """Create the application of a service, which starts and ends with it.
+    """Create the application of a service. The service starts and ends with the application.
 
     The routes of text-embeddings-inference exist three times: for the default side, below
     ``/query`` and below ``/document``.
 
     Args:
         service: service that answers requests.
-        api_key: what requests must carry as ``Authorization: Bearer KEY``, except health checks,
+        api_key: key that requests must have as ``Authorization: Bearer KEY``, except health checks,
             metrics, the page and the description of the routes.
-        local: refuse requests whose header Host is a domain name: for a server without a key on the
-            loopback address, which a page of another site could otherwise reach by a name of its
-            own.
-        origins: sites whose pages may read answers in a browser (CORS), such as
-            ``https://example.org``; ``*`` is all.
+        local: whether to refuse requests whose header Host is another machine's domain name. A
+            server without a key on the loopback address needs it: a page of another site could
+            otherwise reach the server by a domain name of that site.
+        origins: sites whose pages may read responses in a browser (CORS), such as
+            ``https://example.org``. ``*`` means all sites.
 
     Raises:
-        ValueError: an empty key, or no origin.
+        ValueError: if the key is empty, or an origin is invalid.
     """
     check_origins(origins)
     if api_key is not None and not api_key.strip():
@@ -115,21 +119,32 @@ def create_app(
         ),
         version=__version__,
         lifespan=lifespan,
-        openapi_url=OPENAPI_PATHS[0],
-        docs_url=None,  # its page loads scripts from elsewhere
+        openapi_url=_FASTAPI_SCHEMA_PATH,
+        docs_url=None,  # FastAPI's page loads scripts from other sites
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.include_router(_page_router(service))
-    app.include_router(Routes(service, service.default_side).router())
-    app.include_router(search_router(service))
-    for side in SIDES:
-        app.include_router(Routes(service, side).router(), prefix=f"/{side}")
-    _add_reference(app)
+    routers = [
+        ("", _page_router(service)),
+        ("", Routes(service, service.default_side).router()),
+        ("", search_router(service)),
+        *((f"/{side}", Routes(service, side).router()) for side in SIDES),
+    ]
+    endpoints: dict[str, Endpoint] = {}
+    for prefix, router in routers:
+        app.include_router(router, prefix=prefix)
+        endpoints.update(_post_endpoints(prefix, router))
+    _add_docs(app)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(Exception, _failed)
-    app.outer = _Guard(functools.partial(FastAPI.__call__, app), service, api_key, local)
-    if origins:  # before it sends a key, a browser asks whether it may
+    app.outer = _Guard(
+        functools.partial(FastAPI.__call__, app),
+        endpoints,
+        service,
+        api_key,
+        local=local,
+    )
+    if origins:  # outside the guard: a browser asks whether it may send a request without the key
         app.outer = CORSMiddleware(
             app.outer,
             allow_origins=list(origins),
@@ -140,11 +155,25 @@ def create_app(
     return app
 
 
+def _post_endpoints(prefix: str, router: APIRouter) -> dict[str, Endpoint]:
+    """Return path -> the function that answers a POST, for the routes with a fixed path.
+
+    Args:
+        prefix: prefix of the router's paths.
+        router: router of the routes.
+    """
+    return {
+        prefix + route.path: route.endpoint
+        for route in router.routes
+        if isinstance(route, APIRoute) and "POST" in route.methods and not route.param_convertors
+    }
+
+
 class _App(FastAPI):
     """FastAPI application with middleware around all of FastAPI.
 
     Attributes:
-        outer: middleware that every HTTP request goes through first.
+        outer: middleware that every HTTP request passes first.
     """
 
     outer: ASGIApp
@@ -158,7 +187,7 @@ class _App(FastAPI):
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Answer requests of unknown routes and methods in the form of all errors."""
+    """Answer a request for an unknown route or method in the format of other errors."""
     status = getattr(error, "status_code", 500)
     message_of_status = {
         404: "there is no such route",
@@ -180,53 +209,59 @@ def _error_response(error: ServeError, headers: Mapping[str, str] | None = None)
 
 
 class _Guard:
-    """ASGI middleware that checks the key first, and answers unexpected errors without a trace.
-
-    Args:
-        app: application that answers requests.
-        service: service of the application.
-        api_key: key that requests must have; ``None`` for no key.
-        local: whether the header ``Host`` must name this machine.
-    """
+    """ASGI middleware that checks keys, and answers unexpected errors without details."""
 
     def __init__(
         self,
         app: Any,
+        endpoints: Mapping[str, Endpoint],
         service: Service,
         api_key: str | None,
-        local: bool = False,
+        *,
+        local: bool,
     ) -> None:
+        """Wrap an application.
+
+        Args:
+            app: the FastAPI application.
+            endpoints: path -> function that answers a POST. These are called directly, because
+                FastAPI's routing takes longer than encoding a short text.
+            service: service of the application.
+            api_key: key that requests must have; ``None`` for no key.
+            local: whether the header ``Host`` must name this machine.
+        """
         self._app = app
+        self._endpoints = endpoints
         self._service = service
-        self._local = local
+        self._must_name_this_machine = local
         self._key = None if api_key is None else _digest(api_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request: refuse it, or pass it to its route and answer failures of the route.
+        """Refuse a request, or pass it to its route.
 
-        Headers are added to every response: :data:`_HEADERS`, and the number of truncated inputs if
-        the request was encoded.
+        If the route fails, the response has status 500. Headers are added to every response:
+        :data:`_HEADERS`, and the number of truncated inputs if inputs were encoded.
 
         Args:
-            scope: method, path and headers of the request, as of ASGI.
-            receive: returns the parts of the body.
-            send: sends the head and the body of the response.
+            scope: ASGI scope with the method, path and headers of the request.
+            receive: ASGI function that returns the parts of the body.
+            send: ASGI function that sends the head and body of the response.
         """
         if scope["method"] == "HEAD":
-            # Answered as GET. uvicorn has the original scope, and leaves the body out.
+            # It is answered like GET. uvicorn leaves out the body, since its own scope has HEAD.
             scope = {**scope, "method": "GET"}
         response_started = False
         # The service appends to this list, through the context variable, while it encodes.
-        truncation_counts: list[int] = []
-        truncated_inputs.set(truncation_counts)
+        counts: list[int] = []
+        truncation_counts.set(counts)
 
         async def send_with_headers(message: Message) -> None:
             nonlocal response_started
             if message["type"] == "http.response.start":
                 response_started = True
                 headers = list(message.get("headers", []))
-                if truncation_counts:
-                    headers.append((b"x-truncated-inputs", b"%d" % sum(truncation_counts)))
+                if counts:
+                    headers.append((b"x-truncated-inputs", b"%d" % sum(counts)))
                 message["headers"] = [*headers, *_HEADERS]
             await send(message)
 
@@ -238,7 +273,7 @@ class _Guard:
         try:
             await self._answer(scope, receive, send_with_headers)
         except asyncio.CancelledError:
-            # The server is stopping, and the time that it gives to running requests is over.
+            # The server is stopping, and the time for running requests is over.
             if not response_started:
                 response = _error_response(ServeError("Unhealthy", "the service is closing"))
                 await response(scope, receive, send_with_headers)
@@ -251,33 +286,28 @@ class _Guard:
                 await response(scope, receive, send_with_headers)
 
     async def _answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request by its route.
-
-        The handlers of POST routes that were requested before are called directly. FastAPI's
-        routing would take longer than encoding a short text. ``handlers`` maps paths to them.
+        """Answer a POST with its endpoint, and any other request with FastAPI.
 
         Args:
-            scope: method, path and headers of the request, as of ASGI.
-            receive: returns the parts of the body.
-            send: sends the head and the body of the response.
+            scope: ASGI scope with the method, path and headers of the request.
+            receive: ASGI function that returns the parts of the body.
+            send: ASGI function that sends the head and body of the response.
         """
-        handler = None
-        if scope["method"] == "POST":
-            handler = self._service.handlers.get(scope["path"])
-        if handler is None:
+        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        if endpoint is None:
             await self._app(scope, receive, send)
             return
-        response = await handler(Request(scope, receive))
+        response = await endpoint(Request(scope, receive))
         await response(scope, receive, send)
 
     def _refusal(self, scope: Message) -> tuple[ServeError, dict[str, str]] | None:
         """Return why a request is refused, or ``None`` if it is accepted.
 
-        A request is refused for another version of HTTP, a missing or wrong key, or a header Host
-        that names another machine.
+        A request is refused if its HTTP version is not supported, its key is missing or wrong, or
+        its header Host names another machine.
 
         Returns:
-            The error, and headers that its response needs by the standard of HTTP.
+            The error, and the headers that HTTP requires in the response.
         """
         if scope["http_version"] not in _HTTP_VERSIONS:
             error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
@@ -289,23 +319,22 @@ class _Guard:
                 status=401,
             )
             return error, {"www-authenticate": "Bearer"}
-        if self._local and not _is_local(_header(scope["headers"], b"host")):
+        if self._must_name_this_machine and not _is_local(_header(scope["headers"], b"host")):
             error = ServeError(
                 "Validation",
-                "expected this machine in the header Host, such as localhost; names of other "
-                "machines need a key",
+                "the header Host must name this machine, such as localhost; start the server with "
+                "a key to use other names",
                 status=421,
             )
             return error, {}
         return None
 
     def _has_access(self, scope: Message) -> bool:
-        """Return whether a request has the key, or needs none."""
+        """Return whether a request has the key, or does not need it."""
         if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
             return True
         scheme, _, key = _header(scope["headers"], b"authorization").partition(b" ")
-        # Digests have one length, and are compared in a time that does not depend on the position
-        # of the first difference.
+        # Digests have equal lengths, so that the time of the comparison does not depend on the key.
         return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
 
 
@@ -324,10 +353,11 @@ def _header(headers: list[tuple[bytes, bytes]], name: bytes) -> bytes:
 
 @functools.lru_cache(256)
 def _is_local(host: bytes) -> bool:
-    """Return whether a header ``Host`` is an address, or a name that only means this machine.
+    """Return whether a header ``Host`` is an IP address, or a name that only means this machine.
 
     This protects a server on the loopback address from pages of other sites (DNS rebinding). Such a
     site can let its own domain name resolve to this machine, but the browser then sends that name.
+    A client that sends no name is not a browser.
 
     Args:
         host: value of the header, with or without a port.
@@ -337,32 +367,32 @@ def _is_local(host: bytes) -> bool:
         name = name[1:].partition("]")[0]
     else:
         name = name.partition(":")[0].removesuffix(".")
-    # Other names without a dot are refused: the network of the client decides what they resolve to.
+    # Other names without a dot are refused: the client's network decides what they resolve to.
     if name in ("", "localhost", socket.gethostname().lower()) or name.endswith(".localhost"):
         return True
-    with suppress(ValueError):
+    try:
         ipaddress.ip_address(name)
-        return True
-    return False
+    except ValueError:
+        return False
+    return True
 
 
 def _page_router(service: Service) -> APIRouter:
-    """Create the routes of the search page in a browser: its HTML, its style and its script.
+    """Create the routes of the search page: its HTML, style and script.
 
-    They answer 503 while the service is not healthy, for health checks that request ``/``.
+    They answer 503 while the service is unhealthy, since some health checks request ``/``.
     """
     router = APIRouter()
-    contents: dict[str, bytes] = {}
-    media_types: dict[str, str] = {}
-    for path, (name, media_type) in _FILES.items():
-        contents[path] = (_FOLDER / name).read_bytes()
-        media_types[path] = media_type
+    files = {
+        path: ((_FOLDER / name).read_bytes(), media_type)
+        for path, (name, media_type) in _FILES.items()
+    }
 
     async def answer(request: Request) -> Response:
         if not service.healthy:
             raise ServeError("Unhealthy", "unhealthy")
-        path = request.scope["route"].path
-        return Response(contents[path], media_type=media_types[path], headers=_PAGE_HEADERS)
+        content, media_type = files[request.scope["route"].path]
+        return Response(content, media_type=media_type, headers=_PAGE_HEADERS)
 
     for path in _FILES:
         add_route(
@@ -375,55 +405,53 @@ def _page_router(service: Service) -> APIRouter:
     return router
 
 
-def _add_reference(app: FastAPI) -> None:
-    """Add the page ``/docs`` that describes the routes, and a second path of the OpenAPI schema.
+def _add_docs(app: FastAPI) -> None:
+    """Add the page ``/docs``, and the OpenAPI schema at the path of text-embeddings-inference.
 
-    FastAPI serves the schema at its own path. text-embeddings-inference has it at another one.
+    FastAPI serves the schema at another path. Clients of text-embeddings-inference do not know it.
     """
 
-    async def page(request: Request) -> Response:
-        html = "".join(_reference_html(app.openapi()))
-        headers = {"content-security-policy": _REFERENCE_POLICY}
+    async def docs(request: Request) -> Response:
+        html = "".join(_docs_html(app.openapi()))
+        headers = {"content-security-policy": _DOCS_POLICY}
         return Response(html, media_type="text/html", headers=headers)
 
     async def openapi(request: Request) -> Response:
-        return Response(plain(app.openapi()), media_type=JSON)
+        return Response(to_json(app.openapi()), media_type=JSON)
 
-    _, path_of_tei = OPENAPI_PATHS
-    app.add_api_route("/docs", page, include_in_schema=False, response_class=Response)
-    app.add_api_route(path_of_tei, openapi, include_in_schema=False, response_class=Response)
+    app.add_api_route("/docs", docs, include_in_schema=False, response_class=Response)
+    app.add_api_route(_TEI_SCHEMA_PATH, openapi, include_in_schema=False, response_class=Response)
 
 
-def _reference_html(schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the parts of an HTML page that lists the routes and the fields of their bodies.
+def _docs_html(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of the HTML page that lists the routes and the fields of their bodies.
 
     Args:
-        schema: OpenAPI description of the application.
+        schema: OpenAPI schema of the application.
     """
     info = schema["info"]
     title = escape(f"{info['title']} {info['version']}")
     yield f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
     yield f'<link rel="stylesheet" href="page.css"><main><h1>{title}</h1>'
     yield f"<p>{escape(info['description'])}</p>"
-    yield f"<p>Routes of models exist under {' and '.join(_MOUNTED)} too. "
+    yield f"<p>Routes of models exist under {' and '.join(_SIDE_PREFIXES)} too. "
     yield '<a href="openapi.json">openapi.json</a></p>'
     for path, methods in schema["paths"].items():
-        if path.startswith(_MOUNTED):  # the same routes again, below /query and /document
+        if path.startswith(_SIDE_PREFIXES):  # the same routes as those without the prefix
             continue
         for method, route in methods.items():
             yield f"<h2>{escape(method.upper())} <code>{escape(path)}</code></h2>"
             yield f"<p>{escape(route['summary'])}</p>"
-            fields: Mapping[str, Any] = {}
             if "requestBody" in route:
                 body_schema = route["requestBody"]["content"][JSON]["schema"]
                 fields = body_schema.get("properties", {})
-            descriptions = [escape(_describe_field(name, fields[name])) for name in fields]
-            yield f"<p><code>{'<br>'.join(descriptions)}</code></p>"
+                descriptions = [escape(_describe_field(name, fields[name])) for name in fields]
+                yield f"<p><code>{'<br>'.join(descriptions)}</code></p>"
     yield "</main></html>"
 
 
 def _describe_field(name: str, schema: Mapping[str, Any]) -> str:
-    """Return name, type and default of a field, such as ``top_k: integer = 10``."""
+    """Describe the name, type and default of a field, such as ``top_k: integer = 10``."""
     description = f"{name}: {_describe_type(schema)}"
     if "default" in schema:
         description += f" = {json.dumps(schema['default'])}"
@@ -431,7 +459,7 @@ def _describe_field(name: str, schema: Mapping[str, Any]) -> str:
 
 
 def _describe_type(schema: Mapping[str, Any]) -> str:
-    """Return the type of a JSON schema in words, such as ``list of (string)``."""
+    """Describe the type of a JSON schema, such as ``list of (string)``."""
     alternatives = schema.get("anyOf") or schema.get("oneOf")
     if alternatives:
         return " | ".join(map(_describe_type, alternatives))

@@ -1,4 +1,4 @@
-"""Worker threads that encode batches limited by tokens, and metrics for Prometheus."""
+"""Worker threads that encode batches of inputs, and metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from prometheus_client.utils import floatToGoString
 
 from tilefold.serve.bodies import ServeError
 
-__all__ = ["Answer", "BatchWorker", "InputLimit", "Metrics"]
+__all__ = ["Answer", "BatchWorker", "Durations", "InputLimit", "Metrics"]
 
 _logger = logging.getLogger("tilefold.serve")
-_JOIN_SECONDS = 10.0
-# Batches by which each further input of a request waits longer, so that long requests do not hold
-# up the first inputs of other requests.
+_JOIN_SECONDS = 10.0  # for the thread to end when the worker is closed
+# Number of batches for which an input waits longer than the input before it in the same request.
+# Long requests therefore do not hold up the first inputs of other requests.
 _BATCHES_PER_POSITION = 4
 # Time after a single-input request during which batches of multi-input requests are kept short.
 _RECENT_SECONDS = 10.0
-# Target duration of a short multi-input batch, in durations of a single-input batch.
+# Target duration of a short multi-input batch, as a multiple of the duration of a single input.
 _SHORT_BATCH_RATIO = 2
-# Weight of the newest single-input batch in the mean duration.
+# Weight of the latest batch in the moving average of the durations of single-input batches.
 _SMOOTHING = 1 / 4
-# Shortest duration of a batch that is believed, since it is a divisor.
+# Shorter measured durations are rounded up to this one, since the duration is a divisor.
 _MIN_BATCH_SECONDS = 1e-6
-# Largest factor by which a batch suggests more tokens than its own.
+# Largest factor by which the short limit may exceed the tokens of the batch it was learned from.
 _MAX_GROWTH = 2.0
 
 Run = Callable[[Any, list[Any]], list[Any]]
-"""``run(key, payloads)`` returns one result per payload; only the worker thread calls it."""
+"""``run(key, payloads)`` returns one result per payload. It is called by one thread at a time."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Answer:
     """Result of one input.
 
     Attributes:
-        value: row of the input, or the result of a function.
+        value: the encoded row of the input, or the result of a function.
         queue: seconds in the queue.
-        inference: seconds in the model.
+        inference: seconds of the input's batch in the model.
     """
 
     value: Any
@@ -65,7 +65,7 @@ class _QueueEntry:
         key: inputs with equal keys may share a batch.
         payload: the input.
         tokens: number of tokens; 0 for a function.
-        future: receives the answer.
+        future: the future of the answer.
         priority: entries with lower numbers are encoded first.
         queued: ``time.perf_counter()`` at the start of the wait.
     """
@@ -79,53 +79,36 @@ class _QueueEntry:
 
 
 class _Outcome(NamedTuple):
-    """An entry with its answer, or with its error.
+    """A queue entry with its answer or error.
 
     Attributes:
-        entry: the input.
-        answer: None if there is an error.
-        error: None if there is an answer.
+        entry: the queue entry.
+        result: the answer, or the error.
     """
 
     entry: _QueueEntry
-    answer: Answer | None
-    error: BaseException | None
-
-
-class _Result(NamedTuple):
-    """An entry with the value that its batch returned for it, or with its error.
-
-    Attributes:
-        entry: the input.
-        value: row of the input, or the result of a function.
-        error: None if the batch succeeded.
-    """
-
-    entry: _QueueEntry
-    value: Any
-    error: BaseException | None
+    result: Answer | ServeError
 
 
 class InputLimit:
-    """Limit of inputs that are encoded or wait at once. Used on the event loop only.
-
-    Args:
-        total: largest number of inputs.
+    """Limit on the number of inputs that are encoded or wait. Used on the event loop only.
 
     Attributes:
+        total: largest number of inputs.
         in_use: current number of inputs.
     """
 
     def __init__(self, total: int) -> None:
+        """Create a limit of `total` inputs."""
         self.total = total
         self.in_use = 0
 
     @contextmanager
     def acquire(self, n_inputs: int) -> Iterator[None]:
-        """Hold a permit for each input, all at once or none.
+        """Hold permits for several inputs, either for all or for none.
 
         Raises:
-            ServeError: if not all of them fit.
+            ServeError: if there are not enough permits.
         """
         if self.in_use + n_inputs > self.total:
             raise ServeError("Overloaded", "Model is overloaded")
@@ -137,23 +120,26 @@ class InputLimit:
 
 
 class _TokenBudget:
-    """Token limit of a batch, reduced for multi-input requests while single inputs arrive.
+    """Token limit of batches, which is lower for multi-input requests while single inputs arrive.
 
-    A single-input request waits for the batch that is running. So batches of multi-input requests
-    are limited to about ``_SHORT_BATCH_RATIO`` times the duration of a single-input batch, if a
-    single-input request arrived lately. Otherwise the full limit applies.
-
-    Args:
-        limit: largest number of tokens of any batch.
+    A single-input request waits until the running batch has finished. If such a request arrived in
+    the last ``_RECENT_SECONDS``, batches of multi-input requests are therefore limited to the
+    *short limit*: the number of tokens that should take ``_SHORT_BATCH_RATIO`` times as long as a
+    single-input batch. It is learned from the durations of batches.
     """
 
     def __init__(self, limit: int) -> None:
+        """Start with the same limit for all batches.
+
+        Args:
+            limit: largest number of tokens of any batch.
+        """
         self._limit = limit
         self._short_limit = limit
-        self._single_seconds: float | None = None
-        self._last_single = -_RECENT_SECONDS
+        self._single_seconds: float | None = None  # average duration of a single-input batch
+        self._last_single = -_RECENT_SECONDS  # time.monotonic() of the last single-input request
 
-    def note_single_input(self) -> None:
+    def record_single_input(self) -> None:
         """Record that a single-input request has arrived."""
         self._last_single = time.monotonic()
 
@@ -162,57 +148,46 @@ class _TokenBudget:
         recent = time.monotonic() - self._last_single < _RECENT_SECONDS
         return self._short_limit if multi_input and recent else self._limit
 
-    def note_batch(self, multi_input: bool, tokens: int, seconds: float) -> None:
-        """Learn from the duration of a batch.
-
-        A batch of single inputs updates their mean duration. A batch of multi-input requests
-        updates the short limit, which applies to such batches while single inputs arrive. Its
-        target duration is a multiple of the single inputs' mean. From the batch follows the number
-        of tokens that take that long. The limit falls to it after a batch that took longer than
-        the target, and rises to it after a batch that took less, at most to twice the batch.
-
-        Args:
-            multi_input: whether the batch is of multi-input requests.
-            tokens: tokens of the batch, padding included.
-            seconds: duration of the batch.
-        """
-        if not multi_input:
-            self._note_single_batch(seconds)
-        elif self._single_seconds is not None:
-            target_seconds = _SHORT_BATCH_RATIO * self._single_seconds
-            ratio = target_seconds / max(seconds, _MIN_BATCH_SECONDS)
-            fitting_tokens = max(1, int(tokens * min(ratio, _MAX_GROWTH)))
-            if ratio >= 1:
-                short_limit = max(self._short_limit, fitting_tokens)
-            else:
-                short_limit = min(self._short_limit, fitting_tokens)
-            self._short_limit = min(self._limit, short_limit)
-
-    def _note_single_batch(self, seconds: float) -> None:
+    def learn_from_single_batch(self, seconds: float) -> None:
         """Update the exponential moving average of the duration of single-input batches."""
         if self._single_seconds is None:
             self._single_seconds = seconds
         else:
             self._single_seconds += (seconds - self._single_seconds) * _SMOOTHING
 
+    def learn_from_multi_batch(self, tokens: int, seconds: float) -> None:
+        """Update the short limit from the duration of a batch of multi-input requests.
+
+        A batch that was too slow lowers the limit, and a fast one raises it, to at most
+        ``_MAX_GROWTH`` times the tokens of that batch.
+
+        Args:
+            tokens: number of tokens of the batch, padding included.
+            seconds: duration of the batch.
+        """
+        if self._single_seconds is None:  # the target duration is not known yet
+            return
+        target_seconds = _SHORT_BATCH_RATIO * self._single_seconds
+        speed = target_seconds / max(seconds, _MIN_BATCH_SECONDS)  # at least 1 if fast enough
+        target_tokens = max(1, int(tokens * min(speed, _MAX_GROWTH)))
+        if speed >= 1:
+            short_limit = max(self._short_limit, target_tokens)
+        else:
+            short_limit = min(self._short_limit, target_tokens)
+        self._short_limit = min(self._limit, short_limit)
+
 
 class BatchWorker:
     """Worker thread that runs batches of inputs on one device.
 
-    A batch consists of the inputs that were queued while the last batch ran; there is no timer. It
-    starts with the first waiting input, and takes inputs of the same key while
+    A batch consists of inputs that were queued while the previous batch ran; there is no timer. It
+    starts with the first waiting input, and takes more inputs with the same key while
     ``longest * inputs`` is at most ``max_batch_tokens``.
 
-    Single-input requests have batches of their own, which alternate with batches of multi-input
-    requests (:class:`_TokenBudget` keeps these short). Among multi-input requests, first inputs are
-    encoded before later inputs. Inputs whose future was cancelled are dropped. A batch that fails
-    is halved until the failing input is alone, so that the other inputs are not lost.
-
-    Args:
-        name: name of the thread.
-        run: function that encodes a batch.
-        max_batch_tokens: largest number of tokens of a batch, padding included.
-        metrics: metrics that count batches.
+    Batches of single-input requests alternate with batches of multi-input requests, which
+    :class:`_TokenBudget` keeps short. Among multi-input requests, first inputs are encoded before
+    later inputs. Inputs whose future was cancelled are dropped. A batch that fails is halved until
+    the failing input is isolated, so that the other inputs are not lost.
     """
 
     def __init__(self, name: str, run: Run, max_batch_tokens: int, metrics: Metrics) -> None:
@@ -220,19 +195,22 @@ class BatchWorker:
 
         Args:
             name: name of the thread.
-            run: function of a key and payloads that returns one result per payload.
+            run: function that takes a key and a list of payloads, and returns a result for each.
             max_batch_tokens: largest number of tokens of a batch, padding included.
-            metrics: metrics that count batches.
+            metrics: metrics of the service, which count the batches.
         """
         self._run = run
         self._metrics = metrics
-        # Whether requests have several inputs -> their entries, in the order of their priorities.
-        self._waiting: dict[bool, list[_QueueEntry]] = {False: [], True: []}
-        self._last_multi_input = True
+        # Waiting inputs in the order of their priorities.
+        self._single_queue: list[_QueueEntry] = []
+        self._multi_queue: list[_QueueEntry] = []
+        self._last_batch_was_multi = True
         self._n_batches = 0
         self._budget = _TokenBudget(max_batch_tokens)
-        self._ready = threading.Condition()
-        self._running = threading.Lock()  # held while a batch runs; acquired under the condition
+        self._ready = threading.Condition()  # guards the queues
+        # Held while a batch runs on the device. A thread acquires it while it holds `_ready`, so
+        # that no other batch can start before its own.
+        self._device_lock = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(
             target=self._work,
@@ -250,7 +228,12 @@ class BatchWorker:
         return self._thread.is_alive() and not self._closed
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self._waiting.values())
+        """Return the number of inputs that wait."""
+        return len(self._single_queue) + len(self._multi_queue)
+
+    def _queue(self, multi_input: bool) -> list[_QueueEntry]:
+        """Return the queue of multi-input requests, or the queue of single-input requests."""
+        return self._multi_queue if multi_input else self._single_queue
 
     def submit(
         self,
@@ -269,11 +252,11 @@ class BatchWorker:
             tokens: number of tokens of the input.
             position: position of the input in its request.
             multi_input: whether the request has several inputs.
-            at_once: run the input in this thread if the worker is idle: an input that takes a
-                millisecond need not wait until a thread wakes.
+            at_once: whether to run the input in this thread if the worker is idle, since waking the
+                worker's thread takes longer than a very short input.
 
         Returns:
-            A future of the answer. Cancelling it drops an input that still waits.
+            A future of the answer. Cancelling it drops the input if it still waits.
 
         Raises:
             ServeError: if the worker is closed.
@@ -285,15 +268,15 @@ class BatchWorker:
             priority = self._n_batches + _BATCHES_PER_POSITION * position
             entry = _QueueEntry(key, payload, tokens, future, priority)
             if not multi_input:
-                self._budget.note_single_input()
+                self._budget.record_single_input()
             may_run = at_once and not len(self)
-            run_in_this_thread = may_run and self._running.acquire(blocking=False)
+            run_in_this_thread = may_run and self._device_lock.acquire(blocking=False)
             if not run_in_this_thread:
-                insort(self._waiting[multi_input], entry, key=lambda waiting: waiting.priority)
+                insort(self._queue(multi_input), entry, key=lambda waiting: waiting.priority)
                 self._ready.notify()
         if run_in_this_thread:
             outcomes = self._run_batch([entry], multi_input)
-            self._running.release()
+            self._device_lock.release()
             _resolve_futures(outcomes)
 
         def drop_if_cancelled(future: asyncio.Future[Answer]) -> None:
@@ -304,76 +287,83 @@ class BatchWorker:
         return future
 
     def _drop(self, entry: _QueueEntry) -> None:
-        """Remove the input of a client that has gone.
+        """Remove the input of a client that has disconnected from its queue.
 
-        Such inputs would accumulate during a long batch.
+        Otherwise such inputs would accumulate during a long batch.
         """
         with self._ready:
-            for entries in self._waiting.values():
-                if entry in entries:
-                    entries.remove(entry)
+            for queue in (self._single_queue, self._multi_queue):
+                if entry in queue:
+                    queue.remove(entry)
                     self._metrics.count("tilefold_dropped_count")
 
     def close(self) -> None:
         """Refuse the waiting inputs, and end the thread after its current batch."""
         with self._ready:
             self._closed = True
-            refused = [*self._waiting[False], *self._waiting[True]]
-            self._waiting = {False: [], True: []}
+            refused = [*self._single_queue, *self._multi_queue]
+            self._single_queue.clear()
+            self._multi_queue.clear()
             self._ready.notify_all()
         error = ServeError("Unhealthy", "the service is closing")
-        self._send([_Outcome(entry, None, error) for entry in refused])
+        _resolve_on_loops([_Outcome(entry, error) for entry in refused])
         if self._thread.is_alive():
             self._thread.join(_JOIN_SECONDS)
 
     def _work(self) -> None:
         """Run batches until the worker is closed."""
         while batch := self._next_batch():
-            outcomes = self._run_batch(batch, self._last_multi_input)
-            self._running.release()
-            self._send(outcomes)
+            outcomes = self._run_batch(batch, self._last_batch_was_multi)
+            self._device_lock.release()
+            _resolve_on_loops(outcomes)
 
     def _run_batch(self, batch: list[_QueueEntry], multi_input: bool) -> list[_Outcome]:
         """Run a batch, and record its size and duration.
 
         Args:
-            batch: entries of one key.
+            batch: entries with the same key.
             multi_input: whether they are inputs of multi-input requests.
 
         Returns:
-            An answer or an error for each entry, in their order.
+            The answer or error of each entry.
         """
-        self._metrics.observe("te_batch_next_size", len(batch))
         padded_tokens = len(batch) * max(entry.tokens for entry in batch)
+        self._metrics.observe("te_batch_next_size", len(batch))
         self._metrics.observe("te_batch_next_tokens", padded_tokens)
         started = time.perf_counter()
-        results = self._run_halving(batch)
+        results = self._run_or_halve(batch)
         inference = time.perf_counter() - started
-        # A payload may also be a function to run on the device. It has no tokens to learn from.
-        if padded_tokens:
-            self._budget.note_batch(multi_input, padded_tokens, inference)
+        is_function = padded_tokens == 0  # whose duration tells nothing about tokens
+        if not is_function and multi_input:
+            self._budget.learn_from_multi_batch(padded_tokens, inference)
+        elif not is_function:
+            self._budget.learn_from_single_batch(inference)
         outcomes = []
-        for entry, value, error in results:
-            answer = None
-            if error is None:
-                answer = Answer(value, queue=started - entry.queued, inference=inference)
-            outcomes.append(_Outcome(entry, answer, error))
+        for entry, result in zip(batch, results, strict=True):
+            if isinstance(result, ServeError):
+                outcomes.append(_Outcome(entry, result))
+            else:
+                answer = Answer(result, queue=started - entry.queued, inference=inference)
+                outcomes.append(_Outcome(entry, answer))
         return outcomes
 
     def _next_batch(self) -> list[_QueueEntry]:
-        """Wait for the next batch; an empty one means that the worker is closed.
+        """Wait for the next batch, and lock the device for it.
 
-        Single-input and multi-input requests alternate, if entries of both kinds wait.
+        Single-input and multi-input requests alternate if inputs of both kinds wait.
+
+        Returns:
+            The entries of the batch, after which the caller releases the device's lock. An empty
+            list means that the worker is closed; the device is then not locked.
         """
         with self._ready:
             while not self._closed:
-                for multi_input in (not self._last_multi_input, self._last_multi_input):
+                preferred_kind = not self._last_batch_was_multi
+                for multi_input in (preferred_kind, not preferred_kind):
                     batch = self._take_batch(multi_input)
                     if batch:
-                        # The lock is acquired while the condition is held. Otherwise `submit`
-                        # could run another input on the device before this batch.
-                        self._running.acquire()
-                        self._last_multi_input = multi_input
+                        self._device_lock.acquire()
+                        self._last_batch_was_multi = multi_input
                         self._n_batches += 1
                         return batch
                 self._ready.wait()
@@ -382,20 +372,20 @@ class BatchWorker:
     def _take_batch(self, multi_input: bool) -> list[_QueueEntry]:
         """Remove the entries of the next batch from a queue, and return them.
 
-        The batch begins with the first entry. Later entries of the same key join it in their order,
-        until one of them would exceed the token limit. The other entries stay in the queue.
-
-        The caller holds the condition.
+        The batch begins with the first entry. Later entries with the same key join it in their
+        order, until one of them would exceed the token limit. Cancelled entries are dropped, and
+        all others stay in the queue. The caller must hold ``self._ready``.
 
         Args:
-            multi_input: queue of multi-input requests, or that of single inputs.
+            multi_input: whether to use the queue of multi-input requests.
         """
         batch: list[_QueueEntry] = []
         remaining: list[_QueueEntry] = []
         longest = 0
         full = False
         limit = self._budget.limit(multi_input)
-        for entry in self._waiting[multi_input]:
+        queue = self._queue(multi_input)
+        for entry in queue:
             if entry.future.cancelled():
                 self._metrics.count("tilefold_dropped_count")
             elif batch and (full or entry.key != batch[0].key):
@@ -407,59 +397,72 @@ class BatchWorker:
             else:
                 batch.append(entry)
                 longest = max(longest, entry.tokens)
-        self._waiting[multi_input][:] = remaining
+        queue[:] = remaining
         return batch
 
-    def _run_halving(self, batch: list[_QueueEntry]) -> list[_Result]:
-        """Run a batch; if it fails, run its halves, down to the single entry that fails.
+    def _run_or_halve(self, batch: list[_QueueEntry]) -> list[Any]:
+        """Run a batch; if it fails, run its halves, until the entries that fail are isolated.
 
         Returns:
-            A value or an error for each entry, in their order.
+            For each entry its result, or a ``ServeError``.
         """
         try:
-            values = self._run(batch[0].key, [entry.payload for entry in batch])
-            return [_Result(entry, value, None) for entry, value in zip(batch, values, strict=True)]
+            results = self._run(batch[0].key, [entry.payload for entry in batch])
+            if len(results) != len(batch):
+                raise RuntimeError(f"expected {len(batch)} results, got {len(results)}.")
+            return results
         except BaseException as error:
-            # A panic of the tokenizer is no `Exception`. It must not end the thread either.
+            # A panic of the tokenizer is not an `Exception`, and must not end the thread either.
             if len(batch) > 1:
                 middle = len(batch) // 2
-                return self._run_halving(batch[:middle]) + self._run_halving(batch[middle:])
+                return self._run_or_halve(batch[:middle]) + self._run_or_halve(batch[middle:])
             if isinstance(error, ServeError):
-                return [_Result(batch[0], None, error)]
+                return [error]
             _logger.error("inference failed: %s", type(error).__name__, exc_info=error)
-            public_error = ServeError(
-                "Backend",
-                "inference failed for this input; the log says why",
-            )
-            return [_Result(batch[0], None, public_error)]
+            return [ServeError("Backend", "inference failed for this input; the log says why")]
 
-    def _send(self, outcomes: list[_Outcome]) -> None:
-        """Resolve the futures of outcomes on their event loops.
 
-        A future may only be resolved in the thread of its loop, and this is the worker's thread.
-        """
-        for loop in {outcome.entry.future.get_loop() for outcome in outcomes}:
-            outcomes_of_loop = [
-                outcome for outcome in outcomes if outcome.entry.future.get_loop() is loop
-            ]
-            try:
-                loop.call_soon_threadsafe(_resolve_futures, outcomes_of_loop)
-            except RuntimeError:  # the loop has closed, so nobody waits
-                _logger.debug(
-                    "%d answers came after the end of the event loop",
-                    len(outcomes_of_loop),
-                )
+def _resolve_on_loops(outcomes: list[_Outcome]) -> None:
+    """Resolve futures from the worker's thread.
+
+    A future may only be resolved in the thread of its event loop, so that each loop is asked to do
+    it.
+    """
+    for loop in {outcome.entry.future.get_loop() for outcome in outcomes}:
+        outcomes_of_loop = [
+            outcome for outcome in outcomes if outcome.entry.future.get_loop() is loop
+        ]
+        try:
+            loop.call_soon_threadsafe(_resolve_futures, outcomes_of_loop)
+        except RuntimeError:  # the loop has closed, so nobody waits
+            _logger.debug("%d answers came after the event loop's end", len(outcomes_of_loop))
 
 
 def _resolve_futures(outcomes: list[_Outcome]) -> None:
-    """Set the answers and errors of futures; runs on their event loop."""
-    for entry, answer, error in outcomes:
-        if entry.future.done():  # the client has gone
+    """Set the answers and errors of futures; must be called on their event loop."""
+    for entry, result in outcomes:
+        if entry.future.done():  # cancelled, because the client has disconnected
             continue
-        if error is not None:
-            entry.future.set_exception(error)
-        elif answer is not None:
-            entry.future.set_result(answer)
+        if isinstance(result, Answer):
+            entry.future.set_result(result)
+        else:
+            entry.future.set_exception(result)
+
+
+class Durations(NamedTuple):
+    """Durations of a request or an input in seconds.
+
+    Attributes:
+        total: the whole duration.
+        tokenization: the time of tokenization.
+        queue: the time in the queue; the mean over the inputs of a request.
+        inference: the time in the model; the mean over the inputs of a request.
+    """
+
+    total: float
+    tokenization: float
+    queue: float
+    inference: float
 
 
 # Upper bounds of histograms: of durations from 15 microseconds to 15 seconds, and powers of two.
@@ -467,14 +470,14 @@ _SECONDS = tuple(1e-5 * 1.5**power for power in range(1, 36))
 _INPUTS_IN_BATCH = tuple(2.0**power for power in range(13))
 _TOKENS_OF_INPUT = tuple(2.0**power for power in range(20))
 _TOKENS_IN_BATCH = tuple(2.0**power for power in range(21))
-# Durations of a request or an input, by the last part of the name of a metric, with its help.
+# Last part of a metric's name -> its help, in the order of the fields of Durations.
 _DURATIONS = {
     "duration": "Seconds",
     "tokenization_duration": "Seconds of tokenization",
     "queue_duration": "Seconds in the queue",
     "inference_duration": "Seconds in the model",
 }
-# Whose durations are measured, by the middle part of the name.
+# Middle part of a metric's name -> what is measured.
 _DURATION_SUBJECTS = {
     "request": "of a request, where its inputs differ their mean",
     "embed": "of an input that was encoded",
@@ -514,25 +517,26 @@ _GAUGES = {
 
 
 class _Histogram:
-    """Counts of values by upper bound, and their sum.
-
-    Args:
-        bounds: ascending upper bounds of the buckets; infinity is added.
-    """
+    """Counts of values by upper bound, and the sum of the values."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
+        """Create an empty histogram.
+
+        Args:
+            bounds: ascending upper bounds of the buckets; infinity is added.
+        """
         self.bounds = (*bounds, math.inf)
         self.total = 0.0
         self.counts = [0] * len(self.bounds)
 
     def observe(self, value: float) -> None:
-        """Count a value."""
+        """Add a value to the histogram."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
 
 class Metrics:
-    """Metrics of one service; safe to use from several threads.
+    """Metrics of a service; safe to use from several threads.
 
     prometheus_client collects and writes them. Its own histograms are not used, because they search
     the bounds linearly for each value.
@@ -547,46 +551,47 @@ class Metrics:
         for name, (_, labels) in _COUNTERS.items():
             self._counts[name] = {} if labels else {(): 0.0}
         self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
-        # Prefix of histograms, such as te_request -> its histograms in the order of _DURATIONS.
-        self._durations = {
-            f"te_{name}": [self._histograms[f"te_{name}_{part}"] for part in _DURATIONS]
-            for name in _DURATION_SUBJECTS
-        }
         self._registry.register(self)
 
     def count(self, name: str, increment: float = 1, **labels: str) -> None:
-        """Increase a counter."""
+        """Increase a counter.
+
+        Args:
+            name: name of the counter.
+            increment: number by which it is increased.
+            labels: values of the counter's labels, in the order of ``_COUNTERS``.
+        """
         counts = self._counts[name]
         label_values = tuple(labels.values())
         with self._lock:
             counts[label_values] = counts.get(label_values, 0.0) + increment
 
     def observe(self, name: str, *values: float) -> None:
-        """Count values in a histogram."""
+        """Add values to the histogram with this name."""
         with self._lock:
             for value in values:
                 self._histograms[name].observe(value)
 
-    def durations(self, name: str, *seconds: float) -> None:
-        """Count the durations of a request or an input.
+    def observe_durations(self, subject: str, durations: Durations) -> None:
+        """Add the durations of a request or an input to their histograms.
 
         Args:
-            name: prefix of the histograms, such as ``"te_request"``.
-            seconds: durations in the order of ``_DURATIONS``.
+            subject: a key of ``_DURATION_SUBJECTS``, such as ``"request"``.
+            durations: the durations.
         """
         with self._lock:
-            for histogram, value in zip(self._durations[name], seconds, strict=True):
-                histogram.observe(value)
+            for part, seconds in zip(_DURATIONS, durations, strict=True):
+                self._histograms[f"te_{subject}_{part}"].observe(seconds)
 
     def gauge(self, name: str, value: Callable[[], float]) -> None:
-        """Set the function that returns the current value of a gauge."""
+        """Register a gauge with a function that returns its current value."""
         Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the counters and the histograms, for a registry of prometheus_client.
+        """Yield the counters and histograms for prometheus_client.
 
-        The registry calls this for each request of ``/metrics``. Values are copied first, so that
-        other threads wait for the copy only.
+        Its registry calls this method for each request of ``/metrics``. Values are copied first, so
+        that other threads wait for the copy only.
         """
         with self._lock:
             counts = {name: dict(by_label) for name, by_label in self._counts.items()}
@@ -601,7 +606,7 @@ class Metrics:
             yield counter
         for name, (bucket_counts, total) in histograms.items():
             bounds = map(floatToGoString, self._histograms[name].bounds)
-            # Prometheus expects how many values are at most each bound.
+            # Prometheus expects cumulative counts: the number of values up to each bound.
             buckets = list(zip(bounds, itertools.accumulate(bucket_counts), strict=True))
             text, _ = _HISTOGRAMS[name]
             yield HistogramMetricFamily(name, text, buckets, total)

@@ -1,4 +1,4 @@
-"""Bodies of requests with their checks, errors, and the JSON of vectors and similarities."""
+"""Bodies of requests and their checks, errors, and the JSON of vectors and similarities."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Row(NamedTuple):
     """A sparse vector of n entries.
 
     Attributes:
-        indices: terms in rising order, ``[n]``.
+        indices: indices of the terms in ascending order, ``[n]``.
         weights: weight of each term, ``[n]``.
-        json: answer of ``/embed_sparse`` without options; empty if it was not computed.
+        json: the vector in the default format of ``/embed_sparse``; empty if it was not written.
     """
 
     indices: npt.NDArray[np.int32]
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     json: bytes = b""
 
 
-# Kind of an error -> HTTP status, and the label of the metric te_request_failure.
+# Kind of an error -> its HTTP status, and its label in the metric te_request_failure.
 _STATUS_AND_LABEL = {
     "Unhealthy": (503, "unhealthy"),
     "Backend": (424, "inference"),
@@ -80,7 +80,7 @@ def _is_text_or_nonempty_ids(value: object) -> bool:
 
 
 class Single(list[Any]):
-    """List of the only input of a request that has no list; metrics count such requests apart."""
+    """List of one input that a request has sent without a list, which metrics count separately."""
 
 
 def _one_or_list(
@@ -88,17 +88,21 @@ def _one_or_list(
     is_item: Callable[[object], bool],
     expected: str,
 ) -> PlainValidator:
-    """Create a validator of a field that holds one input or a list of inputs.
+    """Create a validator for a field that is one input or a list of inputs.
 
-    The validated field is always a list. One input becomes a :class:`Single`.
+    The validated field is always a list: a single input is wrapped in a :class:`Single`.
+
+    The two functions differ in the empty list. As a field it is a list of no inputs; as an item it
+    is an input, a list of no token ids, which is refused later with a better message.
 
     Args:
-        is_input: returns whether a value is one input.
-        is_item: returns whether an item of a list is an input.
-        expected: description of a valid value, for the error.
+        is_input: function that returns whether the field is a single input.
+        is_item: function that returns whether an item of the list is an input.
+        expected: description of a valid field, for the error message.
     """
 
     def check(value: object) -> list[Any]:
+        """Return the inputs, or raise ``ValueError``."""
         if is_input(value):
             return Single([value])
         if isinstance(value, list) and all(map(is_item, value)):
@@ -108,11 +112,11 @@ def _one_or_list(
     return PlainValidator(check)
 
 
-def _check_documents(value: object) -> list[Any]:
-    """Return the texts of a reranker's documents, which are texts or objects with a text.
+def _document_texts(value: object) -> list[Any]:
+    """Return the texts of the field ``documents``, a list of texts or of objects with a text.
 
     Raises:
-        ValueError: for another value.
+        ValueError: if the value is anything else.
     """
     expected = "expected a list of texts, or of objects with a text"
     if not isinstance(value, list):
@@ -124,7 +128,7 @@ def _check_documents(value: object) -> list[Any]:
 
 
 def _check_direction(value: object) -> str:
-    """Return a direction of truncation in lower case, or raise ``ValueError``."""
+    """Return the field ``truncation_direction`` in lower case, or raise ``ValueError``."""
     if isinstance(value, str) and value.lower() in ("left", "right"):
         return value.lower()
     raise ValueError("expected 'left' or 'right'")
@@ -152,7 +156,7 @@ IdLists = Annotated[
         "a list of token ids, or a list of such lists",
     ),
 ]
-Contents = Annotated[list[Any], PlainValidator(_check_documents)]
+Contents = Annotated[list[Any], PlainValidator(_document_texts)]
 Direction = Annotated[
     Any,
     PlainValidator(_check_direction),
@@ -161,7 +165,7 @@ Direction = Annotated[
 
 
 class Body(BaseModel):
-    """Body of a request; unknown fields are ignored, and types are not converted."""
+    """Body of a request. Unknown fields are ignored, and types are not converted."""
 
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
@@ -186,15 +190,14 @@ class EmbedAll(Encoded):
 
 
 class EmbedSparse(EmbedAll):
-    """Body of ``/embed_sparse``; text-embeddings-inference lacks the last four fields."""
+    """Body of ``/embed_sparse``. text-embeddings-inference does not have the last four fields."""
 
-    # Largest number of entries of a vector, and weight that they exceed; then whether entries have
-    # their token, and whether the answer is a list of entries, lists, or weights by token.
-
-    top_k: int | None = Field(default=None, ge=1)
+    # Comments, since the docstring of a body becomes part of the OpenAPI description.
+    top_k: int | None = Field(default=None, ge=1)  # largest number of entries of a vector
+    # Entries with this weight or less are left out.
     threshold: float | None = Field(default=None, ge=0, allow_inf_nan=False)
-    tokens: bool = False
-    format: Literal["values", "arrays", "tokens"] = "values"
+    tokens: bool = False  # whether entries have their token
+    format: Literal["values", "arrays", "tokens"] = "values"  # see _sparse_row()
 
 
 class Embed(EmbedAll):
@@ -241,7 +244,7 @@ class Vertex(Body):
 
 
 class Tokenize(Body):
-    """Body of ``/tokenize``; text-embeddings-inference has no field ``offsets``."""
+    """Body of ``/tokenize``. text-embeddings-inference does not have the field ``offsets``."""
 
     inputs: Texts
     add_special_tokens: bool = True
@@ -292,17 +295,17 @@ class Score(Cut):
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection before the answer was there."""
+    """Raised if the client closes its connection before it has the response."""
 
 
 class ServeError(Exception):
-    """Error of a request or of the service, which the client is answered.
+    """Error of a request or of the service that is reported to the client.
 
-    Args:
+    Attributes:
         kind: error type of text-embeddings-inference, such as ``"Validation"``.
-        message: message for the client; it is shortened.
-        status: HTTP status; ``None`` takes that of the kind.
-        label: label in the metrics; ``None`` takes that of the kind.
+        status: HTTP status.
+        label: label in the metrics.
+        message: message for the client.
     """
 
     def __init__(
@@ -317,9 +320,10 @@ class ServeError(Exception):
 
         Args:
             kind: error type of text-embeddings-inference, a key of :data:`_STATUS_AND_LABEL`.
-            message: message for the client. It may repeat values of the request, so it is cut.
-            status: HTTP status; ``None`` takes that of the kind.
-            label: label in the metrics; ``None`` takes that of the kind.
+            message: message for the client. A long one is shortened, as it may repeat long values
+                of the request.
+            status: HTTP status; ``None`` uses the status of the kind.
+            label: label in the metrics; ``None`` uses the label of the kind.
         """
         super().__init__(message)
         default_status, default_label = _STATUS_AND_LABEL[kind]
@@ -331,21 +335,21 @@ class ServeError(Exception):
             self.message = message[:_MAX_MESSAGE_CHARACTERS] + " ..."
 
     def body(self) -> bytes:
-        """Return the answer in the form of text-embeddings-inference."""
-        return plain({"error": self.message, "error_type": self.kind})
+        """Return the body of the response in the format of text-embeddings-inference."""
+        return to_json({"error": self.message, "error_type": self.kind})
 
     def openai_body(self) -> bytes:
-        """Return the answer in the form of OpenAI's routes of text-embeddings-inference."""
-        return plain({"message": self.message, "code": self.status, "type": self.kind})
+        """Return the body in the format of text-embeddings-inference's OpenAI routes."""
+        return to_json({"message": self.message, "code": self.status, "type": self.kind})
 
 
 def invalid(message: str, label: str | None = None) -> ServeError:
-    """Return the error for a body with a wrong value, with status 422."""
+    """Create the error for a body with a wrong value, with status 422."""
     return ServeError("Validation", f"Input validation error: {message}", label=label)
 
 
 def empty(name: str) -> ServeError:
-    """Return the error for an empty text or an empty list of token ids, with status 400."""
+    """Create the error for an empty text or an empty list of token ids, with status 400."""
     return ServeError(
         "Empty",
         f"Input validation error: `{name}` cannot be empty",
@@ -354,94 +358,131 @@ def empty(name: str) -> ServeError:
 
 
 def wrong_model(message: str) -> ServeError:
-    """Return the error for a route whose kind of model the service lacks, with status 424."""
+    """Create the error for a route whose kind of model the service lacks, with status 424."""
     return ServeError("Backend", message, label="model_type")
 
 
-def plain(value: object) -> bytes:
-    """Return a value as compact JSON."""
+def to_json(value: object) -> bytes:
+    """Serialize a value to compact JSON."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(
         "utf-8",
         "replace",
     )
 
 
-def numbers(values: Vector) -> list[str]:
-    """Return the shortest decimals that read back as the same float32."""
-    return list(map(_number, values.astype(np.float32).tolist()))
+def format_numbers(values: Vector) -> list[str]:
+    """Format each float32 as the shortest decimal text that reads back as the same number."""
+    return list(map(_format_number, values.astype(np.float32).tolist()))
 
 
-# The cache has room for all weights of 16 bits.
+# The cache has space for all numbers of 16 bits.
 @functools.lru_cache(1 << 16)
-def _number(value: float) -> str:
-    """Return the shortest decimal of a float32."""
+def _format_number(value: float) -> str:
+    """Format a float32 as the shortest decimal text that reads back as the same number."""
     return str(np.float32(value))
 
 
-def strongest(row: Row, top_k: int | None, threshold: float | None) -> Row:
-    """Return the heaviest entries of a sparse vector, in the order of their indices.
+def keep_largest(row: Row, top_k: int | None, threshold: float | None) -> Row:
+    """Return the entries of a sparse vector with the largest weights, ordered by index.
 
     Args:
         row: the vector.
-        top_k: largest number of entries; of equal weights, lower indices stay. ``None`` keeps all.
-        threshold: entries have larger weights; ``None`` is 0.
+        top_k: largest number of entries; ``None`` keeps all. Ties keep the lower index.
+        threshold: entries whose weight is not above it are removed; ``None`` means 0.
     """
-    # A larger threshold would become infinite in the comparison with float32 weights.
+    # numpy would convert a threshold above the largest float32 to infinity, with a warning.
     largest_float32 = float(np.finfo(np.float32).max)
     positions = np.flatnonzero(row.weights > min(threshold or 0.0, largest_float32))
     if top_k is not None and positions.size > top_k:
-        # A stable sort leaves equal weights in the order of their indices.
+        # A stable sort keeps equal weights in the order of their indices.
         by_weight = np.argsort(-row.weights[positions], kind="stable")
         positions = np.sort(positions[by_weight[:top_k]])
     return Row(row.indices[positions], row.weights[positions])
 
 
 def json_list(items: Sequence[bytes]) -> bytes:
-    """Return a JSON list of items that are JSON already."""
+    """Return a JSON list of items that have already been serialized."""
     return b"[" + b",".join(items) + b"]"
 
 
 def sparse_rows(rows: Sequence[Row], body: EmbedSparse, token: Callable[[int], str]) -> list[bytes]:
-    """Return the JSON of each sparse vector, as ``/embed_sparse`` answers.
+    """Serialize sparse vectors to the JSON of ``/embed_sparse``.
 
     Args:
         rows: the vectors.
-        body: options of the request.
-        token: returns the name of a term.
+        body: body of the request, whose options select entries and the format.
+        token: function that returns the name of a term.
     """
     if body.top_k is not None or body.threshold is not None:
-        rows = [strongest(row, body.top_k, body.threshold) for row in rows]
+        rows = [keep_largest(row, body.top_k, body.threshold) for row in rows]
     return [_sparse_row(row, body, token) for row in rows]
 
 
 def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> bytes:
-    """Return the JSON of a sparse vector in the format of a request.
-
-    The formats are:
-
-    - ``"tokens"``: ``{"token": weight, ...}``
-    - ``"arrays"``: ``{"indices": [...], "values": [...]}``, with ``"tokens"`` on demand
-    - ``"values"``: ``[{"index": index, "value": weight}, ...]``, with ``"token"`` on demand
+    """Serialize a sparse vector to JSON in the format that a request asks for.
 
     Args:
         row: the vector.
-        body: options of the request: the format, and whether tokens are returned too.
-        token: returns the name of a term.
+        body: body of the request, with the format and whether entries have their tokens.
+        token: function that returns the name of a term.
     """
-    has_tokens = body.tokens or body.format == "tokens"
-    if row.json and not has_tokens and body.format == "values":
-        return row.json  # written before, together with the JSON of its batch
+    if row.json and body.format == "values" and not body.tokens:
+        return row.json  # it was serialized together with its batch
     indices = row.indices.tolist()
-    weights = numbers(row.weights)
-    tokens = [json.dumps(token(index)) for index in indices] if has_tokens else []
-    if body.format == "tokens":
-        entries = [f"{name}:{weight}" for name, weight in zip(tokens, weights, strict=True)]
-        return f"{{{','.join(entries)}}}".encode()
+    weights = format_numbers(row.weights)
+    tokens: list[str] | None = None
+    if body.tokens or body.format == "tokens":
+        tokens = [json.dumps(token(index)) for index in indices]
     if body.format == "arrays":
-        token_list = f',"tokens":[{", ".join(tokens)}]' if has_tokens else ""
-        value_list = ",".join(weights)
-        return f'{{"indices":{json.dumps(indices)},"values":[{value_list}]{token_list}}}'.encode()
-    token_fields = [f',"token":{name}' for name in tokens] if has_tokens else [""] * len(indices)
+        return _arrays_json(indices, weights, tokens)
+    if body.format == "tokens" and tokens is not None:
+        return _weights_by_token_json(weights, tokens)
+    return _entries_json(indices, weights, tokens)
+
+
+def _weights_by_token_json(weights: Sequence[str], tokens: Sequence[str]) -> bytes:
+    """Return ``{"token": weight, ...}``.
+
+    Args:
+        weights: decimal text of each weight.
+        tokens: JSON text of each token.
+    """
+    members = [f"{token}:{weight}" for token, weight in zip(tokens, weights, strict=True)]
+    return f"{{{','.join(members)}}}".encode()
+
+
+def _arrays_json(
+    indices: Sequence[int],
+    weights: Sequence[str],
+    tokens: Sequence[str] | None,
+) -> bytes:
+    """Return ``{"indices": [...], "values": [...], "tokens": [...]}``.
+
+    Args:
+        indices: index of each term.
+        weights: decimal text of each weight.
+        tokens: JSON text of each token; ``None`` leaves out ``"tokens"``.
+    """
+    token_list = "" if tokens is None else f',"tokens":[{", ".join(tokens)}]'
+    weight_list = ",".join(weights)
+    return f'{{"indices":{json.dumps(indices)},"values":[{weight_list}]{token_list}}}'.encode()
+
+
+def _entries_json(
+    indices: Sequence[int],
+    weights: Sequence[str],
+    tokens: Sequence[str] | None,
+) -> bytes:
+    """Return ``[{"index": index, "value": weight, "token": token}, ...]``.
+
+    Args:
+        indices: index of each term.
+        weights: decimal text of each weight.
+        tokens: JSON text of each token; ``None`` leaves out ``"token"``.
+    """
+    token_fields = [""] * len(indices)
+    if tokens is not None:
+        token_fields = [f',"token":{token}' for token in tokens]
     entries = [
         f'{{"index":{index},"value":{weight}{token_field}}}'
         for index, weight, token_field in zip(indices, weights, token_fields, strict=True)
@@ -449,73 +490,76 @@ def _sparse_row(row: Row, body: EmbedSparse, token: Callable[[int], str]) -> byt
     return f"[{','.join(entries)}]".encode()
 
 
-_MAX_BATCH_ENTRIES = 1 << 17  # entries of a batch whose JSON is written at once
+_MAX_BATCH_ENTRIES = 1 << 17  # largest number of entries of a batch that is serialized at once
 
 
-class _ShortNumbers:
-    """Decimals of float32 numbers with 16 significant bits, such as bf16 weights.
-
-    A number is formatted once, and then read from a table by its upper 16 bits.
-    """
+class _Bfloat16Texts:
+    """Table of the decimal texts of all 65,536 bfloat16 numbers, which is filled on demand."""
 
     def __init__(self) -> None:
-        self._decimals = np.zeros(1 << 16, "S16")
+        """Create an empty table."""
+        self._texts = np.zeros(1 << 16, "S16")
         self._is_formatted = np.zeros(1 << 16, bool)
-        # numpy copies without Python's lock: no thread may read half of a decimal.
+        # numpy copies without the GIL: no thread may read a text that another one is writing.
         self._lock = threading.Lock()
 
     def format(self, bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.bytes_]:
-        """Return the decimals of numbers, and format those that are new.
+        """Format bfloat16 numbers as decimal texts.
 
         Args:
-            bits: the numbers as their 32 bits, ``[n]``. The lower 16 bits are 0, so that the upper
-                16 bits are the position in the table.
+            bits: bit patterns of the numbers as float32, ``[n]``. The lower 16 bits are 0, and the
+                upper 16 bits are the position in the table.
 
         Returns:
-            The decimals as text of 16 bytes, ``[n]``, padded with zero bytes.
+            Texts of 16 bytes, ``[n]``, padded with zero bytes.
         """
         with self._lock:
             is_formatted = self._is_formatted[bits >> 16]
             if not is_formatted.all():
                 new_bits = bits[~is_formatted]
-                self._decimals[new_bits >> 16] = numbers(new_bits.view(np.float32))
+                self._texts[new_bits >> 16] = format_numbers(new_bits.view(np.float32))
                 self._is_formatted[new_bits >> 16] = True
-            decimals: npt.NDArray[np.bytes_] = self._decimals[bits >> 16]
-        return decimals
+            texts: npt.NDArray[np.bytes_] = self._texts[bits >> 16]
+        return texts
 
 
-_short_numbers = _ShortNumbers()
+_bfloat16_texts = _Bfloat16Texts()
 
 
 @functools.lru_cache(4)
 def _entry_openings(size: int) -> npt.NDArray[np.bytes_]:
     """Return the JSON before the weight of an entry, for each index below `size`.
 
-    It closes the previous entry, and is padded with zero bytes.
+    An opening such as ``},{"index":7,"value":`` also closes the previous entry. It is padded with
+    zero bytes.
     """
     indices = np.arange(size).astype("S")
     return np.char.add(np.char.add(b'},{"index":', indices), b',"value":')
 
 
-def rows_of(offsets: Sequence[int], indices: npt.NDArray[np.int32], weights: Vector) -> list[Row]:
-    """Split a batch of sparse vectors into rows, with their JSON where that is fast to write.
+def split_rows(
+    offsets: Sequence[int],
+    indices: npt.NDArray[np.int32],
+    weights: Vector,
+) -> list[Row]:
+    """Split a batch of sparse vectors into rows, and serialize them if all weights are bfloat16.
 
-    It is fast for weights that a model computed in bf16. There are only 65,536 such numbers, whose
-    decimals are read from a table.
+    There are only 65,536 bfloat16 numbers, so that their decimal texts are read from a table. Rows
+    with other weights get an empty ``json``, and are serialized when a response needs it.
 
-    Rows are copied, so that a cache that keeps some of them does not keep the batch.
+    Rows are copied, so that a cache of some rows does not keep the memory of the whole batch.
 
     Args:
-        offsets: where each row begins, and the end of the last one.
-        indices: terms of all rows, ``[n]``.
-        weights: weights of all rows, ``[n]``, in fp32.
+        offsets: position of each row's first entry, and number of entries n.
+        indices: indices of the terms of all rows, ``[n]``.
+        weights: weights of all rows in fp32, ``[n]``.
     """
     bits = weights.view(np.uint32)
     json_entries = None
     if 0 < len(bits) <= _MAX_BATCH_ENTRIES:
-        # An fp32 number that is also a bf16 number has zeros as its lower 16 bits.
-        has_16_bit_weights = not np.bitwise_or.reduce(bits) & 0xFFFF
-        if has_16_bit_weights:
+        # A bfloat16 number that is stored as float32 has zeros as its lower 16 bits.
+        has_bfloat16_weights = not np.bitwise_or.reduce(bits) & 0xFFFF
+        if has_bfloat16_weights:
             json_entries = _json_entries(indices, bits)
     rows = []
     for start, stop in itertools.pairwise(offsets):
@@ -530,18 +574,18 @@ def _json_entries(
     indices: npt.NDArray[np.int32],
     bits: npt.NDArray[np.uint32],
 ) -> npt.NDArray[np.void]:
-    """Return the JSON of entries as a structured array, ``[n]``.
+    """Format the entries of sparse vectors as JSON, in a structured array ``[n]``.
 
-    An entry ``{"index":7,"value":0.5}`` has two parts: the opening up to the weight, and the weight
-    as a decimal. Both are read from tables with numpy, which is faster than formatting in Python.
-    Parts have fixed sizes and are padded with zero bytes, which :func:`_join_entries` removes.
+    An entry ``},{"index":7,"value":0.5`` has two parts: the opening, which ends before the weight,
+    and the weight. Both are read from tables with numpy, which is faster than formatting in Python.
+    The parts have fixed sizes, and are padded with zero bytes that :func:`_join_entries` removes.
 
     Args:
-        indices: term of each entry, ``[n]``.
-        bits: weight of each entry as its 32 bits, ``[n]``; the lower 16 are 0.
+        indices: index of each entry's term, ``[n]``.
+        bits: bit patterns of the weights, ``[n]``: bfloat16 numbers that are stored as float32.
     """
-    values = _short_numbers.format(bits)
-    # The size of the table is a power of 2, so that few different tables are computed and cached.
+    values = _bfloat16_texts.format(bits)
+    # The table's size is a power of 2, so that only a few different tables are computed and cached.
     n_openings = 1 << int(indices.max()).bit_length()
     openings = _entry_openings(n_openings)[indices]
     entries = np.empty(
@@ -554,49 +598,56 @@ def _json_entries(
 
 
 def _join_entries(entries: npt.NDArray[np.void]) -> bytes:
-    """Return a JSON list of the entries of a row, without their padding."""
+    """Join the entries of a row to a JSON list, without their padding."""
     joined = entries.tobytes().translate(None, b"\0")
     return b"[" + joined.removeprefix(b"},") + b"}]"
 
 
 def vectors(rows: Sequence[Vector]) -> list[bytes]:
-    """Return the JSON list of each dense vector ``[D]``."""
-    return [f"[{','.join(numbers(row))}]".encode() for row in rows]
+    """Serialize each dense vector ``[D]`` to a JSON list."""
+    return [f"[{','.join(format_numbers(row))}]".encode() for row in rows]
 
 
 def matrices(rows: Sequence[Tensor]) -> list[bytes]:
-    """Return the JSON list of lists of each tensor of token vectors ``[tokens, D]``."""
+    """Serialize each tensor of token vectors ``[tokens, D]`` to a JSON list of lists."""
     return [json_list(vectors(list(row.numpy()))) for row in rows]
 
 
-def cosines(rows: Sequence[Any], kind: str) -> list[float]:
-    """Compute the cosine similarity of the first vector with each of the others.
+def sparse_cosines(source: Row, others: Sequence[Row]) -> list[float]:
+    """Compute the cosine similarities, in fp64, of a sparse vector with other vectors."""
+    dots = [_sparse_dot(source, other) for other in others]
+    return _divide_by_norms(dots, source.weights, [other.weights for other in others])
 
-    Products and sums are in fp64. The similarity with an empty vector is 0.
+
+def dense_cosines(source: Vector, others: Sequence[Vector]) -> list[float]:
+    """Compute the cosine similarities, in fp64, of a dense vector with other vectors."""
+    dots = (np.stack(others).astype(np.float64) @ source).tolist()
+    return _divide_by_norms(dots, source, others)
+
+
+def _divide_by_norms(
+    dots: Sequence[float],
+    source: Vector,
+    others: Sequence[Vector],
+) -> list[float]:
+    """Compute cosine similarities from inner products; with a zero vector they are 0.
 
     Args:
-        rows: :class:`Row` of sparse vectors, or dense vectors ``[D]``.
-        kind: ``"sparse"``, or the kind of another model.
-
-    Returns:
-        One similarity per vector after the first.
+        dots: inner product of the source with each of the other vectors.
+        source: elements of the source; zeros may be left out.
+        others: elements of each of the other vectors.
     """
-    source, *others = rows
-    if kind == "sparse":
-        dots = [_sparse_dot(source, other) for other in others]
-        weights = [row.weights for row in rows]
-    else:
-        dots = (np.stack(others).astype(np.float64) @ source).tolist()
-        weights = list(rows)
-    source_length, *other_lengths = (
-        float(np.linalg.norm(vector.astype(np.float64))) for vector in weights
-    )
+    source_norm = _norm(source)
     similarities = []
-    for dot, other_length in zip(dots, other_lengths, strict=True):
-        product_of_lengths = source_length * other_length
-        similarity = dot / product_of_lengths if product_of_lengths > 0 else 0.0
-        similarities.append(similarity)
+    for dot, other in zip(dots, others, strict=True):
+        product_of_norms = source_norm * _norm(other)
+        similarities.append(dot / product_of_norms if product_of_norms > 0 else 0.0)
     return similarities
+
+
+def _norm(vector: Vector) -> float:
+    """Compute the Euclidean norm of a vector in fp64."""
+    return float(np.linalg.norm(vector.astype(np.float64)))
 
 
 def _sparse_dot(first: Row, second: Row) -> float:

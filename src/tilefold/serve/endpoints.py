@@ -1,4 +1,4 @@
-"""HTTP routes, from a body, read with limits of size and time, to an answer."""
+"""HTTP routes: bodies are read with limits on size and time, validated, and answered."""
 
 from __future__ import annotations
 
@@ -17,91 +17,79 @@ from tilefold.serve.settings import Limits
 B = TypeVar("B", bound=BaseModel)
 T = TypeVar("T")
 JSON = "application/json"
-CLIENT_CLOSED = 499  # nginx's code; nobody is left to read it
-_UNWATCHED_SECONDS = 0.05  # seconds of work before a request watches whether its client leaves
+CLIENT_CLOSED = 499  # status of nginx for a client that has left, and will not read it
+_UNWATCHED_SECONDS = 0.05  # of work, before a request watches whether its client disconnects
 
 
 class _Cancellation:
     """Context in which :meth:`cancel` ends the current task with an error.
 
-    A timer calls a function unless the context ends before. Unlike ``asyncio.timeout``, another
-    event than the time can cancel the task.
-
-    Args:
-        error: creates the error that the context raises after :meth:`cancel`.
-        seconds: time until `on_timeout` is called.
-        on_timeout: function that the timer calls; by default :meth:`cancel`.
+    Unlike ``asyncio.timeout``, it can cancel the task at any event.
     """
 
-    __slots__ = ("_error", "_is_cancelled", "_task", "_timer")
+    __slots__ = ("_error", "_is_cancelled", "_task")
 
-    def __init__(
-        self,
-        error: Callable[[], Exception],
-        seconds: float,
-        on_timeout: Callable[[], None] | None = None,
-    ) -> None:
-        """Start the timer of the current task.
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        """Prepare the context for the current task.
 
         Args:
-            error: creates the error that the context raises after :meth:`cancel`.
-            seconds: time until `on_timeout` is called.
-            on_timeout: function that the timer calls; ``None`` is :meth:`cancel`.
+            error: function that creates the error which the context raises after :meth:`cancel`.
         """
         self._error = error
         self._is_cancelled = False
         self._task: Any = asyncio.current_task()
-        self._timer = asyncio.get_running_loop().call_later(seconds, on_timeout or self.cancel)
 
     def cancel(self) -> None:
-        """Cancel the task; the context then raises the error."""
+        """Cancel the task. The context then raises the error."""
         self._is_cancelled = self._task is not None and self._task.cancel()
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._timer.cancel()
+        """Raise the error if :meth:`cancel` has cancelled the task, and nothing else has."""
         if kind is not asyncio.CancelledError or not self._is_cancelled:
             return
-        # From Python 3.11 on, a task counts its cancellations. If another one remains, such as that
-        # of the server's end, the task stays cancelled.
+        # From Python 3.11 on, a task counts its cancellations. It stays cancelled if another one
+        # remains, for example because the server ends.
         n_other_cancellations = self._task.uncancel() if hasattr(self._task, "uncancel") else 0
         if not n_other_cancellations:
             raise self._error() from None
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Await work, and cancel it when the client leaves.
+    """Await work, and cancel it if the client disconnects.
 
-    Watching the client takes a task of its own. It starts after 50 ms, so that short requests do
-    not pay for it.
+    The client is watched by another task. It starts after ``_UNWATCHED_SECONDS``, so that short
+    requests do without it.
 
     Args:
-        request: request whose body has been read.
-        work: work to await.
+        request: a request whose body has been read.
+        work: the work.
 
     Raises:
-        ClientGoneError: if the client leaves.
+        ClientGoneError: if the client disconnects.
     """
-    watch: asyncio.Task[None] | None = None
+    cancellation = _Cancellation(ClientGoneError)
+    watcher: asyncio.Task[None] | None = None
 
-    async def wait_for_disconnect() -> None:
+    async def watch_client() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
         cancellation.cancel()
 
     def start_watching() -> None:
-        nonlocal watch
-        watch = asyncio.get_running_loop().create_task(wait_for_disconnect())
+        nonlocal watcher
+        watcher = asyncio.get_running_loop().create_task(watch_client())
 
-    cancellation = _Cancellation(ClientGoneError, _UNWATCHED_SECONDS, start_watching)
+    timer = asyncio.get_running_loop().call_later(_UNWATCHED_SECONDS, start_watching)
     with cancellation:
         try:
             return await work
         finally:
-            if watch is not None:
-                watch.cancel()
+            timer.cancel()
+            if watcher is not None:
+                watcher.cancel()
 
 
 def add_route(
@@ -116,28 +104,22 @@ def add_route(
     """Add a GET route, or a POST route with a validated body.
 
     Args:
-        router: router of the route.
+        router: router to which the route is added.
         service: service whose limits and metrics apply.
         path: path of the route.
-        handler: answers a request; it is cancelled when the client leaves.
-        summary: description of the route for OpenAPI.
+        handler: function that answers a request. It is cancelled if the client disconnects.
+        summary: summary of the route for OpenAPI.
         body: class of the body of a POST; ``None`` for a GET.
-        error_body: returns the JSON of an error.
+        error_body: function that returns the JSON of an error.
     """
 
     async def endpoint(request: Request) -> Response:
-        """Read the body, call the handler, and answer its errors.
-
-        A POST route with a fixed path registers itself in ``service.handlers``. Later requests of
-        the path are then answered without FastAPI's routing.
-        """
-        if body is not None and not request.path_params:
-            service.handlers[request.scope["path"]] = endpoint
+        """Read the body, call the handler, and turn its errors into responses."""
         try:
             if body is None:
                 work = handler(request)
             else:
-                work = handler(await read(request, body, service.limits), request)
+                work = handler(await read_body(request, body, service.limits), request)
             return await while_connected(request, work)
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
@@ -163,7 +145,7 @@ def add_route(
 
 
 def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
-    """Replace the references of a JSON schema by their definitions."""
+    """Replace the references in a JSON schema by the definitions that they name."""
     if isinstance(schema, list):
         return [_inline_references(item, definitions) for item in schema]
     if not isinstance(schema, dict):
@@ -174,19 +156,19 @@ def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
     return {key: _inline_references(value, definitions) for key, value in schema.items()}
 
 
-async def read(request: Request, model: type[B], limits: Limits) -> B:
+async def read_body(request: Request, model: type[B], limits: Limits) -> B:
     """Read and validate the body of a request.
 
     Args:
-        request: request whose body has not been read.
+        request: a request whose body has not been read.
         model: class of the body.
-        limits: limits of the size of a body and of the time in which it must arrive.
+        limits: limits on the size of a body and on the time in which it must arrive.
 
     Raises:
-        ServeError: for a body that is too large or too slow, of another content type, or invalid.
-        ClientGoneError: if the client leaves.
+        ServeError: if the body is too large or too slow, is not JSON, or is invalid.
+        ClientGoneError: if the client disconnects.
     """
-    # The first of several headers with one name counts: reversed, it is the last to be set.
+    # Of repeated headers, the first one is used. In reverse order, it replaces the others.
     headers = dict(reversed(request.scope["headers"]))
     if not _is_json(headers.get(b"content-type", b"")):
         raise ServeError(
@@ -211,30 +193,30 @@ async def read(request: Request, model: type[B], limits: Limits) -> B:
 
 
 def describe_error(error: ValidationError, prefix: str = "") -> str:
-    """Return the first error of a body in words, and the number of further errors.
+    """Describe the first validation error of a request body, and count the others.
 
     Args:
-        error: errors of a body, or of a part of one.
-        prefix: field of the part; empty for a whole body.
+        error: validation errors of the body, or of a field that was validated on its own.
+        prefix: name of the field that was validated on its own; empty for the body.
     """
     first_error = _first_error(error)
     fields = [str(field) for field in first_error["loc"]]  # the path of the wrong value
     if prefix:
         fields.insert(0, prefix)
-    n_further = error.error_count() - 1
-    further = f" (and {n_further} more)" if n_further else ""
+    n_others = error.error_count() - 1
+    others = f" (and {n_others} more)" if n_others else ""
     message = first_error["msg"].removeprefix("Value error, ")
-    return f"`{'.'.join(fields) or 'body'}`: {message}{further}"
+    return f"`{'.'.join(fields) or 'body'}`: {message}{others}"
 
 
 def _first_error(error: ValidationError) -> Any:
-    """Return the first error of a body, as pydantic describes it, without the wrong value."""
+    """Return pydantic's description of the first validation error, without the wrong value."""
     return error.errors(include_url=False, include_context=False, include_input=False)[0]
 
 
 @lru_cache(256)
 def _is_json(content_type: bytes) -> bool:
-    """Return whether a header ``Content-Type`` names JSON, in UTF-8 if it names an encoding.
+    """Return whether a header ``Content-Type`` declares JSON, and no charset other than UTF-8.
 
     Types such as ``application/problem+json`` are JSON, too.
 
@@ -255,18 +237,18 @@ def _is_json(content_type: bytes) -> bool:
 
 
 async def _read_bytes(request: Request, headers: Mapping[bytes, bytes], limits: Limits) -> bytes:
-    """Read the bytes of a body, and stop at the limit of its size or of the time.
+    """Read the bytes of a body, up to a limit on its size and on the time.
 
-    A body whose header ``Content-Length`` exceeds the limit is refused before it is read.
+    If the header ``Content-Length`` exceeds the limit, the body is refused before it is read.
 
     Args:
-        request: request whose body has not been read.
-        headers: headers of the request, in lower case.
+        request: a request whose body has not been read.
+        headers: lower-case name -> value of the request's headers.
         limits: ``payload_limit`` in bytes, and ``body_seconds`` in which the body must arrive.
 
     Raises:
-        ServeError: for a body that is too large or too slow.
-        ClientGoneError: if the client leaves.
+        ServeError: if the body is too large or too slow.
+        ClientGoneError: if the client disconnects.
     """
 
     def too_large() -> ServeError:
@@ -288,13 +270,18 @@ async def _read_bytes(request: Request, headers: Mapping[bytes, bytes], limits: 
         raise too_large()
     body = bytearray()
     is_complete = False
-    with _Cancellation(too_slow, limits.body_seconds):
-        while not is_complete:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGoneError
-            body += message.get("body", b"")
-            is_complete = not message.get("more_body", False)
-            if len(body) > limits.payload_limit:
-                raise too_large()
+    cancellation = _Cancellation(too_slow)
+    timer = asyncio.get_running_loop().call_later(limits.body_seconds, cancellation.cancel)
+    with cancellation:
+        try:
+            while not is_complete:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                body += message.get("body", b"")
+                is_complete = not message.get("more_body", False)
+                if len(body) > limits.payload_limit:
+                    raise too_large()
+        finally:
+            timer.cancel()
     return bytes(body)

@@ -1,4 +1,4 @@
-"""Models of a service: their tokens, limits and prompts, and how they encode a batch."""
+"""Models of a service: their tokenizers, limits and prompts, and the encoding of batches."""
 
 from __future__ import annotations
 
@@ -28,34 +28,43 @@ from tilefold.integrations.transformers.packed import padding_position
 from tilefold.retrieval.encoding.sparse import encode_with_model_method
 from tilefold.retrieval.encoding.truncation import TokenizerCall, counting_truncation, cut_texts
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
-from tilefold.serve.bodies import Row, ServeError, Vector, empty, invalid, rows_of, strongest
+from tilefold.serve.bodies import (
+    Row,
+    ServeError,
+    Vector,
+    empty,
+    invalid,
+    keep_largest,
+    split_rows,
+)
 
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
 SIDES: tuple[Side, ...] = ("query", "document")
-# Tokens of the longest text for which the warm-up captures CUDA graphs.
+# Length in tokens of the longest text for which the warm-up captures CUDA graphs.
 _MAX_GRAPH_TOKENS = 64
-# A limit of at least this many tokens is none: transformers reports 1e30 for a tokenizer without.
+# transformers reports a limit of 1e30 tokens for a tokenizer that has no limit.
 _UNLIMITED = 1 << 30
-# Tokens of a text that are read if the tokenizer has no limit.
+# Number of tokens of a text that are read if the tokenizer has no limit.
 _DEFAULT_LIMIT = 512
 
 
 class TextTokens:
     """Copy of a model's tokenizer that neither truncates nor pads; safe to use from any thread.
 
-    Args:
-        tokenizer: tokenizer of a model.
-
-    Raises:
-        ValueError: if the tokenizer has no fast backend.
+    Attributes:
+        special_ids: ids of special tokens such as ``[CLS]``.
+        term_names: the names of the model's terms.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """Copy the fast backend of a tokenizer, without truncation and padding.
 
         Args:
-            tokenizer: tokenizer of a model, as of transformers.
+            tokenizer: the model's tokenizer, of transformers.
+
+        Raises:
+            ValueError: if the tokenizer has no fast backend.
         """
         from tokenizers import Tokenizer  # a dependency of transformers
 
@@ -75,39 +84,46 @@ class TextTokens:
             self._tokenizer.id_to_token,
         )
 
-    def lengths(self, texts: Sequence[str], prompt: str = "", special: bool = True) -> list[int]:
-        """Return the number of tokens of each text with the prompt before it."""
-        return list(map(len, self._encode([prompt + text for text in texts], special)))
+    def lengths(
+        self,
+        texts: Sequence[str],
+        prompt: str = "",
+        add_special_tokens: bool = True,
+    ) -> list[int]:
+        """Return the number of tokens of each text with a prompt before it."""
+        full_texts = [prompt + text for text in texts]
+        return list(map(len, self._encode(full_texts, add_special_tokens)))
 
     def tokenize(
         self,
         texts: Sequence[str],
-        special: bool,
+        add_special_tokens: bool,
         prompt: str = "",
         *,
         in_bytes: bool = False,
     ) -> list[list[dict[str, Any]]]:
-        """Return the tokens of each text, as ``/tokenize`` answers.
+        """Return the tokens of each text in the format of ``/tokenize``.
 
         Args:
             texts: the texts.
-            special: whether special tokens such as ``[CLS]`` are added.
-            prompt: text before each of the texts.
+            add_special_tokens: whether special tokens such as ``[CLS]`` are added.
+            prompt: text that is put before each text.
             in_bytes: whether offsets count bytes of UTF-8, instead of code points.
 
         Returns:
-            For each text its tokens: id, text, whether it is special, and where it starts and stops
-            in the prompt and the text.
+            For each text, a dictionary for each token: its id, its text, whether it is special, and
+            its start and stop in the prompt and the text.
         """
         full_texts = [prompt + text for text in texts]
+        encodings = self._encode(full_texts, add_special_tokens)
         token_lists = []
-        for text, encoding in zip(full_texts, self._encode(full_texts, special), strict=True):
+        for text, encoding in zip(full_texts, encodings, strict=True):
             offsets = _byte_offsets(text) if in_bytes else range(len(text) + 1)
             token_lists.append(_describe_tokens(text, encoding, offsets))
         return token_lists
 
     def check_ids(self, ids: Sequence[int]) -> None:
-        """Raise ``ServeError`` for an id that no token has."""
+        """Raise ``ServeError`` if no token has one of the ids."""
         for id_ in ids:
             if not self.term_names.has_token(id_):
                 largest = self.term_names.id_bound - 1
@@ -116,24 +132,28 @@ class TextTokens:
                     f"token ids: expected numbers from 0 to {largest} that a token has, got {id_}",
                 )
 
-    def decode(self, ids: Sequence[int], skip_special: bool) -> str:
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids."""
         if not ids:
             raise empty("input_ids")
         self.check_ids(ids)
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special))
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
-    def token(self, id_: int) -> str:
+    def token(self, term: int) -> str:
         """Return the name of a term: its token, or a name that no other term has."""
-        return self.term_names[id_]
+        return self.term_names[term]
 
     def token_ids(self, text: str) -> set[int]:
         """Return the ids of the tokens of a text, without special tokens."""
-        (encoding,) = self._encode([text], special=False)
+        (encoding,) = self._encode([text], add_special_tokens=False)
         return set(encoding.ids) - self.special_ids
 
-    def _encode(self, texts: Sequence[str], special: bool) -> list[Any]:
-        """Tokenize texts, with or without special tokens such as ``[CLS]``.
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[Any]:
+        """Tokenize texts.
+
+        Args:
+            texts: the texts.
+            add_special_tokens: whether special tokens such as ``[CLS]`` are added.
 
         Returns:
             An ``Encoding`` of the package `tokenizers` for each text.
@@ -142,25 +162,31 @@ class TextTokens:
             ServeError: if the tokenizer refuses a text.
         """
         try:
-            # For one text, ``encode`` keeps Python's lock, which ``encode_batch`` would wait for.
             if len(texts) == 1:
-                return [self._tokenizer.encode(texts[0], add_special_tokens=special)]
-            return list(self._tokenizer.encode_batch(list(texts), add_special_tokens=special))
+                # encode() holds the GIL. encode_batch() releases it, and must wait to get it back.
+                encoding = self._tokenizer.encode(texts[0], add_special_tokens=add_special_tokens)
+                return [encoding]
+            encodings: list[Any] = self._tokenizer.encode_batch(
+                list(texts),
+                add_special_tokens=add_special_tokens,
+            )
+            return encodings
         except Exception as error:
             raise ServeError("Tokenizer", f"Tokenization error: {type(error).__name__}") from error
 
 
 def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the tokens of a text, as ``/tokenize`` answers.
+    """Return the tokens of a text in the format of ``/tokenize``.
 
     Args:
         text: the text.
-        encoding: its encoding by the package `tokenizers`, whose offsets count code points.
-        offsets: offset of each code point of the text, and of its end, in the unit of the answer.
+        encoding: the text's ``Encoding`` of the package `tokenizers`. Its offsets count code
+            points.
+        offsets: offsets of each code point and of the end of the text, in the unit of the response.
 
     Returns:
-        For each token its id and text, whether it is special, and its first offset and its end.
-        Special tokens such as ``[CLS]`` have no offsets, because they are no part of the text.
+        A dictionary for each token: its id, its text, whether it is special, and its start and
+        stop. Special tokens such as ``[CLS]`` are not part of the text, and have no offsets.
     """
     rows = zip(
         encoding.ids,
@@ -169,53 +195,49 @@ def _describe_tokens(text: str, encoding: Any, offsets: Sequence[int]) -> list[d
         encoding.offsets,
         strict=True,
     )
-    tokens: list[dict[str, Any]] = []
-    for token_id, token, is_special, (start, stop) in rows:
-        if is_special:
-            tokens.append(
-                {"id": token_id, "text": token, "special": True, "start": None, "stop": None},
-            )
-        else:
-            tokens.append(
-                {
-                    "id": token_id,
-                    "text": text[start:stop],
-                    "special": False,
-                    "start": offsets[start],
-                    "stop": offsets[stop],
-                },
-            )
-    return tokens
+    return [
+        {
+            "id": token_id,
+            "text": token if is_special else text[start:stop],
+            "special": bool(is_special),
+            "start": None if is_special else offsets[start],
+            "stop": None if is_special else offsets[stop],
+        }
+        for token_id, token, is_special, (start, stop) in rows
+    ]
 
 
 def _byte_offsets(text: str) -> Sequence[int]:
-    """Return the offset of each code point of a text in its UTF-8, and of the end of the text."""
+    """Return the offsets of each code point and of the end of a text in its UTF-8 bytes."""
     if text.isascii():
         return range(len(text) + 1)
-    points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    # UTF-8 takes a second, third and fourth byte from these code points on.
-    sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
+    code_points = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+    # Code points above these limits have a second, third and fourth byte in UTF-8.
+    sizes = np.ones(len(code_points), np.int64)
+    for limit in (0x7F, 0x7FF, 0xFFFF):
+        sizes += code_points > limit
     return [0, *np.cumsum(sizes).tolist()]
 
 
 class BatchKey(NamedTuple):
-    """Encoding of an input; inputs with equal keys share batches.
+    """How an input is encoded. Inputs with equal keys may share a batch.
 
     Attributes:
         kind: kind of the model.
-        side: encode as queries or as documents.
-        prompt: name of a prompt that replaces the side's.
-        direction: end from which an input that is too long is truncated.
+        side: whether inputs are encoded as queries or as documents.
+        prompt_name: name of a prompt that replaces the prompt of the side.
+        truncation_side: end from which an input that is too long is truncated.
         normalize: whether a dense model normalises its vectors, if it does so by default.
-        ids: whether inputs are token ids, which are encoded without a prompt and special tokens.
+        has_token_ids: whether inputs are token ids, which are encoded without a prompt and special
+            tokens. Otherwise inputs are texts.
     """
 
     kind: Kind
     side: Side
-    prompt: str | None = None
-    direction: Literal["left", "right"] = "right"
+    prompt_name: str | None = None
+    truncation_side: Literal["left", "right"] = "right"
     normalize: bool = True
-    ids: bool = False
+    has_token_ids: bool = False
 
 
 @dataclass
@@ -223,9 +245,11 @@ class Served:
     """Model of a service.
 
     Attributes:
-        model: the model, accelerated where that helps.
+        model: the model, which may be accelerated.
         kind: kind of the model.
-        name: name that clients see; of a folder the last part of its path.
+        name: name that clients see. If it is the path of a folder, clients see its last part.
+        text: the tokenizer.
+        prompts: prompt name -> prompt.
     """
 
     model: Model
@@ -240,7 +264,7 @@ class Served:
             key: value or "" for key, value in (self.model.prompts or {}).items()
         }
         self.model.eval()
-        self._calls = {side: self._call(side) for side in SIDES}
+        self._calls = {side: self._sample_call(side) for side in SIDES}
 
     @functools.cached_property
     def device(self) -> str:
@@ -258,172 +282,206 @@ class Served:
         """Dtype of the matrix products, such as ``"bf16"``, which may differ from the weights'."""
         return inference_precision(self.model)
 
-    def _call(self, side: Side) -> TokenizerCall:
-        """Return the tokenizer call of the model for a text of a side."""
+    def _sample_call(self, side: Side) -> TokenizerCall:
+        """Preprocess a text to learn how the model calls its tokenizer for queries or documents."""
         with counting_truncation() as counts:
             self.model.preprocess(["a"], task=side)
         return counts.calls[-1] if counts.calls else TokenizerCall(1, (), None)
 
     def limit(self, side: Side) -> int:
-        """Return the largest number of tokens that the model reads of a text."""
+        """Return the largest number of tokens that the model reads of a query or document."""
         limit = self._calls[side].max_length
         if limit is None or not 0 < limit < _UNLIMITED:
             return _DEFAULT_LIMIT
         return limit
 
     def is_quick(self, tokens: int) -> bool:
-        """Return whether a text of ``tokens`` tokens takes about a millisecond, by a CUDA graph."""
+        """Return whether a CUDA graph encodes a text of this length in about a millisecond."""
         graphs = graphs_of(self.model)
         return tokens <= _MAX_GRAPH_TOKENS and graphs is not None and bool(graphs.graphs)
 
     def lengths(self, key: BatchKey, texts: Sequence[str]) -> list[int]:
         """Return the number of tokens of each text with its prompt, before truncation.
 
-        It may be called in any thread.
+        Any thread may call this.
         """
-        return self.text.lengths(texts, self.prompt(key), self._calls[key.side].add_special_tokens)
+        add_special_tokens = self._calls[key.side].add_special_tokens
+        return self.text.lengths(texts, self.prompt(key), add_special_tokens)
 
     def batch_key(
         self,
         side: Side,
         prompt_name: str | None,
-        direction: Literal["left", "right"] = "right",
+        truncation_side: Literal["left", "right"] = "right",
         normalize: bool = True,
     ) -> BatchKey:
-        """Return the batch key of a request.
+        """Return the batch key for texts of a request. Requests with equal keys share batches.
 
         Args:
             side: side of the route.
-            prompt_name: name of a prompt, or a side that replaces that of the route.
-            direction: end from which inputs are truncated.
+            prompt_name: name of a prompt; or ``"query"`` or ``"document"``, which override the side
+                of the route.
+            truncation_side: end from which inputs are truncated.
             normalize: whether a dense model normalises its vectors.
 
         Raises:
             ServeError: if the model has no such prompt.
         """
         if prompt_name in SIDES:
-            # The other side's encoding, with its own prompt.
-            return BatchKey(self.kind, prompt_name, None, direction, normalize)
-        if prompt_name is not None and prompt_name not in self.prompts:
+            side = prompt_name
+            prompt_name = None
+        elif prompt_name is not None and prompt_name not in self.prompts:
             names = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
             raise invalid(f"`prompt_name` expected one of {names}; got {prompt_name!r}")
-        return BatchKey(self.kind, side, prompt_name, direction, normalize)
+        return BatchKey(
+            self.kind,
+            side,
+            prompt_name=prompt_name,
+            truncation_side=truncation_side,
+            normalize=normalize,
+        )
 
     def prompt(self, key: BatchKey) -> str:
-        """Return the prompt before every text of a batch; empty without one."""
-        return prompt_of(self.model, key.side, key.prompt) or ""
+        """Return the prompt that is put before every text of a batch; it may be empty."""
+        return prompt_of(self.model, key.side, key.prompt_name) or ""
 
     @property
     def type(self) -> dict[str, Any]:
-        """Type as in the answer of ``/info``: a reranker, or an embedding with its pooling.
+        """Type of the model in the response of ``/info``, in text-embeddings-inference's format.
 
-        The form is that of text-embeddings-inference. A late-interaction model is a reranker, whose
-        only class has the name that transformers gives by default.
+        That format has no type for late-interaction models. They are reported as rerankers with
+        transformers' default label.
         """
         if self.kind == "multi-vector":
             return {"reranker": {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}}
-        if self.kind == "sparse":
-            return {"embedding": {"pooling": "splade"}}
-        pooling: str | Sequence[str] = "mean"
-        for module in self.model.modules():  # the last pooling counts
-            pooling = getattr(module, "pooling_mode", None) or pooling
-        if not isinstance(pooling, str):
-            pooling = "+".join(pooling)
-        return {"embedding": {"pooling": pooling.replace("lasttoken", "last_token")}}
+        pooling = "splade" if self.kind == "sparse" else self._dense_pooling()
+        return {"embedding": {"pooling": pooling}}
+
+    def _dense_pooling(self) -> str:
+        """Return text-embeddings-inference's name for the pooling of a dense model."""
+        modes = [getattr(module, "pooling_mode", None) for module in self.model.modules()]
+        # The last module that pools determines the vector.
+        mode = next((mode for mode in reversed(modes) if mode), "mean")
+        name = mode if isinstance(mode, str) else "+".join(mode)
+        return name.replace("lasttoken", "last_token")
 
     def encode(self, key: BatchKey, inputs: Sequence[Any]) -> list[Any]:
         """Encode a batch. Only one thread at a time may call this.
 
         Args:
-            key: encoding of all inputs.
-            inputs: texts, or lists of token ids.
+            key: how all inputs are encoded.
+            inputs: texts, or lists of token ids if ``key.has_token_ids``.
 
         Returns:
-            One row per input on the CPU: sparse ``(indices, weights)``, token vectors
-            ``[tokens, D]``, or a dense vector ``[D]``.
+            For each input on the CPU, a sparse :class:`Row`, token vectors ``[tokens, D]``, or a
+            dense vector ``[D]``.
         """
         encode_kind: dict[Kind, Callable[[BatchKey, Sequence[Any]], list[Any]]] = {
-            "sparse": self._sparse,
-            "multi-vector": self._tokens,
-            "dense": self._dense,
+            "sparse": self._encode_sparse,
+            "multi-vector": self._encode_tokens,
+            "dense": self._encode_dense,
         }
         tokenizer = self.model.tokenizer
-        previous_side = tokenizer.truncation_side  # state that threads share
-        tokenizer.truncation_side = key.direction
+        default_truncation_side = tokenizer.truncation_side
+        tokenizer.truncation_side = key.truncation_side
         try:
             with nullcontext() if key.normalize else _unnormalized(self.model):
                 return encode_kind[self.kind](key, inputs)
         finally:
-            tokenizer.truncation_side = previous_side
+            tokenizer.truncation_side = default_truncation_side
 
-    def _sparse(self, key: BatchKey, inputs: Sequence[Any]) -> list[Row]:
+    def _encode_sparse(self, key: BatchKey, inputs: Sequence[Any]) -> list[Row]:
         """Return the sparse vector of each input.
 
-        There are three ways. An accelerated model encodes texts to packed rows, without a matrix
-        ``[B, V]``, which would take longer to create than the rows to copy. Any other model encodes
-        texts as sentence-transformers does. Token ids go through the model's modules directly.
+        Args:
+            key: how all inputs are encoded.
+            inputs: texts, or lists of token ids if ``key.has_token_ids``.
+        """
+        if key.has_token_ids:
+            return self._sparse_rows_of_token_ids(key, inputs)
+        if hasattr(self.model, "encode_sparse_batch"):
+            return self._accelerated_sparse_rows(key, inputs)
+        matrix = encode_with_model_method(
+            self.model,
+            inputs,
+            key.side,
+            prompt_name=key.prompt_name,
+            convert_to_tensor=True,
+            convert_to_sparse_tensor=False,
+        )
+        return _matrix_rows(matrix)
+
+    def _accelerated_sparse_rows(self, key: BatchKey, texts: Sequence[str]) -> list[Row]:
+        """Encode texts with an accelerated model to packed sparse rows.
+
+        No matrix ``[B, V]`` is created, which would take longer than copying the rows.
+        """
+        model: Any = self.model
+        batch = model.encode_sparse_batch.batch(
+            cut_texts(model, texts),
+            task=key.side,
+            prompt_name=key.prompt_name,
+        )
+        packed = batch.rows
+        weights = packed.values.float().numpy()
+        _check_weights(weights)
+        return split_rows(
+            [0, *packed.counts.cumsum(0).tolist()],
+            packed.columns.to(torch.int32).numpy(),
+            weights,
+        )
+
+    def _sparse_rows_of_token_ids(
+        self,
+        key: BatchKey,
+        inputs: Sequence[Sequence[int]],
+    ) -> list[Row]:
+        """Encode lists of token ids with the model's modules to sparse rows."""
+        features = self._forward_token_ids(key, inputs)
+        rows = _matrix_rows(features["sentence_embedding"].to_dense().float().cpu())
+        # limited as by ``encode`` of sentence-transformers, which was not called
+        max_terms = self.model.max_active_dims
+        return [keep_largest(row, max_terms, threshold=None) for row in rows]
+
+    def _encode_tokens(self, key: BatchKey, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """Return the token vectors ``[tokens, D]`` of each input, in fp32 on the CPU.
 
         Args:
-            key: encoding of all inputs.
-            inputs: texts, or lists of token ids if ``key.ids``.
+            key: how all inputs are encoded.
+            inputs: texts, or lists of token ids if ``key.has_token_ids``.
         """
-        fused = getattr(self.model, "encode_sparse_batch", None)
-        if fused is not None and not key.ids:
-            encoded: Any = fused.batch(
-                cut_texts(self.model, inputs),
-                task=key.side,
-                prompt_name=key.prompt,
-            ).rows
-            offsets = [0, *encoded.counts.cumsum(0).tolist()]
-            indices = encoded.columns.to(torch.int32).numpy()
-            weights = encoded.values.float().numpy()
-            _check_weights(weights)
-            return rows_of(offsets, indices, weights)
-        if key.ids:
-            features = self._forward_token_ids(key, inputs)
-            matrix = features["sentence_embedding"].to_dense().float().cpu()
-        else:
-            matrix = encode_with_model_method(
-                self.model,
-                inputs,
-                key.side,
-                prompt_name=key.prompt,
-                convert_to_tensor=True,
-                convert_to_sparse_tensor=False,
-            )
-        vectors = SparseVectors.from_torch([str(row) for row in range(len(inputs))], matrix)
-        rows = rows_of(vectors.indptr.tolist(), vectors.indices, vectors.data)
-        if not key.ids:
-            return rows
-        # The number of terms is limited by `encode` of sentence-transformers, which was not called.
-        return [strongest(row, self.model.max_active_dims, threshold=None) for row in rows]
-
-    def _tokens(self, key: BatchKey, inputs: Sequence[Any]) -> list[torch.Tensor]:
-        """Return the token vectors of each input, ``[tokens, D]`` in fp32 on the CPU."""
-        if key.ids:
+        if key.has_token_ids:
             features = self._forward_token_ids(key, inputs)
             masks = features["attention_mask"].bool()
             encoded = [
-                row[mask] for row, mask in zip(features["token_embeddings"], masks, strict=True)
+                vectors[mask]
+                for vectors, mask in zip(features["token_embeddings"], masks, strict=True)
             ]
         else:
-            encoded = encode_with_model_method(self.model, inputs, key.side, prompt_name=key.prompt)
+            encoded = encode_with_model_method(
+                self.model, inputs, key.side, prompt_name=key.prompt_name
+            )
         rows = [row.detach().float().cpu() for row in encoded]
         _check_finite(rows, "token vectors")
         return rows
 
-    def _dense(self, key: BatchKey, inputs: Sequence[Any]) -> list[Vector]:
-        """Return the dense vector of each input, ``[D]`` in fp32."""
-        if key.ids:
+    def _encode_dense(self, key: BatchKey, inputs: Sequence[Any]) -> list[Vector]:
+        """Return the dense vector ``[D]`` of each input, in fp32.
+
+        Args:
+            key: how all inputs are encoded.
+            inputs: texts, or lists of token ids if ``key.has_token_ids``.
+        """
+        if key.has_token_ids:
             embeddings = self._forward_token_ids(key, inputs)["sentence_embedding"]
-            # `encode` of sentence-transformers, which was not called, truncates the dimensions.
+            # truncated as by ``encode`` of sentence-transformers, which was not called
             encoded = embeddings[:, : self.model.truncate_dim]
         else:
             encoded = encode_with_model_method(
                 self.model,
                 inputs,
                 key.side,
-                prompt_name=key.prompt,
+                prompt_name=key.prompt_name,
                 convert_to_tensor=True,
             )
         rows = list(encoded.detach().float().cpu())
@@ -434,8 +492,8 @@ class Served:
         """Call the model with token ids, without a prompt, special tokens or query expansion.
 
         Args:
-            key: encoding of all inputs.
-            inputs: token ids of each input; they are truncated to the model's limit.
+            key: how all inputs are encoded: their side, and the end from which they are truncated.
+            inputs: token ids of each input, which are truncated to the model's limit.
 
         Returns:
             The model's features: ``sentence_embedding`` ``[B, D]``, or ``token_embeddings``
@@ -444,7 +502,7 @@ class Served:
         limit = self.limit(key.side)
         truncated = []
         for ids in inputs:
-            kept_ids = ids[:limit] if key.direction == "right" else ids[-limit:]
+            kept_ids = ids[:limit] if key.truncation_side == "right" else ids[-limit:]
             truncated.append(torch.tensor(kept_ids, device="cpu"))
         masks = [torch.ones_like(ids) for ids in truncated]
         padding_id = self.model.tokenizer.pad_token_id or 0
@@ -454,16 +512,21 @@ class Served:
             "modality": "text",
             "task": key.side,
         }
-        preprocess = getattr(self.model[0], "preprocess", None)
-        if isinstance(preprocess, PackedInputs):
-            # An accelerated model reads texts one after another, without padding.
+        is_accelerated = isinstance(getattr(self.model[0], "preprocess", None), PackedInputs)
+        if is_accelerated:  # it reads packed texts, without padding
             features = pack_features(features, padding_position(self.model[0].model))
         with torch.inference_mode():
             return self.model(on_device(features, self.model.device), task=key.side)
 
 
+def _matrix_rows(matrix: torch.Tensor) -> list[Row]:
+    """Return the sparse rows of a dense matrix ``[B, V]``."""
+    vectors = SparseVectors.from_torch([str(row) for row in range(len(matrix))], matrix)
+    return split_rows(vectors.indptr.tolist(), vectors.indices, vectors.data)
+
+
 def _check_weights(weights: Vector) -> None:
-    """Raise a ``ValueError`` for weights that are negative, infinite or NaN."""
+    """Raise a ``ValueError`` if a weight is negative, infinite or NaN."""
     if not weights.size:
         return
     lowest = weights.min()  # NaN if there is a NaN
@@ -476,14 +539,14 @@ def _check_weights(weights: Vector) -> None:
 
 
 def _check_finite(rows: list[torch.Tensor], content: str) -> None:
-    """Raise an error if a number of the encoded inputs is infinite or NaN.
+    """Check that the encoded inputs have finite numbers only.
 
     Args:
-        rows: one row per input.
+        rows: the vector or token vectors of each input.
         content: description of the rows, for the error message.
 
     Raises:
-        ValueError: naming the first number that is not finite, and the position of its input.
+        ValueError: if a number is infinite or NaN. The message has the position of its input.
     """
     for position, row in enumerate(rows):
         not_finite = row[~row.isfinite()]
@@ -497,10 +560,10 @@ def _check_finite(rows: list[torch.Tensor], content: str) -> None:
 
 @contextmanager
 def _unnormalized(model: Model) -> Iterator[None]:
-    """Skip the normalising modules at the end of a model in this context.
+    """Skip the ``Normalize`` modules at the end of a model while the context is open.
 
-    The ``forward`` of each is replaced by a function that returns its input, and restored at the
-    end. Modules called ``Normalize`` in the middle of a model still run.
+    Their ``forward`` methods are replaced by a function that returns its input. ``Normalize``
+    modules in the middle of the model still run.
     """
     skipped: list[Any] = []
     for module in reversed(list(model.children())):
@@ -513,4 +576,4 @@ def _unnormalized(model: Model) -> Iterator[None]:
         yield
     finally:
         for module in skipped:
-            del module.forward  # the attribute of the instance, which hid the method of the class
+            del module.forward  # the instance's attribute, which has hidden the class's method

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,13 +25,14 @@ from tilefold.serve import bodies
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.endpoints import JSON, add_route, describe_error
 from tilefold.serve.models import Kind, Side, TextTokens
-from tilefold.serve.service import EncodeOptions, Outcome, Service, all_of
+from tilefold.serve.service import EncodeOptions, Outcome, Service, gather_or_cancel
 
 Handler = Callable[[Any, Request], Awaitable[Response]]
 """Function that answers a request with a validated body."""
 Serialize = Callable[[list[Any]], list[bytes]]
-"""Function that returns the JSON of each row."""
-# Limits of the service that ``/info`` reports.
+"""Function that serializes each row to JSON."""
+Reduction = Literal["sum", "mean"]
+# The limits of the service that ``/info`` reports.
 _LIMITS_IN_INFO = (
     "max_concurrent_requests",
     "max_batch_tokens",
@@ -47,8 +48,8 @@ class _PostRoute:
 
     Attributes:
         body: type of the body.
-        handler: answers a request with a validated body.
-        summary: of the route, for the OpenAPI description.
+        handler: function that answers a request with a validated body.
+        summary: summary of the route, for the OpenAPI description.
     """
 
     body: type[bodies.Body]
@@ -57,27 +58,28 @@ class _PostRoute:
 
 
 class Routes:
-    """Routes for inputs of one side.
+    """Routes that encode inputs as queries, or as documents.
 
-    A request may name the other side with ``prompt_name``.
+    A request may override the side with ``prompt_name``.
 
-    Args:
+    Attributes:
         service: service that encodes.
-        side: side of the inputs.
+        side: whether inputs are queries or documents.
     """
 
     def __init__(self, service: Service, side: Side) -> None:
+        """Create the routes for one side."""
         self.service = service
         self.side = side
-        self._main = self._main_handler()
 
-    def _main_handler(self) -> tuple[type[bodies.Body], Handler]:
-        """Return the body and the handler of ``/``, which depend on the models."""
+    def _root_route(self) -> _PostRoute:
+        """Return the route of ``/``, which depends on the models."""
+        summary = "What the first model makes, as SageMaker and the Inference API ask for it"
         if "sparse" in self.service.models:
-            return bodies.EmbedSparse, self.embed_sparse
+            return _PostRoute(bodies.EmbedSparse, self.embed_sparse, summary)
         if "multi-vector" in self.service.models:
-            return bodies.Rerank, self.rerank
-        return bodies.Embed, self.embed
+            return _PostRoute(bodies.Rerank, self.rerank, summary)
+        return _PostRoute(bodies.Embed, self.embed, summary)
 
     def router(self) -> APIRouter:
         """Create the router with all routes."""
@@ -102,9 +104,9 @@ class Routes:
         return router
 
     def _post_routes(self) -> dict[str, _PostRoute]:
-        """Return the routes that answer a POST, by path."""
-        main_body, main_handler = self._main
-        main_summary = "What the first model makes, as SageMaker"
+        """Return path -> the route that answers a POST."""
+        root = self._root_route()
+        invocations = replace(root, summary="What the first model makes, as SageMaker asks for it")
         openai = _PostRoute(
             bodies.OpenAIEmbeddings,
             self.openai,
@@ -143,18 +145,14 @@ class Routes:
             ),
             "/tokenize": _PostRoute(bodies.Tokenize, self.tokenize, "Tokens of texts"),
             "/decode": _PostRoute(bodies.Decode, self.decode, "Texts of token ids"),
-            "/": _PostRoute(
-                main_body,
-                main_handler,
-                f"{main_summary} and the Inference API ask for it",
-            ),
-            "/invocations": _PostRoute(main_body, main_handler, f"{main_summary} asks for it"),
+            "/": root,
+            "/invocations": invocations,
             "/v1/embeddings": openai,
             "/embeddings": openai,
         }
 
     def _options(self, body: bodies.Encoded, normalize: bool = True) -> EncodeOptions:
-        """Return the encoding that a body asks for."""
+        """Return the options with which the inputs of a body are encoded."""
         return EncodeOptions(
             self.side,
             body.prompt_name,
@@ -173,19 +171,20 @@ class Routes:
         """Encode texts and lists of token ids.
 
         Token ids are encoded without a prompt and special tokens. If the request names a prompt,
-        their text is encoded with it instead.
+        they are decoded instead, and their text is encoded with the prompt.
 
         Args:
             kind: kind of the model.
             inputs: texts or lists of token ids.
-            options: how they are encoded.
+            options: how the inputs are encoded.
             name: field of the request, for error messages.
 
         Returns:
-            One row per input, with counts and durations.
+            The encoded inputs, with counts and durations.
 
         Raises:
-            ServeError: for no or too many inputs, bad token ids, or an unknown prompt.
+            ServeError: if there are no or too many inputs, a token id is invalid, or the prompt is
+                unknown.
         """
         service = self.service
         model = service.model(kind)
@@ -194,27 +193,28 @@ class Routes:
             if not all(isinstance(item, str) for item in inputs):
                 key = model.batch_key(options.side, options.prompt_name)
                 has_prompt = options.prompt_name is not None and model.prompt(key) != ""
+                # A large request would block the event loop for long.
                 inputs = await service.run_in_helper(
-                    _resolve_token_ids,
+                    _decode_or_check_token_ids,
                     model.text,
                     inputs,
                     has_prompt,
                 )
             return await service.encode(kind, inputs, options)
 
-    def _answer(
+    def _record_and_respond(
         self,
         content: bytes,
         outcome: Outcome,
         kind: Kind,
         method: str = "batch",
     ) -> Response:
-        """Create the response of an outcome, and count the request in the metrics.
+        """Record a request in the metrics, and create its response.
 
         Args:
-            content: JSON of the answer.
-            outcome: counts and durations, for the response's headers and the metrics.
-            kind: kind of the model that encoded.
+            content: JSON of the response.
+            outcome: counts and durations of the request, for headers and metrics.
+            kind: kind of the model that encoded the inputs.
             method: ``"single"`` or ``"batch"``, a label of the metrics.
         """
         self.service.record(outcome, method)
@@ -222,16 +222,7 @@ class Routes:
         response.raw_headers += outcome.headers(self.service.model(kind).device)
         return response
 
-    async def _serialize(
-        self,
-        rows: list[Any],
-        serialize: Serialize,
-        size: Callable[[Any], int] = len,
-    ) -> bytes:
-        """Return the JSON list of rows; a helper thread writes large ones."""
-        return bodies.json_list(await self.service.map_items(rows, serialize, size))
-
-    async def _vectors(
+    async def _embed(
         self,
         kind: Kind,
         body: bodies.EmbedAll,
@@ -239,18 +230,19 @@ class Routes:
         size: Callable[[Any], int] = len,
         normalize: bool = True,
     ) -> Response:
-        """Answer with one vector or matrix per input.
+        """Answer with a JSON list of encoded inputs.
 
         Args:
             kind: kind of the model.
-            body: inputs and options.
-            serialize: returns the JSON of each row.
-            size: how many numbers a row has.
+            body: body of the request, with inputs and options.
+            serialize: function that serializes rows to JSON.
+            size: function that returns the number of values in a row.
             normalize: whether a dense model normalises its vectors.
         """
         outcome = await self._encode(kind, body.inputs, self._options(body, normalize))
-        content = await self._serialize(outcome.rows, serialize, size)
-        return self._answer(content, outcome, kind, _method(body.inputs))
+        row_jsons = await self.service.map_items(outcome.rows, serialize, size)
+        content = bodies.json_list(row_jsons)
+        return self._record_and_respond(content, outcome, kind, _method(body.inputs))
 
     async def embed_sparse(self, body: bodies.EmbedSparse, request: Request) -> Response:
         """Answer with sparse vectors."""
@@ -259,11 +251,11 @@ class Routes:
             body=body,
             token=self.service.model("sparse").text.token,
         )
-        return await self._vectors("sparse", body, serialize, lambda row: len(row[0]))
+        return await self._embed("sparse", body, serialize, lambda row: len(row.indices))
 
     async def embed_all(self, body: bodies.EmbedAll, request: Request) -> Response:
         """Answer with a vector for each token."""
-        return await self._vectors("multi-vector", body, bodies.matrices, lambda row: row.numel())
+        return await self._embed("multi-vector", body, bodies.matrices, lambda row: row.numel())
 
     async def embed(self, body: bodies.Embed, request: Request) -> Response:
         """Answer with dense vectors."""
@@ -274,31 +266,31 @@ class Routes:
                 [_shorten(row, body.dimensions, body.normalize) for row in rows],
             )
 
-        return await self._vectors("dense", body, serialize, normalize=body.normalize)
+        return await self._embed("dense", body, serialize, normalize=body.normalize)
 
     async def openai(self, body: bodies.OpenAIEmbeddings, request: Request) -> Response:
-        """Answer with dense vectors in the form of OpenAI.
+        """Answer with dense vectors in OpenAI's format.
 
-        The vectors are the large part of the answer. They are written by helper threads, and joined
-        with the JSON of the small fields, ``model`` and ``usage``.
+        Vectors may be large, and are serialized by helper threads.
         """
         self._check_dense()
         outcome = await self._encode("dense", body.input, EncodeOptions(self.side), "input")
         rows = [_shorten(row, body.dimensions, normalize=True) for row in outcome.rows]
-        serialize = partial(_openai_entries, body.encoding_format == "base64")
-        entries = await self._serialize(
-            list(enumerate(rows)),
-            serialize,
-            lambda position_and_row: len(position_and_row[1]),
+        serialize = _base64_strings if body.encoding_format == "base64" else bodies.vectors
+        vectors = await self.service.map_items(rows, serialize)
+        entries = [
+            b'{"object":"embedding","embedding":%b,"index":%d}' % (vector, index)
+            for index, vector in enumerate(vectors)
+        ]
+        content = b'{"object":"list","data":%b,"model":%b,"usage":%b}' % (
+            bodies.json_list(entries),
+            bodies.to_json(self.service.model("dense").name),
+            bodies.to_json(_usage(outcome)),
         )
-        model_name = self.service.model("dense").name
-        small_fields = bodies.plain({"model": model_name, "usage": _usage(outcome)})
-        # The object of the small fields goes on after `data`, without its opening brace.
-        content = b'{"object":"list","data":' + entries + b"," + small_fields.removeprefix(b"{")
-        return self._answer(content, outcome, "dense", _method(body.input))
+        return self._record_and_respond(content, outcome, "dense", _method(body.input))
 
     def _check_dense(self) -> None:
-        """Raise ``ServeError`` unless there is a dense model."""
+        """Raise ``ServeError`` if the service has no dense model."""
         if "dense" not in self.service.models and "sparse" in self.service.models:
             raise wrong_model(
                 "the model makes sparse vectors: POST /embed_sparse with inputs, or serve a dense "
@@ -307,45 +299,41 @@ class Routes:
         self.service.model("dense")
 
     async def rerank(self, body: bodies.Rerank, request: Request) -> Response:
-        """Rank texts by their score with a query.
+        """Rank texts by their score with a query, highest score first.
 
-        The answer has the form of the API that the body belongs to, with the highest score first.
-        A body with ``texts`` gets a list of positions and scores, as in text-embeddings-inference.
-        A body with ``documents`` gets an object with ``results``, as in Cohere's API.
+        A body with ``texts`` is answered in text-embeddings-inference's format, and a body with
+        ``documents`` in Cohere's.
         """
         self.service.metrics.count("te_request_count", method="batch")
-        if (body.texts is None) == (body.documents is None):
-            raise invalid("`texts` or `documents`: expected one of them")
-        texts = body.documents or []
-        name = "documents"
-        if body.texts is not None:
-            texts = body.texts
-            name = "texts"
-        scores, outcome = await self._score_texts([body.query], texts, body, name)
-        # Positions of the texts, highest score first. Equal scores stay in the request's order.
-        order = sorted(range(len(scores)), key=lambda position: (-scores[position], position))
-        content: Any
-        if body.documents is None:
-            content = _ranked_texts(texts, scores, order, body.return_text)
-        else:
-            content = {
-                "id": f"rerank-{uuid.uuid4().hex}",
-                "model": self.service.model("multi-vector").name,
-                "usage": _usage(outcome),
-                "results": _ranked_documents(
-                    texts,
-                    scores,
-                    order[: body.top_n],
-                    body.return_documents,
-                ),
-            }
-        return self._answer(bodies.plain(content), outcome, "multi-vector")
+        if body.texts is not None and body.documents is None:
+            return await self._rerank_texts(body, body.texts)
+        if body.documents is not None and body.texts is None:
+            return await self._rerank_documents(body, body.documents)
+        raise invalid("`texts` or `documents`: expected one of them")
+
+    async def _rerank_texts(self, body: bodies.Rerank, texts: list[str]) -> Response:
+        """Answer with the ranking of texts in text-embeddings-inference's format."""
+        scores, outcome = await self._score_texts([body.query], texts, body, "texts")
+        ranked = _ranked_texts(texts, scores, _ranking(scores), body.return_text)
+        return self._record_and_respond(bodies.to_json(ranked), outcome, "multi-vector")
+
+    async def _rerank_documents(self, body: bodies.Rerank, documents: list[str]) -> Response:
+        """Answer with the ranking of documents in Cohere's format."""
+        scores, outcome = await self._score_texts([body.query], documents, body, "documents")
+        ranking = _ranking(scores)[: body.top_n]
+        content = {
+            "id": f"rerank-{uuid.uuid4().hex}",
+            "model": self.service.model("multi-vector").name,
+            "usage": _usage(outcome),
+            "results": _ranked_documents(documents, scores, ranking, body.return_documents),
+        }
+        return self._record_and_respond(bodies.to_json(content), outcome, "multi-vector")
 
     async def score(self, body: bodies.Score, request: Request) -> Response:
-        """Answer with scores in the order of the request, in the form of vLLM.
+        """Answer with scores in the order of the request, in vLLM's response format.
 
-        One query is scored with all documents. Several queries are scored with one document each,
-        that at the same position.
+        One query is scored with all documents. If there are several queries, each is scored with
+        the document at the same position.
         """
         self.service.metrics.count("te_request_count", method="batch")
         queries = body.queries
@@ -358,7 +346,7 @@ class Routes:
             )
         if not queries:
             raise ServeError("Empty", "`queries` cannot be empty")
-        scores, outcome = await self._score_texts(queries, texts, body, "documents")
+        scores, outcome = await self._score_texts(queries, texts, body, name="documents")
         content = {
             "id": f"score-{uuid.uuid4().hex}",
             "object": "list",
@@ -369,7 +357,7 @@ class Routes:
             ],
             "usage": _usage(outcome),
         }
-        return self._answer(bodies.plain(content), outcome, "multi-vector")
+        return self._record_and_respond(bodies.to_json(content), outcome, "multi-vector")
 
     async def _score_texts(
         self,
@@ -381,13 +369,13 @@ class Routes:
         """Score one query with every text, or each query with the text at the same position.
 
         Args:
-            queries: one query, or as many as texts.
-            texts: documents.
-            body: options of the request.
+            queries: one query, or a query for each text.
+            texts: the documents.
+            body: body of the request, with the options of truncation and scores.
             name: field of the texts, for error messages.
 
         Returns:
-            One score per text, and the outcome of encoding.
+            The score of each text, and the outcome of encoding.
         """
         service = self.service
         with service.acquire_inputs(texts, name):
@@ -402,8 +390,8 @@ class Routes:
             document_options = replace(query_options, side="document", counted="predict")
             query_outcome = await service.encode("multi-vector", queries, query_options)
             outcome = await service.encode("multi-vector", texts, document_options)
-            # Characters of pairs, as text-embeddings-inference counts: a single query belongs to
-            # every pair.
+            # text-embeddings-inference counts the characters of pairs of a query and a text, so
+            # that a single query is counted for every text.
             outcome.characters += query_outcome.characters * len(texts) // len(queries)
             outcome.tokens += query_outcome.tokens
             outcome.started = query_outcome.started
@@ -414,73 +402,72 @@ class Routes:
                     (query, [document])
                     for query, document in zip(query_outcome.rows, outcome.rows, strict=True)
                 ]
-            # A model that compares by the mean has no sum.
-            sum_scores = body.raw_scores and model.model.similarity_fn_name != "meanmaxsim"
+            reduction: Reduction = "mean"
+            if body.raw_scores and model.model.similarity_fn_name != "meanmaxsim":
+                reduction = "sum"  # a model that compares by the mean has no other score
 
             def score_groups() -> list[list[float]]:
-                return [_late_scores(query, documents, sum_scores) for query, documents in groups]
+                return [_late_scores(query, documents, reduction) for query, documents in groups]
 
             scores_by_group = await service.run_on_device(model, score_groups)
             return list(itertools.chain.from_iterable(scores_by_group)), outcome
 
     async def similarity(self, body: bodies.Similarity, request: Request) -> Response:
-        """Answer with the cosine similarities of a sentence with others."""
-        kind: Kind
-        if "sparse" in self.service.models:
-            kind = "sparse"
-        elif "dense" in self.service.models:
-            kind = "dense"
-        else:
+        """Answer with the cosine similarities between a sentence and other sentences."""
+        models = self.service.models
+        if "sparse" not in models and "dense" not in models:  # a multi-vector model only
             raise wrong_model(
                 "the model makes a vector of each token: POST /rerank, or serve a sparse or dense "
                 "one",
             )
+        kind: Kind = "sparse" if "sparse" in models else "dense"
+        cosines: Callable[..., list[float]] = bodies.dense_cosines
+        if kind == "sparse":
+            cosines = bodies.sparse_cosines
         sentences = body.inputs.sentences
         if not sentences:
             raise ServeError("Empty", "`inputs.sentences` cannot be empty")
         options = self._options(body.parameters or bodies.Encoded())
         outcome = await self._encode(kind, [body.inputs.source_sentence, *sentences], options)
-        content = await self.service.run_in_helper(
-            lambda: bodies.plain(bodies.cosines(outcome.rows, kind)),
-        )
-        return self._answer(content, outcome, kind)
+        source, *others = outcome.rows
+        similarities = await self.service.run_in_helper(cosines, source, others)
+        return self._record_and_respond(bodies.to_json(similarities), outcome, kind)
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:
         """Refuse a request for classes."""
         raise wrong_model("model is not a classifier model")
 
     async def vertex(self, body: bodies.Vertex, request: Request) -> Response:
-        """Answer several bodies at once: ``{"predictions": [...]}`` with an answer to each.
+        """Answer a request of Google Vertex AI, which has several bodies.
 
-        A body with ``query`` and ``texts`` is reranked. Any other body is answered as by the route
-        ``/``. The first error is the answer to the whole request.
+        The response ``{"predictions": [...]}`` has an answer for each body. A body with ``query``
+        and ``texts`` is answered like ``/rerank``, and any other body like ``/``. If a body fails,
+        the response is its error.
         """
         if not body.instances:
             raise ServeError("Empty", "`instances` cannot be empty")
         self.service.check_batch_size(body.instances)
-        requests: list[tuple[bodies.Body, Handler]] = []
+        requests: list[tuple[Handler, bodies.Body]] = []
         for position, instance in enumerate(body.instances):
-            is_reranking = isinstance(instance, dict) and {"query", "texts"} <= instance.keys()
-            body_type, handler = self._main
-            if is_reranking:
-                body_type = bodies.Rerank
-                handler = self.rerank
+            route = self._root_route()
+            if isinstance(instance, dict) and {"query", "texts"} <= instance.keys():
+                route = replace(route, body=bodies.Rerank, handler=self.rerank)
             try:
-                requests.append((body_type.model_validate(instance), handler))
+                requests.append((route.handler, route.body.model_validate(instance)))
             except ValidationError as error:
                 raise invalid(describe_error(error, f"instances.{position}")) from None
         tasks = [
-            asyncio.ensure_future(handler(instance, request)) for instance, handler in requests
+            asyncio.ensure_future(handler(instance, request)) for handler, instance in requests
         ]
-        responses = await all_of(tasks)
+        responses = await gather_or_cancel(tasks)
         content = bodies.json_list([bytes(response.body) for response in responses])
         return Response(b'{"predictions":' + content + b"}", media_type=JSON)
 
     async def tokenize(self, body: bodies.Tokenize, request: Request) -> Response:
         """Answer with the tokens of texts.
 
-        A prompt is added only if the request names one. Tokens are computed and written as JSON in
-        helper threads, portion by portion, so that a long request does not delay others.
+        A prompt is added only if the request names one. Worker threads tokenize a few texts at a
+        time, so that a long request does not delay others.
         """
         service = self.service
         model = service.first_model
@@ -491,7 +478,8 @@ class Routes:
             service.check_size(texts, model, self.side)
             prompt = ""
             if body.prompt_name is not None:
-                prompt = model.prompt(model.batch_key(self.side, body.prompt_name))
+                key = model.batch_key(self.side, body.prompt_name)
+                prompt = model.prompt(key)
 
             def serialize(texts: list[str]) -> list[bytes]:
                 tokens = model.text.tokenize(
@@ -500,16 +488,15 @@ class Routes:
                     prompt,
                     in_bytes=body.offsets == "bytes",
                 )
-                return list(map(bodies.plain, tokens))
+                return list(map(bodies.to_json, tokens))
 
-            rows = await service.map_in_portions(texts, serialize, tokenizes=True)
+            rows = await service.map_in_portions(texts, serialize, pool="tokenizers")
         return Response(bodies.json_list(rows), media_type=JSON)
 
     async def decode(self, body: bodies.Decode, request: Request) -> Response:
         """Answer with the text of each list of token ids.
 
-        Texts are computed in helper threads, portion by portion, so that a long request does not
-        delay others.
+        Worker threads decode a few lists at a time, so that a long request does not delay others.
         """
         service = self.service
         model = service.first_model
@@ -518,15 +505,15 @@ class Routes:
 
             def serialize(id_lists: list[list[int]]) -> list[bytes]:
                 return [
-                    bodies.plain(model.text.decode(ids, body.skip_special_tokens))
+                    bodies.to_json(model.text.decode(ids, body.skip_special_tokens))
                     for ids in id_lists
                 ]
 
-            rows = await service.map_in_portions(body.ids, serialize, tokenizes=True)
+            rows = await service.map_in_portions(body.ids, serialize, pool="tokenizers")
         return Response(bodies.json_list(rows), media_type=JSON)
 
     async def info(self, request: Request) -> Response:
-        """Answer with the first model and the limits, in the form of text-embeddings-inference."""
+        """Answer with the first model and the limits, in text-embeddings-inference's format."""
         first_model = self.service.first_model
         models = self.service.models.values()
         limits = {name: getattr(self.service.limits, name) for name in _LIMITS_IN_INFO}
@@ -546,38 +533,43 @@ class Routes:
             "precision": {model.kind: model.precision for model in models},
             "side": self.side,
         }
-        return Response(bodies.plain(content), media_type=JSON)
+        return Response(bodies.to_json(content), media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
         """Answer with the metrics in Prometheus's text format."""
         return Response(self.service.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def health(self, request: Request) -> Response:
-        """Answer with status 200 if the service is healthy, else with 503."""
+        """Answer with status 200 if the service is healthy, and 503 otherwise."""
         if self.service.healthy:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
         return Response(error.body(), error.status, media_type=JSON)
 
 
+def _ranking(scores: Sequence[float]) -> list[int]:
+    """Return the positions of scores, highest score first; ties keep the order of positions."""
+    return sorted(range(len(scores)), key=lambda position: -scores[position])
+
+
 def _ranked_texts(
     texts: Sequence[str],
     scores: Sequence[float],
-    order: Sequence[int],
+    ranking: Sequence[int],
     return_text: bool,
 ) -> list[dict[str, Any]]:
-    """Return ranked texts in the form of text-embeddings-inference.
+    """Describe ranked texts in text-embeddings-inference's response format.
 
-    Each entry is ``{"index": position in the request, "score": score}``, with ``"text"`` on demand.
+    An entry is ``{"index": position, "score": score}``, with ``"text"`` if `return_text`.
 
     Args:
-        texts: texts in the order of the request.
-        scores: one score per text.
-        order: positions of texts, highest score first.
+        texts: the texts of the request.
+        scores: the score of each text.
+        ranking: positions of the texts, highest score first.
         return_text: whether entries contain the text.
     """
     ranked = []
-    for position in order:
+    for position in ranking:
         entry: dict[str, Any] = {"index": position, "score": scores[position]}
         if return_text:
             entry["text"] = texts[position]
@@ -588,22 +580,22 @@ def _ranked_texts(
 def _ranked_documents(
     texts: Sequence[str],
     scores: Sequence[float],
-    order: Sequence[int],
+    ranking: Sequence[int],
     return_documents: bool,
 ) -> list[dict[str, Any]]:
-    """Return ranked documents in the form of Cohere.
+    """Describe ranked documents in Cohere's response format.
 
-    Each entry is ``{"index": position in the request, "relevance_score": score}``, with
-    ``"document"`` on demand.
+    An entry is ``{"index": position, "relevance_score": score}``, with ``"document"`` if
+    `return_documents`.
 
     Args:
-        texts: texts in the order of the request.
-        scores: one score per text.
-        order: positions of texts, highest score first.
+        texts: the texts of the request's documents.
+        scores: the score of each document.
+        ranking: positions of the documents, highest score first.
         return_documents: whether entries contain the document.
     """
     ranked = []
-    for position in order:
+    for position in ranking:
         entry: dict[str, Any] = {"index": position, "relevance_score": scores[position]}
         if return_documents:
             entry["document"] = {"text": texts[position]}
@@ -614,23 +606,23 @@ def _ranked_documents(
 def _late_scores(
     query: torch.Tensor,
     documents: Sequence[torch.Tensor],
-    sum_scores: bool,
+    reduction: Reduction,
 ) -> list[float]:
-    """Score documents with a query by MaxSim.
+    """Score documents against a query by MaxSim.
 
     For each token vector of the query, MaxSim takes the largest inner product with a token vector
     of the document. The score is the sum or the mean of these maxima.
 
     Args:
-        query: token vectors, ``[Lq, D]``.
+        query: token vectors of the query, ``[Lq, D]``.
         documents: token vectors of each document, ``[Ld, D]``.
-        sum_scores: add the maxima over query tokens, instead of taking their mean.
+        reduction: whether the maxima are added or averaged.
 
     Returns:
-        One score per document, in their order.
+        The score of each document.
     """
     # Equal texts share one tensor, which is scored once. Scored twice, the same document could get
-    # two scores, because the rounding of a sum may depend on the position in the batch.
+    # two different scores, because rounding may depend on the position in the batch.
     distinct = {id(document): document for document in documents}
     lengths = [document.size(0) for document in distinct.values()]
     offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -639,78 +631,57 @@ def _late_scores(
             query[None],
             torch.cat(list(distinct.values())),
             cu_seqlens_d=offsets,
-            reduction="sum" if sum_scores else "mean",
+            reduction=reduction,
         )
     score_of_row = dict(zip(distinct, scores[0].tolist(), strict=True))
     return [score_of_row[id(document)] for document in documents]
 
 
-def _resolve_token_ids(
-    text: TextTokens,
+def _decode_or_check_token_ids(
+    tokenizer: TextTokens,
     inputs: list[Any],
     has_prompt: bool,
 ) -> list[str | tuple[int, ...]]:
-    """Replace each list of token ids by what the model encodes: its text or a tuple of its ids.
+    """Replace each list of token ids by its text if there is a prompt, or else by a tuple.
 
-    A prompt is text, and can only be put before a text. Token ids are therefore decoded if there is
-    a prompt. Otherwise the model reads the ids themselves.
-
-    A large request takes long, so the caller runs this function in a helper thread.
+    A prompt can only be put before a text.
 
     Args:
-        text: tokenizer of the model.
+        tokenizer: the model's tokenizer.
         inputs: texts, which are returned unchanged, or lists of token ids.
         has_prompt: whether the model puts a prompt before each input.
 
     Returns:
-        One text or one tuple of token ids per input, in their order.
+        A text or a tuple of token ids for each input.
 
     Raises:
-        ServeError: for an id that no token of the model has.
+        ServeError: if no token of the model has one of the ids.
     """
-    resolved: list[str | tuple[int, ...]] = []
+    encodable: list[str | tuple[int, ...]] = []
     for item in inputs:
         if isinstance(item, str):
-            resolved.append(item)
+            encodable.append(item)
         elif has_prompt:
             # The tokenizer adds special tokens such as [CLS] again, together with the prompt.
-            resolved.append(text.decode(item, skip_special=True))
+            encodable.append(tokenizer.decode(item, skip_special_tokens=True))
         else:
-            text.check_ids(item)
-            resolved.append(tuple(item))
-    return resolved
+            tokenizer.check_ids(item)
+            encodable.append(tuple(item))
+    return encodable
 
 
-def _openai_entries(in_base64: bool, rows: list[tuple[int, Any]]) -> list[bytes]:
-    """Return the JSON objects of dense vectors for the list ``data`` of an OpenAI answer.
-
-    Args:
-        in_base64: write a vector as a base64 string of its fp32 numbers in little-endian order,
-            instead of a list of numbers.
-        rows: position of each input in the request, and its vector ``[D]``.
-
-    Returns:
-        One JSON object per vector, as bytes.
-    """
-    entries = []
-    for position, row in rows:
-        if in_base64:
-            vector = b'"' + base64.b64encode(row.astype("<f4").tobytes()) + b'"'
-        else:
-            vector = bodies.vectors([row])[0]
-        entries.append(
-            b'{"object":"embedding","embedding":%b,"index":%d}' % (vector, position),
-        )
-    return entries
+def _base64_strings(rows: Sequence[bodies.Vector]) -> list[bytes]:
+    """Serialize dense vectors ``[D]`` to JSON strings: base64 of little-endian fp32 numbers."""
+    return [b'"%b"' % base64.b64encode(row.astype("<f4").tobytes()) for row in rows]
 
 
 def _usage(outcome: Outcome) -> dict[str, int]:
-    """Return the token counts of OpenAI and Cohere."""
+    """Return the token counts in the format of OpenAI and Cohere."""
     return {"prompt_tokens": outcome.tokens, "total_tokens": outcome.tokens}
 
 
 def _method(inputs: Any) -> str:
-    """Return the metrics' label of a request with one input or with a list."""
+    """Return the label in the metrics for a request with a single input, or with a list."""
     return "single" if isinstance(inputs, bodies.Single) else "batch"
 
 
@@ -718,9 +689,9 @@ def _shorten(row: Any, dimensions: int | None, normalize: bool) -> Any:
     """Keep the first dimensions of a dense vector, and scale it to length 1.
 
     Args:
-        row: vector, ``[D]``.
+        row: the vector, ``[D]``.
         dimensions: number of dimensions to keep; ``None`` keeps all.
-        normalize: whether to scale it.
+        normalize: whether to scale the vector. Otherwise it is only shortened.
 
     Raises:
         ServeError: if the vector has fewer dimensions.

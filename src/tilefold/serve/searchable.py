@@ -23,7 +23,7 @@ from tilefold.retrieval.index.late import LateIndex
 from tilefold.retrieval.search.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
-from tilefold.serve.bodies import strongest
+from tilefold.serve.bodies import keep_largest
 from tilefold.serve.models import Served, TextTokens
 
 Options = Mapping[str, Any]
@@ -130,7 +130,7 @@ class Searchable:
         if self.encoder.kind == "multi-vector":
             offsets = torch.tensor([0, len(row)])
             return TokenVectors([QUERY], offsets, row.float())
-        query = strongest(row, self.query_top_k, threshold=None)
+        query = keep_largest(row, self.query_top_k, threshold=None)
         return SparseVectors(
             [QUERY],
             np.array([0, len(query.indices)]),
@@ -319,7 +319,7 @@ def _marks(text: TextTokens, content: str, terms: set[int]) -> list[list[int]]:
     """
     if not content:
         return []
-    (tokens,) = text.tokenize([content], special=False)
+    (tokens,) = text.tokenize([content], add_special_tokens=False)
     return [
         [token["start"], token["stop"], token["id"]] for token in tokens if token["id"] in terms
     ]

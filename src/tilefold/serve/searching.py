@@ -24,7 +24,7 @@ from tilefold.retrieval.search.reranking import Reranking
 from tilefold.retrieval.search.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenVectors
-from tilefold.serve.bodies import Body, ServeError, invalid, plain
+from tilefold.serve.bodies import Body, ServeError, invalid, to_json
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import EncodeOptions, Service
@@ -108,7 +108,7 @@ def search_router(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
     async def no_indexes(request: Request) -> Response:
-        return Response(plain({"indexes": []}), media_type=JSON)
+        return Response(to_json({"indexes": []}), media_type=JSON)
 
     add_route(router, service, "/indexes", no_indexes, "This server has no index")
     return router
@@ -148,7 +148,7 @@ class _SearchRoutes:
             "documents": await self._query_index(lambda: index.n_documents),
             "features": searchable.features,
         }
-        return Response(plain({"indexes": [description]}), media_type=JSON)
+        return Response(to_json({"indexes": [description]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
         """Answer a search in the form of Anserini.
@@ -203,7 +203,7 @@ class _SearchRoutes:
             "docid": document_id,
             "doc": _document_json(document, parse=True),
         }
-        return Response(plain(answer), media_type=JSON)
+        return Response(to_json(answer), media_type=JSON)
 
     def _check_index(self, request: Request) -> None:
         """Raise ``ServeError`` if a request names another index."""
@@ -530,7 +530,7 @@ class _SearchRoutes:
             answer["milliseconds"] = {
                 stage: round(1000 * value, 3) for stage, value in seconds.items()
             }
-        return plain(answer)
+        return to_json(answer)
 
     def _candidate(
         self,

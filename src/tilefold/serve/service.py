@@ -8,16 +8,16 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
-from tilefold.serve.batching import Answer, BatchWorker, InputLimit, Metrics
+from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
 from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
 from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
@@ -25,31 +25,37 @@ from tilefold.serve.settings import Limits
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
 
-__all__ = ["EncodeOptions", "Outcome", "Service", "truncated_inputs"]
+__all__ = ["EncodeOptions", "Outcome", "Service", "gather_or_cancel", "truncation_counts"]
 
 R = TypeVar("R")
 T = TypeVar("T")
 Input = str | tuple[int, ...]
 """A text, or token ids."""
-truncated_inputs: ContextVar[list[int] | None] = ContextVar(
-    "tilefold_truncated_inputs",
+Pool = Literal["helpers", "tokenizers"]
+"""Threads of the service. The tokenizers are those of ``/tokenize`` and ``/decode``, whose texts
+may be long, and must not delay the requests that only need their tokens counted."""
+truncation_counts: ContextVar[list[int] | None] = ContextVar(
+    "tilefold_truncation_counts",
     default=None,
 )
-"""Numbers of truncated inputs, one for each encoding of the request that is being answered."""
+"""A list to which each encoding of the current request adds its number of truncated inputs.
+
+It is ``None`` if the response does not report them."""
 
 # Batch key of payloads that are functions.
 _FUNCTION_KEY = "call"
-# Characters per token of a model's limit that are read, as in text-embeddings-inference.
+# Of an input, at most so many characters are read per token of the model's limit. The number is
+# that of text-embeddings-inference.
 _CHARACTERS_PER_TOKEN = 250
 # Largest number of tokens of a query, for a server without a model.
 _DEFAULT_MAX_LENGTH = 512
-PORTION = 16_384
+MAX_PORTION_SIZE = 16_384
 """Characters, tokens or numbers that a helper thread processes before it serves other requests."""
-# Total of characters or numbers up to which inputs are processed on the event loop.
+# Total number of characters or numbers up to which inputs are processed on the event loop.
 _SMALL_SIZE = 1024
-# Smallest number of concurrent searches.
+# Smallest limit on concurrent searches.
 _MIN_SEARCHES = 4
-# Seconds that the last searches have to end. A Qdrant server may be unreachable.
+# Time for running searches to end when the service closes. A Qdrant server may be unreachable.
 _LEAVE_SECONDS = 5.0
 _REMEDIES: dict[Kind, str] = {
     "sparse": "sparse vectors come from a SparseEncoder: start the server with one as --model",
@@ -68,30 +74,30 @@ class EncodeOptions:
     """How the inputs of a request are encoded.
 
     Attributes:
-        side: encode as queries or as documents.
-        prompt_name: name of a prompt of the model; ``None`` takes the prompt of the side.
-        truncate: whether inputs over the limit are truncated or refused; ``None`` takes
-            ``Limits.auto_truncate``.
-        direction: end from which inputs are truncated.
+        side: whether inputs are encoded as queries or as documents.
+        prompt_name: name of a prompt of the model; ``None`` uses the prompt of the side.
+        truncate: whether inputs over the limit are truncated. Otherwise they are refused. ``None``
+            uses ``Limits.auto_truncate``.
+        truncation_side: end from which inputs are truncated.
         normalize: whether a dense model normalises its vectors, if it does so by default.
-        counted: metrics that count the inputs; ``None`` for no metrics.
+        counted: group of metrics that count the inputs; ``None`` counts them in no metrics.
     """
 
     side: Side
     prompt_name: str | None = None
     truncate: bool | None = None
-    direction: Literal["left", "right"] = "right"
+    truncation_side: Literal["left", "right"] = "right"
     normalize: bool = True
     counted: Literal["embed", "predict"] | None = "embed"
 
 
 @dataclass
 class Outcome:
-    """Rows of a request's inputs, with counts and durations for headers and metrics.
+    """Encoded inputs of a request, with counts and durations for headers and metrics.
 
     Attributes:
-        rows: one row per input.
-        characters: number of characters, or of token ids.
+        rows: the encoded inputs.
+        characters: number of characters or token ids of the inputs.
         tokens: number of tokens after truncation.
         started: ``time.perf_counter()`` at the start of the request.
         tokenization: seconds of tokenization.
@@ -108,7 +114,7 @@ class Outcome:
     inference: float = 0.0
 
     def headers(self, device: str) -> list[tuple[bytes, bytes]]:
-        """Return the headers of text-embeddings-inference, with times in milliseconds.
+        """Return the response headers of text-embeddings-inference, with times in milliseconds.
 
         Args:
             device: device of the model, such as ``"cuda:0"``.
@@ -128,25 +134,22 @@ class Outcome:
 
 
 class _AnswerCache:
-    """Cache of the answers to the latest queries. Used on the event loop only.
-
-    Args:
-        size: largest number of answers.
-    """
+    """Cache of the encoded queries of the latest requests. Used on the event loop only."""
 
     def __init__(self, size: int) -> None:
+        """Create an empty cache for `size` queries."""
         self._size = size
         self._answers: OrderedDict[tuple[BatchKey, Input], Answer] = OrderedDict()
 
     def get(self, key: BatchKey, query: Input) -> Answer | None:
-        """Return the cached answer to a query."""
+        """Return the cached answer for a query, or ``None``."""
         answer = self._answers.get((key, query))
         if answer is not None:
             self._answers.move_to_end((key, query))
         return answer
 
     def put(self, key: BatchKey, answers: Mapping[Input, Answer]) -> None:
-        """Cache answers to queries, without their durations; answers to documents are ignored."""
+        """Add answers for queries, without their durations; answers for documents are ignored."""
         if key.side == "query" and self._size:
             for query, answer in answers.items():
                 self._answers[key, query] = Answer(answer.value, queue=0.0, inference=0.0)
@@ -154,14 +157,27 @@ class _AnswerCache:
             self._answers.popitem(last=False)
 
 
-class _TextCounter:
-    """Counts tokens of single texts together that arrive in one iteration of the event loop.
+class _PendingText(NamedTuple):
+    """A text whose tokens will be counted in the next iteration of the event loop.
 
-    The tokenizer counts several texts in parallel.
+    Attributes:
+        text: the text.
+        length: the future of its number of tokens.
+    """
+
+    text: str
+    length: asyncio.Future[int]
+
+
+class _TextCounter:
+    """Counts the tokens of texts together that arrive in the same iteration of the event loop.
+
+    A tokenizer counts several texts of one call in parallel.
     """
 
     def __init__(self) -> None:
-        self._pending: dict[BatchKey, list[tuple[str, asyncio.Future[int | None]]]] = {}
+        """Create a counter without pending texts."""
+        self._pending: dict[BatchKey, list[_PendingText]] = {}
 
     async def count(
         self,
@@ -175,51 +191,66 @@ class _TextCounter:
         of other requests that arrive until then are counted by the same call.
 
         Args:
-            count_tokens: returns the number of tokens of each text.
-            key: texts of equal keys are counted together.
-            text: text to count.
+            count_tokens: function that returns the number of tokens of each text.
+            key: texts with equal keys are counted together.
+            text: the text.
         """
         loop = asyncio.get_running_loop()
         pending = self._pending.setdefault(key, [])
-
-        def count_pending() -> None:
-            del self._pending[key]
-            lengths: Sequence[int | None]
-            try:
-                lengths = count_tokens([pending_text for pending_text, _ in pending])
-            except BaseException:
-                # One text failed, or made the tokenizer panic. Every waiting request then counts
-                # its own text, so that only the request of that text fails.
-                lengths = [None] * len(pending)
-            for (_, waiting), length in zip(pending, lengths, strict=True):
-                if not waiting.done():
-                    waiting.set_result(length)
-
-        future: asyncio.Future[int | None] = loop.create_future()
         if not pending:
-            loop.call_soon(count_pending)
-        pending.append((text, future))
-        length = await future
-        return count_tokens([text])[0] if length is None else length
+            loop.call_soon(self._count_pending, count_tokens, key)
+        future: asyncio.Future[int] = loop.create_future()
+        pending.append(_PendingText(text, future))
+        return await future
+
+    def _count_pending(
+        self,
+        count_tokens: Callable[[list[str]], list[int]],
+        key: BatchKey,
+    ) -> None:
+        """Count all pending texts of a key in one call, and resolve their futures.
+
+        If the call fails, each text is counted alone, so that only the request of the text that
+        caused the failure gets the error.
+        """
+        pending = self._pending.pop(key)
+        try:
+            lengths = count_tokens([text for text, _ in pending])
+        except BaseException:  # a panic of a Rust tokenizer is not an Exception
+            for item in pending:
+                _count_alone(count_tokens, item)
+            return
+        for (_, future), length in zip(pending, lengths, strict=True):
+            if not future.done():  # it is done if the client has disconnected
+                future.set_result(length)
+
+
+def _count_alone(count_tokens: Callable[[list[str]], list[int]], item: _PendingText) -> None:
+    """Count the tokens of one text, and resolve its future with the number or the error."""
+    if item.length.done():  # the client has disconnected
+        return
+    try:
+        item.length.set_result(count_tokens([item.text])[0])
+    except BaseException as error:
+        item.length.set_exception(error)
 
 
 class Service:
     """Models with a batch worker per device, and an index that they search.
 
-    Args:
-        models: models to serve, at most one of each kind.
-        limits: limits of requests; ``None`` takes the defaults.
-        default_side: side of the routes at the root; ``/query`` and ``/document`` have their own.
-        searchable: index to search.
-
     Attributes:
-        draining: whether requests are still accepted but clients should use another server.
-        is_only_request: whether the request that is being answered is the only one.
-        handlers: functions that answer a POST, by path, of paths that were requested before.
-
-    Raises:
-        ValueError: if there is nothing to serve, for two models of one kind, or for an unknown
-            side.
+        models: kind -> the model of that kind.
+        limits: limits of requests.
+        default_side: whether routes such as ``/embed`` encode queries or documents, if their path
+            does not begin with ``/query`` or ``/document``.
+        searchable: the index to search; ``None`` without an index.
+        metrics: metrics of the service.
+        input_limit: limit on the number of inputs that are encoded or wait.
+        closing: whether the service refuses all work, because it ends or has ended.
+        draining: whether the service will end soon. It still accepts requests, but health checks
+            fail, so that clients use another server.
+        is_only_request: function that returns whether the current request is the only one. The
+            HTTP server sets it.
     """
 
     def __init__(
@@ -233,9 +264,13 @@ class Service:
 
         Args:
             models: models to serve, at most one of each kind.
-            limits: limits of requests; ``None`` takes the defaults.
-            default_side: side of the routes at the root.
+            limits: limits of requests; ``None`` uses the defaults.
+            default_side: side of the routes whose path does not name one.
             searchable: index to search; ``None`` serves models only.
+
+        Raises:
+            ValueError: if there is nothing to serve, two models have the same kind, or the side is
+                unknown.
         """
         if not models and searchable is None:
             raise ArgumentError("models", "expected at least one, or an index, got neither.")
@@ -255,14 +290,14 @@ class Service:
         self.closing = False
         self.draining = False
         self.is_only_request: Callable[[], bool] = lambda: False
-        self.handlers: dict[str, Callable[[Any], Awaitable[Any]]] = {}
-        self._helpers: ThreadPoolExecutor | None = None
-        self._tokenizers: ThreadPoolExecutor | None = None
-        self._search_threads: set[threading.Thread] = set()
-        self._search_slots = self._new_search_slots()
-        self._workers: dict[str, BatchWorker] = {}
+
         self._cache = _AnswerCache(self.limits.cached_queries)
         self._text_counter = _TextCounter()
+        # Threads, which start() creates.
+        self._workers: dict[str, BatchWorker] = {}  # by device
+        self._pools: dict[Pool, ThreadPoolExecutor] = {}
+        self._search_threads: set[threading.Thread] = set()
+        self._search_slots = self._new_search_slots()
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._workers.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.input_limit.in_use)
 
@@ -271,13 +306,14 @@ class Service:
         return asyncio.Semaphore(max(_MIN_SEARCHES, self.limits.tokenization_workers))
 
     def warm_up(self) -> None:
-        """Encode a word with every model, so that no request waits for lazy initialisation.
+        """Encode a short text with every model, so that no request waits for initialisation.
 
-        For accelerated models on a GPU, this also captures CUDA graphs of short texts.
+        For accelerated models on a GPU, this also captures CUDA graphs for short texts.
         """
         for model in self.models.values():
             for side in SIDES:
-                encode = functools.partial(model.encode, model.batch_key(side, None))
+                key = model.batch_key(side, prompt_name=None)
+                encode = functools.partial(model.encode, key)
                 encode(["a"])
                 graphs = graphs_of(model.model)
                 if graphs is not None:
@@ -291,8 +327,10 @@ class Service:
         self.closing = False
         self.draining = False
         n_threads = self.limits.tokenization_workers
-        self._helpers = ThreadPoolExecutor(n_threads, "tilefold-helper")
-        self._tokenizers = ThreadPoolExecutor(n_threads, "tilefold-tokenizer")
+        self._pools = {
+            "helpers": ThreadPoolExecutor(n_threads, "tilefold-helper"),
+            "tokenizers": ThreadPoolExecutor(n_threads, "tilefold-tokenizer"),
+        }
         self._search_slots = self._new_search_slots()
         for device in {model.device for model in self.models.values()}:
             worker = BatchWorker(
@@ -307,29 +345,33 @@ class Service:
     def close(self) -> None:
         """Refuse waiting inputs and end the threads.
 
-        Searches that do not end within 5 s, because a server does not answer, are abandoned.
+        Searches that do not end within ``_LEAVE_SECONDS``, because the index is on a server that
+        does not answer, are abandoned.
         """
         self.closing = True
         for worker in self._workers.values():
             worker.close()
-        for pool in (self._helpers, self._tokenizers):
-            if pool is not None:
-                pool.shutdown(wait=True, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True, cancel_futures=True)
         deadline = time.monotonic() + _LEAVE_SECONDS
         for thread in list(self._search_threads):
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._search_threads):
-            _logger.warning("searches were abandoned, because the server of the index is silent")
+            _logger.warning("searches were abandoned, because the index's server does not answer")
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether the service has started and accepts work."""
+        return bool(self._pools) and not self.closing
 
     @property
     def healthy(self) -> bool:
-        """Whether clients should send requests.
+        """Whether clients should send requests to this service.
 
-        The service has started, is not about to end, and every batch worker is alive.
+        It accepts work, is not going to end soon, and every batch worker is alive.
         """
         return (
-            self._helpers is not None
-            and not self.closing
+            self._is_open
             and not self.draining
             and all(worker.alive for worker in self._workers.values())
         )
@@ -348,7 +390,7 @@ class Service:
 
     @property
     def first_model(self) -> Served:
-        """The model of ``/info``, ``/tokenize`` and ``/decode``."""
+        """The model that ``/info``, ``/tokenize`` and ``/decode`` use."""
         if not self.models:
             raise wrong_model(
                 "this server has an index of words, and no model: start it with one as --model",
@@ -359,25 +401,22 @@ class Service:
         self,
         function: Callable[..., T],
         *arguments: Any,
-        tokenizes: bool = False,
+        pool: Pool = "helpers",
     ) -> T:
-        """Run a short function in a helper thread.
+        """Run a short function in a thread of a pool.
 
         Args:
-            function: function to run.
-            arguments: its arguments.
-            tokenizes: use the threads of ``/tokenize`` and ``/decode``.
+            function: the function.
+            arguments: positional arguments of the function.
+            pool: the threads that run it.
 
         Raises:
             ServeError: if the service is closing.
         """
-        pool = self._tokenizers if tokenizes else self._helpers
-        if pool is None or self.closing:
-            raise ServeError("Unhealthy", "the service is closing")
-        return await asyncio.get_running_loop().run_in_executor(
-            pool,
-            functools.partial(function, *arguments),
-        )
+        if not self._is_open:
+            raise _closing_error()
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._pools[pool], function, *arguments)
 
     async def map_in_portions(
         self,
@@ -385,21 +424,22 @@ class Service:
         function: Callable[[list[T]], list[R]],
         size: Callable[[Any], int] = len,
         *,
-        tokenizes: bool = False,
+        pool: Pool = "helpers",
     ) -> list[R]:
-        """Map items in helper threads, portion by portion.
+        """Map a list of items to a list of results in the threads of a pool.
 
-        Other requests are served between two portions.
+        The threads serve other requests between two portions of the items.
 
         Args:
-            items: items to map.
-            function: returns the results of some items.
-            size: size of an item, in characters, tokens or numbers; see :data:`PORTION`.
-            tokenizes: use the threads of ``/tokenize`` and ``/decode``.
+            items: the items.
+            function: function that maps a list of items to a list with a result for each.
+            size: function that returns the size of an item in characters, tokens or numbers. The
+                total size of a portion is limited to :data:`MAX_PORTION_SIZE`.
+            pool: the threads that call the function.
         """
         results: list[R] = []
-        for portion in portions(items, size):
-            results += await self.run_in_helper(function, portion, tokenizes=tokenizes)
+        for portion in _portions(items, size):
+            results += await self.run_in_helper(function, portion, pool=pool)
         return results
 
     async def map_items(
@@ -408,48 +448,49 @@ class Service:
         function: Callable[[list[T]], list[R]],
         size: Callable[[Any], int] = len,
     ) -> list[R]:
-        """Map items in helper threads, or directly if they are small.
+        """Map a list of items to a list of results in helper threads, or directly if it is small.
 
-        Waking a thread takes longer than mapping small items.
+        Waking a thread takes longer than mapping items whose total size is small.
 
         Args:
-            items: items to map.
-            function: returns one result for each of some items.
-            size: size of an item, in characters, tokens or numbers.
+            items: the items.
+            function: function that maps a list of items to a list with a result for each.
+            size: function that returns the size of an item in characters, tokens or numbers.
         """
         if sum(map(size, items)) <= _SMALL_SIZE:
             return function(list(items))
         return await self.map_in_portions(items, function, size)
 
     async def run_search(self, search: Callable[..., T], *arguments: Any) -> T:
-        """Run a search in a daemon thread of its own.
+        """Run a search in a new thread.
 
-        An index on a server may take long, and must not hold up anything else. A daemon thread does
-        not keep the process alive. A semaphore limits the number of these threads.
+        A search may be slow, if the index is on a server, and must not block other requests or the
+        end of the process: the thread is a daemon thread. Their number is limited.
 
         Args:
             search: function that searches.
-            arguments: arguments of `search`.
+            arguments: positional arguments of the function.
 
         Raises:
             ServeError: if the service is closing.
         """
         loop = asyncio.get_running_loop()
-        slots = self._search_slots
-        result = Future[T]()
+        slots = self._search_slots  # start() replaces the semaphore, which run() must not release
         await slots.acquire()
-        if self._helpers is None or self.closing:
+        if not self._is_open:
             slots.release()
-            raise ServeError("Unhealthy", "the service is closing")
+            raise _closing_error()
+        result = Future[T]()
+        # A running future cannot be cancelled, so that run() can always set its result.
         result.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
                 result.set_result(search(*arguments))
-            except BaseException as error:  # is raised where the result is awaited
+            except BaseException as error:  # raised at the `await` below
                 result.set_exception(error)
             self._search_threads.discard(thread)
-            with suppress(RuntimeError):  # the loop has closed
+            with suppress(RuntimeError):  # the event loop has closed
                 loop.call_soon_threadsafe(slots.release)
 
         thread = threading.Thread(target=run, name="tilefold-searcher", daemon=True)
@@ -459,7 +500,7 @@ class Service:
 
     async def run_on_device(self, model: Served, function: Callable[[], T]) -> T:
         """Run a function in the batch worker of a model's device."""
-        answer = await self._workers[model.device].submit(_FUNCTION_KEY, function, 0)
+        answer = await self._workers[model.device].submit(_FUNCTION_KEY, function, tokens=0)
         value: T = answer.value
         return value
 
@@ -468,14 +509,14 @@ class Service:
         inputs: Sequence[object],
         name: str = "inputs",
     ) -> AbstractContextManager[None]:
-        """Hold a permit per input in a ``with`` block; see :class:`InputLimit`.
+        """Return a context that holds a permit of :class:`InputLimit` per input.
 
         Args:
             inputs: inputs of a request.
             name: field of the request, for error messages.
 
         Raises:
-            ServeError: for no inputs, or for too many.
+            ServeError: if there are no inputs, or too many.
         """
         if not inputs:
             raise ServeError("Empty", f"`{name}` cannot be empty")
@@ -483,7 +524,7 @@ class Service:
         return self.input_limit.acquire(len(inputs))
 
     def check_batch_size(self, inputs: Sequence[object]) -> None:
-        """Raise ``ServeError`` for more inputs than a request may have."""
+        """Raise ``ServeError`` if a request has too many inputs."""
         limit = self.limits.max_client_batch_size
         if len(inputs) > limit:
             message = f"batch size {len(inputs)} > maximum allowed batch size {limit}"
@@ -497,37 +538,37 @@ class Service:
     ) -> Outcome:
         """Encode inputs; equal inputs are encoded once.
 
-        The caller holds the permits. Cancelling drops the inputs that still wait.
+        The caller must hold permits for the inputs. Cancelling drops the inputs that still wait.
 
         Args:
             kind: kind of the model.
             inputs: texts or token ids.
-            options: how they are encoded.
+            options: how the inputs are encoded.
 
         Returns:
-            One row per input, with counts and durations.
+            The encoded inputs, with counts and durations.
         """
         model = self.model(kind)
         key = model.batch_key(
             options.side,
             options.prompt_name,
-            options.direction,
+            options.truncation_side,
             options.normalize,
         )
+        limit = model.limit(key.side)
         outcome = Outcome(characters=sum(map(len, inputs)))
         truncate = self.limits.auto_truncate if options.truncate is None else options.truncate
         readable = inputs
         if truncate:
-            readable = _readable_part(inputs, model.limit(key.side), options.direction)
+            readable = _readable_part(inputs, limit, options.truncation_side)
         if options.counted:
             self.metrics.count(f"te_{options.counted}_count", len(readable))
-        full_lengths = await self._count_tokens(model, key, readable, truncate)
-        limit = model.limit(key.side)
+        full_lengths = await self._check_and_count_tokens(model, key, readable, truncate)
         _report_truncated(inputs, readable, full_lengths, limit)
         lengths = [min(length, limit) for length in full_lengths]
         outcome.tokens = sum(lengths)
         outcome.tokenization = time.perf_counter() - outcome.started
-        answers_by_input = await self._answer_distinct(
+        answers_by_input = await self._encode_distinct(
             model,
             key,
             dict(zip(readable, lengths, strict=True)),
@@ -540,18 +581,18 @@ class Service:
             self._record_inputs(options.counted, outcome.tokenization, answers)
         return outcome
 
-    async def _answer_distinct(
+    async def _encode_distinct(
         self,
         model: Served,
         key: BatchKey,
         lengths: Mapping[Input, int],
     ) -> dict[Input, Answer]:
-        """Answer distinct inputs from the cache, or by the batch worker.
+        """Encode distinct inputs with the batch worker, unless the cache has them.
 
         Args:
-            model: model that encodes.
-            key: batch key of texts.
-            lengths: number of tokens of each input.
+            model: the model.
+            key: batch key of the texts among the inputs.
+            lengths: input -> its number of tokens.
 
         Returns:
             Input -> its answer.
@@ -565,26 +606,38 @@ class Service:
             else:
                 self.metrics.count("tilefold_cached_count")
                 answers[item] = cached
-        multi_input = len(new_lengths) > 1
-        # A short text of the only request runs on the event loop: waking the worker takes longer.
-        at_once = (
-            not multi_input
-            and self.is_only_request()
-            and all(
-                isinstance(item, str) and model.is_quick(length)
-                for item, length in new_lengths.items()
-            )
-        )
+        at_once = self._may_run_at_once(model, new_lengths)
         worker = self._workers[model.device]
         futures = []
         for position, (item, length) in enumerate(new_lengths.items()):
-            item_key = key if isinstance(item, str) else key._replace(ids=True)
-            future = worker.submit(item_key, item, length, position, multi_input, at_once)
+            future = worker.submit(
+                key if isinstance(item, str) else key._replace(has_token_ids=True),
+                item,
+                length,
+                position,
+                multi_input=len(new_lengths) > 1,
+                at_once=at_once,
+            )
             futures.append(future)
-        new_answers = dict(zip(new_lengths, await all_of(futures), strict=True))
+        new_answers = dict(zip(new_lengths, await gather_or_cancel(futures), strict=True))
         self._cache.put(key, new_answers)
         answers.update(new_answers)
         return answers
+
+    def _may_run_at_once(self, model: Served, lengths: Mapping[Input, int]) -> bool:
+        """Return whether inputs may be encoded on the event loop.
+
+        It is faster than waking the batch worker for a single short text, and delays no other
+        request if there is none.
+
+        Args:
+            model: the model.
+            lengths: input -> its number of tokens.
+        """
+        if len(lengths) != 1 or not self.is_only_request():
+            return False
+        ((item, length),) = lengths.items()
+        return isinstance(item, str) and model.is_quick(length)
 
     def _record_inputs(
         self,
@@ -592,23 +645,22 @@ class Service:
         tokenization: float,
         answers: Sequence[Answer],
     ) -> None:
-        """Count encoded inputs and their durations in the metrics.
+        """Add encoded inputs and their durations to the metrics.
 
         Args:
-            counted: metrics that count the inputs.
+            counted: group of the metrics.
             tokenization: seconds of tokenization of the request.
-            answers: one answer per input.
+            answers: the answer for each input.
         """
         self.metrics.count(f"te_{counted}_success", len(answers))
         for answer in answers:
-            total = tokenization + answer.queue + answer.inference
-            self.metrics.durations(
-                f"te_{counted}",
-                total,
-                tokenization,
-                answer.queue,
-                answer.inference,
+            durations = Durations(
+                total=tokenization + answer.queue + answer.inference,
+                tokenization=tokenization,
+                queue=answer.queue,
+                inference=answer.inference,
             )
+            self.metrics.observe_durations(counted, durations)
 
     def check_size(
         self,
@@ -617,16 +669,17 @@ class Service:
         side: Side,
         name: str = "inputs",
     ) -> None:
-        """Refuse more characters or token ids than text-embeddings-inference tokenizes.
+        """Refuse inputs that are too long to be tokenized.
 
         Args:
             inputs: texts or lists of token ids.
-            model: model whose limit of tokens applies; ``None`` for a server without one.
+            model: model whose limit of tokens applies; ``None`` for a server without a model.
             side: side of the inputs.
             name: field of the request, for the error message.
 
         Raises:
-            ServeError: for more than 250 per token of the limit.
+            ServeError: if the inputs have, altogether, more than 250 characters or token ids for
+                each token of the model's limit, like text-embeddings-inference.
         """
         max_length = model.limit(side) if model else _DEFAULT_MAX_LENGTH
         max_size = _CHARACTERS_PER_TOKEN * max_length
@@ -634,100 +687,125 @@ class Service:
         if size > max_size:
             in_all = " in all" if len(inputs) > 1 else ""
             unit = "characters" if isinstance(inputs[0], str) else "token ids"
+            # The message, which says "less than" although `max_size` is allowed, is the one of
+            # text-embeddings-inference.
             raise invalid(
                 f"`{name}` must have less than {max_size} {unit}{in_all}. Given: {size}",
                 label="tokenization",
             )
 
-    async def _count_tokens(
+    async def _check_and_count_tokens(
         self,
         model: Served,
         key: BatchKey,
         inputs: Sequence[Input],
         truncate: bool,
     ) -> list[int]:
-        """Return the number of tokens of each input, before truncation.
+        """Check the sizes of inputs, and return their numbers of tokens before truncation.
 
         Args:
-            model: model whose tokenizer counts.
+            model: the model that encodes the inputs.
             key: encoding of the texts, which includes their prompt.
-            inputs: texts, or token ids, which are their own tokens.
+            inputs: texts or token ids.
             truncate: whether inputs over the model's limit are allowed.
 
         Raises:
-            ServeError: for an empty input, or for one over the limit if it may not be truncated.
+            ServeError: if an input is empty, or over the limit and may not be truncated.
         """
         if not all(inputs):
             raise empty("inputs")
         for item in inputs:
             self.check_size([item], model, key.side)
         texts = [item for item in inputs if isinstance(item, str)]
-        count_tokens = functools.partial(model.lengths, key)
-        # Small texts of concurrent requests are counted together, in one call of the tokenizer.
-        is_small_text = len(texts) == 1 and len(texts[0]) <= _SMALL_SIZE
-        if is_small_text and not self.is_only_request():
-            text_lengths = [await self._text_counter.count(count_tokens, key, texts[0])]
-        else:
-            text_lengths = await self.map_items(texts, count_tokens)
-        # Text lengths and lengths of token ids in the order of the inputs.
-        remaining_text_lengths = iter(text_lengths)
-        lengths = [
-            next(remaining_text_lengths) if isinstance(item, str) else len(item) for item in inputs
-        ]
+        text_lengths = await self._count_tokens(model, key, texts)
+        length_of_text = dict(zip(texts, text_lengths, strict=True))
+        lengths = [length_of_text[item] if isinstance(item, str) else len(item) for item in inputs]
         self.metrics.observe("te_request_input_length", *lengths)
         limit = model.limit(key.side)
         if not truncate and max(lengths) > limit:
+            # The message, which says "less than" although `limit` is allowed, is the one of
+            # text-embeddings-inference.
             raise invalid(
                 f"`inputs` must have less than {limit} tokens. Given: {max(lengths)}",
                 label="tokenization",
             )
         return lengths
 
+    async def _count_tokens(
+        self,
+        model: Served,
+        key: BatchKey,
+        texts: Sequence[str],
+    ) -> list[int]:
+        """Return the number of tokens of each text with its prompt, before truncation.
+
+        A small text is counted together with the small texts of concurrent requests.
+
+        Args:
+            model: the model whose tokenizer counts.
+            key: encoding of the texts, which includes their prompt.
+            texts: the texts of a request.
+        """
+        count_tokens = functools.partial(model.lengths, key)
+        is_small_text = len(texts) == 1 and len(texts[0]) <= _SMALL_SIZE
+        if is_small_text and not self.is_only_request():
+            return [await self._text_counter.count(count_tokens, key, texts[0])]
+        return await self.map_items(texts, count_tokens)
+
     def _run_batch(self, key: BatchKey | str, payloads: list[Any]) -> list[Any]:
-        """Encode inputs, or call functions; runs in the batch worker of a device."""
+        """Encode inputs, or call functions, in the batch worker of a device.
+
+        Args:
+            key: encoding of the inputs, or ``_FUNCTION_KEY``.
+            payloads: the inputs, or the functions.
+        """
         if isinstance(key, str):
             return [function() for function in payloads]
         return self.models[key.kind].encode(key, payloads)
 
     def record(self, outcome: Outcome, method: str) -> None:
-        """Count an answered request and its durations in the metrics.
+        """Add an answered request and its durations to the metrics.
 
         Args:
-            outcome: durations of the request.
+            outcome: outcome of the request, with its durations.
             method: ``"single"`` for one input, or ``"batch"`` for a list; a label of the metrics.
         """
-        total = time.perf_counter() - outcome.started
-        self.metrics.count("te_request_success", method=method)
-        self.metrics.durations(
-            "te_request",
-            total,
-            outcome.tokenization,
-            outcome.queue,
-            outcome.inference,
+        durations = Durations(
+            total=time.perf_counter() - outcome.started,
+            tokenization=outcome.tokenization,
+            queue=outcome.queue,
+            inference=outcome.inference,
         )
+        self.metrics.count("te_request_success", method=method)
+        self.metrics.observe_durations("request", durations)
 
     def log_failure(self, error: BaseException) -> None:
         """Log an unexpected error with its traceback."""
         _logger.error("a request failed: %s", type(error).__name__, exc_info=error)
 
 
+def _closing_error() -> ServeError:
+    """Return the error for a request that a closing service refuses."""
+    return ServeError("Unhealthy", "the service is closing")
+
+
 def _readable_part(
     inputs: Sequence[Input],
     limit: int,
-    direction: Literal["left", "right"],
+    truncation_side: Literal["left", "right"],
 ) -> list[Input]:
-    """Shorten inputs to the characters or token ids that may matter before truncation.
+    """Shorten very long inputs to a part that the tokenizer reads in a limited time.
 
-    The tokenizer reads at most 250 characters per token of the model's limit, as in
-    text-embeddings-inference.
+    Like text-embeddings-inference, at most 250 characters are read for each token of the model's
+    limit. The same number of token ids is more than the model reads.
 
     Args:
         inputs: texts or token ids.
         limit: largest number of tokens that the model reads.
-        direction: end from which inputs are shortened.
+        truncation_side: end from which inputs are shortened.
     """
     size = _CHARACTERS_PER_TOKEN * limit
-    if direction == "right":
+    if truncation_side == "right":
         return [item[:size] for item in inputs]
     return [item[-size:] for item in inputs]
 
@@ -738,7 +816,7 @@ def _report_truncated(
     lengths: Sequence[int],
     limit: int,
 ) -> None:
-    """Add the number of truncated inputs to ``truncated_inputs``, if the request reports it.
+    """Add the number of truncated inputs to ``truncation_counts``, if the response reports it.
 
     Args:
         inputs: the inputs of the request.
@@ -746,23 +824,23 @@ def _report_truncated(
         lengths: number of tokens of each readable input.
         limit: largest number of tokens that the model reads.
     """
-    counts = truncated_inputs.get()
+    counts = truncation_counts.get()
     if counts is None:
         return
-    n_truncated = 0
-    for full, read, length in zip(inputs, readable, lengths, strict=True):
-        if length > limit or len(read) < len(full):
-            n_truncated += 1
+    n_truncated = sum(
+        length > limit or len(part) < len(item)
+        for item, part, length in zip(inputs, readable, lengths, strict=True)
+    )
     counts.append(n_truncated)
 
 
-async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
+async def gather_or_cancel(futures: Sequence[asyncio.Future[T]]) -> list[T]:
     """Await futures, and return their results in order.
 
-    If one fails, or if the caller is cancelled, the others are cancelled and have ended before the
-    error is raised.
+    If one fails, or the caller is cancelled, the others are cancelled and awaited before the error
+    is raised.
     """
-    if len(futures) == 1:  # a future that is awaited directly is cancelled with its caller
+    if len(futures) == 1:  # faster for the usual request; cancelling the caller cancels the future
         return [await futures[0]]
     try:
         return await asyncio.gather(*futures)
@@ -773,21 +851,24 @@ async def all_of(futures: Sequence[asyncio.Future[T]]) -> list[T]:
         raise
 
 
-def portions(items: Sequence[T], size: Callable[[Any], int] = len) -> Iterator[list[T]]:
-    """Split items into consecutive portions of at most :data:`PORTION`, or of a single item.
+def _portions(items: Sequence[T], size: Callable[[Any], int]) -> Iterator[list[T]]:
+    """Split items into consecutive portions whose total size is at most :data:`MAX_PORTION_SIZE`.
+
+    A larger item is a portion by itself.
 
     Args:
-        items: items to split.
-        size: size of an item.
+        items: the items.
+        size: function that returns the size of an item.
     """
     portion: list[T] = []
-    total = 0
+    portion_size = 0
     for item in items:
-        total += size(item)
-        if portion and total > PORTION:
+        item_size = size(item)
+        if portion and portion_size + item_size > MAX_PORTION_SIZE:
             yield portion
             portion = []
-            total = size(item)
+            portion_size = 0
         portion.append(item)
+        portion_size += item_size
     if portion:
         yield portion

@@ -359,7 +359,7 @@ def test_filters_refuse_values_that_cannot_be_stored(
     collection_with_odd_fields: QdrantCollection,
     value: Any,
 ) -> None:
-    message = r"where: expected Unicode or an integer of 64 bits for 'n'"
+    message = r"where: expected Unicode text or a 64-bit integer for 'n'"
     with pytest.raises(ValueError, match=message):
         collection_with_odd_fields.count({"n": value})
 

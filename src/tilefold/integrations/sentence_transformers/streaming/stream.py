@@ -165,7 +165,15 @@ def _launch_sparse(
     with torch.inference_mode(), sparse_scores(options, capacity):
         scores = _run_model(model, features, task_kwargs)["sentence_embedding"]
         if isinstance(scores, CapacityRows):
-            return PendingCapacityRows(scores, capacity or 0, to_host)
+            return PendingCapacityRows(
+                scores.counts,
+                scores.n_stored,
+                scores.columns,
+                scores.values,
+                capacity=capacity or 0,
+                vocab_size=scores.vocab_size,
+                to_host=to_host,
+            )
         if scores.layout != torch.sparse_csr:
             scores = _prune(scores.to_dense(), options)
         return PendingSparseRows(scores, to_host=to_host)
