@@ -248,7 +248,7 @@ class Served:
         model: the model, which may be accelerated.
         kind: kind of the model.
         name: name that clients see. If it is the path of a folder, clients see its last part.
-        text: the tokenizer.
+        tokenizer: the tokenizer.
         prompts: prompt name -> prompt.
     """
 
@@ -259,7 +259,7 @@ class Served:
     def __post_init__(self) -> None:
         path = Path(self.name)
         self.name = path.resolve().name if path.is_dir() or path.is_absolute() else self.name
-        self.text = TextTokens(self.model.tokenizer)
+        self.tokenizer = TextTokens(self.model.tokenizer)
         self.prompts: dict[str, str] = {
             key: value or "" for key, value in (self.model.prompts or {}).items()
         }
@@ -306,7 +306,7 @@ class Served:
         Any thread may call this.
         """
         add_special_tokens = self._calls[key.side].add_special_tokens
-        return self.text.lengths(texts, self.prompt(key), add_special_tokens)
+        return self.tokenizer.lengths(texts, self.prompt(key), add_special_tokens)
 
     def batch_key(
         self,

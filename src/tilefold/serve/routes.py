@@ -196,7 +196,7 @@ class Routes:
                 # A large request would block the event loop for long.
                 inputs = await service.run_in_helper(
                     _decode_or_check_token_ids,
-                    model.text,
+                    model.tokenizer,
                     inputs,
                     has_prompt,
                 )
@@ -249,7 +249,7 @@ class Routes:
         serialize = partial(
             bodies.sparse_rows,
             body=body,
-            token=self.service.model("sparse").text.token,
+            token=self.service.model("sparse").tokenizer.token,
         )
         return await self._embed("sparse", body, serialize, lambda row: len(row.indices))
 
@@ -482,7 +482,7 @@ class Routes:
                 prompt = model.prompt(key)
 
             def serialize(texts: list[str]) -> list[bytes]:
-                tokens = model.text.tokenize(
+                tokens = model.tokenizer.tokenize(
                     texts,
                     body.add_special_tokens,
                     prompt,
@@ -505,7 +505,7 @@ class Routes:
 
             def serialize(id_lists: list[list[int]]) -> list[bytes]:
                 return [
-                    bodies.to_json(model.text.decode(ids, body.skip_special_tokens))
+                    bodies.to_json(model.tokenizer.decode(ids, body.skip_special_tokens))
                     for ids in id_lists
                 ]
 

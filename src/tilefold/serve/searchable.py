@@ -28,33 +28,33 @@ from tilefold.serve.models import Served, TextTokens
 
 Options = Mapping[str, Any]
 Explanation = dict[str, object]
-QUERY = "query"  # the id of the only query of a request
-_MAX_MARKED_CHARACTERS = 4000  # characters of a text in which terms are marked
-_MAX_EXPLAINED_TERMS = 512  # terms of a query that an explanation lists
+QUERY = "query"  # id of the query in rankings and vectors: a request has only one
+_MAX_MARKED_CHARACTERS = 4000  # number of characters of a text in which terms are marked
+_MAX_EXPLAINED_TERMS = 512  # largest number of terms of a query that an explanation lists
 
 
 @dataclass(frozen=True)
 class Searchable:
-    """An index to serve with its models, documents and vectors.
+    """An index to serve, with its models, documents and vectors.
 
-    Whether `encoder` made the index is not checked.
+    It is not checked that `encoder` has encoded the documents of the index.
 
     Attributes:
-        name: name of the index in addresses.
+        name: name of the index in URLs.
         index: the index.
-        encoder: model that encodes queries; ``None`` for an index of words.
-        documents: documents by id; empty if the server shows none.
+        encoder: model that encodes queries; ``None`` for a BM25 index.
+        documents: id -> document; empty if the server shows no documents.
         vectors: vectors of the documents, for explanations and feedback.
-        words: index of words, for fusion.
-        late: multi-vector model that reranks.
-        store: its token vectors of the documents; ``None`` encodes the texts of candidates.
-        query_top_k: number of heaviest terms that a query keeps; ``None`` keeps all.
+        words: BM25 index, for fusion.
+        late: multi-vector model, for reranking.
+        store: token vectors of the documents, for reranking; ``None`` encodes the texts of
+            candidates.
+        query_top_k: number of largest weights that a query keeps; ``None`` keeps all.
         options: options of the search in the index, such as Seismic's ``heap_factor``.
         dense: model of the dense vectors of a Qdrant collection.
 
     Raises:
-        DataError: for parts that were made from other documents than the index, or by another
-            model.
+        DataError: if a part was made from other documents than the index, or by another model.
     """
 
     name: str
@@ -75,10 +75,11 @@ class Searchable:
 
     @cached_property
     def searcher(self) -> Searcher:
-        """Searcher that ranks and reranks; the service encodes its queries.
+        """Searcher that ranks and reranks.
 
-        The searcher has the models too, because it compares their precisions with the vectors'. It
-        does not check that they made the index (``other_model``), which is the caller's part.
+        The service encodes the queries. The searcher gets the models to compare their precision
+        with the precision of the vectors. ``other_model=True`` skips the check that the models
+        encoded the documents; the caller checks it.
         """
         return Searcher(
             self.index,
@@ -94,36 +95,39 @@ class Searchable:
 
     @property
     def features(self) -> dict[str, bool]:
-        """Whether a search offers each feature, by its name.
+        """Name of each feature of a search -> whether this index supports it.
 
-        ``prf`` is feedback, which reads the vectors of documents. ``where`` is filters by metadata.
+        ``prf`` is feedback, which reads the vectors of documents. ``where`` means filters by
+        metadata.
         """
         has_sparse_vectors = self.vectors is not None and self.encoder is not None
-        has_candidates = self.store is not None or bool(self.documents)
+        can_read_candidates = self.store is not None or bool(self.documents)
         return {
             "documents": bool(self.documents),
             "explain": has_sparse_vectors,
             "prf": has_sparse_vectors or self.index.backend == DENSE,
             "fusion": self.words is not None,
             "dense": self.dense is not None,
-            "rerank": self.late is not None and has_candidates,
+            "rerank": self.late is not None and can_read_candidates,
             "passages": self.searcher.passages is not None,
             "where": self.index.metadata is not None or self.index.backend == "qdrant",
         }
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
-        """Return the vector of a query, as the index searches with it.
+        """Convert an encoded query to the form in which the index searches with it.
 
         Args:
-            row: encoded query: a sparse row, token vectors ``[Lq, D]``, or a dense vector ``[D]``.
-                The heaviest :attr:`query_top_k` terms of a sparse row are kept.
+            row: the query as the service has encoded it: a sparse
+                :class:`tilefold.serve.bodies.Row`, of which the :attr:`query_top_k` largest weights
+                are kept, token vectors ``[Lq, D]``, or a dense vector ``[D]``.
 
         Raises:
-            ValueError: for an index of words.
+            ValueError: if the index is a BM25 index, which has no vectors.
         """
         if self.encoder is None:
             raise ArgumentError(
-                "encoder", "expected a model, got None; an index of words reads texts."
+                "encoder",
+                "expected a model, got None; a BM25 index reads texts.",
             )
         if self.encoder.kind == "dense":
             return torch.from_numpy(row[None])
@@ -175,26 +179,26 @@ class Searchable:
             query: text of the query.
 
         Returns:
-            The heaviest terms with their weights, the number of all terms, and the marks of the
-            terms in the text. A term is ``expanded`` if it is no token of the text, and of
-            ``feedback`` if the vector did not have it before. Empty for an index of words.
+            The terms with the largest weights, the number of all terms, and the positions of the
+            terms in the text. A term is ``expanded`` if it is not a token of the text, and
+            ``feedback`` if feedback added it. Empty for a BM25 index.
         """
         if self.encoder is None:
             return {}
-        text = self.encoder.text  # the tokenizer
+        tokenizer = self.encoder.tokenizer
         marked_query = query[:_MAX_MARKED_CHARACTERS]
-        query_tokens = text.token_ids(marked_query)
+        query_tokens = tokenizer.token_ids(marked_query)
         terms_before_feedback, _ = ranking.before.row(0)
         original_terms = set(terms_before_feedback.tolist())
         terms, weights = ranking.after.row(0)
         weight_of_term = dict(zip(terms.tolist(), weights.tolist(), strict=True))
         by_weight = sorted(weight_of_term, key=lambda term: (-weight_of_term[term], term))
-        listed_terms = [term for term in by_weight if term not in text.special_ids]
+        listed_terms = [term for term in by_weight if term not in tokenizer.special_ids]
         listed_terms = listed_terms[:_MAX_EXPLAINED_TERMS]
         explained_terms = [
             {
                 "id": term,
-                "term": text.token(term),
+                "term": tokenizer.token(term),
                 "weight": weight_of_term[term],
                 "expanded": term not in query_tokens,
                 "feedback": term not in original_terms,
@@ -204,7 +208,7 @@ class Searchable:
         return {
             "terms": explained_terms,
             "terms_in_all": len(weight_of_term),
-            "marks": _marks(text, marked_query, set(listed_terms)),
+            "marks": _term_positions(tokenizer, marked_query, set(listed_terms)),
         }
 
     def document_and_passage(
@@ -212,14 +216,14 @@ class Searchable:
         ranking: Ranking,
         hit_id: str,
     ) -> tuple[Document | None, Passage | None]:
-        """Return the document of a hit, and the passage that it was ranked by.
+        """Return the document of a hit, and the passage by which it was ranked.
 
         Args:
             ranking: the ranking with the hit.
-            hit_id: id of the hit: of a document, or of a passage if passages are ranked.
+            hit_id: id of a document, or of a passage if passages are ranked.
 
         Returns:
-            The document, or ``None`` if the server does not show it. The passage, or ``None`` if
+            The document, or ``None`` if the server does not have it. The passage, or ``None`` if
             whole documents are ranked.
         """
         passage_id = ranking.passage(QUERY, hit_id)
@@ -227,56 +231,61 @@ class Searchable:
         document_id = hit_id if passage is None else passage.document
         return self.documents.get(document_id), passage
 
-    def explain_document(self, ranking: Ranking, name: str) -> Explanation:
+    def explain_document(self, ranking: Ranking, hit_id: str) -> Explanation:
         """Explain a hit by the stages of its ranking and the terms that it shares with the query.
 
         Args:
             ranking: the ranking with the hit.
-            name: id of the document.
+            hit_id: id of a document, or of a passage if passages are ranked.
 
         Returns:
             Rank and score in each stage, the shared terms with their contributions to the sparse
-            score, and the marks of these terms in title and text.
+            score, and the positions of these terms in the title and the text.
         """
         stages = {}
         for stage, run in ranking.stages.items():
             scores = run[QUERY]
-            if name in scores:
-                stages[stage] = {"rank": list(scores).index(name) + 1, "score": scores[name]}
+            if hit_id in scores:
+                stages[stage] = {"rank": list(scores).index(hit_id) + 1, "score": scores[hit_id]}
         explanation: Explanation = {"stages": stages, "terms": []}
         if self.vectors is None or self.encoder is None:
             return explanation
-        vector_id = ranking.passages.get("sparse", {}).get(QUERY, {}).get(name, name)
+        vector_id = ranking.passages.get("sparse", {}).get(QUERY, {}).get(hit_id, hit_id)
         row = self.vectors.row_of.get(vector_id)
         if row is None:
             return explanation
-        tokens = self.encoder.text
-        matched = matched_terms(ranking.after.row(0), self.vectors.row(row), tokens.special_ids)
-        document, passage = self.document_and_passage(ranking, name)
-        shown_text = ""
+        tokenizer = self.encoder.tokenizer
+        matched = matched_terms(
+            ranking.after.row(0),
+            self.vectors.row(row),
+            without=tokenizer.special_ids,
+        )
+        document, passage = self.document_and_passage(ranking, hit_id)
+        ranked_text = ""
         document_tokens = None
         if document is not None:
-            shown_text = document.text
+            ranked_text = document.text
             if passage is not None:
-                shown_text = shown_text[passage.start : passage.stop]
-            contents = Document(name, document.title, shown_text).contents
-            document_tokens = tokens.token_ids(contents[:_MAX_MARKED_CHARACTERS])
-        sparse_score = ranking.stages["sparse"][QUERY].get(name)
+                ranked_text = ranked_text[passage.start : passage.stop]
+            contents = Document(hit_id, document.title, ranked_text).contents
+            document_tokens = tokenizer.token_ids(contents[:_MAX_MARKED_CHARACTERS])
+        sparse_score = ranking.stages["sparse"][QUERY].get(hit_id)
         explanation["terms"] = [
-            _explain_term(tokens, term, contribution, sparse_score, document_tokens)
+            _explain_term(tokenizer, term, contribution, sparse_score, document_tokens)
             for term, contribution in matched
         ]
         if document is not None:
             terms = {term for term, _ in matched}
+            marked_text = ranked_text[:_MAX_MARKED_CHARACTERS]
             explanation["marks"] = {
-                "title": _marks(tokens, document.title, terms),
-                "text": _marks(tokens, shown_text[:_MAX_MARKED_CHARACTERS], terms),
+                "title": _term_positions(tokenizer, document.title, terms),
+                "text": _term_positions(tokenizer, marked_text, terms),
             }
         return explanation
 
 
 def _explain_term(
-    tokens: TextTokens,
+    tokenizer: TextTokens,
     term: int,
     contribution: float,
     sparse_score: float | None,
@@ -284,19 +293,19 @@ def _explain_term(
 ) -> Explanation:
     """Explain a term that a document shares with the query.
 
-    The explanation has the term's ``contribution`` to the sparse score, its ``share`` of that score
-    if there is one, and whether the model ``expanded`` the text by it: the text does not have it.
-
     Args:
-        tokens: tokenizer of the model.
+        tokenizer: tokenizer of the model.
         term: id of the term.
-        contribution: its part of the sparse score.
-        sparse_score: sparse score of the document; ``None`` if it has none in this ranking.
-        document_tokens: tokens of the document's text; ``None`` if the server does not show it.
+        contribution: the term's contribution to the sparse score.
+        sparse_score: sparse score of the document; ``None`` if the ranking is not sparse.
+        document_tokens: tokens of the document's text; ``None`` if the server does not have it.
+
+    Returns:
+        The explanation. It says whether the term is an expansion, that is, not in the text.
     """
     explanation: Explanation = {
         "id": term,
-        "term": tokens.token(term),
+        "term": tokenizer.token(term),
         "contribution": contribution,
     }
     if sparse_score is not None:
@@ -306,20 +315,21 @@ def _explain_term(
     return explanation
 
 
-def _marks(text: TextTokens, content: str, terms: set[int]) -> list[list[int]]:
-    """Return the positions of terms in a text, for a page to mark them.
+def _term_positions(tokenizer: TextTokens, text: str, terms: set[int]) -> list[list[int]]:
+    """Return the positions of terms in a text, which the search page highlights.
 
     Args:
-        text: tokenizer of the model.
-        content: the text.
+        tokenizer: tokenizer of the model.
+        text: the text.
         terms: ids of the terms.
 
     Returns:
-        ``[start, stop, term]`` for each token that is one of the terms, in code points.
+        ``[start, stop, term]`` for each token that is one of the terms. Start and stop count code
+        points.
     """
-    if not content:
+    if not text:
         return []
-    (tokens,) = text.tokenize([content], add_special_tokens=False)
+    (tokens,) = tokenizer.tokenize([text], add_special_tokens=False)
     return [
         [token["start"], token["stop"], token["id"]] for token in tokens if token["id"] in terms
     ]

@@ -1,4 +1,4 @@
-"""Search routes: Anserini's REST form, and a POST with fusion, feedback and reranking."""
+"""Search routes: Anserini's REST API, and a POST with fusion, feedback and reranking."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import EncodeOptions, Service
 
-# Largest weight of a part of a query after feedback. Only proportions of weights matter.
+# Largest weight of a part of the query in feedback. Only the proportions of weights matter.
 MAX_WEIGHT = 1000.0
-_UNREACHABLE = "the index is on a server that does not answer; the log says why"
-# Field of a body -> options with which the server must have been started.
+# Field of a body -> options with which the server must be started to support it.
 _REQUIRED_OPTIONS = {
     "explain": "--vectors, and an index of vectors",
     "prf": "--vectors, and an index of vectors, or one of dense vectors",
@@ -41,17 +40,36 @@ _REQUIRED_OPTIONS = {
 }
 T = TypeVar("T")
 _QueryVector: TypeAlias = SparseVectors | TokenVectors | torch.Tensor | None
-"""Vector of a query that an index searches with; ``None`` for an index of words."""
+"""Vector of a query with which an index searches; ``None`` for a BM25 index."""
+
+
+class _Stopwatch:
+    """Durations of consecutive stages.
+
+    Attributes:
+        seconds: stage -> its duration.
+    """
+
+    def __init__(self) -> None:
+        """Start the first stage."""
+        self.seconds: dict[str, float] = {}
+        self._stage_started = time.perf_counter()
+
+    def end_stage(self, stage: str) -> None:
+        """Record the duration of a stage, and start the next one."""
+        now = time.perf_counter()
+        self.seconds[stage] = now - self._stage_started
+        self._stage_started = now
 
 
 class _Strict(Body):
-    """Body whose types are not converted, without unknown fields."""
+    """Body that refuses unknown fields, and whose types are not converted."""
 
     model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
 
 
 class FusionBody(_Strict):
-    """Options of fusion with the index of words.
+    """Options of fusion with the BM25 index.
 
     ``weight`` and ``normalization`` apply to interpolation only.
     """
@@ -62,7 +80,7 @@ class FusionBody(_Strict):
 
 
 class FeedbackBody(_Strict):
-    """Options of feedback, as of ``tilefold search --prf``."""
+    """Options of feedback, like those of ``tilefold search --prf``."""
 
     method: Literal["average", "rocchio"] = Feedback.method
     depth: int | None = Field(default=Feedback.depth, ge=1, le=100)
@@ -75,10 +93,10 @@ class FeedbackBody(_Strict):
 
 
 class RerankBody(_Strict):
-    """Options of reranking, as of ``tilefold search --rerank``.
+    """Options of reranking, like those of ``tilefold search --rerank``.
 
-    The highest ``depth`` documents are reranked. ``weight`` is that of MaxSim in an interpolation
-    with the first scores.
+    The best ``depth`` documents are reranked. ``weight`` is the weight of MaxSim in an
+    interpolation with the first scores.
     """
 
     depth: int = Field(default=RERANK_DEPTH, ge=1)
@@ -86,7 +104,7 @@ class RerankBody(_Strict):
 
 
 class SearchBody(_Strict):
-    """Body of a search; ``true`` selects the defaults of fusion, feedback and reranking."""
+    """Body of a search. ``true`` selects the defaults of fusion, feedback or reranking."""
 
     query: str
     hits: int = Field(default=10, ge=1)
@@ -102,7 +120,7 @@ class SearchBody(_Strict):
 
 
 def search_router(service: Service) -> APIRouter:
-    """Create the search routes of a service; without an index, only ``/v1/indexes``."""
+    """Create the search routes of a service. Without an index, there is only ``/v1/indexes``."""
     if service.searchable is not None:
         return _SearchRoutes(service, service.searchable).router()
     router = APIRouter(prefix="/v1")
@@ -115,20 +133,21 @@ def search_router(service: Service) -> APIRouter:
 
 
 class _SearchRoutes:
-    """Routes that search an index.
-
-    Args:
-        service: service that encodes queries.
-        searchable: index with its models and documents.
-    """
+    """Routes that search an index."""
 
     def __init__(self, service: Service, searchable: Searchable) -> None:
+        """Prepare the routes.
+
+        Args:
+            service: service that encodes queries.
+            searchable: index with its models and documents.
+        """
         self.service = service
         self.searchable = searchable
         self._last_failure = 0.0  # time.monotonic() when the index's server did not answer
 
     def router(self) -> APIRouter:
-        """Create the router with the routes of searches, of a document and of ``/v1/indexes``."""
+        """Create the router with the routes for searches, documents and ``/v1/indexes``."""
         router = APIRouter(prefix="/v1")
         add = functools.partial(add_route, router, self.service)
         add("/indexes", self.indexes, "The index, and what it can be asked for")
@@ -151,10 +170,10 @@ class _SearchRoutes:
         return Response(to_json({"indexes": [description]}), media_type=JSON)
 
     async def get_search(self, request: Request) -> Response:
-        """Answer a search in the form of Anserini.
+        """Answer a search in Anserini's format.
 
-        Parameters are read from the address: ``query``, ``hits`` (the number of documents), and
-        ``parse`` (documents as objects, instead of their JSON as text).
+        The URL has the parameters ``query``, ``hits`` (the number of documents), and ``parse``
+        (whether documents are objects, instead of strings with their JSON).
         """
         self._check_index(request)
         query = request.query_params.get("query", "")
@@ -162,7 +181,7 @@ class _SearchRoutes:
         parse = request.query_params.get("parse", "true").lower()
         if not query.strip():
             raise ServeError("Empty", "Parameter 'query' is required")
-        # Numbers of 10 digits and more are over any limit, and may be too long to convert.
+        # Numbers with 10 digits or more exceed any limit, and may be too long to convert.
         is_short_number = hits.isascii() and hits.isdigit() and len(hits) < 10
         if not is_short_number or int(hits) == 0:
             raise ServeError(
@@ -178,14 +197,14 @@ class _SearchRoutes:
         )
 
     async def post_search(self, body: SearchBody, request: Request) -> Response:
-        """Answer a search with options."""
+        """Answer a search with fusion, feedback, reranking or explanations."""
         self._check_index(request)
         if not body.query.strip():
             raise ServeError("Empty", "`query` cannot be empty")
         return await self._answer(body, request)
 
     async def get_document(self, request: Request) -> Response:
-        """Answer with one document by its id, in the form of Anserini."""
+        """Answer with the document of an id, in Anserini's format."""
         self._check_index(request)
         document_id = request.path_params["docid"]
         if not self.searchable.documents:
@@ -206,7 +225,7 @@ class _SearchRoutes:
         return Response(to_json(answer), media_type=JSON)
 
     def _check_index(self, request: Request) -> None:
-        """Raise ``ServeError`` if a request names another index."""
+        """Raise ``ServeError`` if the URL of a request names another index."""
         if request.path_params["index"] != self.searchable.name:
             raise ServeError(
                 "Validation",
@@ -215,14 +234,14 @@ class _SearchRoutes:
             )
 
     def _check_options(self, body: SearchBody, reranking: Reranking | None) -> None:
-        """Refuse too many documents, and features that this server was not started with.
+        """Refuse too many documents, and features that this server does not support.
 
         Args:
             body: body of the search.
             reranking: options of reranking in the body; ``None`` without reranking.
 
         Raises:
-            ServeError: with the field, and the option of the server that is missing.
+            ServeError: naming the field and the option of ``tilefold serve`` that it needs.
         """
         max_hits = self.service.limits.max_hits
         if body.hits > max_hits:
@@ -235,7 +254,7 @@ class _SearchRoutes:
                 "`by` expected 'document', the index is of whole documents; got 'passage'",
             )
         for name, options in _REQUIRED_OPTIONS.items():
-            is_requested = getattr(body, name) is not False
+            is_requested = getattr(body, name) is not False  # true, or an object with options
             if is_requested and not features[name]:
                 raise invalid(f"`{name}`: this server was started without what it needs: {options}")
 
@@ -243,11 +262,12 @@ class _SearchRoutes:
         """Parse and check the options of a search, and answer it.
 
         Args:
-            body: body of a POST, or the same from the address of a GET.
+            body: body of a POST, or the same fields from the query parameters of a GET.
             request: the request.
 
         Raises:
-            ServeError: for bad options, or for a document that the server has no text or vector of.
+            ServeError: if options are invalid, or the server lacks the text or vector of a
+                document.
         """
         feedback = _parse_options(Feedback, FeedbackBody, body.prf, "prf")
         fusion = _parse_options(Fusion, FusionBody, body.fusion, "fusion")
@@ -262,34 +282,33 @@ class _SearchRoutes:
         )
         self._check_options(body, reranking)
         try:
-            return await self._search(body, search, brief=request.method == "GET")
+            # Anserini's format, which a GET gets, has no durations.
+            return await self._search(body, search, with_durations=request.method != "GET")
         except MissingDocumentError as error:  # the document was added to the index later
-            (argument,) = error.arguments
-            option = {"vectors": "--vectors", "documents": "--data"}[argument]
+            option = "--vectors" if error.arguments == ("vectors",) else "--data"
             message = (
                 f"the index has a document {error.document!r} that {option} of this server lacks"
             )
             raise ServeError("Backend", message) from error
 
-    async def _search(self, body: SearchBody, request: SearchRequest, brief: bool) -> Response:
-        """Encode a query, search, rerank, and write the answer.
+    async def _search(
+        self,
+        body: SearchBody,
+        request: SearchRequest,
+        with_durations: bool,
+    ) -> Response:
+        """Encode a query, search, rerank, and create the response.
 
         Args:
-            body: the body.
-            request: the search that it describes.
-            brief: leave out durations, as Anserini does.
+            body: the validated JSON of the request.
+            request: options of the search, which were parsed from the body.
+            with_durations: whether the response has the duration of each stage.
         """
         service = self.service
-        seconds: dict[str, float] = {}  # of each stage, such as "encode"
         service.check_size([body.query], self.searchable.encoder, "query", "query")
         with service.input_limit.acquire(1):
-            started = time.perf_counter()
+            stopwatch = _Stopwatch()
             vector = None
-
-            def record_time(stage: str) -> None:
-                """Record the time since the end of the previous stage."""
-                seconds[stage] = time.perf_counter() - started - sum(seconds.values())
-
             if self.searchable.encoder is not None:
                 outcome = await service.encode(
                     self.searchable.encoder.kind,
@@ -297,21 +316,25 @@ class _SearchRoutes:
                     EncodeOptions("query"),
                 )
                 vector = self.searchable.query_vector(outcome.rows[0])
-            record_time("encode")
+            stopwatch.end_stage("encode")
             ranking = await self._rank(body.query, vector, request)
-            record_time("search")
+            stopwatch.end_stage("search")
             if request.reranking is not None and ranking.run[QUERY]:
                 ranking = await self._rerank(request.reranking, body.query, ranking)
-                record_time("rerank")
-            columns: dict[str, Run] = {}
-            if body.columns:
-                columns = await self._columns(body, request, vector)
-                record_time("columns")
+                stopwatch.end_stage("rerank")
+            runs_by_method: dict[str, Run] = {}
+            if body.columns:  # the page shows the ranking of each method in a column
+                runs_by_method = await self._rank_by_each_method(body, request, vector)
+                stopwatch.end_stage("columns")
             content = await service.run_in_helper(
-                self._render, body, ranking, columns, seconds, brief
+                self._render,
+                body,
+                ranking,
+                runs_by_method,
+                stopwatch.seconds if with_durations else None,
             )
         service.metrics.count("tilefold_search_count")
-        service.metrics.observe("tilefold_search_duration", seconds["search"])
+        service.metrics.observe("tilefold_search_duration", stopwatch.seconds["search"])
         return Response(content, media_type=JSON)
 
     async def _rank(self, text: str, vector: _QueryVector, request: SearchRequest) -> Ranking:
@@ -319,12 +342,12 @@ class _SearchRoutes:
 
         Args:
             text: text of the query.
-            vector: vector of the query; ``None`` for an index of words.
+            vector: vector of the query; ``None`` for a BM25 index.
             request: options of the search.
 
         Raises:
-            ServeError: for options of feedback or of a filter that do not fit the index.
-            MissingDocumentError: for a document that the server has no text or vector of.
+            ServeError: if the options of feedback or of a filter do not fit the index.
+            MissingDocumentError: if the server lacks the text or vector of a document.
         """
         try:
             return await self._query_index(
@@ -333,75 +356,82 @@ class _SearchRoutes:
                 request,
                 vector,
             )
-        except MissingDocumentError:  # a `ValueError`, but none of the client
+        except MissingDocumentError:  # a ValueError that the client did not cause
             raise
         except ValueError as error:
+            # Only the filter and feedback depend on the index. The error of the filter names it.
             concerns_filter = isinstance(error, ArgumentError) and error.arguments == ("where",)
             if request.feedback is not None and not concerns_filter:
                 raise invalid(f"`prf`: {error}") from error
             raise invalid(str(error)) from error
 
     async def _query_index(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that reads the index, in a thread.
+        """Run a function that reads the index in a thread.
 
-        If the server of the index does not answer one request, requests that already wait for a
-        thread fail at once. Each of them would otherwise wait for its own time-out.
+        The index may be on a server. When a request finds that this server does not answer, all
+        requests that wait for a thread at that time fail, too. Otherwise each of them would wait
+        until its own time-out.
 
         Args:
             function: function that reads the index.
-            arguments: arguments of `function`.
+            arguments: positional arguments of the function.
 
         Raises:
             ServeError: if the index is on a server that does not answer.
         """
         arrived = time.monotonic()
-        unreachable = ServeError("Unhealthy", _UNREACHABLE)
 
         def run() -> T:
-            failed_while_waiting = self._last_failure > arrived
-            if failed_while_waiting:
-                raise unreachable
+            if self._last_failure > arrived:  # while this request waited for a thread
+                raise _unreachable_error()
             try:
                 return function(*arguments)
+            # Qdrant's client raises a PermissionError if the server refuses the key.
             except (ConnectionError, PermissionError) as error:
                 self._last_failure = time.monotonic()
                 self.service.log_failure(error)
-                raise unreachable from error
+                raise _unreachable_error() from error
 
         return await self.service.run_search(run)
 
     @property
     def _max_encoded(self) -> int:
-        """Largest number of candidates that a search may encode; the search holds a permit too."""
+        """Largest number of candidates that a search may encode.
+
+        It is one less than the limit on inputs, because the query has a permit, too.
+        """
         return self.service.input_limit.total - 1
 
     async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
-        """Rerank the highest candidates of a ranking by MaxSim, or by both scores.
+        """Rerank the best candidates of a ranking by MaxSim.
 
-        Token vectors of the candidates are read from the store, or computed from their texts if
-        there is none.
+        With a weight, they are ranked by the weighted sum of MaxSim and the score of the index.
+        Token vectors of the candidates are read from the store, or computed from their texts.
 
         Args:
-            reranking: options: the number of candidates, and the weight of MaxSim.
+            reranking: options with the number of candidates and the weight of MaxSim.
             text: text of the query.
             ranking: the ranking of the index.
         """
         service = self.service
         searchable = self.searchable
-        query_outcome = await service.encode("multi-vector", [text], EncodeOptions("query"))
-        dimension = query_outcome.rows[0].size(1)
-        query = TokenVectors.pack([QUERY], query_outcome.rows, dimension, "fp32")
+        outcome = await service.encode("multi-vector", [text], EncodeOptions("query"))
+        (query_vectors,) = outcome.rows
+        dimension = query_vectors.size(1)
+        packed_query = TokenVectors.pack([QUERY], [query_vectors], dimension, "fp32")
         candidates = None
         if searchable.store is None:
             candidates = await self._encode_candidates(reranking, ranking, dimension)
-        rerank = functools.partial(
-            searchable.searcher.rerank,
-            {QUERY: text},
-            ranking,
-            reranking,
-            query,
-            candidates,
-        )
+
+        def rerank() -> Ranking:
+            return searchable.searcher.rerank(
+                {QUERY: text},
+                ranking,
+                reranking,
+                packed_query,
+                candidates,
+            )
+
         return await service.run_on_device(service.model("multi-vector"), rerank)
 
     async def _encode_candidates(
@@ -410,18 +440,19 @@ class _SearchRoutes:
         ranking: Ranking,
         dimension: int,
     ) -> TokenVectors:
-        """Encode the texts of the candidates that are reranked.
+        """Encode the texts of the candidates that will be reranked.
 
         Args:
-            reranking: its depth is the number of candidates.
+            reranking: options with the number of candidates.
             ranking: the ranking of the index.
             dimension: dimension D of a token vector.
 
         Raises:
-            ServeError: if they are more than the service encodes at once.
+            ServeError: if there are more candidates than the service encodes at once.
         """
         service = self.service
-        n_candidates = min(len(ranking.run[QUERY]), reranking.depth or RERANK_DEPTH)
+        n_hits = len(ranking.run[QUERY])
+        n_candidates = min(n_hits, reranking.depth or RERANK_DEPTH)
         if n_candidates > self._max_encoded:
             raise invalid(
                 f"`rerank.depth` expected at most {self._max_encoded}, got {reranking.depth}",
@@ -441,22 +472,21 @@ class _SearchRoutes:
             )
         return TokenVectors.pack(list(text_of_id), outcome.rows, dimension, "fp32")
 
-    async def _columns(
+    async def _rank_by_each_method(
         self,
         body: SearchBody,
         request: SearchRequest,
         vector: _QueryVector,
     ) -> dict[str, Run]:
-        """Rank documents by each method separately, for a page that shows them in columns.
+        """Rank documents by each method of this server separately.
 
-        The methods are the index itself, the index of words, the dense vectors and late
-        interaction, as far as this server has them. Late interaction reranks the candidates of the
-        index.
+        The methods are the index itself, the BM25 index, the dense vectors and late interaction,
+        which reranks the candidates of the index.
 
         Args:
-            body: body of the search.
-            request: the search that it describes.
-            vector: vector of the query; ``None`` for an index of words.
+            body: the validated JSON of the request.
+            request: options of the search, which were parsed from the body.
+            vector: vector of the query; ``None`` for a BM25 index.
 
         Returns:
             Name of each method -> its run.
@@ -465,9 +495,9 @@ class _SearchRoutes:
         depth = max(body.hits, RERANK_DEPTH)
         search = SearchRequest(depth, request.feedback, by=body.by, where=request.where)
         ranking = await self._rank(body.query, vector, search)
-        columns = dict(ranking.stages)
+        runs_by_method = dict(ranking.stages)
         if searchable.words is not None:
-            columns["words"] = await self._query_index(
+            runs_by_method["words"] = await self._query_index(
                 searchable.searcher.second_run,
                 {QUERY: body.query},
                 depth,
@@ -481,32 +511,31 @@ class _SearchRoutes:
                 depth,
                 request.where,
             )
-            columns["dense"] = {QUERY: scores}
+            runs_by_method["dense"] = {QUERY: scores}
         late_depth = depth
         if searchable.store is None:
-            # Candidates are encoded now, and their number is limited.
+            # Candidates must be encoded first, and their number is limited.
             late_depth = min(depth, self._max_encoded)
         if searchable.features["rerank"] and ranking.run[QUERY] and late_depth:
             reranked = await self._rerank(Reranking(late_depth), body.query, ranking)
-            columns["late"] = reranked.stages["late"]
-        return columns
+            runs_by_method["late"] = reranked.stages["late"]
+        return runs_by_method
 
     def _render(
         self,
         body: SearchBody,
         ranking: Ranking,
-        columns: dict[str, Run],
-        seconds: dict[str, float],
-        brief: bool,
+        runs_by_method: dict[str, Run],
+        seconds: dict[str, float] | None,
     ) -> bytes:
-        """Return the JSON of an answer; runs in a helper thread, because it reads documents.
+        """Return the JSON of a response; runs in a helper thread, because it reads documents.
 
         Args:
-            body: body of the search.
+            body: the validated JSON of the request.
             ranking: the final ranking.
-            columns: run of each method; empty if the body does not ask for them.
-            seconds: duration of each stage.
-            brief: leave out durations.
+            runs_by_method: the run of each method, for the page's columns; empty if the request
+                does not ask for them.
+            seconds: duration of each stage; ``None`` to leave them out.
         """
         query: Explanation = {"text": body.query}
         if body.explain:
@@ -517,16 +546,16 @@ class _SearchRoutes:
             "index": self.searchable.name,
             "query": query,
             "candidates": [
-                self._candidate(body, ranking, result_id, score, rank)
-                for rank, (result_id, score) in enumerate(hits, start=1)
+                self._candidate(body, ranking, hit_id, score, rank)
+                for rank, (hit_id, score) in enumerate(hits, start=1)
             ],
         }
-        if columns:
+        if runs_by_method:
             answer["columns"] = {
-                method: self._column(run[QUERY], body.hits, body.by)
-                for method, run in columns.items()
+                method: self._top_hits(run[QUERY], body.hits, body.by)
+                for method, run in runs_by_method.items()
             }
-        if not brief:
+        if seconds is not None:
             answer["milliseconds"] = {
                 stage: round(1000 * value, 3) for stage, value in seconds.items()
             }
@@ -536,22 +565,22 @@ class _SearchRoutes:
         self,
         body: SearchBody,
         ranking: Ranking,
-        result_id: str,
+        hit_id: str,
         score: float,
         rank: int,
     ) -> dict[str, Any]:
-        """Return an entry of the answer: a document with its score, and its explanation.
+        """Describe a hit: its document, score and rank, and their explanation.
 
         Args:
-            body: options of the search.
+            body: the validated JSON of the request.
             ranking: the ranking.
-            result_id: id of a document or of a passage.
-            score: its score.
-            rank: its rank, from 1.
+            hit_id: id of a document, or of a passage if passages are ranked.
+            score: score of the hit.
+            rank: rank of the hit, from 1.
         """
-        document, passage = self.searchable.document_and_passage(ranking, result_id)
+        document, passage = self.searchable.document_and_passage(ranking, hit_id)
         candidate: dict[str, Any] = {
-            "docid": passage.document if passage else result_id,
+            "docid": passage.document if passage else hit_id,
             "score": score,
             "rank": rank,
             "doc": _document_json(document, body.parse),
@@ -559,38 +588,45 @@ class _SearchRoutes:
         if passage:
             candidate["passage"] = passage.shown(document)
         if body.explain:
-            candidate["explanation"] = self.searchable.explain_document(ranking, result_id)
+            candidate["explanation"] = self.searchable.explain_document(ranking, hit_id)
         return candidate
 
-    def _column(
+    def _top_hits(
         self,
         scores: dict[str, float],
         n_hits: int,
         by: Literal["document", "passage"],
     ) -> list[dict[str, Any]]:
-        """Return the highest hits of one method, with titles.
+        """Describe the top hits of one method for the side-by-side view of the page.
 
         Args:
-            scores: score of each document or passage, highest first.
+            scores: id -> score, highest first.
             n_hits: number of hits.
-            by: what the scores rank.
+            by: whether the ids are those of documents or of passages.
         """
-        column = []
-        for rank, (result_id, score) in enumerate(list(scores.items())[:n_hits], start=1):
-            document_id = document_of(result_id) if by == "passage" else result_id
+        described_hits = []
+        for rank, (hit_id, score) in enumerate(list(scores.items())[:n_hits], start=1):
+            document_id = document_of(hit_id) if by == "passage" else hit_id
             document = self.searchable.documents.get(document_id)
-            entry = {
+            described_hit = {
                 "docid": document_id,
                 "score": score,
                 "rank": rank,
                 "title": document.title if document else "",
             }
-            column.append(entry)
-        return column
+            described_hits.append(described_hit)
+        return described_hits
+
+
+def _unreachable_error() -> ServeError:
+    """Create the error for a search in an index whose server does not answer."""
+    return ServeError(
+        "Unhealthy", "the index is on a server that does not answer; the log says why"
+    )
 
 
 def _filter(body: SearchBody) -> Filter | None:
-    """Create the filter of a search; ``None`` without one."""
+    """Create the filter of a search; ``None`` if its body has no conditions."""
     if body.where is None and body.where_not is None:
         return None
     try:
@@ -600,7 +636,7 @@ def _filter(body: SearchBody) -> Filter | None:
 
 
 def _document_json(document: Document | None, parse: bool) -> Any:
-    """Return a document as an object, or as the text of its JSON."""
+    """Return a document as an object if `parse`, or else as a string with its JSON."""
     if document is None:
         return None
     fields = {"id": document.id, "title": document.title, "text": document.text}
@@ -613,13 +649,16 @@ def _parse_options(
     value: Body | bool,
     name: str,
 ) -> T | None:
-    """Create the options of feedback, fusion or reranking.
+    """Create the options of feedback, fusion or reranking from a field of a body.
 
     Args:
         options_class: class of the options.
-        body_class: class of the body, for the defaults.
-        value: the body's value; True selects the defaults, False disables the feature.
-        name: field of the body, for error messages.
+        body_class: class of the field's object, for the defaults.
+        value: value of the field. True selects the defaults, and False disables the feature.
+        name: name of the field, for error messages.
+
+    Returns:
+        The options; ``None`` if the feature is disabled.
     """
     if value is False:
         return None
