@@ -1,4 +1,4 @@
-"""uvicorn server with limits on connections, on request heads and on slow clients."""
+"""uvicorn server with limits on connections, request heads and slow clients."""
 
 from __future__ import annotations
 
@@ -26,26 +26,33 @@ from tilefold.serve.bodies import ServeError
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
-_BACKLOG = 512
-# Connections that asyncio accepts in one iteration of its loop. A connection over the limit is
-# refused up to two iterations later.
-_ACCEPTED = 8
-# Files that the process may open besides connections; a quarter of its limit where that is low.
+_BACKLOG = 512  # largest number of connections that wait to be accepted
+# Largest number of connections that asyncio accepts in one iteration of its event loop.
+_ACCEPTED_PER_ITERATION = 8
+# A connection over the limit is closed up to two iterations after the one that accepts it. So many
+# connections may be open over the limit.
+_MAX_REFUSED = 3 * _ACCEPTED_PER_ITERATION
+# Number of files that the process may open besides connections, but at most this share of all.
 _SPARE_FILES = 256
+_SPARE_SHARE = 4
 _OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _WARNING_INTERVAL_SECONDS = 60.0
-_LINGER_SECONDS = 1.0  # for a refused client to read the reason
-_MAX_LINGERING = 256  # refused connections that linger at once
-_MAX_HEAD_BYTES = 1 << 16  # of a head, or of what separates two parts of a chunked body
+# A connection *lingers* if its response has been sent, but its client may not have read it yet. It
+# is closed after this time.
+_LINGER_SECONDS = 1.0
+# Largest number of connections that linger at once, but at most this share of open files.
+_MAX_LINGERING = 256
+_LINGERING_SHARE = 8
+_MAX_HEAD_BYTES = 1 << 16  # of a head, or of the bytes between two parts of a chunked body
 _UPGRADE = re.compile(rb"(?<=\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 
 _logger = logging.getLogger("tilefold.serve")
-# Errors of clients have a logger of their own: they would fill the log of a server.
+# Errors of clients have a separate logger, so that they do not fill the log of a server.
 _client_logger = logging.getLogger("tilefold.serve.clients")
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 protocol, with checks of the head that it leaves to others.
+    """uvicorn's HTTP/1.1 protocol, with additional checks of request heads.
 
     Heads that are too large, and requests with no or several ``Host`` headers, get status 400.
     Requests for another protocol are read as plain HTTP.
@@ -57,8 +64,9 @@ class Protocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Parse bytes of a connection, and refuse a head that is too large.
 
-        A header ``Upgrade`` is renamed first. The parser would otherwise end HTTP after this head,
-        and take the body for data of the other protocol.
+        A header ``Upgrade`` is renamed to ``-pgrade`` before, so that the parser ignores it.
+        Otherwise the parser would stop after the head, and treat the body as data of another
+        protocol.
         """
         self._bytes_since_progress += len(data)
         if not self.in_body:
@@ -66,7 +74,7 @@ class Protocol(HttpToolsProtocol):
             data = _UPGRADE.sub(b"-pgrade", head) + separator + body
         super().data_received(data)
         if self._bytes_since_progress > _MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response("Too large a head.")
+            self.send_400_response("Request head too large.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Record a header; trailers after a body are ignored."""
@@ -74,18 +82,19 @@ class Protocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the head of a request: it has one ``Host``, and names no other protocol.
+        """Check the head of a request, and expect its body.
 
-        Requests of HTTP/1.0 may have no ``Host``.
+        A request has one header ``Host``, except that HTTP/1.0 may have none, and requests no
+        upgrade to another protocol.
 
         Raises:
-            ValueError: for a bad head; the parser answers it with status 400.
+            ValueError: if the head is not valid; uvicorn answers it with status 400.
         """
         n_hosts = sum(name == b"host" for name, _ in self.headers)
         may_lack_host = self.parser.get_http_version() != "1.1"
         valid_host = n_hosts == 1 or (n_hosts == 0 and may_lack_host)
         if not valid_host or self.parser.should_upgrade():
-            raise ValueError("expected one header Host, and no other protocol")
+            raise ValueError("expected one header Host, and no protocol upgrade")
         self.in_body = True
         self._bytes_since_progress = 0
         super().on_headers_complete()
@@ -103,19 +112,19 @@ class Protocol(HttpToolsProtocol):
 
 
 class _ConnectionLimits:
-    """Limits of a service and the state that its connections share.
-
-    Args:
-        service: service whose limits apply.
+    """Limits of a service, and state that its connections share.
 
     Attributes:
-        lingering: refused connections that stay open for their clients to read the reason.
-        max_lingering: largest size of ``lingering``.
+        service: the service.
+        limits: limits of the service.
+        lingering: connections that stay open for a second, so that their clients can read a
+            response that was sent before they had sent their request.
+        max_lingering: largest number of such connections.
         refusal: response with status 429 for a connection over the limit.
     """
 
     def __init__(self, service: Service) -> None:
-        """Take the limits of a service, and write the response for connections over the limit.
+        """Prepare the shared state, and the response for connections over the limit.
 
         Args:
             service: service whose limits apply.
@@ -123,7 +132,7 @@ class _ConnectionLimits:
         self.service = service
         self.limits = service.limits
         self.lingering: set[asyncio.Protocol] = set()
-        self.max_lingering = _max_lingering()
+        self.max_lingering = _max_lingering(_file_limit())
         body = ServeError("Overloaded", "too many connections").body()
         head = (
             "HTTP/1.1 429 Too Many Requests\r\n"
@@ -137,45 +146,48 @@ class _ConnectionLimits:
 
 
 class _LimitedProtocol(Protocol):
-    """Protocol that limits the number of connections, slow heads, and clients that do not read.
-
-    Args:
-        shared: limits and state of all connections of the server.
-        arguments: arguments of uvicorn's protocol.
-        options: keyword arguments of uvicorn's protocol.
-    """
+    """Protocol that limits the number of connections, slow heads, and clients that do not read."""
 
     def __init__(self, shared: _ConnectionLimits, *arguments: Any, **options: Any) -> None:
+        """Create the protocol of a connection.
+
+        Args:
+            shared: limits and state of all connections of the server.
+            arguments: arguments of uvicorn's protocol.
+            options: keyword arguments of uvicorn's protocol.
+        """
         super().__init__(*arguments, **options)
         self.logger = _client_logger
         self._shared = shared
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
-        # Requests whose answers are not complete, in their order: several if they are pipelined.
+        # Requests without a complete response, in their order; several if they are pipelined.
         self._open_cycles: deque[RequestResponseCycle] = deque()
-        self._close_transport: Callable[[], None]
+        self._close_at_once: Callable[[], None]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of the first head, or refuse a connection over the limit.
+        """Start the timeout for the first request head, or refuse a connection over the limit.
 
         Args:
-            transport: transport of the connection. uvicorn gets one that sends head and body of an
-                answer together.
+            transport: transport of the connection. It is wrapped, so that uvicorn sends the head
+                and body of a response together, and closes the connection with
+                :meth:`_close_or_linger`.
         """
-        # With a limit of 0, asyncio calls pause_writing for any bytes that the client has not read.
+        # With a limit of 0, asyncio calls pause_writing() as soon as the client leaves any bytes
+        # unread, so that the timeout for clients that do not read can start.
         transport.set_write_buffer_limits(0)
-        self._close_transport = transport.close
-        buffering_transport: Any = _HeadBufferingTransport(transport, self._close)
+        self._close_at_once = transport.close
+        buffering_transport: Any = _HeadBufferingTransport(transport, self._close_or_linger)
         super().connection_made(buffering_transport)
         if len(self.connections) > self._shared.limits.max_connections:
-            self.connections.discard(self)
+            self.connections.discard(self)  # a refused connection does not count
             transport.write(self._shared.refusal)
             self._linger()
         else:
             self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and limit the time of a head from its first byte to its last."""
+        """Parse bytes, and limit the time between the first and the last byte of a head."""
         if self in self._shared.lingering or self.transport.is_closing():
             return
         if self._head_timer is None and self._is_idle():
@@ -186,29 +198,29 @@ class _LimitedProtocol(Protocol):
             self._head_timer = None
 
     def on_headers_complete(self) -> None:
-        """Begin to answer a request, as the last one of its connection if the server drains."""
+        """Begin to answer a request; if the server drains, it is the last of its connection."""
         previous = self.cycle
         super().on_headers_complete()
         self._open_cycles.append(self.cycle)
         if self._shared.service.draining:
             if previous is not None and not previous.response_started:
-                # This request is pipelined: the connection stays open for its answer.
+                # This request is pipelined: the connection must stay open for its response.
                 previous.keep_alive = True
-            self.close_after_answers()
+            self.close_after_responses()
 
-    def close_after_answers(self) -> None:
-        """Close the connection after the answer to the last request that was received."""
+    def close_after_responses(self) -> None:
+        """Close the connection after the response to the last request that was received."""
         if self.cycle is not None and not self.cycle.response_started:
             self.cycle.keep_alive = False
 
     def on_response_complete(self) -> None:
-        """Send the head of an answer without a body."""
+        """Send the head of a response without a body, and go on with the next request."""
         self.transport.flush()  # type: ignore[attr-defined]
         self._open_cycles.popleft()
         super().on_response_complete()
 
     def pause_writing(self) -> None:
-        """Start to watch whether the client reads its answer."""
+        """Start to watch whether the client reads its response."""
         super().pause_writing()
         self._start_write_timer(self.transport.get_write_buffer_size())
 
@@ -219,56 +231,53 @@ class _LimitedProtocol(Protocol):
             self._write_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers of a closed connection, and the answers to its requests."""
+        """Stop the timers of a closed connection, and abort its unfinished responses."""
         self._shared.lingering.discard(self)
         for timer in (self._head_timer, self._write_timer):
             if timer is not None:
                 timer.cancel()
-        # uvicorn does this for the last request only. The one that is being answered may be an
-        # earlier one, which would write to the closed connection.
+        # uvicorn does this for the last request only. An earlier, pipelined one may still be
+        # answered, and would write to the closed connection.
         for cycle in self._open_cycles:
             cycle.disconnected = True
             cycle.message_event.set()
         super().connection_lost(exc)
 
-    def _close(self) -> None:
-        """Close the connection, later if the client still sends a body.
-
-        Closing while data arrives resets the connection, and the client would lose the answer.
-        """
+    def _close_or_linger(self) -> None:
+        """Close the connection, with a delay if the client still sends a body."""
         self.transport.flush()  # type: ignore[attr-defined]
         if self.in_body and not self.transport.is_closing():
             self._linger()
         else:
-            self._close_transport()
+            self._close_at_once()
 
     def _linger(self) -> None:
-        """Send the end of the answer, ignore what the client sends, and close a second later.
+        """Close the sending side, ignore what the client sends, and close a second later.
 
-        A connection that is closed while its client sends is reset, and the client may lose the
-        answer. The connection is closed at once if too many others linger.
+        If a connection is closed while its client sends, it is reset, and the client may lose the
+        response. The connection is closed at once if too many others linger.
         """
         shared = self._shared
         if self in shared.lingering:
             return
         if len(shared.lingering) >= shared.max_lingering:
-            self._close_transport()
+            self._close_at_once()
             return
         try:
             self.transport.write_eof()
-        except OSError:  # the client reset the connection, which nothing else would close
-            self._close_transport()
+        except OSError:  # the client reset the connection; nothing else would close it
+            self._close_at_once()
             return
         shared.lingering.add(self)
-        self.transport.resume_reading()
-        self.loop.call_later(_LINGER_SECONDS, self._close_transport)
+        self.transport.resume_reading()  # uvicorn may have paused it during a large body
+        self.loop.call_later(_LINGER_SECONDS, self._close_at_once)
 
     def _is_idle(self) -> bool:
         """Return whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
 
     def _start_head_timer(self) -> None:
-        """Limit the time until a head is complete."""
+        """Start the timeout until which a request head must be complete."""
         seconds = self._shared.limits.header_seconds
         self._head_timer = self.loop.call_later(seconds, self._close_slow_head)
 
@@ -279,22 +288,24 @@ class _LimitedProtocol(Protocol):
             self.transport.close()
 
     def _start_write_timer(self, unread_bytes: int) -> None:
-        """Check after some seconds whether the client has read some of ``unread_bytes``."""
+        """Check after ``body_seconds`` whether the client has read some of the unread bytes."""
         seconds = self._shared.limits.body_seconds
         self._write_timer = self.loop.call_later(seconds, self._check_client_reads, unread_bytes)
 
     def _check_client_reads(self, previously_unread: int) -> None:
-        """Abort the connection if its client has read nothing of its answer since the last check.
+        """Abort the connection if its client has read nothing since the last check.
+
+        Otherwise check again after ``body_seconds``.
 
         Args:
-            previously_unread: bytes of the answer that were not sent at the last check.
+            previously_unread: number of unsent bytes of the response at the last check.
         """
         unread = self.transport.get_write_buffer_size()
         if unread < previously_unread:
             self._start_write_timer(unread)
             return
         _logger.info(
-            "closed a connection: its client read nothing for %g s, and %d bytes of its answer "
+            "closed a connection: its client read nothing for %g s, and %d bytes of its response "
             "are left",
             self._shared.limits.body_seconds,
             unread,
@@ -303,28 +314,29 @@ class _LimitedProtocol(Protocol):
 
 
 class _HeadBufferingTransport:
-    """Transport that sends the head of an answer together with its body.
+    """Wrapper of a transport that sends the head of a response together with its body.
 
-    Args:
-        transport: transport that sends.
-        close: function that replaces ``transport.close``.
+    Attributes:
+        close: function that is called in place of the transport's ``close``.
     """
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        """Wrap a transport."""
         self._transport = transport
         self.close = close
         self._head = b""
 
     def __getattr__(self, name: str) -> Any:
+        """Return another attribute of the wrapped transport."""
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Hold back the head of an answer, or send a body together with the head before it.
+        """Hold back the head of a response, or send a body together with the head before it.
 
         uvicorn writes the two separately, which would send two packets.
 
         Args:
-            data: a head, which begins with the version of HTTP, or a part of a body.
+            data: a head, which begins with the HTTP version, or a part of a body.
         """
         is_informational = data.startswith(b"HTTP/1.1 1")  # such as 100, which has no body
         if data.startswith(b"HTTP/1.1 ") and not is_informational:
@@ -346,11 +358,11 @@ def bind(host: str, port: int) -> socket.socket:
     """Bind a socket that does not listen yet.
 
     Args:
-        host: name or address to bind.
-        port: port to bind; 0 takes any free one.
+        host: host name or address.
+        port: port; 0 chooses a free one.
 
     Raises:
-        OSError: if the port is taken.
+        OSError: if the port is in use.
     """
     # asyncio disables Nagle's algorithm only for sockets whose protocol is IPPROTO_TCP.
     bound = socket.socket(
@@ -370,31 +382,24 @@ def bind(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """uvicorn server without a log of requests, with the limits of a service.
 
-    After the first SIGTERM it accepts requests for ``grace_seconds``, because a load balancer sends
-    requests until it has noticed. During this time health checks get status 503, and every answer
-    closes its connection. SIGINT and a second signal end the grace period.
-
-    Args:
-        app: application that answers requests.
-        service: service of the application, whose limits apply.
-        ready: function that is called once the server answers.
+    After the first SIGTERM it *drains*: it accepts requests for ``grace_seconds``, because a load
+    balancer sends requests until it notices that health checks get status 503. Every response then
+    closes its connection. A SIGINT or a second signal ends the grace period.
     """
 
     def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
         """Configure uvicorn for a service.
 
         Args:
-            app: application that answers requests.
-            service: service of the application. It learns from the server whether a request is the
-                only one.
-            ready: function that is called once the server answers.
+            app: ASGI application of the service.
+            service: service whose limits apply. Its ``is_only_request`` is set.
+            ready: function that is called once the server accepts requests.
         """
         limits = service.limits
         self._ready = ready
         self._service = service
-        # time.monotonic() at the end of the grace period; in the past while there is none
-        self._grace_ends = -math.inf
-        if _client_logger.level == logging.NOTSET:
+        self._grace_ends = -math.inf  # time.monotonic() at the end of the grace period
+        if _client_logger.level == logging.NOTSET:  # the user has not chosen a level
             _client_logger.setLevel(logging.ERROR)
         protocol: Any = functools.partial(_LimitedProtocol, _ConnectionLimits(service))
         super().__init__(
@@ -406,7 +411,7 @@ class Server(uvicorn.Server):
                 access_log=False,  # queries are private
                 proxy_headers=False,  # addresses of clients are not used
                 server_header=False,
-                backlog=_ACCEPTED,
+                backlog=_ACCEPTED_PER_ITERATION,  # asyncio accepts as many as its backlog
                 timeout_keep_alive=max(1, round(limits.keep_alive_seconds)),
                 timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
             ),
@@ -421,7 +426,7 @@ class Server(uvicorn.Server):
             listening.listen(_BACKLOG)  # more connections may wait than are accepted at once
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin to stop: after the grace period on a first SIGTERM, else immediately."""
+        """Stop after the grace period at a first SIGTERM, and at once at any other signal."""
         if sig == signal.SIGTERM and not self.should_exit:
             self._grace_ends = time.monotonic() + self._service.limits.grace_seconds
         else:
@@ -429,20 +434,17 @@ class Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return whether to stop; uvicorn calls this ten times a second.
+        """Return whether to stop.
 
-        The first call reports that the server is ready. After a signal, the server stops at the end
-        of the grace period, and drains until then.
+        uvicorn calls this ten times per second. After a signal, the server drains until the end of
+        the grace period, and then stops.
 
         Args:
-            counter: number of calls, for uvicorn.
+            counter: number of calls, which uvicorn needs.
         """
-        # Readiness is not reported at the end of `startup`: if a signal arrives before uvicorn's
-        # main loop, it stops without a grace period.
-        if self._ready is not None:
-            self._ready()
-            self._ready = None
-        if not await super().on_tick(counter):
+        self._report_ready_once()
+        signal_received = await super().on_tick(counter)
+        if not signal_received:
             return False
         if time.monotonic() >= self._grace_ends:
             return True
@@ -450,16 +452,26 @@ class Server(uvicorn.Server):
             self._drain()
         return False
 
+    def _report_ready_once(self) -> None:
+        """Report, in the first iteration of uvicorn's main loop, that the server is ready.
+
+        ``startup`` would be too early: a signal that arrives before the main loop stops the server
+        without a grace period.
+        """
+        if self._ready is not None:
+            self._ready()
+            self._ready = None
+
     def _drain(self) -> None:
-        """Let health checks fail, and close each connection after its answers."""
+        """Let health checks fail, and close each connection after its responses."""
         self._service.draining = True
         for connection in self.server_state.connections:
-            connection.close_after_answers()  # type: ignore[union-attr]
+            connection.close_after_responses()  # type: ignore[union-attr]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop after the running requests."""
+        """Stop once the running requests have ended."""
         await super().shutdown(sockets)
-        # uvicorn would raise the signals again, which have been handled.
+        # The signals have been handled. Otherwise uvicorn would raise them again.
         getattr(self, "_captured_signals", []).clear()
 
 
@@ -471,18 +483,19 @@ def run(
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM.
 
-    After SIGTERM, requests are accepted for ``grace_seconds``. Running requests then have
-    ``shutdown_seconds`` to end.
+    SIGINT ends the server at once. After SIGTERM, requests are accepted for ``grace_seconds``. In
+    both cases running requests have ``shutdown_seconds`` to end.
 
     Args:
-        app: application that answers requests.
-        service: service of the application.
-        bound: socket of :func:`bind`.
-        ready: function that is called once the server answers.
+        app: ASGI application of the service.
+        service: service with models and limits. Its ``max_connections`` is lowered if the process
+            may not open so many files.
+        bound: socket that :func:`bind` has returned.
+        ready: function that is called once the server accepts requests.
     """
     service.limits = _limit_to_open_files(service.limits)
     gc.collect()
-    gc.freeze()  # a collection of models and modules takes 0.3 s, in which no request is answered
+    gc.freeze()  # a collection of all models and modules would stop the server for 0.3 s
     try:
         Server(app, service, ready).run([bound])
     finally:
@@ -490,35 +503,26 @@ def run(
 
 
 def _limit_to_open_files(limits: Limits) -> Limits:
-    """Lower ``max_connections`` to the number of files that this process may open.
+    """Lower ``max_connections`` if this process cannot open so many files.
 
-    Each connection is an open file. The process's limit of open files is raised first where the
-    system allows it.
+    Each connection is an open file. The limit on open files is raised first if the system allows
+    it.
 
     Args:
         limits: limits of the service.
 
     Returns:
-        The same limits, or ones with fewer connections, which a warning says.
+        The same limits; or limits with fewer connections, and a warning is logged.
     """
-    soft, hard = _file_limits()
-    # Twice as many, because files of indexes and refused connections are open, too.
-    sufficient = 2 * limits.max_connections + _SPARE_FILES
-    if soft < sufficient:
-        import resource  # not on Windows, which has no such limit
-
-        soft = max(soft, min(sufficient, hard))
-        hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (int(soft), hard_limit))
-    if soft >= sufficient:
+    # Twice as many, because the files of indexes and refused connections are open, too.
+    sufficient_files = 2 * limits.max_connections + _SPARE_FILES
+    if _file_limit() < sufficient_files:
+        _raise_file_limit(sufficient_files)
+    file_limit = _file_limit()
+    if file_limit >= sufficient_files:
         return limits
     n_open = len(list(Path("/dev/fd").iterdir()))
-    n_spare = min(_SPARE_FILES, soft // 4)
-    # A refused connection is closed up to two iterations of the event loop later, and each of the
-    # three iterations accepts a group of connections.
-    n_refused = 3 * _ACCEPTED
-    available = soft - n_open - n_spare - _max_lingering() - n_refused
-    max_connections = max(1, int(available))
+    max_connections = _available_connections(int(file_limit), n_open)
     if max_connections >= limits.max_connections:
         return limits
     _logger.warning(
@@ -526,46 +530,61 @@ def _limit_to_open_files(limits: Limits) -> Limits:
         "and has %d",
         max_connections,
         limits.max_connections,
-        int(soft),
+        int(file_limit),
         n_open,
     )
     return replace(limits, max_connections=max_connections)
 
 
-def _file_limits() -> tuple[float, float]:
-    """Return the soft and the hard limit of files that this process may open.
-
-    The soft limit applies, and may be raised up to the hard one. Infinity means no limit.
-    """
+def _file_limit() -> float:
+    """Return the number of files that this process may open; infinity if there is no limit."""
     try:
-        import resource  # not on Windows
-    except ImportError:
-        return math.inf, math.inf
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = resource.RLIM_INFINITY
-    return (
-        math.inf if soft == unlimited else soft,
-        math.inf if hard == unlimited else hard,
-    )
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return math.inf
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return math.inf if soft_limit == resource.RLIM_INFINITY else soft_limit
 
 
-def _max_lingering() -> int:
-    """Return how many refused connections may stay open for their clients to read the reason."""
-    soft, _ = _file_limits()
-    return int(min(_MAX_LINGERING, soft // 8))
+def _raise_file_limit(n_files: int) -> None:
+    """Raise the limit on open files to `n_files`, or as far as the system allows."""
+    import resource
+
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard_limit != resource.RLIM_INFINITY:
+        n_files = min(n_files, hard_limit)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft_limit, n_files), hard_limit))
+
+
+def _available_connections(file_limit: int, n_open: int) -> int:
+    """Return the number of connections, at least 1, that a limit on open files allows.
+
+    Args:
+        file_limit: largest number of open files of the process.
+        n_open: number of files that are already open.
+    """
+    n_spare = min(_SPARE_FILES, file_limit // _SPARE_SHARE)
+    n_over_limit = _max_lingering(file_limit) + _MAX_REFUSED
+    return max(1, file_limit - n_open - n_spare - n_over_limit)
+
+
+def _max_lingering(file_limit: float) -> int:
+    """Return the largest number of connections that may linger under a limit on open files."""
+    return int(min(_MAX_LINGERING, file_limit // _LINGERING_SHARE))
 
 
 class _FileLimitHandler:
-    """Exception handler of an event loop for connections that found no free file.
+    """Exception handler of an event loop for connections that cannot be opened as files.
 
-    It warns once a minute. asyncio accepts the connections once files are free.
+    It logs a warning once a minute. asyncio accepts the connections as soon as files are closed.
     """
 
     def __init__(self) -> None:
+        """Create a handler that has not logged a warning yet."""
         self._last_warning = -math.inf
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Handle an error of the event loop."""
+        """Handle an error of the event loop: log a warning, or call the default handler."""
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in _OUT_OF_FILES:
             loop.default_exception_handler(context)

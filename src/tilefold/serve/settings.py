@@ -1,4 +1,4 @@
-"""Limits of a service on numbers, sizes and times of requests."""
+"""Limits of a service on the number, size and duration of requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raise ``ValueError`` unless every origin is that of a site, or ``*``."""
+    """Raise ``ValueError`` unless every origin is ``*`` or the origin of a site."""
     for origin in origins:
         if not _ORIGIN.fullmatch(origin):
             raise ArgumentError(
@@ -25,32 +25,34 @@ def check_origins(origins: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a service. The first six are those of text-embeddings-inference, with its defaults.
+    """Limits of a service. The first six have the defaults of text-embeddings-inference.
 
     Attributes:
-        max_concurrent_requests: inputs (texts, not HTTP requests) that are encoded or wait; further
-            ones get status 429.
-        max_batch_tokens: tokens of a batch, padding included.
-        max_client_batch_size: inputs of a request.
-        payload_limit: bytes of a body.
-        auto_truncate: whether inputs that are too long are truncated if a request does not say;
-            otherwise they are refused.
-        cached_queries: number of latest queries whose answers are cached.
-        tokenization_workers: threads that count tokens and write answers; ``/tokenize`` and
-            ``/decode`` have as many of their own.
-        max_hits: documents that a search may ask for.
-        max_connections: open connections; further ones get status 429 and are closed.
+        max_concurrent_requests: largest number of inputs (texts, not HTTP requests) that are
+            encoded or wait. A request over the limit gets status 429.
+        max_batch_tokens: largest number of tokens of a batch, padding included.
+        max_client_batch_size: largest number of inputs of a request.
+        payload_limit: largest number of bytes of a body.
+        auto_truncate: whether inputs that are too long are truncated, rather than refused, if a
+            request does not choose.
+        cached_queries: number of the latest queries whose encoding is cached.
+        tokenization_workers: number of threads that count tokens and serialize responses. The same
+            number of other threads serves ``/tokenize`` and ``/decode``.
+        max_hits: largest number of documents that a search may ask for.
+        max_connections: largest number of open connections. A connection over the limit gets
+            status 429 and is closed.
         header_seconds: time for the head of a request, from its first byte or from the opening of
             the connection.
-        body_seconds: time for the body of a request, and for a client to read more of an answer.
+        body_seconds: time for the body of a request, and for a client to read more of a response.
         keep_alive_seconds: time after which an idle connection is closed.
         grace_seconds: time after SIGTERM in which requests are still accepted, but health checks
             get status 503.
-        shutdown_seconds: time for running requests, once no more are accepted.
+        shutdown_seconds: time for running requests to end, once no more are accepted.
 
     Raises:
-        ValueError: a value below 1 (times: not above 0; ``cached_queries`` and ``grace_seconds``:
-            below 0), or more inputs in a request than there may be at once.
+        ValueError: if a number is below 1 or a time is not above 0, except that ``cached_queries``
+            and ``grace_seconds`` may be 0; or if a request may have more inputs than may be encoded
+            or wait.
     """
 
     max_concurrent_requests: int = 512
@@ -76,12 +78,12 @@ class Limits:
             raise ArgumentError(
                 "max_client_batch_size",
                 f"expected at most max_concurrent_requests ({self.max_concurrent_requests}), got "
-                f"{self.max_client_batch_size}: such a request would never be taken.",
+                f"{self.max_client_batch_size}: such a request would always be refused.",
             )
 
 
 def _check_limit(name: str, value: float) -> None:
-    """Raise ``ValueError`` for a limit that is too low, or a time that is not finite."""
+    """Raise ``ValueError`` if a limit is too low, or a time is not finite."""
     may_be_zero = name in _MAY_BE_ZERO
     if name.endswith("_seconds"):
         if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
