@@ -365,7 +365,7 @@ def unpack_capacity_rows(
 def _row_beginnings(rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Concatenate the first ``sizes[i]`` entries of each row ``i`` of a CPU matrix.
 
-    numpy does it, since torch would start threads that compete with the tokenizer's.
+    numpy is used because torch would start threads, which compete with those of the tokenizer.
     """
     # numpy has no bfloat16: the entries are copied as integers of the same size.
     integer_types = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -399,7 +399,8 @@ def concatenate_rows(batches: Sequence[Batch], total: int) -> tuple[Tensor, Tens
     offsets = offsets_of(counts.numpy())
     if np.array_equal(texts, np.arange(total)):
         return torch.from_numpy(offsets), columns, values
-    # Row i of the batches is the row of text `texts[i]`, so that of text j is `argsort(texts)[j]`.
+    # Row i of the batches belongs to text `texts[i]`. The inverse permutation has the row of each
+    # text.
     row_of_text = np.argsort(texts)
     text_counts = counts.numpy()[row_of_text]
     text_offsets = offsets_of(text_counts)
@@ -454,8 +455,7 @@ def repeat_interleave(
         The repeated values, ``[sum(counts)]``.
     """
     if device is None or device.type == "cpu":
-        # numpy computes it, since torch wakes all threads for a few rows, which can take
-        # milliseconds.
+        # torch would wake all threads even for a few rows, which can take milliseconds.
         return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
     # One copy to the device instead of two.
     stacked = np.stack([values.numpy(), counts.numpy()])

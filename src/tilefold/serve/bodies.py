@@ -262,8 +262,8 @@ class Decode(Body):
 class Rerank(Cut):
     """Body of ``/rerank``.
 
-    It has ``texts`` in the form of text-embeddings-inference, and ``documents`` in that of Cohere,
-    Jina and vLLM.
+    ``texts`` selects the response format of text-embeddings-inference, and ``documents`` the
+    format of Cohere, Jina and vLLM.
     """
 
     query: str

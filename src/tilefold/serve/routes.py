@@ -194,7 +194,7 @@ class Routes:
                 key = model.batch_key(options.side, options.prompt_name)
                 has_prompt = options.prompt_name is not None and model.prompt(key) != ""
                 # A large request would block the event loop for long.
-                inputs = await service.run_in_helper(
+                inputs = await service.run_in_thread(
                     _decode_or_check_token_ids,
                     model.tokenizer,
                     inputs,
@@ -430,7 +430,7 @@ class Routes:
         options = self._options(body.parameters or bodies.Encoded())
         outcome = await self._encode(kind, [body.inputs.source_sentence, *sentences], options)
         source, *others = outcome.rows
-        similarities = await self.service.run_in_helper(cosines, source, others)
+        similarities = await self.service.run_in_thread(cosines, source, others)
         return self._record_and_respond(bodies.to_json(similarities), outcome, kind)
 
     async def predict(self, body: bodies.Predict, request: Request) -> Response:

@@ -213,7 +213,7 @@ class _SearchRoutes:
                 "this server shows no documents: start it with --data",
                 status=404,
             )
-        document = await self.service.run_in_helper(self.searchable.documents.get, document_id)
+        document = await self.service.run_in_thread(self.searchable.documents.get, document_id)
         if document is None:
             raise ServeError("Validation", f"there is no document {document_id!r}", status=404)
         answer = {
@@ -326,7 +326,7 @@ class _SearchRoutes:
             if body.columns:  # the page shows the ranking of each method in a column
                 runs_by_method = await self._rank_by_each_method(body, request, vector)
                 stopwatch.end_stage("columns")
-            content = await service.run_in_helper(
+            content = await service.run_in_thread(
                 self._render,
                 body,
                 ranking,
@@ -457,7 +457,7 @@ class _SearchRoutes:
             raise invalid(
                 f"`rerank.depth` expected at most {self._max_encoded}, got {reranking.depth}",
             )
-        text_of_id = await service.run_in_helper(
+        text_of_id = await service.run_in_thread(
             self.searchable.searcher.rerank_texts,
             ranking,
             reranking,

@@ -32,8 +32,8 @@ T = TypeVar("T")
 Input = str | tuple[int, ...]
 """A text, or token ids."""
 Pool = Literal["helpers", "tokenizers"]
-"""Threads of the service. The tokenizers are those of ``/tokenize`` and ``/decode``, whose texts
-may be long, and must not delay the requests that only need their tokens counted."""
+"""Name of a thread pool. ``/tokenize`` and ``/decode`` use the tokenizers, so that their long texts
+do not delay other requests, whose tokens are counted by the helpers."""
 truncation_counts: ContextVar[list[int] | None] = ContextVar(
     "tilefold_truncation_counts",
     default=None,
@@ -44,8 +44,8 @@ It is ``None`` if the response does not report them."""
 
 # Batch key of payloads that are functions.
 _FUNCTION_KEY = "call"
-# Of an input, at most so many characters are read per token of the model's limit. The number is
-# that of text-embeddings-inference.
+# Number of characters of an input that are read for each token of the model's limit, like
+# text-embeddings-inference.
 _CHARACTERS_PER_TOKEN = 250
 # Largest number of tokens of a query, for a server without a model.
 _DEFAULT_MAX_LENGTH = 512
@@ -397,7 +397,7 @@ class Service:
             )
         return next(iter(self.models.values()))
 
-    async def run_in_helper(
+    async def run_in_thread(
         self,
         function: Callable[..., T],
         *arguments: Any,
@@ -439,7 +439,7 @@ class Service:
         """
         results: list[R] = []
         for portion in _portions(items, size):
-            results += await self.run_in_helper(function, portion, pool=pool)
+            results += await self.run_in_thread(function, portion, pool=pool)
         return results
 
     async def map_items(
@@ -464,8 +464,9 @@ class Service:
     async def run_search(self, search: Callable[..., T], *arguments: Any) -> T:
         """Run a search in a new thread.
 
-        A search may be slow, if the index is on a server, and must not block other requests or the
-        end of the process: the thread is a daemon thread. Their number is limited.
+        A search may be slow if the index is on a server, and must not block other requests. The
+        thread is a daemon thread, so that it does not block the end of the process either. A
+        semaphore limits the number of these threads.
 
         Args:
             search: function that searches.
