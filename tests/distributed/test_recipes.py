@@ -30,7 +30,7 @@ from tests.distributed.ranks import Rank, Ranks
 from tests.processes import ROOT
 from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tilefold._internal.files import LOCK
-from tilefold.distributed.world import KEPT
+from tilefold.distributed.world import RESUME_HINT
 from tilefold.recipes import ColbertRecipe, get_recipe, train
 from tilefold.recipes._run import newest_step
 from tilefold.recipes._watch import Watcher
@@ -296,7 +296,7 @@ def test_a_killed_rank_ends_the_others_and_one_process_resumes(
     two_ranks.close()
     assert error == "RankError"
     assert message.startswith(f"rank {other_rank}: another rank ended, or")
-    assert KEPT in message
+    assert RESUME_HINT in message
     assert newest_step(output) == 4
     assert not output.exists()
     train(recipe, small_collection(), tmp_path / "one")

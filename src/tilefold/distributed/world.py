@@ -11,7 +11,7 @@ from tilefold.distributed.errors import RankError
 
 T = TypeVar("T")
 _MAX_REASON_LENGTH = 200  # characters of a message of torch in our error
-_RESUME_HINT = "Checkpoints are kept: run the same again, with any number of ranks, to go on."
+RESUME_HINT = "Checkpoints are kept: run the same again, with any number of ranks, to go on."
 # What torch's messages contain if another rank does not answer.
 _LOST_RANK = re.compile(r"gloo|nccl|connection|broken pipe|timed? ?out|socket", re.IGNORECASE)
 
@@ -149,5 +149,5 @@ class World:
             reason = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
             raise RankError(
                 f"rank {self.rank}: another rank ended, or does not answer ({reason}). "
-                f"{_RESUME_HINT}",
+                f"{RESUME_HINT}",
             ) from error

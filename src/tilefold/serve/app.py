@@ -165,7 +165,9 @@ def _post_endpoints(prefix: str, router: APIRouter) -> dict[str, Endpoint]:
     return {
         prefix + route.path: route.endpoint
         for route in router.routes
-        if isinstance(route, APIRoute) and "POST" in route.methods and not route.param_convertors
+        if isinstance(route, APIRoute)
+        and route.methods == {"POST"}
+        and not route.param_convertors
     }
 
 
