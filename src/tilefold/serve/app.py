@@ -165,9 +165,7 @@ def _post_endpoints(prefix: str, router: APIRouter) -> dict[str, Endpoint]:
     return {
         prefix + route.path: route.endpoint
         for route in router.routes
-        if isinstance(route, APIRoute)
-        and route.methods == {"POST"}
-        and not route.param_convertors
+        if isinstance(route, APIRoute) and route.methods == {"POST"} and not route.param_convertors
     }
 
 
