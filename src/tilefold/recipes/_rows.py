@@ -231,8 +231,8 @@ class PairsWithNegatives:
 
         Args:
             pairs: all P pairs of a query and a relevant document.
-            rows: R mined rows, one for each query and document. The rows of one query, from
-                ``rows.offsets[group]`` to ``rows.offsets[group + 1]``, are called a group below.
+            rows: mined rows, one for each query and document. The rows of one query are called a
+                group below.
             positions: position ``[D]`` in the collection of each document of `rows`.
             scored: whether a pair needs a teacher's score of its relevant document.
 
@@ -241,22 +241,17 @@ class PairsWithNegatives:
                 collection.
         """
         group_of_query = {query_id: group for group, query_id in enumerate(rows.queries)}
-        # the group of each pair's query, or -1 if the query was not mined
+        # number of the group of each pair's query, or -1 if the query was not mined
         groups = np.array([group_of_query.get(name, -1) for name in pairs.query_ids], np.int64)
         positive_rows = _find_positive_rows(rows, groups, positions, pairs.documents)
         _check_relevant(rows, groups, positive_rows)
-        is_negative = ~rows.relevant
-        # The rows may not mark a document as relevant that is relevant in the collection.
-        is_negative[positive_rows[positive_rows >= 0]] = False
-        # number of negatives in all rows before the first row of each group
-        n_negatives_before = np.append(0, np.cumsum(is_negative))[rows.offsets]
-        n_negatives_of_group = np.diff(n_negatives_before)
-        # Group -1 reads the last element, which is the appended 0: no negatives.
-        n_negatives = np.append(n_negatives_of_group, 0)[groups]
-        usable = n_negatives > 0
+        negatives = _find_negatives(rows, positive_rows)
+        # Group -1 reads the last element, which is the appended 0: it has no negatives.
+        n_negatives = np.append(negatives.counts, 0)[groups]
+        is_usable = n_negatives > 0
         if scored:
-            usable &= positive_rows >= 0
-        usable_pairs = np.flatnonzero(usable)
+            is_usable &= positive_rows >= 0
+        usable_pairs = np.flatnonzero(is_usable)
         self.pairs = Pairs(
             [pairs.query_ids[pair] for pair in usable_pairs],
             pairs.queries[usable_pairs],
@@ -266,9 +261,9 @@ class PairsWithNegatives:
         self._document_of_row = rows.document_positions
         self._scores = rows.target if scored else None
         self._positive_rows = positive_rows[usable_pairs]
-        self._negative_rows = np.flatnonzero(is_negative)
+        self._negative_rows = negatives.rows
         # index in `_negative_rows` of the first negative of each pair's query
-        self._first_negative = n_negatives_before[groups[usable_pairs]]
+        self._first_negative = negatives.first[groups[usable_pairs]]
         self._n_negatives = n_negatives[usable_pairs]
 
     def columns(self, n_negatives: int, n_draws: int, seed: int) -> dict[str, npt.NDArray[Any]]:
@@ -302,6 +297,35 @@ class PairsWithNegatives:
             rows = np.column_stack([self._positive_rows[pairs], negative_rows])
             columns["label"] = self._scores[rows]
         return columns
+
+
+class _Negatives(NamedTuple):
+    """The negatives among mined rows, in the order of the rows.
+
+    Attributes:
+        rows: numbers of the rows with negatives.
+        first: index in `rows` of the first negative of each query, ``[Q]``.
+        counts: number of negatives of each query, ``[Q]``.
+    """
+
+    rows: Positions
+    first: Positions
+    counts: Positions
+
+
+def _find_negatives(rows: TrainingRows, positive_rows: Positions) -> _Negatives:
+    """Find the negatives of each query among its mined rows.
+
+    Args:
+        rows: mined rows of Q queries. Rows that are not marked as relevant are negatives.
+        positive_rows: row ``[P]`` with the relevant document of each training pair, or -1. These
+            rows are not negatives, even if they are not marked as relevant.
+    """
+    is_negative = ~rows.relevant
+    is_negative[positive_rows[positive_rows >= 0]] = False
+    # number of negatives before the first row of each query, and in all rows
+    n_before = np.append(0, np.cumsum(is_negative))[rows.offsets]
+    return _Negatives(np.flatnonzero(is_negative), n_before[:-1], np.diff(n_before))
 
 
 def _check_relevant(rows: TrainingRows, groups: Positions, positive_rows: Positions) -> None:

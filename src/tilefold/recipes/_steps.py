@@ -14,7 +14,7 @@ from tilefold.recipes._rows import Column, Examples
 from tilefold.recipes._settings import TrainingSettings
 
 if TYPE_CHECKING:
-    from tilefold.recipes._training import Recipe
+    from tilefold.recipes._training import Recipe, TrainResult
 
 FEW_STEPS = 20  # fewer steps hardly change a model
 
@@ -268,7 +268,7 @@ def step_warnings(
     return tuple(warnings)
 
 
-def describe_steps(result: Any) -> str:
+def describe_steps(result: TrainResult) -> str:
     """Describe how many steps a :class:`TrainResult` has, and how many pairs were in them."""
     steps = count_of(result.steps, "step")
     if not result.pairs:
@@ -277,7 +277,7 @@ def describe_steps(result: Any) -> str:
     return f"{steps} of {pairs} pairs, {result.trained_pairs:,} in all"
 
 
-def describe_negatives(result: Any) -> str:
+def describe_negatives(result: TrainResult) -> str:
     """Describe the number of negatives of a query in the steps of a :class:`TrainResult`."""
     if result.negatives is None:
         return ""

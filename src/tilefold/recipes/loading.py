@@ -85,7 +85,9 @@ def saved_kind(name_or_path: str) -> str:
 
 
 def check_masked_lm(name_or_path: str) -> None:
-    """Raise an error for a model without a masked-LM head, which transformers would initialize.
+    """Raise an error if a model has no masked-LM head.
+
+    transformers would initialize the missing head randomly.
 
     Args:
         name_or_path: a folder or a Hugging Face name. A model without ``config.json`` is not
