@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tilefold._version import __version__
 from tilefold.recipes._steps import describe_negatives, describe_steps
-
-if TYPE_CHECKING:
-    from tilefold.recipes._training import Recipe, TrainResult
 
 TRAINING_HEADING = "## Training Details"
 """Heading in the card of sentence-transformers before which the section is inserted."""
@@ -28,8 +25,8 @@ print(model.similarity(queries, documents))
 
 
 def describe(
-    recipe: Recipe,
-    result: TrainResult,
+    recipe: Any,
+    result: Any,
     data: str,
     n_pairs: int,
     history: Sequence[Mapping[str, float]],
@@ -41,8 +38,8 @@ def describe(
     the warnings of the run.
 
     Args:
-        recipe: the recipe.
-        result: result of the training.
+        recipe: the :class:`Recipe`.
+        result: the :class:`TrainResult`.
         data: name of the collection.
         n_pairs: number of training pairs.
         history: rows of the run's log, each a mapping from names to values.
@@ -71,8 +68,8 @@ def describe(
 
 
 def _summary_table(
-    recipe: Recipe,
-    result: TrainResult,
+    recipe: Any,
+    result: Any,
     data: str,
     n_pairs: int,
     history: Sequence[Mapping[str, float]],
@@ -83,8 +80,8 @@ def _summary_table(
     Rows without a value are left out.
 
     Args:
-        recipe: the recipe.
-        result: result of the training.
+        recipe: the :class:`Recipe`.
+        result: the :class:`TrainResult`.
         data: name of the collection.
         n_pairs: number of training pairs.
         history: rows of the run's log.
@@ -140,7 +137,7 @@ def _describe_active_terms(row: Mapping[str, float]) -> str:
     )
 
 
-def _describe_evaluations(result: TrainResult) -> str:
+def _describe_evaluations(result: Any) -> str:
     """Describe the evaluations of a :class:`TrainResult`, and mark the saved step."""
     texts = []
     for row in result.evaluations:
@@ -149,7 +146,7 @@ def _describe_evaluations(result: TrainResult) -> str:
     return ", ".join(texts)
 
 
-def _settings_section(recipe: Recipe) -> str:
+def _settings_section(recipe: Any) -> str:
     """Return the settings of a recipe that differ from the defaults of its class, as JSON."""
     defaults = type(recipe)().to_dict()
     settings = {name: value for name, value in recipe.to_dict().items() if value != defaults[name]}
@@ -159,7 +156,7 @@ def _settings_section(recipe: Recipe) -> str:
     )
 
 
-def _describe_trained_weights(result: TrainResult) -> str:
+def _describe_trained_weights(result: Any) -> str:
     """Describe how many weights were trained; empty if a :class:`TrainResult` has no number."""
     if result.trained_weights is None:
         return ""

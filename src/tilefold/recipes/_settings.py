@@ -266,6 +266,11 @@ class TrainingSettings(Settings):
                 "expected one of them, got both; mini-batches run without graphs.",
             )
 
+    @property
+    def distinct_texts(self) -> bool:
+        """Whether a text may occur only once in a batch, because of in-batch negatives."""
+        return True
+
     def _check_attention(self) -> None:
         """Raise an error for options of entmax if the attention is not entmax."""
         for name in ("alpha", "anneal_alpha"):

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.recipes._rows import Column, Examples
 from tilefold.recipes._settings import TrainingSettings
-
-if TYPE_CHECKING:
-    from tilefold.recipes._training import Recipe, TrainResult
 
 FEW_STEPS = 20  # fewer steps hardly change a model
 
@@ -137,7 +134,7 @@ def _max_full_batches(counts: Any, n_rows: int, batch_size: int) -> int:
 
 
 def check_batches(
-    recipe: Recipe,
+    recipe: TrainingSettings,
     examples: Examples,
     *,
     ranks: int,
@@ -268,7 +265,7 @@ def step_warnings(
     return tuple(warnings)
 
 
-def describe_steps(result: TrainResult) -> str:
+def describe_steps(result: Any) -> str:
     """Describe how many steps a :class:`TrainResult` has, and how many pairs were in them."""
     steps = count_of(result.steps, "step")
     if not result.pairs:
@@ -277,7 +274,7 @@ def describe_steps(result: TrainResult) -> str:
     return f"{steps} of {pairs} pairs, {result.trained_pairs:,} in all"
 
 
-def describe_negatives(result: TrainResult) -> str:
+def describe_negatives(result: Any) -> str:
     """Describe the number of negatives of a query in the steps of a :class:`TrainResult`."""
     if result.negatives is None:
         return ""

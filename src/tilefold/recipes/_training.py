@@ -166,11 +166,6 @@ class Recipe(TrainingSettings):
         """
         return []
 
-    @property
-    def distinct_texts(self) -> bool:
-        """Whether a text may occur only once in a batch, because of in-batch negatives."""
-        return True
-
     def negatives_among(self, pairs: int) -> int:
         """Return the number of negatives of each query in a step with this many pairs."""
         return pairs - 1

@@ -60,7 +60,7 @@ REMEDY = (
 
 
 class _SaveRequest(IntEnum):
-    """What rank 0 requests after a step. The highest request of all ranks applies."""
+    """Request of rank 0 after a step. The highest request of all ranks applies."""
 
     NONE = 0
     SAVE = 1
