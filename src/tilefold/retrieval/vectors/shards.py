@@ -973,6 +973,6 @@ def shard_file(folder: Path, shard: Json, *, verify: bool = True) -> Path:
         folder,
         name=str(shard["file"]),
         digest=shard["sha256"] if verify else None,
-        manifest="the manifest",
+        listed_in="the manifest",
         remedy=REMEDY,
     )
