@@ -14,13 +14,13 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def table() -> list[str]:
-    """The lines of the table: claims that have committed results."""
+    """Return the lines of a table of the claims that have committed results."""
     rows = {
         claim: read_rows(RESULTS / claim.device / f"{claim.file}.csv")
         for claim in CLAIMS
         if claim.device != "cpu"
     }
-    return claims.table(judge(claim, found) for claim, found in rows.items())
+    return claims.table(judge(claim, results) for claim, results in rows.items())
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def subset(
         collection: a collection with a training and an evaluation split.
         n_documents: the largest number of documents.
         n_queries: the largest number of evaluation queries.
-        seed: of the random choice.
+        seed: the seed of the random choice.
     """
     split = evaluation_split(collection)
     generator = random.Random(seed)  # noqa: S311 - a reproducible sample, no secret

@@ -57,16 +57,16 @@ class Comparison:
     """A row of the results: one phase of one implementation, or an error.
 
     Attributes:
-        op: name of the operator.
-        case: name of the case.
-        impl: name of the implementation.
+        op: the name of the operator.
+        case: the name of the case.
+        impl: the name of the implementation.
         phase: one of :data:`PHASES`.
         before_ms: median over the rounds, of the checkout BEFORE.
         after_ms: median over the rounds, of the checkout AFTER.
         ratio: ``after_ms / before_ms``.
         ratio_p20: 20th percentile of the ratios of single rounds.
         ratio_p80: 80th percentile of them.
-        rounds: number of turns of each checkout.
+        rounds: the number of turns of each checkout.
         note: the error of a failed check. The row then has no times.
     """
 
@@ -173,7 +173,7 @@ class CheckoutProcess:
 
     Args:
         checkout: root of the checkout.
-        packages: folder of packages that the process imports before installed ones, or None.
+        packages: the folder of packages that the process imports before installed ones, or None.
         device: ``"cuda"`` or ``"cpu"``.
     """
 
@@ -223,10 +223,10 @@ def compare_case(
 
     Args:
         sides: the processes of the two checkouts, before and after.
-        op: name of the operator.
-        case: name of the case.
+        op: the name of the operator.
+        case: the name of the case.
         rounds: turns of each checkout.
-        seconds: time to spend on a turn.
+        seconds: the time to spend on a turn.
 
     Returns:
         A row for each failed check, then one for each implementation and phase.
@@ -280,8 +280,8 @@ def compare_times(
 
     Args:
         row: a row that only names what was measured.
-        before_ms: median of each round of the checkout BEFORE.
-        after_ms: median of each round of the checkout AFTER.
+        before_ms: the median of each round of the checkout BEFORE.
+        after_ms: the median of each round of the checkout AFTER.
     """
     ratios = [after / before for before, after in zip(before_ms, after_ms, strict=True)]
     ratio_p20, _, _, ratio_p80 = statistics.quantiles(ratios, n=5, method="inclusive")
@@ -343,7 +343,7 @@ class BuiltCase:
     """The calls of a case that passed their check.
 
     Attributes:
-        runs: calls to time, by the name of the implementation and the phase.
+        runs: the calls to time, by the name of the implementation and the phase.
         failed: a line for each failed check or error.
     """
 
@@ -403,7 +403,7 @@ def build_case(spec: Any, case_name: str, device: Any) -> BuiltCase:
 
     Args:
         spec: the operator's benchmark in this checkout.
-        case_name: name of the case.
+        case_name: the name of the case.
         device: the torch device.
     """
     case = next(case for case in spec.cases if case.name == case_name)

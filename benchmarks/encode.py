@@ -128,7 +128,7 @@ class PreparedBatches:
 
     Attributes:
         batches: the features of each batch.
-        tokens: number of tokens of all texts.
+        tokens: the number of tokens of all texts.
         note: a remark for the results.
     """
 
@@ -221,9 +221,9 @@ class Clock:
         """Time a way of encoding.
 
         Args:
-            name: of the way.
-            run: encodes the documents.
-            texts: number of documents.
+            name: the name of the way.
+            run: a function that encodes the documents.
+            texts: the number of documents.
             warm: on a GPU, whether to run once before, and to count the faster of two runs.
 
         Returns:
@@ -331,8 +331,8 @@ def _time_tilefold(
         clock: has timed the stock encoder and the floors.
         model: an accelerated SparseEncoder.
         texts: texts by id.
-        truth: checks the vectors that are written.
-        folder: for the vectors.
+        truth: the exact vectors, which check the written ones.
+        folder: the folder for the vectors.
 
     Yields:
         The rows. All carry the result of the gate.

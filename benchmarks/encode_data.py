@@ -57,14 +57,14 @@ def _case(
     """Return a case of the encoding benchmark.
 
     Args:
-        name: of the case.
-        device: type of the device.
+        name: the name of the case.
+        device: the type of the device.
         dtype: dtype of the model.
         hidden: hidden size of the BERT model.
         layers: its layers.
-        vocab: size of its vocabulary.
-        texts: number of documents for tilefold.
-        stock_texts: number of documents for the stock encoder, which is slower.
+        vocab: the size of its vocabulary.
+        texts: the number of documents for tilefold.
+        stock_texts: the number of documents for the stock encoder, which is slower.
         stock_batch: batch size of the stock encoder.
         heads: attention heads of the model.
         quick: whether `--quick` runs it.
@@ -175,7 +175,7 @@ def make_model(case: JobCase, texts: list[str], folder: Path, device: torch.devi
         texts: its decoder's bias is chosen on the first of these.
         folder: an empty folder for the model's files. It keeps the model in fp32, with the bias
             that it had before.
-        device: of the model.
+        device: the device of the model.
 
     Returns:
         The model in the dtype of the case.

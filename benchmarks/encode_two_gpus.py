@@ -65,8 +65,8 @@ def measure(options: argparse.Namespace, rank: int) -> int:
     """Encode in turns with one rank and with all.
 
     Args:
-        options: options of the command line.
-        rank: number of this process.
+        options: the options of the command line.
+        rank: the number of this process.
 
     Returns:
         The exit code: 1 if files differ.
@@ -116,10 +116,10 @@ def measure(options: argparse.Namespace, rank: int) -> int:
 
 
 class ProgressLog:
-    """Prints on rank 0 what is done, and after how many seconds.
+    """Prints progress messages with the elapsed seconds, on rank 0.
 
     Args:
-        rank: number of this process.
+        rank: the number of this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -127,7 +127,7 @@ class ProgressLog:
         self.start = time.perf_counter()
 
     def print(self, message: str) -> None:
-        """Print a message to stderr."""
+        """Print a message on stderr, on rank 0."""
         if self.rank == 0:
             seconds = time.perf_counter() - self.start
             print(f"{seconds:5.1f} s: {message}", file=sys.stderr, flush=True)
@@ -156,11 +156,11 @@ def load_model(
     """Make the model on rank 0, and load it on all ranks with the same weights.
 
     Args:
-        options: options of the command line.
+        options: the options of the command line.
         texts: the decoder's bias is chosen on the first of these.
-        folder: for the model's files, which does not exist.
+        folder: the folder for the model's files, which does not exist.
         device: the torch device of this rank.
-        rank: number of this process.
+        rank: the number of this process.
 
     Returns:
         The accelerated model.
@@ -203,7 +203,7 @@ def time_encoding(model: Any, texts: Mapping[str, str], folder: Path, group: obj
     Args:
         model: the model.
         texts: texts by id.
-        folder: for the vectors.
+        folder: the folder for the vectors.
         group: ``"world"`` to divide the texts among all ranks, None to encode them here.
     """
     from tilefold.retrieval import encode_collection
@@ -241,10 +241,10 @@ def report(
     """Print and write the rows, if all files are equal.
 
     Args:
-        options: options of the command line.
-        one_seconds: times with one device.
-        all_seconds: times with all devices.
-        busy: share of the time that each GPU is busy.
+        options: the options of the command line.
+        one_seconds: the times with one device.
+        all_seconds: the times with all devices.
+        busy: the share of the time that each GPU is busy.
         folders: the vectors of all turns.
 
     Returns:

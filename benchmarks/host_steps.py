@@ -48,7 +48,7 @@ TENSOR_MAP_BYTES = 128
 
 @dataclass(frozen=True, order=True)
 class CallCounts:
-    """What a call enters.
+    """The functions and operations that a call enters.
 
     Attributes:
         python_calls: functions of Python, with repetitions.
@@ -117,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def replace_gpu() -> None:
-    """Replace what needs a GPU, so that calls with CPU tensors take the path of a GPU.
+    """Replace the functions that need a GPU, so that calls with CPU tensors take its path.
 
     Kernels are neither compiled nor run. Everything up to the C function that launches them stays.
     """
@@ -189,8 +189,8 @@ def fewest_microseconds(call: host_time.Call, n_calls: int, n_samples: int) -> f
 
     Args:
         call: the call.
-        n_calls: calls per sample.
-        n_samples: number of samples.
+        n_calls: the calls per sample.
+        n_samples: the number of samples.
     """
     samples = []
     gc.collect()
@@ -211,7 +211,7 @@ def count_calls(call: host_time.Call, within: str | None = None) -> CallCounts:
 
     Args:
         call: the call.
-        within: name of the method of an operator to which ``functions`` and ``files`` are
+        within: the name of the method of an operator to which ``functions`` and ``files`` are
             restricted. None counts those of the whole call.
 
     Returns:

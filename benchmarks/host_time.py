@@ -56,14 +56,14 @@ class HostRow:
     """A row of the results.
 
     Attributes:
-        call: name of the call.
+        call: the name of the call.
         p20_us: 20th percentile of the samples, in microseconds per call.
-        median_us: median of the samples.
+        median_us: the median of the samples.
         p80_us: 80th percentile of the samples.
-        yardstick_us: median of the yardstick.
-        ratio: median of the ratios of a sample and the yardstick's sample after it.
-        calls: calls per sample.
-        samples: number of samples.
+        yardstick_us: the median of the yardstick.
+        ratio: the median of the ratios of a sample and the yardstick's sample after it.
+        calls: the calls per sample.
+        samples: the number of samples.
         note: the error of a call that failed. It then has no times.
     """
 
@@ -152,11 +152,11 @@ def time_call(
     """Time a call and its yardstick in turns, and print the row.
 
     Args:
-        name: name of the call.
-        prepare: creates the inputs and returns the call.
+        name: the name of the call.
+        prepare: a function that creates the inputs and returns the call.
         yardstick: the call to compare with.
-        calls: calls per sample.
-        samples: number of samples.
+        calls: the calls per sample.
+        samples: the number of samples.
 
     Returns:
         The row, which has a note in place of times if the call raised an error.
@@ -198,8 +198,8 @@ def sample_in_turns(
 
     Args:
         functions: the calls to measure. They take turns.
-        calls: calls per sample.
-        samples: number of samples of each.
+        calls: the calls per sample.
+        samples: the number of samples of each.
 
     Returns:
         Microseconds per call of each sample, for each function.
@@ -265,11 +265,11 @@ class MaxSimCase:
     """A call of ``maxsim``.
 
     Attributes:
-        name: what distinguishes it.
-        queries: shape of the queries.
-        documents: shape of the documents.
-        query_mask: shape of a mask that keeps all query tokens, or None.
-        document_mask: shape of a mask that keeps all document tokens, or None.
+        name: the name of the case.
+        queries: the shape of the queries.
+        documents: the shape of the documents.
+        query_mask: the shape of a mask that keeps all query tokens, or None.
+        document_mask: the shape of a mask that keeps all document tokens, or None.
         packed_queries: number and length of packed queries, or None.
         packed_documents: number and length of packed documents, or None.
         options: further keyword arguments.
@@ -310,7 +310,7 @@ class TokenCase:
     """A call of ``lsr_head`` or ``token_scatter`` with two texts of 16 tokens.
 
     Attributes:
-        suffix: end of the name of the call.
+        suffix: the end of the name of the call.
         masked: whether the texts have a mask, which keeps all tokens.
         packed: whether the texts are packed.
         options: further keyword arguments.
@@ -390,7 +390,7 @@ class _EmptyFunction(torch.autograd.Function):
 
 
 def _empty_function() -> Call:
-    """Prepare the yardstick of training: what autograd itself takes."""
+    """Prepare the yardstick of training: an autograd function that does nothing."""
     queries = _normal((2, 32, 128), training=True)
     documents = _normal((4, 64, 128), training=True)
     return _call(True, _EmptyFunction.apply, queries, documents)

@@ -53,9 +53,9 @@ class JobOptions:
 
     Attributes:
         device: the device to measure.
-        impls: names of the implementations to measure. None measures all.
+        impls: the names of the implementations to measure. None measures all.
         quick: whether to use the smallest sizes.
-        tokenizer: folder of a tokenizer for models with a large vocabulary, or None.
+        tokenizer: the folder of a tokenizer for models with a large vocabulary, or None.
     """
 
     device: torch.device
@@ -69,12 +69,12 @@ class Job:
     """A job: its cases, and the function that measures one.
 
     Attributes:
-        name: of the job, and of its results file.
+        name: the name of the job, and of its results file.
         cases: its settings.
-        key: columns that identify a row of the results.
-        shown: columns that are printed.
-        run: yields rows as they are measured. ``row["gate"]`` is ``"ok"``, or the reason why the
-            check failed. The row then has no times, and the command exits with 1.
+        key: the columns that identify a row of the results.
+        shown: the columns that are printed.
+        run: a function that yields rows as they are measured. ``row["gate"]`` is ``"ok"``, or the
+            reason why the check failed. The row then has no times, and the command exits with 1.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Job:
         """Return the cases to run.
 
         Args:
-            names: names of the cases. Without names, the cases of the device are run.
-            device: type of the device.
+            names: the names of the cases. Without names, the cases of the device are run.
+            device: the type of the device.
             quick: whether to leave out cases that are not quick, if there are no names.
 
         Raises:
-            ValueError: for a name that no case has.
+            ValueError: if no case has one of the names.
         """
         if not names:
             return [
@@ -107,13 +107,13 @@ class Job:
 
 @dataclass(frozen=True)
 class SearchMethod:
-    """A way to search a collection, which is timed in turns with others.
+    """A search of a collection, which is timed in turns with other searches.
 
     Attributes:
-        run: searches once.
-        queries: number of queries of a call.
-        stored_bytes: size of the collection.
-        read_bytes: bytes of the collection that a call reads. 0 if they are not known.
+        run: a function that searches once.
+        queries: the number of queries of a call.
+        stored_bytes: the size of the collection.
+        read_bytes: the bytes of the collection that a call reads. 0 if they are not known.
         goal: the value that a GPU should reach, for the table.
         gate: ``"ok"``, or the reason why the results are wrong.
     """
@@ -135,8 +135,8 @@ class SearchMethod:
         """Return the row of the results.
 
         Args:
-            name: name of the method.
-            timing: milliseconds of a call. They are only in the note if the gate failed.
+            name: the name of the method.
+            timing: the milliseconds of a call. They are only in the note if the gate failed.
         """
         row: dict[str, Any] = {
             "way": name,
@@ -165,12 +165,12 @@ def time_methods(
     device: torch.device,
     budget: TimeBudget,
 ) -> Iterator[dict[str, Any]]:
-    """Time ways to search by the wall clock, in turns.
+    """Time searches by the wall clock, in turns.
 
     Args:
         methods: the ways, by name.
         device: the device that they use, which each call waits for.
-        budget: time to spend.
+        budget: the time to spend.
 
     Yields:
         A row for each one.
@@ -245,8 +245,8 @@ def _run(job: Job, cases: Sequence[JobCase], options: JobOptions, folder: Path |
     Args:
         job: the job.
         cases: the cases to measure.
-        options: options of the run.
-        folder: folder of the results, or None to save nothing.
+        options: the options of the run.
+        folder: the folder of the results, or None to save nothing.
 
     Returns:
         Whether all rows passed their gate.

@@ -43,8 +43,8 @@ class Bar(NamedTuple):
 
     Attributes:
         label: case and way.
-        ms: time in milliseconds.
-        busy: share of the time in which the GPU was busy, or None if it was not measured.
+        ms: the time in milliseconds.
+        busy: the share of the time in which the GPU was busy, or None if it was not measured.
     """
 
     label: str
@@ -56,7 +56,7 @@ def plot_jobs(results: str | Path, picture: str | Path) -> Path:
     """Draw the rows that passed their gates.
 
     Args:
-        results: folder with encode.csv and train.csv.
+        results: the folder with encode.csv and train.csv.
         picture: the PNG to write.
 
     Returns:
@@ -118,11 +118,11 @@ def _bars(
     """Return the bars of all cases that have several rows.
 
     Args:
-        rows: rows of the results.
-        labels: labels of the rows that are drawn, in their order.
-        label_column: column with the keys of ``labels``.
-        rate_column: column with a rate per second.
-        busy_column: column with the share of the time in which the GPU was busy.
+        rows: the rows of the results.
+        labels: the labels of the rows that are drawn, in their order.
+        label_column: the column with the keys of ``labels``.
+        rate_column: the column with a rate per second.
+        busy_column: the column with the share of the time in which the GPU was busy.
         count: a bar is the time of as many.
     """
     bars = []

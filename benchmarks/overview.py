@@ -90,9 +90,9 @@ def _draw_panel(axes: Axes, rows: Sequence[Mapping[str, str]], labels: Sequence[
     """Draw a bar for each row, with its time and memory at the end.
 
     Args:
-        axes: of the panel.
-        rows: rows of the results.
-        labels: label of each row.
+        axes: the axes of the panel.
+        rows: the rows of the results.
+        labels: the label of each row.
     """
     times_ms = [float(row["forward_backward_p50_ms"]) for row in rows]
     colors = [TILEFOLD_COLOR if row["impl"] == "tilefold" else BASELINE_COLOR for row in rows]

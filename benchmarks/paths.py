@@ -10,8 +10,8 @@ def given_paths(doc: str | None, *names: str, optional: str | None = None) -> li
 
     Args:
         doc: docstring of the script, for `--help`.
-        names: names of the required arguments.
-        optional: name of an argument that may be missing.
+        names: the names of the required arguments.
+        optional: the name of an argument that may be missing.
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     for name in names:

@@ -154,10 +154,10 @@ class SingleQueries:
 
     Args:
         case: the case.
-        name: name of a query of the model in the results.
+        name: the name of a query of the model in the results.
         model: a stock model, which is accelerated.
-        queries: queries to time.
-        gate_texts: texts that the gate compares.
+        queries: the queries to time.
+        gate_texts: the texts that the gate compares.
         truth: their rows, for a sparse model.
         device: the device.
     """
@@ -210,9 +210,9 @@ class SingleQueries:
         """Time single queries and batches of 32.
 
         Args:
-            way: name of the way in the results.
-            gate: result of its check.
-            slow_factor: how many times fewer calls are timed.
+            way: the name of the way in the results.
+            gate: the result of its check.
+            slow_factor: the factor by which fewer calls are timed.
             cells: further cells of the row of single queries.
         """
         n_single = WARMUP_CALLS + SINGLE_CALLS // slow_factor
@@ -243,8 +243,8 @@ class SingleQueries:
         """Time the replay of the smallest graph.
 
         Args:
-            gate: result of the check of the graphs.
-            graphs_before: number of graphs before queries were timed.
+            gate: the result of the check of the graphs.
+            graphs_before: the number of graphs before queries were timed.
         """
         graphs = self.model.encoding_graphs.graphs
         inputs, graph = min(graphs.values(), key=lambda item: (item[0].texts, item[0].tokens))
@@ -323,7 +323,7 @@ def _bulk(
         case: the case.
         model: an accelerated SparseEncoder, which is restored at the end.
         queries: the queries.
-        truth: rows of the first of them.
+        truth: the rows of the first of them.
         device: the device.
     """
     from tilefold.integrations.sentence_transformers import encode_sparse, restore

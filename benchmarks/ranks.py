@@ -23,7 +23,7 @@ class RankRow:
 
     Attributes:
         name: description of what was timed.
-        times_ms: milliseconds of each iteration on the slowest rank.
+        times_ms: the milliseconds of each iteration on the slowest rank.
         peak_mb: memory above that before, in MB, on the rank with the most. NaN on CPUs.
     """
 
@@ -68,9 +68,9 @@ def slowest_rank(
 
     Args:
         name: description of what was timed.
-        times_ms: milliseconds of each iteration on this rank.
+        times_ms: the milliseconds of each iteration on this rank.
         bytes_before: allocated memory before, from :func:`reset_peak_memory`.
-        device: of this rank.
+        device: the device of this rank.
         group: the ranks. By default all.
     """
     peak_mb = float("nan")

@@ -60,16 +60,16 @@ class Job:
 
     Attributes:
         kind: ``"start"`` to measure the untrained model, ``"train"`` to train and measure.
-        recipe: name of the recipe, with ``;field=value`` for each changed field.
-        data: name of the collection.
+        recipe: the name of the recipe, with ``;field=value`` for each changed field.
+        data: the name of the collection.
         path: its BEIR folder.
         base: folder or name of the base model, or ``""`` for that of the recipe.
-        seed: seed of the training.
-        steps: number of steps.
-        max_length: tokens of a text that are read.
-        scores: file with negatives and teachers' scores, or None.
-        work: folder for trained models.
-        limit: number of documents and queries to reduce the collection to, or None.
+        seed: the seed of the training.
+        steps: the number of steps.
+        max_length: the tokens of a text that are read.
+        scores: the file with negatives and teachers' scores, or None.
+        work: the folder for trained models.
+        limit: the number of documents and queries to reduce the collection to, or None.
     """
 
     kind: str
@@ -173,7 +173,7 @@ def train(job: Job, config: Config, collection: Collection, folder: Path) -> dic
         job: the run.
         config: its recipe.
         collection: the collection.
-        folder: for the model.
+        folder: the folder for the model.
     """
     from tilefold.recipes import catalogue
 
@@ -327,8 +327,8 @@ def plan(options: argparse.Namespace, scores: dict[str, str], bases: dict[str, s
     The trainings with most negatives are first, since they take longest.
 
     Args:
-        options: options of the command line.
-        scores: files with teachers' scores, by collection.
+        options: the options of the command line.
+        scores: the files with teachers' scores, by collection.
         bases: base models, by kind of recipe or by collection.
     """
     trainings = []
@@ -360,8 +360,8 @@ def row_of(job: Job, end: dict[str, Any], start: dict[str, Any] | None) -> dict[
 
     Args:
         job: the training.
-        end: results of the trained model.
-        start: results of the untrained model, or None if they are not there (yet).
+        end: the results of the trained model.
+        start: the results of the untrained model, or None if they are not there (yet).
     """
     entry = entry_of(job.recipe)
     compared = ("nDCG@10", "R@100", "query_terms", "document_terms")

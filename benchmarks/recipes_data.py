@@ -28,7 +28,7 @@ def make_scores(
     Args:
         collection: a collection with a split ``"train"``.
         path: the Parquet file to write.
-        candidates: documents of BM25 per query.
+        candidates: the documents of BM25 per query.
         language: language of BM25.
         teacher: the dense model: ``"minilm"``, a folder or a name. ``"none"`` for BM25 alone.
 

@@ -97,11 +97,11 @@ def relative_bars(
     """Draw groups of bars, relative to the largest of their group, with values at their ends.
 
     Args:
-        axes: of the panel.
+        axes: the axes of the panel.
         values: lengths by group and series.
-        groups: names of the groups, from top to bottom.
-        series: labels of the series in the legend.
-        title: of the panel.
+        groups: the names of the groups, from top to bottom.
+        series: the labels of the series in the legend.
+        title: the title of the panel.
     """
     height = 0.8 / len(series)
     largest: dict[str, float] = {}

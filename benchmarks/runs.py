@@ -23,9 +23,9 @@ def run_all(
 
     Args:
         jobs: the jobs.
-        run: runs a job. The processes import it, so it must be a function of a module.
-        processes: number of processes. They share the cores: ``OMP_NUM_THREADS`` is set if it is
-            not. With 1, all jobs run in this process.
+        run: a function that runs a job. The processes import it, so it must belong to a module.
+        processes: the number of processes. They share the cores: ``OMP_NUM_THREADS`` is set, unless
+            the user has set it. With 1, all jobs run in this process.
 
     Yields:
         A job, its result or None, and the error or ``""``.
@@ -70,7 +70,7 @@ def take_named(
     Args:
         parser: parser of the command line, for the error.
         options: parsed options, which change.
-        names: names of the options that are such lists.
+        names: the names of the options that are such lists.
     """
     for name in names:
         values: dict[str, str] = {}

@@ -69,11 +69,11 @@ class Measured:
     """Measurements of an engine in its process.
 
     Attributes:
-        load_s: seconds to load the index.
-        first_ms: milliseconds of the first query.
-        resident_mib: memory of the process beyond its modules, in MiB.
-        wall_ms: milliseconds of each query by the wall clock.
-        cpu_ms: milliseconds of each query by the CPU time of the process.
+        load_s: the seconds to load the index.
+        first_ms: the milliseconds of the first query.
+        resident_mib: the memory of the process beyond its modules, in MiB.
+        wall_ms: the milliseconds of each query by the wall clock.
+        cpu_ms: the milliseconds of each query by the CPU time of the process.
         hits: the best documents of each query.
     """
 
@@ -139,7 +139,7 @@ def labels(
 
     Args:
         collection_cells: cells of the collection.
-        engine: name of the engine.
+        engine: the name of the engine.
         options: its options. Cells of other options are empty.
     """
     no_options = {"n_postings": "", "query_cut": "", "heap_factor": ""}
@@ -159,8 +159,8 @@ def seismic_rows(
         collection_cells: cells of the collection.
         documents: the documents.
         queries: the queries.
-        folder: for the index.
-        truth: hits of the exact index.
+        folder: the folder for the index.
+        truth: the hits of the exact index.
 
     Yields:
         A row for each way to search.
@@ -205,10 +205,10 @@ def measure(
     """Load an engine and time its queries.
 
     Args:
-        engine: name of the engine.
+        engine: the name of the engine.
         folder: its files.
         queries: the queries.
-        searches: options of search, for each of which all queries are timed.
+        searches: the options of search, for each of which all queries are timed.
 
     Returns:
         The measurements for each of the options.
@@ -239,8 +239,8 @@ def warm_up(search: Callable[[int], Hits], n_queries: int) -> tuple[float, int]:
     """Search with every query once, as far as there is time.
 
     Args:
-        search: returns the hits of a query by its position.
-        n_queries: number of queries.
+        search: a function that returns the hits of a query by its position.
+        n_queries: the number of queries.
 
     Returns:
         Milliseconds of the first query, and the number of queries that there was time for.
@@ -265,8 +265,8 @@ def time_queries(
     """Time queries one by one.
 
     Args:
-        search: returns the hits of a query by its position.
-        n_queries: number of queries.
+        search: a function that returns the hits of a query by its position.
+        n_queries: the number of queries.
 
     Returns:
         For each query, milliseconds by the wall clock, milliseconds of the CPU, and hits.
@@ -286,7 +286,7 @@ def load_engine(engine: str, folder: Path, queries: SparseVectors) -> Callable[.
     """Load an engine, and return a function of the position of a query, and of options.
 
     Args:
-        engine: name of the engine.
+        engine: the name of the engine.
         folder: its files.
         queries: the queries.
     """
@@ -314,9 +314,9 @@ def row(engine: str, measured: Measured, truth: AllHits) -> dict[str, object]:
     """Return the cells of an engine: percentiles of its latency, recall, and the gate.
 
     Args:
-        engine: name of the engine. Seismic is approximate, and has no gate.
+        engine: the name of the engine. Seismic is approximate, and has no gate.
         measured: its measurements.
-        truth: hits of the exact index.
+        truth: the hits of the exact index.
     """
     expected = truth[: len(measured.hits)]
     recall_at_10 = recall(expected, measured.hits)
@@ -363,7 +363,7 @@ def against_a_sum(documents: SparseVectors, queries: SparseVectors, truth: AllHi
     Args:
         documents: the documents.
         queries: the queries.
-        truth: hits of the exact index.
+        truth: the hits of the exact index.
 
     Returns:
         The difference, or ``""`` if there is none.
@@ -392,7 +392,7 @@ def recall(truth: AllHits, actual: AllHits) -> float:
 
     Args:
         truth: the best documents of each query.
-        actual: hits of each query.
+        actual: the hits of each query.
     """
     shares = []
     for best, hits in zip(truth, actual, strict=True):

@@ -118,8 +118,8 @@ def make_documents(count: int, seed: int) -> SparseVectors:
     """Draw sparse vectors of about 119 terms, with ids ``d0``, ``d1`` and so on.
 
     Args:
-        count: number of documents.
-        seed: seed of the random numbers.
+        count: the number of documents.
+        seed: the seed of the random numbers.
     """
     rng = np.random.default_rng(seed)
     terms_by_rank = rng.permutation(VOCABULARY).astype(np.uint32)
@@ -149,7 +149,7 @@ def _draw_documents(
     """Draw the rows of some documents.
 
     Args:
-        count: number of documents.
+        count: the number of documents.
         terms_by_rank: ``[V]``, terms from the most common to the rarest.
         topics: ``[topics, TOPIC_VOCABULARY]``, terms of each topic in the same order.
         rng: generator of the random numbers.
@@ -202,8 +202,8 @@ def make_queries(documents: SparseVectors, count: int, seed: int) -> SparseVecto
 
     Args:
         documents: the collection, or a part of it.
-        count: number of queries.
-        seed: seed of the random numbers.
+        count: the number of queries.
+        seed: the seed of the random numbers.
 
     Returns:
         Sparse vectors with ids ``q0``, ``q1`` and so on.
@@ -311,7 +311,7 @@ class DeviceRows(NamedTuple):
         the largest possible score. The result in fp32 may add 2^-22 of the score.
 
         Args:
-            top_k: scores and documents ``[Q, k]`` of a search by the index.
+            top_k: the scores and documents ``[Q, k]`` of a search by the index.
             index: the index of these rows.
             terms: ``[Q, terms]``, terms of the queries.
             weights: ``[Q, terms]``, their weights. Padding has 0.
@@ -350,8 +350,8 @@ def make_device_rows(count: int, seed: int, device: torch.device) -> DeviceRows:
     """Draw documents like those of :func:`make_documents` on a device.
 
     Args:
-        count: number of documents.
-        seed: seed of the random numbers. They differ from those of :func:`make_documents`.
+        count: the number of documents.
+        seed: the seed of the random numbers. They differ from those of :func:`make_documents`.
         device: the device that draws and holds the rows.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -391,7 +391,7 @@ def _draw_device_documents(
     """Draw the rows of some documents on a device, as :func:`_draw_documents` does with NumPy.
 
     Args:
-        count: number of documents.
+        count: the number of documents.
         terms_by_rank: ``[V]`` int32, terms from the most common to the rarest.
         topics: ``[topics, TOPIC_VOCABULARY]`` int32, terms of each topic in the same order.
         generator: generator of the random numbers, on the device of the tensors.
@@ -457,10 +457,10 @@ def make_tokens(
     """Draw random int8 token vectors ``[count, length, dims]`` with norms of about 1.
 
     Args:
-        count: number of documents.
-        length: tokens of a document.
-        dims: dimensions of a token vector.
-        seed: seed of the random numbers.
+        count: the number of documents.
+        length: the tokens of a document.
+        dims: the dimensions of a token vector.
+        seed: the seed of the random numbers.
         device: the device that draws and holds the vectors.
     """
     generator = torch.Generator(device).manual_seed(seed)
@@ -491,9 +491,10 @@ def check_maxsim_top_k(
     """Compare the result of a late-interaction search with exact scores.
 
     Args:
-        top_k: scores and documents ``[Q, k]`` of the search.
+        top_k: the scores and documents ``[Q, k]`` of the search.
         scores: ``[Q, N]``, scores of all documents by the kernel.
-        exact_scores: returns scores ``[Q, n]`` in fp64 of the documents at ``n`` positions.
+        exact_scores: a function that returns scores ``[Q, n]`` in fp64 of the documents at ``n``
+            positions.
 
     Returns:
         ``"ok"``, or the comparisons whose error is over the budget of fp32.
@@ -536,11 +537,11 @@ def make_late_index(
     never in memory together.
 
     Args:
-        folder: folder of the index, which must not exist.
-        storage: storage of token vectors, ``int8`` or ``int4``.
-        count: number of documents.
-        length: tokens of a document.
-        dims: dimensions of a token vector.
+        folder: the folder of the index, which must not exist.
+        storage: the storage of token vectors, ``int8`` or ``int4``.
+        count: the number of documents.
+        length: the tokens of a document.
+        dims: the dimensions of a token vector.
         device: the device that draws the vectors.
     """
     folder.mkdir()
@@ -579,7 +580,7 @@ def _checksums(
     Args:
         pool: the threads.
         arrays: packed values and scales of the documents, as they are in the files.
-        length: tokens of a document.
+        length: the tokens of a document.
     """
     n_tokens = len(arrays[0])
 

@@ -102,7 +102,7 @@ def run(case: JobCase, options: JobOptions) -> Iterator[Row]:
     """Measure a case. An error becomes a row, so that the other cases still run.
 
     Raises:
-        ValueError: for a CPU without ``--tiny``.
+        ValueError: if the device is a CPU, without ``--tiny``.
     """
     if options.device.type == "cpu" and not options.quick:
         raise ValueError("device: expected a GPU, or --tiny, got cpu.")
@@ -163,7 +163,7 @@ def _maxsim_method(
         documents: padded ``[N, S, D]``, or packed ``[N * S, D]``.
         offsets: ``[N + 1]`` of packed documents. None for padded ones.
         padded_documents: ``[N, S, D]``, for the check.
-        goal: milliseconds that a GPU should reach.
+        goal: the milliseconds that a GPU should reach.
     """
     search = partial(maxsim_topk, queries, documents, K, cu_seqlens_d=offsets)
 
@@ -222,8 +222,8 @@ def _stored_index(storage: str, n_documents: int, device: torch.device) -> LateI
     """Write an index once, for all cases that search it.
 
     Args:
-        storage: storage of token vectors, ``int8`` or ``int4``.
-        n_documents: number of documents.
+        storage: the storage of token vectors, ``int8`` or ``int4``.
+        n_documents: the number of documents.
         device: the device that draws the vectors.
     """
     return make_late_index(
@@ -248,8 +248,8 @@ def _late_methods(
     The index is opened anew, so that its first search, for the gate, reads and checks the files.
 
     Args:
-        storage: storage of token vectors, ``int8`` or ``int4``.
-        n_documents: number of documents.
+        storage: the storage of token vectors, ``int8`` or ``int4``.
+        n_documents: the number of documents.
         device: the device that searches.
         goal: the value that a GPU should reach.
         streamed: whether every search must read the documents from the files.
@@ -381,7 +381,7 @@ class _SparseSearch:
 
     Attributes:
         rows: the documents.
-        index: index of the documents.
+        index: the index of the documents.
         queries: the queries on the CPU.
         terms: ``[Q, T]``, terms of the queries on the device, padded.
         weights: ``[Q, T]``, weights of the terms. Padding has 0.
@@ -458,7 +458,7 @@ def _single_query_methods(search: _SparseSearch, goal: float) -> dict[str, Searc
 
     Args:
         search: the collection and the queries.
-        goal: milliseconds that ``sparse_topk`` should reach.
+        goal: the milliseconds that ``sparse_topk`` should reach.
     """
     device = search.terms.device
     index = search.index
@@ -516,9 +516,9 @@ def _single_query_method(
 
     Args:
         search: the collection and the queries.
-        search_query: searches with the query at a position.
-        n_queries: number of queries that take turns.
-        goal: milliseconds that a GPU should reach.
+        search_query: the function that searches with the query at a position.
+        n_queries: the number of queries that take turns.
+        goal: the milliseconds that a GPU should reach.
         is_baseline: whether results are not compared with those of the batch.
     """
     gate = search.gate
@@ -567,7 +567,7 @@ def _batch_methods(search: _SparseSearch, goal: int) -> dict[str, SearchMethod]:
 
     Args:
         search: the collection and the queries.
-        goal: queries per second that ``sparse_topk`` should reach.
+        goal: the queries per second that ``sparse_topk`` should reach.
     """
     csr_queries = search.dense_queries.to_sparse_csr()
     dense_queries = search.dense_queries
@@ -596,7 +596,7 @@ def _returned_documents(result: Any) -> list[int]:
     """Return the positions of the documents in the result of a single query.
 
     Args:
-        result: hits of each query, as of ``DeviceIndex.search``, or :data:`TopK`.
+        result: the hits of each query, as of ``DeviceIndex.search``, or :data:`TopK`.
     """
     if isinstance(result[0], list):
         (hits,) = result
@@ -610,7 +610,7 @@ class _TextSearch:
     """Ways from texts to hits, with an accelerated sparse encoder and an index on the device.
 
     Args:
-        n_documents: number of documents of the index.
+        n_documents: the number of documents of the index.
         device: the device that encodes and searches.
     """
 
@@ -707,7 +707,7 @@ class _TextSearch:
         """Compare a search with exact scores.
 
         Args:
-            queries: rows in the form that is searched with.
+            queries: the rows in the form that is searched with.
             dense: the same rows, ``[Q, V]``.
         """
         n_terms = int((dense > 0).sum(1).max())
@@ -782,9 +782,9 @@ def _case(name: str, measure: Measure, documents: int, **numbers: Any) -> JobCas
     """Return a case.
 
     Args:
-        name: name of the case.
-        measure: yields the rows of a case, for a number of documents on a device.
-        documents: number of documents.
+        name: the name of the case.
+        measure: a function that yields the rows of a case, for a number of documents on a device.
+        documents: the number of documents.
         numbers: goals and sizes that ``measure`` reads.
     """
     return JobCase(

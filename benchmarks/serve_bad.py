@@ -34,7 +34,7 @@ def head(rest: str, kind: str = "application/json", path: str = PATH) -> bytes:
     Args:
         rest: further lines of the head.
         kind: content type.
-        path: of the route.
+        path: the path of the route.
     """
     lines = [
         f"POST {path} HTTP/1.1",
@@ -83,9 +83,9 @@ async def bad(port: int, until: float, seen: Seen) -> None:
     """Send each kind of bad input in turn, about twenty a second.
 
     Args:
-        port: of the server.
-        until: time at which to end.
-        seen: counts the answers.
+        port: the port of the server.
+        until: the time at which to end.
+        seen: the counter of the answers.
     """
     while time.monotonic() < until:
         for name, (data, codes) in BAD.items():
@@ -122,7 +122,7 @@ async def send(port: int, data: bytes, drips: bool = False) -> int:
     """Send bytes on a connection, and return the code of the answer.
 
     Args:
-        port: of the server.
+        port: the port of the server.
         data: the bytes.
         drips: whether a byte follows each half second.
 
@@ -169,10 +169,10 @@ async def unread(port: int, until: float, seen: Seen, wait: float = UNREAD_SECON
     """Request megabytes and read nothing of them. The server must close the connection.
 
     Args:
-        port: of the server.
-        until: time at which to end.
-        seen: counts the outcomes.
-        wait: seconds in which nothing is read.
+        port: the port of the server.
+        until: the time at which to end.
+        seen: the counter of the outcomes.
+        wait: the seconds in which nothing is read.
     """
     last_request = sized(json.dumps({"inputs": "a " * UNREAD_WORDS}).encode(), path="/tokenize")
     first_requests = last_request.replace(b"connection: close\r\n", b"") * (UNREAD_ANSWERS - 1)
@@ -226,9 +226,9 @@ async def flood(port: int, connections: int, seen: Seen, seconds: float = 0.0) -
     """Open idle connections in waves. Those above the limit must be answered with 429.
 
     Args:
-        port: of the server.
-        connections: number of connections.
-        seen: counts the outcomes.
+        port: the port of the server.
+        connections: the number of connections.
+        seen: the counter of the outcomes.
         seconds: time over which the waves are spread.
     """
     starts = range(0, connections, WAVE)
@@ -269,10 +269,10 @@ def jobs(
     """Return all bad and slow clients, to be run together.
 
     Args:
-        port: of the server.
-        until: time at which they end.
-        seen: counts what happens.
-        connections: number of idle connections.
+        port: the port of the server.
+        until: the time at which they end.
+        seen: the counter of the outcomes.
+        connections: the number of idle connections.
     """
     clients = [slow(name, port, until, seen) for name in SLOW]
     clients.append(bad(port, until, seen))

@@ -40,9 +40,9 @@ class Measured:
     """Answers that some clients received.
 
     Attributes:
-        seconds: time of each answer with code 200.
-        refused: number of answers with another code.
-        wall: seconds from the first connection to the last answer.
+        seconds: the time of each answer with code 200.
+        refused: the number of answers with another code.
+        wall: the seconds from the first connection to the last answer.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -95,8 +95,8 @@ class _Client(asyncio.Protocol):
 
     Args:
         requests: the requests, which are sent in turn.
-        first: number of the first request.
-        until: time after which no further request is sent.
+        first: the number of the first request.
+        until: the time after which no further request is sent.
         measured: collects the answers.
     """
 
@@ -172,14 +172,14 @@ async def load(
     """Send requests by several clients for some seconds.
 
     Args:
-        port: of the server.
-        path: of the route.
+        port: the port of the server.
+        path: the path of the route.
         bodies: JSON bodies of the requests, which are sent in turn.
-        clients: number of connections, each of which waits for an answer before its next request.
-        seconds: time after which no further request is sent.
+        clients: the number of connections. Each waits for an answer before its next request.
+        seconds: the time after which no further request is sent.
 
     Raises:
-        ValueError: for more than an hour, or more than 1,000 clients.
+        ValueError: if there are more than 1,000 clients, or they run for more than an hour.
     """
     if not 0 < seconds <= LONGEST_SECONDS or not 0 < clients <= MOST_CLIENTS:
         raise ValueError(
@@ -213,7 +213,7 @@ def server(command: Sequence[str], log: Path) -> Iterator[tuple[int, int]]:
     Args:
         command: arguments of Python. The server must print ``http://127.0.0.1:PORT`` when it is
             ready.
-        log: file for its output.
+        log: the file for its output.
 
     Yields:
         The port and the id of the process.

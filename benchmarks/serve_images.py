@@ -56,8 +56,8 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
     """Index the first documents of pydocs with all representations that the page can show.
 
     Args:
-        demo: folder of the demo with a model and vectors.
-        documents: number of documents.
+        demo: the folder of the demo with a model and vectors.
+        documents: the number of documents.
         folder: an empty folder for the Qdrant collection.
     """
     collection = r.load_collection("pydocs")
@@ -122,8 +122,8 @@ def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
 
     Args:
         browser: a browser of playwright.
-        port: port of the server.
-        shot: settings of the picture, as in :data:`SHOTS`.
+        port: the port of the server.
+        shot: the settings of the picture, as in :data:`SHOTS`.
     """
     from PIL import Image
 

@@ -82,10 +82,10 @@ def measure_server(
     """Start a server, and yield a row for each number of clients.
 
     Args:
-        name: name of the server in the results.
+        name: the name of the server in the results.
         command: arguments of Python that start it.
         bodies: JSON bodies of the requests.
-        options: options of the command line.
+        options: the options of the command line.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -102,9 +102,9 @@ def row(name: str, clients: int, texts: int, measured: Measured) -> dict[str, An
     """Return a row of the results.
 
     Args:
-        name: name of the server.
-        clients: number of clients.
-        texts: texts per request.
+        name: the name of the server.
+        clients: the number of clients.
+        texts: the texts per request.
         measured: the answers that they received.
     """
     return {

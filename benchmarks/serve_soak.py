@@ -107,7 +107,7 @@ def summed(counts: Mapping[str, int]) -> dict[str, int]:
     """Add up counts for the columns of the results.
 
     Args:
-        counts: how often something happened, by its name.
+        counts: event -> number of times that it happened.
     """
 
     def count_of(*ends: str) -> int:
@@ -145,7 +145,7 @@ def same(row: Sequence[Mapping[str, Any]], expected: Vector) -> bool:
     """Return whether a row of an answer is a vector, up to the rounding of another batch.
 
     Args:
-        row: entries with ``index`` and ``value``.
+        row: the entries with ``index`` and ``value``.
         expected: the vector, whose heaviest terms are compared.
     """
     weights = {entry["index"]: entry["value"] for entry in row}
@@ -167,11 +167,11 @@ async def good(
     """Send one request after the other, and check each answer.
 
     Args:
-        port: of the server.
+        port: the port of the server.
         texts: the queries.
         expected: their vectors.
-        until: time at which to end.
-        seen: counts the answers.
+        until: the time at which to end.
+        seen: the counter of the answers.
     """
     generator = random.Random(len(seen))  # noqa: S311 - a sample of texts, no secret
     reader, writer = await asyncio.open_connection(HOST, port)
@@ -204,7 +204,7 @@ def _check_answer(code: int, content: bytes, expected: Sequence[Vector]) -> str:
     """Return the name under which an answer is counted.
 
     Args:
-        code: of the answer.
+        code: the code of the answer.
         content: its body.
         expected: the vectors that it should have.
     """
@@ -243,10 +243,10 @@ async def soak(
     """Run all clients against a server.
 
     Args:
-        port: of the server.
+        port: the port of the server.
         process: its id.
         texts: the queries.
-        options: options of the command line.
+        options: the options of the command line.
 
     Returns:
         The counts, and memory and counts over time.

@@ -30,10 +30,10 @@ def small_xlmr(folder: Path, tokenizer: str, max_length: int, seed: int) -> Path
     ``OWN_LOGIT / sqrt(D)``, which the bias makes negative.
 
     Args:
-        folder: for the model.
-        tokenizer: folder of the tokenizer.
-        max_length: tokens of a text that are read.
-        seed: of the random weights.
+        folder: the folder for the model.
+        tokenizer: the folder of the tokenizer.
+        max_length: the tokens of a text that are read.
+        seed: the seed of the random weights.
 
     Returns:
         ``folder``.

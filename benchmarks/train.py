@@ -113,9 +113,9 @@ class Outcome:
     """The training of one side.
 
     Attributes:
-        exact: losses of the gate, in fp32.
+        exact: the losses of the gate, in fp32.
         measured: measurements of the timed steps.
-        batch: pairs per step that fitted into memory.
+        batch: the pairs per step that fitted into memory.
     """
 
     exact: list[float]
@@ -152,10 +152,10 @@ def _outcome(
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         model: the model, of which a copy is trained.
-        side: how it is trained.
+        side: how the model is trained.
         pairs: queries and documents.
-        batch: pairs per step, which are halved until they fit.
-        timed_steps: number of timed steps.
+        batch: the pairs per step, which are halved until they fit.
+        timed_steps: the number of timed steps.
         device: the device.
 
     Returns:
@@ -236,12 +236,12 @@ def _case(
     """Return a case of the training benchmark.
 
     Args:
-        name: of the case.
+        name: the name of the case.
         kind: ``"splade"`` or ``"colbert"``.
-        batch: pairs per step.
-        vocab: size of the model's vocabulary.
+        batch: the pairs per step.
+        vocab: the size of the model's vocabulary.
         documents: ``"ragged"`` or ``"full"`` length.
-        steps: number of timed steps by side, in their order.
+        steps: the number of timed steps by side, in their order.
         tiny: whether it is a tiny model for a CPU. Others are for GPUs.
     """
     numbers: dict[str, Any] = {

@@ -76,10 +76,10 @@ def made_pairs(tokenizer: Any, count: int, ragged: bool, seed: int = 0) -> dict[
 
     Args:
         tokenizer: its vocabulary has the words.
-        count: number of pairs.
+        count: the number of pairs.
         ragged: whether documents have different lengths. Otherwise all have at least
             :data:`FULL_LENGTH` tokens.
-        seed: of the random numbers.
+        seed: the seed of the random numbers.
 
     Returns:
         Lists of texts: ``query``, of about 60 characters, and ``document``.
@@ -109,8 +109,8 @@ def valid_share(tokenizer: Any, documents: list[str], batch: int, length: int) -
     Args:
         tokenizer: the tokenizer.
         documents: the texts. The first few batches are measured.
-        batch: texts per batch.
-        length: tokens at which texts are truncated.
+        batch: the texts per batch.
+        length: the tokens at which texts are truncated.
     """
     shares = []
     for start in range(0, min(len(documents), _N_SAMPLED_BATCHES * batch), batch):
@@ -141,12 +141,13 @@ def make_encoder(
         vocab: V.
         sizes: hidden, layers, heads and intermediate, such as ``BASE``.
         tokenizer: the tokenizer, whose ids must be below ``vocab``.
-        length: tokens that are read of a text, at most 512.
+        length: the tokens that are read of a text, at most 512.
         roberta: whether to use XLM-R's embeddings in place of BERT's. By default from V = 100,000.
         device: the device on which the weights are drawn, and of the model.
 
     Raises:
-        ValueError: for a tokenizer with more entries than the vocabulary, or a length out of range.
+        ValueError: if the tokenizer has more entries than the vocabulary, or the length is out of
+            range.
     """
     import transformers
     from sentence_transformers.base.modules import Transformer

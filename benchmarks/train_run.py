@@ -38,17 +38,17 @@ class Measured:
     """Measurements of a run.
 
     Attributes:
-        losses: losses of the first steps, without dropout, in the precision of the timed steps.
+        losses: the losses of the first steps, without dropout, in the precision of the timed steps.
         step_ms: mean time of a timed step, until the device has finished the last one.
         p20_ms: 20th percentile of the times between the ends of two timed steps on the CPU.
-        median_ms: median of these times.
+        median_ms: the median of these times.
         p80_ms: 80th percentile of these times.
-        slowest_ms: longest of these times.
-        peak_gib: largest allocated memory of the device in the timed steps, weights included. 0 on
+        slowest_ms: the longest of these times.
+        peak_gib: the largest allocated memory of the device in the timed steps, including weights;
+            0 on a CPU.
+        reserved_gib: the largest memory that torch reserved, with that of graphs.
+        busy: the share of the time of the profiled steps in which a kernel ran on the GPU; None on
             a CPU.
-        reserved_gib: largest memory that torch reserved, with that of graphs.
-        busy: share of the time of the profiled steps in which a kernel ran on the GPU. None on a
-            CPU.
     """
 
     losses: list[float]
@@ -76,12 +76,12 @@ def train(
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         model: a model of :func:`benchmarks.train_data.make_encoder`.
-        side: how it is trained. ``"stock"``; ``"padded"``, accelerated without packed inputs;
-            ``"packed"``, accelerated, with batches that are collated ahead; ``"graphs"``, with CUDA
-            graphs too; ``"compiled"``, with graphs of compiled layers.
+        side: how the model is trained: ``"stock"``; ``"padded"``, accelerated without packed
+            inputs; ``"packed"``, accelerated, with batches that are collated ahead; ``"graphs"``,
+            with CUDA graphs, too; ``"compiled"``, with graphs of compiled layers.
         rows: queries and documents, ``batch`` of each for every step.
-        batch: pairs per step.
-        steps: number of timed steps.
+        batch: the pairs per step.
+        steps: the number of timed steps.
         device: the device of the copy.
     """
     bf16 = device.type == "cuda"
@@ -104,9 +104,9 @@ def exact_losses(
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         model: the model.
-        side: how it is trained, as in :func:`train`.
+        side: how the model is trained, as in :func:`train`.
         rows: queries and documents.
-        batch: pairs per step.
+        batch: the pairs per step.
         device: the device of the copy.
     """
     watch = run(kind, model, side, rows, batch, steps=0, device=device, bf16=False)
@@ -130,10 +130,10 @@ def run(
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         model: the model.
-        side: how it is trained, as in :func:`train`.
+        side: how the model is trained, as in :func:`train`.
         rows: queries and documents.
-        batch: pairs per step.
-        steps: number of timed steps. With 0, only the steps of the gate run.
+        batch: the pairs per step.
+        steps: the number of timed steps. With 0, only the steps of the gate run.
         device: the device of the copy.
         bf16: whether to train under bf16 autocast.
 
@@ -238,9 +238,9 @@ def make_trainer(
         model: the model to train.
         loss: its loss.
         folder: an empty folder.
-        batch: pairs per step.
+        batch: the pairs per step.
         dataset: queries and documents.
-        steps: number of all steps.
+        steps: the number of all steps.
         bf16: whether to train under bf16 autocast.
     """
     if kind == "splade":
@@ -282,13 +282,13 @@ class StepWatch:
 
     Attributes:
         model: the model that is trained.
-        steps: number of timed steps. With 0, only the steps of the gate run.
-        warm_steps: number of steps that warm up.
-        losses: losses of the steps of the gate.
-        ends: times at which the last step before the timed ones, and each timed step, ended.
-        peak_bytes: largest allocated memory of the device in the timed steps.
-        reserved_bytes: largest reserved memory of the device in the timed steps.
-        busy: share of the time of the profiled steps in which a kernel ran, or None.
+        steps: the number of timed steps. With 0, only the steps of the gate run.
+        warm_steps: the number of steps that warm up.
+        losses: the losses of the steps of the gate.
+        ends: the times at which the last step before the timed ones, and each timed step, ended.
+        peak_bytes: the largest allocated memory of the device in the timed steps.
+        reserved_bytes: the largest reserved memory of the device in the timed steps.
+        busy: the share of the time of the profiled steps in which a kernel ran, or None.
         bf16: whether the last step ran under bf16 autocast.
     """
 
@@ -348,7 +348,7 @@ class StepWatch:
         """Switch dropout off before the steps of the gate, and on after them.
 
         Args:
-            step: number of the step that begins, from 0.
+            step: the number of the step that begins, from 0.
         """
         if step == 0:
             for module, _ in self._dropouts:
@@ -361,7 +361,7 @@ class StepWatch:
         """Note the time of the end of a step, which includes the wait for its batch.
 
         Args:
-            step: number of steps that have ended, from 1.
+            step: the number of steps that have ended, from 1.
         """
         if self._on_gpu and step == GATE_STEPS:
             # memory of other runs

@@ -79,12 +79,12 @@ class Setting:
 
     Attributes:
         kind: ``"splade"`` or ``"colbert"``.
-        batch: pairs per step on each GPU, for a curve on all GPUs together.
+        batch: the pairs per step on each GPU, for a curve on all GPUs together.
         warm: steps before those that are timed.
-        timed: steps that are timed.
-        mini: pairs of a forward pass, if a step has several. None if it has one.
+        timed: the steps that are timed.
+        mini: the pairs of a forward pass, if a step has several. None if it has one.
         graphs: whether it uses CUDA graphs.
-        seed: seed of a curve. None for other runs.
+        seed: the seed of a curve. None for other runs.
         profiled: steps under the profiler, after the timed ones.
     """
 
@@ -208,9 +208,9 @@ def measure(setting: Setting, options: argparse.Namespace, name: str, rank: int)
 
     Args:
         setting: the setting.
-        options: options of the command line.
-        name: name of the run.
-        rank: number of this process.
+        options: the options of the command line.
+        name: the name of the run.
+        rank: the number of this process.
 
     Returns:
         On rank 0, the cells of the row. On other ranks, nothing.
@@ -307,8 +307,8 @@ def make_recipe(setting: Setting, base: Path, batch: int, log_steps: int) -> Any
 
     Args:
         setting: the run.
-        base: folder of the base model.
-        batch: pairs per step on all GPUs together.
+        base: the folder of the base model.
+        batch: the pairs per step on all GPUs together.
         log_steps: steps between two losses of the log.
     """
     from tilefold.recipes import ColbertRecipe, get_recipe
@@ -343,7 +343,7 @@ def make_collection(count: int, *, queries_from_documents: bool = False) -> Any:
     """Make a collection of pairs of random words, with documents of different lengths.
 
     Args:
-        count: number of pairs.
+        count: the number of pairs.
         queries_from_documents: whether queries are words of their documents.
     """
     from tilefold.retrieval.data.collection import Collection, Document
@@ -389,8 +389,8 @@ class Clock:
         """Note the time after a step.
 
         Args:
-            step: number of steps that have ended.
-            steps: number of all steps.
+            step: the number of steps that have ended.
+            steps: the number of all steps.
             losses: not used.
         """
         import torch
@@ -457,7 +457,7 @@ class Clock:
         The median of groups of steps is that of steps without captures, as a rule.
 
         Args:
-            batch: pairs per step on all GPUs together.
+            batch: the pairs per step on all GPUs together.
         """
         begin, end = self._times[:2]
         step_seconds = (end - begin) / self.setting.timed
@@ -509,9 +509,9 @@ def compare_with_one(
     """Compare a run with the same run on one device.
 
     Args:
-        name: name of the run.
+        name: the name of the run.
         row: its row.
-        options: options of the command line.
+        options: the options of the command line.
 
     Returns:
         Cells with the ratio of rates, and for a curve its difference and the gate. Nothing if
@@ -552,9 +552,9 @@ def compare_curves(
     """Check that a curve differs no more from those of one device than another seed would.
 
     Args:
-        curve: losses of several devices.
-        one_curve: losses of one device with the same seed.
-        seed_curves: losses of one device with all seeds.
+        curve: the losses of several devices.
+        one_curve: the losses of one device with the same seed.
+        seed_curves: the losses of one device with all seeds.
 
     Returns:
         Cells: relative differences, and the gate.
@@ -652,9 +652,9 @@ def train_command(options: argparse.Namespace, work: Path, model_folder: Path) -
     """Make a collection and a base model, and return the command that trains on them.
 
     Args:
-        options: options of the command line.
-        work: folder for both.
-        model_folder: folder for the trained model.
+        options: the options of the command line.
+        work: the folder for both.
+        model_folder: the folder for the trained model.
     """
     make_collection(2048).save_beir(work / "data", overwrite=True)
     base = make_base(work / "base", "splade", options.tiny)
@@ -675,8 +675,8 @@ def rank_of(parent: int, rank: int) -> int:
     """Return the id of the process of a rank.
 
     Args:
-        parent: id of the process that started it.
-        rank: number of the rank.
+        parent: the id of the process that started it.
+        rank: the number of the rank.
 
     Raises:
         RuntimeError: if there is no such process.

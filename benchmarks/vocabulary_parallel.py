@@ -76,7 +76,7 @@ def measure(inputs: LSRHeadInputs, mesh: DeviceMesh, iterations: int) -> list[Ra
     Args:
         inputs: the problem, equal on all ranks.
         mesh: the ranks.
-        iterations: number of samples of each row.
+        iterations: the number of samples of each row.
     """
     operands = (inputs.hidden, inputs.weight, inputs.bias)
     whole = [operand for operand in operands if operand is not None]
@@ -135,10 +135,10 @@ def time_call(
     """Time a call on all ranks.
 
     Args:
-        name: of the row.
+        name: the name of the row.
         call: the call, which may communicate.
         mesh: the ranks.
-        iterations: number of samples. The ranks wait for one another before each.
+        iterations: the number of samples. The ranks wait for one another before each.
 
     Returns:
         The row of the slowest rank.

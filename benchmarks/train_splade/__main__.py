@@ -111,7 +111,7 @@ def _options(arguments: argparse.Namespace) -> TrainOptions:
     """Convert parsed arguments.
 
     Raises:
-        ValueError: for a value that is not possible.
+        ValueError: if a value is not possible.
     """
     if arguments.checkpointing not in _CHECKPOINTING:
         raise ValueError(
@@ -157,10 +157,10 @@ def _run(
     """Measure, print and save all cells.
 
     Args:
-        options: options of the run.
-        folder: folder of the results, or None to save nothing.
+        options: the options of the run.
+        folder: the folder of the results, or None to save nothing.
         provenance: machine and versions, for the results.
-        console: prints the tables.
+        console: the console that prints the tables.
     """
     path = results_file(folder, "train_splade", provenance) if folder is not None else None
 

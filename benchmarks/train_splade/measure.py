@@ -56,8 +56,8 @@ class _Cell:
         encoder: a SparseEncoder, with or without checkpointing.
         step: training step of the encoder.
         batches: batches of the texts.
-        meter: measures the memory of a step.
-        options: options of the run.
+        meter: the meter of the memory of a step.
+        options: the options of the run.
     """
 
     encoder: Any
@@ -93,15 +93,15 @@ def run(
     """Measure every cell: each model, length and choice of checkpointing.
 
     Args:
-        options: options of the run.
-        on_rows: called with the two rows of a cell when it ends.
-        progress: called with a line about what runs.
+        options: the options of the run.
+        on_rows: a function that is called with the two rows of a finished cell.
+        progress: a function that is called with a line about the running measurement.
 
     Returns:
         The rows of all cells: one of the stock head and one of the fused head for each.
 
     Raises:
-        ValueError: for an unknown model, or a length, batch, limit or tokenizer that cannot be.
+        ValueError: if the model is unknown, or a length, batch, limit or tokenizer is invalid.
     """
     from tilefold.retrieval.data.datasets import load_collection
 
@@ -135,11 +135,11 @@ def _model_rows(
 
     Args:
         size: the model's size.
-        tokenizer: tokenizer of the model.
-        source: name of the tokenizer, for the rows.
+        tokenizer: the tokenizer of the model.
+        source: the name of the tokenizer, for the rows.
         pairs: (query, document) texts by the length of documents.
-        options: options of the run.
-        progress: called with a line about what runs.
+        options: the options of the run.
+        progress: a function that is called with a line about the running measurement.
 
     Yields:
         The two rows of each cell. They have no numbers if the heads differ.
@@ -159,7 +159,13 @@ def _model_rows(
 
 
 def _report_progress(progress: Callable[[str], None], name: str, text: str) -> None:
-    """Report what runs in the cell of a name."""
+    """Report the running measurement of a cell.
+
+    Args:
+        progress: the function that shows a line.
+        name: the name of the cell.
+        text: the running measurement.
+    """
     progress(f"{name}: {text}")
 
 
@@ -175,10 +181,10 @@ def _prepared(
 
     Args:
         size: the model's size.
-        tokenizer: tokenizer of the model.
+        tokenizer: the tokenizer of the model.
         pairs: (query, document) texts by the length of documents.
-        options: options of the run.
-        progress: called with a line about what runs.
+        options: the options of the run.
+        progress: a function that is called with a line about the running measurement.
 
     Yields:
         Lengths with their cells, which are prepared one at a time, and the outcome of the
@@ -248,10 +254,10 @@ def _row(
     Args:
         size: the model's size.
         cell: the cell.
-        length: tokens of a document.
+        length: the tokens of a document.
         checkpointing: whether gradient checkpointing is on.
         side: the head.
-        source: name of the tokenizer.
+        source: the name of the tokenizer.
         gate: outcome of the comparison of both heads.
     """
     return TrainRow(
@@ -281,8 +287,8 @@ def _measure(cell: _Cell, rows: Sequence[TrainRow], progress: Callable[[str], No
 
     Args:
         cell: the cell.
-        rows: rows of the sides, in the order of :data:`SIDES`.
-        progress: called with a line about what runs.
+        rows: the rows of the sides, in the order of :data:`SIDES`.
+        progress: a function that is called with a line about the running measurement.
     """
     for side, row in zip(SIDES, rows, strict=True):
         progress(f"largest batch, {side}")
@@ -312,8 +318,8 @@ def _time_largest(cell: _Cell, side: Side, row: TrainRow, largest: LargestBatch)
     Args:
         cell: the cell.
         side: the head.
-        row: row of the side.
-        largest: result of the search for the largest batch.
+        row: the row of the side.
+        largest: the result of the search for the largest batch.
     """
     batch = largest.batch
     peak = largest.peak_bytes or None
@@ -344,9 +350,9 @@ def _sample(cell: _Cell, batch: int, samples: list[float], max_steps: int) -> No
 
     Args:
         cell: the cell.
-        batch: pairs of a step.
-        samples: milliseconds of the steps are appended to it.
-        max_steps: largest number of steps.
+        batch: the pairs of a step.
+        samples: the milliseconds of the steps are appended to it.
+        max_steps: the largest number of steps.
     """
     run_one = partial(cell.run, batch)
     device = cell.options.device
@@ -363,8 +369,8 @@ def _time_common(cell: _Cell, rows: Sequence[TrainRow], batch: int) -> None:
 
     Args:
         cell: the cell.
-        rows: rows of the sides, in the order of :data:`SIDES`.
-        batch: pairs of a step. 0 if no batch fits.
+        rows: the rows of the sides, in the order of :data:`SIDES`.
+        batch: the pairs of a step. 0 if no batch fits.
     """
     samples: dict[str, list[float]] = {side: [] for side in SIDES}
     for turn in range(_ROUNDS):

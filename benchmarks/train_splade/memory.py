@@ -36,7 +36,7 @@ class LargestBatch:
         batch: the largest batch that fitted. 0 if not even one pair did.
         peak_bytes: its peak memory.
         capped: whether the search ended at ``max_batch``, so that a larger one may fit.
-        bytes_per_pair: memory of one more pair. None if fewer than two batches fitted.
+        bytes_per_pair: the memory of one more pair. None if fewer than two batches fitted.
         probes: every ``(batch, peak bytes or None)``, in the order tried.
     """
 
@@ -61,9 +61,9 @@ def largest_batch(
     last success.
 
     Args:
-        peak: runs a step of a batch. It returns the peak memory in bytes, or None if memory ran
-            out.
-        limit: bytes that a step may take, for the predictions.
+        peak: a function that runs a step of a batch. It returns the peak memory in bytes, or None
+            if memory ran out.
+        limit: the bytes that a step may take, for the predictions.
         start: the first batch to try.
         max_batch: the largest batch to try.
     """
@@ -90,7 +90,7 @@ def _next_probe(peaks: dict[int, int | None], limit: int, max_batch: int) -> int
 
     Args:
         peaks: peak bytes of the batches that were tried. None for those that did not fit.
-        limit: bytes that a step may take.
+        limit: the bytes that a step may take.
         max_batch: the largest batch to try.
 
     Returns:
@@ -125,7 +125,7 @@ def _predict_largest(fitted: list[tuple[int, int]], limit: int) -> int:
 
     Args:
         fitted: sorted batches with their peak bytes.
-        limit: bytes that a step may take.
+        limit: the bytes that a step may take.
     """
     slope = _bytes_per_pair(fitted)
     largest, peak_bytes = fitted[-1]
@@ -174,7 +174,7 @@ class Meter:
             without 2 GiB for libraries.
 
     Raises:
-        ValueError: for a limit that is not positive or is more than the device has.
+        ValueError: if the limit is not positive, or exceeds the memory of the device.
     """
 
     def __init__(self, device: torch.device, limit_gib: float | None = None) -> None:

@@ -18,21 +18,21 @@ class TrainOptions:
     """Options of a run.
 
     Attributes:
-        device: device of the steps.
-        models: names in ``MODEL_SIZES``.
+        device: the device of the steps.
+        models: the names in ``MODEL_SIZES``.
         lengths: S, tokens of a document.
         checkpointing: whether gradient checkpointing is on, for each cell of a length.
         bf16: whether to autocast to bf16. By default it is done on a GPU.
-        memory_gib: limit of torch's allocator. By default it is the memory of the device.
-        batch: pairs of the common batch. By default it is the largest power of two that fits on
+        memory_gib: the limit of torch's allocator. By default it is the memory of the device.
+        batch: the pairs of the common batch. By default it is the largest power of two that fits on
             both sides.
         max_batch: the largest batch to try.
-        seconds: time for the steps of one side at one batch.
+        seconds: the time for the steps of one side at one batch.
         data: ``pydocs`` or a BEIR folder.
-        tokenizer: folder of a tokenizer. By default it is the packaged MiniLM's.
+        tokenizer: the folder of a tokenizer. By default it is the packaged MiniLM's.
         natural: whether documents are left as they are, and padded to the longest. Otherwise they
             are extended to S tokens.
-        seed: seed of dropout.
+        seed: the seed of dropout.
     """
 
     device: torch.device
@@ -53,7 +53,7 @@ class TrainOptions:
         """Check the sizes and the time.
 
         Raises:
-            ValueError: for a batch below 1, or a negative time.
+            ValueError: if the batch is below 1, or the time is negative.
         """
         for name, value in (("batch", self.batch), ("max-batch", self.max_batch)):
             if value is not None and value < 1:

@@ -90,7 +90,7 @@ def print_cell(console: Console, rows: Sequence[TrainRow]) -> None:
     """Print the table of a cell, its notes, and a comparison with the paper's numbers.
 
     Args:
-        console: prints the lines.
+        console: the console that prints the lines.
         rows: the row of the stock head and the one of the fused head.
     """
     console.print(cell_table(rows))
@@ -117,7 +117,7 @@ def _claim_line(name: str, value: float | None, paper_value: float) -> str:
     """Compare a measured ratio with the paper's.
 
     Args:
-        name: name of the ratio.
+        name: the name of the ratio.
         value: measured ratio of the fused head to the stock head. None if it was not measured.
         paper_value: the paper's ratio.
     """

@@ -30,7 +30,7 @@ class ModelSize:
     """The size of a masked language model.
 
     Attributes:
-        name: what ``--model`` takes.
+        name: the value of ``--model``.
         architecture: the family of transformers.
         vocab, hidden, layers, heads, intermediate: V, D and the encoder's sizes.
     """
@@ -55,15 +55,24 @@ MODEL_SIZES: dict[str, ModelSize] = {
 
 
 def model_size(name: str) -> ModelSize:
-    """The size called ``name``; ``ValueError`` with the known names otherwise."""
+    """Return the size of a model by its name.
+
+    Raises:
+        ValueError: if there is no model of that name.
+    """
     if name not in MODEL_SIZES:
         raise ValueError(f"model must be one of {', '.join(MODEL_SIZES)}, got {name!r}.")
     return MODEL_SIZES[name]
 
 
 def build_encoder(size: ModelSize, tokenizer: Any, device: torch.device, max_length: int) -> Any:
-    """A stock SPLADE ``SparseEncoder`` of ``size`` with random weights:
-    :func:`benchmarks.train_data.make_encoder`.
+    """Build a stock SPLADE model with random weights.
+
+    Args:
+        size: the size of the model.
+        tokenizer: the tokenizer.
+        device: the device of the model.
+        max_length: the tokens at which texts are truncated.
     """
     sizes = (size.hidden, size.layers, size.heads, size.intermediate)
     roberta = size.architecture == "xlm-roberta"
@@ -91,7 +100,7 @@ def text_pairs(
 
     Args:
         collection: the collection.
-        length: tokens that each document has at least.
+        length: the tokens that each document has at least.
         natural: whether documents are left as they are.
 
     Raises:
@@ -138,11 +147,11 @@ class Batches:
     """Training batches of any size from tokenized pairs on the device.
 
     Args:
-        encoder: encoder that tokenizes the texts.
+        encoder: the encoder that tokenizes the texts.
         pairs: (query, document) texts.
-        length: largest number of tokens of a document.
-        device: device of the batches.
-        query_length: largest number of tokens of a query.
+        length: the largest number of tokens of a document.
+        device: the device of the batches.
+        query_length: the largest number of tokens of a query.
     """
 
     def __init__(
@@ -172,7 +181,7 @@ class Batches:
         """Return a batch with the column names of the trainer's collator.
 
         Args:
-            batch: number of pairs. Pairs are repeated if there are fewer.
+            batch: the number of pairs. Pairs are repeated if there are fewer.
         """
         rows = torch.arange(batch, device=self._device) % self._pool
         columns = {"query": self.queries, "document": self.documents}

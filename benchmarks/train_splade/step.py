@@ -42,7 +42,7 @@ class GateOutcome:
 
     Attributes:
         loss: relative error of the loss, by ``"<side> fp32"`` and ``"<side> step"``.
-        gradient: largest relative error among the checked gradients, by the same names.
+        gradient: the largest relative error among the checked gradients, by the same names.
         failures: messages about errors over their budget. Empty if the check passed.
     """
 
@@ -207,8 +207,8 @@ def check_sides(
     Args:
         encoder: a stock SparseEncoder that no trainer has prepared.
         inputs: a small batch with the collator's columns.
-        make_step: creates the training step, which prepares the encoder. It is called after the
-            computation in fp32.
+        make_step: a function that creates the training step, which prepares the encoder. It is
+            called after the computation in fp32.
     """
     watched = _watched(encoder)
     results: dict[str, tuple[Tensor, list[Tensor]]] = {}
@@ -332,10 +332,10 @@ def time_steps(
     On a GPU they are between the ends of steps, and on a CPU by the wall clock.
 
     Args:
-        step: runs a step.
+        step: a function that runs a step.
         device: the device of the steps.
-        reps: number of timed steps.
-        warmup: number of steps before.
+        reps: the number of timed steps.
+        warmup: the number of steps before.
     """
     for _ in range(warmup):
         step()

@@ -18,7 +18,7 @@ from tests.manifests import edit
 from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
 from tests.refusals import refused
 from tilefold.cli._common import CommandError
-from tilefold.cli._scores import NamedRun, check_answers
+from tilefold.cli._scores import NamedRun, check_has_results
 from tilefold.retrieval import Document, read_trec_run, write_trec_run
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.evaluation.measures import choose_weights
@@ -101,7 +101,7 @@ def test_an_index_carries_model_and_texts_or_neither(
         for at in (tmp_path / "old", work / "index")
     )
     assert json.loads(old.out) == json.loads(new.out)
-    assert "does not say which model made it" in old.err
+    assert "does not record which model made it" in old.err
     search = ("search", "csv files", "--index", tmp_path / "old", "--model", masked_lm, "--data")
     assert call(*search, work / "data").code == 0
     fails(call(*search, work / "elsewhere"), 1, "none of the documents found is in")
@@ -153,7 +153,7 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(
             "PLAIN-1 Q0 d1 1 1.0 bm25\n",
             "no result for any of the 4 judged queries of data, test (its first query is",
         ),
-        ("q12 Q0 MED-1 1 1.0 bm25\n", "none of its documents is in data (it names 'MED-1')"),
+        ("q12 Q0 MED-1 1 1.0 bm25\n", "none of its documents is in data (for example 'MED-1')"),
         ("", "it is empty"),
     ):
         run.write_text(text)
@@ -166,7 +166,7 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(
     refused(
         CommandError,
         "they have no hit.*--where",
-        check_answers,
+        check_has_results,
         nothing,
         small_collection(),
         ["test"],
@@ -183,7 +183,10 @@ def test_a_run_without_a_judged_query_or_a_known_document_is_an_error(
         "--json",
     )
     assert json.loads(partial.out)["measures"] == {"RR@10": 0.25}
-    assert "results for 1 of the 4 judged queries of test; the others count as 0" in partial.err
+    assert (
+        "results for 1 of the 4 judged queries of test; the remaining ones count as 0"
+        in partial.err
+    )
     assert "at most 1 documents per query" in partial.err
 
 
@@ -401,7 +404,7 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
     tuned = (*runs, "--method", "interpolation", "--tune")
     for split, count in (("test", 4), ("dev", 2)):
         messages = (
-            f"would be chosen on {count} of the 4 queries of test, whose numbers are reported",
+            f"would be chosen on {count} of the 4 queries of test and evaluated on them",
             "--in-sample",
         )
         fails(call(*tuned, split), 2, *messages)
@@ -414,7 +417,7 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
     clean = call(*tuned, "train", "--json")
     assert (json.loads(clean.out)["tuned_on"], json.loads(clean.out)["in_sample"]) == ("train", {})
     assert "in sample" not in call(*tuned, "train").out
-    fails(call(*runs, "--in-sample"), 2, "--in-sample goes with --tune")
+    fails(call(*runs, "--in-sample"), 2, "--in-sample requires --tune")
 
 
 def test_weights_are_chosen_for_the_normalisation_they_are_used_with(

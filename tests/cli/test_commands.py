@@ -210,7 +210,7 @@ def test_search_reads_the_documents_of_its_hits_only(
     from tilefold.retrieval.data import lazy_documents as stored
 
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(work / "cache"))
-    monkeypatch.setattr(_scores, "SMALLEST", 0)
+    monkeypatch.setattr(_scores, "STREAMED_FILE_BYTES", 0)
     monkeypatch.setattr(stored, "SETTLED_SECONDS", 0.0)
     assert (
         call("index", "--backend", "bm25", "--data", work / "data", "--output", work / "words").code
@@ -441,11 +441,11 @@ def test_minilm_is_made_again_of_its_documents(
 ) -> None:
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
     search = ("search", QUERY, "--index", packaged / "index", "--model", "minilm")
-    fails(call(*search), 2, "is the untrained start, made from the documents of", "with --data")
+    fails(call(*search), 2, "as a sparse model is initialised from the documents of", "with --data")
     shutil.copytree(packaged / "data", tmp_path / "data")
     with (tmp_path / "data" / "corpus.jsonl").open("a") as corpus:
         corpus.write('{"_id": "new", "text": "one more"}\n')
-    fails(call(*search, "--data", tmp_path / "data"), 1, "--data holds others")
+    fails(call(*search, "--data", tmp_path / "data"), 1, "--data is another collection")
     assert call(*search, "--data", packaged / "data").code == 0
     (weights,) = (tmp_path / "cache").rglob("model.safetensors")
     assert call(*search).code == 0, "it is in the cache now"

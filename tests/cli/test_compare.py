@@ -132,9 +132,9 @@ def test_a_comparison_is_printed_and_plotted(call: Call, work: Path, tmp_path: P
     output = done(call(*compare_command(work, *RUNS), "--plot", plot)).out
     for text in (
         "differences in nDCG@10",
-        "where bad loses most to good",
+        "largest losses of bad to good",
         "how do I work with",
-        "Holm over 2",
+        "Holm-corrected over 2 comparisons",
         "of the first 10 documents are judged",
         "grades below 0 count as not relevant: 1",
         "queries with equal scores, ranked by document id: 2",
@@ -234,7 +234,7 @@ def test_search_reports_queries_without_a_document(
         "empty": 1,
         "ignored_identical_ids": 0,
     }
-    assert "1 of 2 queries found no document, and have no line in the run" in outcome.err
+    assert "1 of 2 queries have no hit, and no line in the run" in outcome.err
 
 
 def test_search_refuses_two_queries_with_one_id(
@@ -243,14 +243,14 @@ def test_search_refuses_two_queries_with_one_id(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("a\tcsv files\na\tzebras\n"))
-    fails(call("search", "-", *search_to_run), 1, "the id 'a' was given before")
+    fails(call("search", "-", *search_to_run), 1, "the id 'a' occurs twice")
 
 
 def test_search_saves_no_run_of_a_single_query(
     call: Call,
     search_to_run: tuple[str | Path, ...],
 ) -> None:
-    fails(call("search", "words", *search_to_run), 2, "--save-run: goes with --queries")
+    fails(call("search", "words", *search_to_run), 2, "--save-run requires queries with ids")
 
 
 @pytest.fixture

@@ -478,7 +478,7 @@ def test_a_prompt_reads_queries_until_its_end(
     monkeypatch.setattr("sys.stdin", Terminal("csv files\nsockets\n"))
     outcome = done(call("search", "--index", work / "index", "--model", work / "model"))
     assert outcome.out.count("search> ") == 3
-    assert "a query per line; Ctrl-D ends" in outcome.err
+    assert "one query per line; press Ctrl-D to finish" in outcome.err
 
 
 def test_special_tokens_are_left_out_on_request(
@@ -693,11 +693,11 @@ def test_encode_resumes_and_says_where(call: Call, truncated: Path, tmp_path: Pa
     n_encoded = read_manifest(output).n_documents
     assert 0 < n_encoded < 16
     assert call(*encode).err.splitlines() == [
-        f"encoding resumes: {n_encoded} of 16 were done before (--fresh does them again)",
+        f"encoding resumes: {n_encoded} of 16 were done before (--fresh starts over)",
         "4 of 16 documents were cut at 24 tokens",
     ]
     nothing_to_do = (
-        "encoding has nothing left to do: 16 of 16 were done before (--fresh does them again)"
+        "encoding has nothing left to do: 16 of 16 were done before (--fresh starts over)"
     )
     assert call(*encode).err.splitlines()[0] == nothing_to_do
 
@@ -745,8 +745,8 @@ def test_train_resumes_and_says_where(
     resumed = done(call(*train))
     losses = r", loss \d+\.\d+ \(ranking \d+\.\d+, penalties \d+\.\d+\): "
     assert re.search(losses, resumed.out), resumed.out
-    assert re.match(r"trained 4 steps, those after step 2 in \d+ s, loss ", resumed.out)
-    assert "training resumes: 2 of 4 were done before (--fresh does them again)" in resumed.err
+    assert re.match(r"trained 4 steps, resumed after step 2, in \d+ s, loss ", resumed.out)
+    assert "training resumes: 2 of 4 were done before (--fresh starts over)" in resumed.err
     log = f"the log of the training is {tmp_path}/m/training_log.jsonl; with matplotlib"
     assert log in resumed.err
 
@@ -769,7 +769,7 @@ def test_a_trained_model_without_further_steps_is_not_called_untrained(
         tmp_path / "m",
     )
     done(outcome)
-    assert outcome.out.startswith("no step of training, ")
+    assert outcome.out.startswith("not trained: ")
     assert "untrained" not in outcome.out
 
 
@@ -792,7 +792,7 @@ def test_evaluate_warns_of_a_k_that_changes_nothing(
         "--measure",
         "nDCG@10",
     )
-    warning = "--k 5 changes nothing without --save-run"
+    warning = "--k 5 has no effect without --save-run"
     assert call(*evaluate).err.startswith(warning)
     assert call(*evaluate, "--save-run", tmp_path / "run").err == ""
 

@@ -170,8 +170,10 @@ def test_a_part_of_the_collection_has_every_document_that_a_query_asks_for_in_it
     given = small_collection()
     del given.qrels["train"]["q0"]
     for count in (0, 15):
-        assert list(demo_steps.take(given, count).documents) == [f"d{i}" for i in range(1, 16)]
-    assert list(demo_steps.take(given, None).documents) == list(given.documents)
+        assert list(demo_steps.sample_documents(given, count).documents) == [
+            f"d{i}" for i in range(1, 16)
+        ]
+    assert list(demo_steps.sample_documents(given, None).documents) == list(given.documents)
 
 
 def test_vectors_that_are_damaged_or_of_other_settings_are_made_again(tmp_path: Path) -> None:
@@ -198,7 +200,7 @@ def test_differences_are_paired_by_query_and_overlap_counts_the_exact_top_of_ano
     assert demo_steps.overlap(exact, {}, k=2) == 0.0
     row = {"system": "a", "over": "c", "difference": 0.1, "standard_error": 0.268}
     assert demo.difference_line(row) == (
-        "a over c: +0.100 ± 0.268 (no more than 2 standard errors: it may be chance)"
+        "a over c: +0.100 ± 0.268 (at most 2 standard errors: it may be chance)"
     )
     assert demo.difference_line(row | {"standard_error": 0.025}).endswith(
         "0.025 (4.0 standard errors)",

@@ -178,7 +178,7 @@ def test_a_dry_run_says_all_that_a_run_writes(
     assert printed.code == 0 and "16 texts in 4 shards of 5" in printed.out
     assert (
         "with 1 worker (" in printed.out
-        and f"measured here on {where}" in printed.out
+        and f"measured on this {where}" in printed.out
         and "assumed:" in printed.out
     )
     measures = measured(
@@ -233,7 +233,10 @@ def test_a_dry_run_leaves_texts_out_that_the_tokenizer_refuses(
         "--dry-run",
     )
     printed = done(call(*arguments))
-    assert "4 texts in 1 shards" in printed.out and "in 3 texts; 1 others are none" in printed.out
+    assert (
+        "4 texts in 1 shards" in printed.out
+        and "a sample of 3; the tokenizer refused 1 more" in printed.out
+    )
     assert measured(call(*arguments, "--json"))["refused_texts"] == 1
     (tmp_path / "rows.jsonl").write_text(json.dumps(rows[1]))
     fails(
@@ -324,7 +327,7 @@ def test_export_refuses_what_does_not_belong_together(
     wrong = {
         ("--to", "lucene"): "--to: expected one of opensearch, vespa, onnx, got 'lucene'",
         ("--to", "vespa"): "--model: give the model that made the vectors, or --names numbers",
-        ("--to", "vespa", "--dots", "keep"): "--dots goes with --to opensearch",
+        ("--to", "vespa", "--dots", "keep"): "--dots requires --to opensearch",
         (
             "--to",
             "vespa",
@@ -355,7 +358,7 @@ def test_export_refuses_what_does_not_belong_together(
             "numbers",
             "--dots",
             "keep",
-        ): "--dots does nothing where terms are called",
+        ): "--dots has no effect if terms are named",
     }
     for options, message in wrong.items():
         fails(call("export", *options, *here), 2, message)
@@ -500,7 +503,7 @@ def test_possible_false_negatives_are_left_out_by_option(
     for group in rows.groups():
         assert group.retrieved[~group.relevant].max() <= 0.6 * group.retrieved[group.relevant].max()
     again = (*command, "--overwrite")
-    fails(call(*again, "--margin", "5"), 1, "no negative was found for any query")
+    fails(call(*again, "--margin", "5"), 1, "there is no negative for any query")
 
 
 @pytest.fixture(scope="module")
@@ -562,7 +565,7 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
         work / "more.parquet",
     )
     added = done(call("score", output, *data, *more))
-    assert "rows were left out" in added.err and "scored by bm25, reranker, minilm" in added.out
+    assert "rows were dropped" in added.err and "scored by bm25, reranker, minilm" in added.out
     three = r.read_training_rows(work / "more.parquet")
     assert list(three.teachers) == ["bm25", "reranker", "minilm"]
     full = r.TrainingRows(**vars(rows) | {"teachers": rows.teachers | {"minilm": mined.retrieved}})

@@ -70,10 +70,10 @@ def test_a_collection_without_usual_names_says_which_options_name_them(
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        pytest.param((), "--text-field goes together with --data", id="no collection"),
+        pytest.param((), "--text-field requires --data", id="no collection"),
         pytest.param(
             ("--data", "pydocs"),
-            "--text-field goes without --data pydocs",
+            "--text-field cannot be combined with --data pydocs",
             id="built-in collection",
         ),
     ],

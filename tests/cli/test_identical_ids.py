@@ -55,7 +55,7 @@ def test_evaluate_follows_beir_and_reports_ignored_hits(
     assert counted["measures"]["RR@10"] == 0.5
     assert counted["conventions"]["test"]["counted_identical_ids"] == 2
     printed = " ".join(done(call(*command)).out.split())
-    assert "hits with the query's own id, ignored as by BEIR: 2" in printed
+    assert "hits with the query's own id, ignored, as BEIR does: 2" in printed
 
 
 def test_compare_follows_beir_and_reports_ignored_hits(call: Call, folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_saved_search_leaves_out_documents_with_the_id_of_the_query(
     command = ["search", *queries, "--prf", "rocchio", "--ignore-identical-ids"]
     done(call(*command, "--save-run", run))
     assert list(r.read_trec_run(run)["a"]) == ["b", "c", "d"]
-    fails(call(*command), 2, "--ignore-identical-ids goes with --save-run")
+    fails(call(*command), 2, "--ignore-identical-ids requires --save-run")
 
 
 def test_a_saved_search_reports_the_hits_that_it_ignored(call: Call, folder: Path) -> None:

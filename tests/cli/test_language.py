@@ -78,9 +78,9 @@ def test_a_language_that_does_nothing_or_has_no_stemmer_is_refused(
     scoring = ("score", shared / "mined.parquet", *data, "--output", tmp_path / "scored.parquet")
     training = ("train", *data, "--model", masked_lm, "--output", tmp_path / "m")
     language = ("--language", "german")
-    error = "--language goes with --teacher bm25"
+    error = "--language requires --teacher bm25"
     fails(call(*scoring, "--teacher", shared / "bm25", *language), 2, error)
-    fails(call(*training, *language), 2, "--language goes with --passages")
+    fails(call(*training, *language), 2, "--language requires --passages")
     unknown = ("--language", "klingon")
     fails(call(*scoring, "--teacher", "bm25", *unknown), 2, "--language:")
     fails(call(*training, "--passages", "8", *unknown), 2, "--language:")
@@ -96,7 +96,7 @@ def test_train_reports_the_language_that_chooses_passages(
     options = ("--batch-size", "4", "--passages", "8", "--language", "none")
     outcome = call(*command, *options, "--output", tmp_path / "m", "--json")
     assert measured(outcome)["passages"] == {"length": 8, "stride": None, "language": "none"}
-    assert "stop words and stemmer of --language none" in outcome.err
+    assert "stop words and the stemmer of --language none" in outcome.err
 
 
 def test_the_language_chooses_the_passage_of_a_relevant_document() -> None:

@@ -78,7 +78,7 @@ def test_reranked_hits_have_the_scores_of_the_model_in_order(
     before = {hit["id"]: {"rank": hit["rank"], "score": hit["score"]} for hit in plain}
     assert all(hit["first"] == before[hit["id"]] for hit in hits)
     table = call("search", query, *places, "--rerank", shared / "tokens")
-    assert "before: #, score" in table.out
+    assert "before reranking: #, score" in table.out
     assert hits[0]["title"] in table.out
 
 
@@ -261,7 +261,7 @@ def test_a_collection_is_searched_by_late_interaction(
     fails(
         call("index", "--vectors", shared / "vectors", "--storage", "int8", "--output", place),
         2,
-        "goes with --backend late",
+        "requires --backend late",
     )
     fails(
         call(*change, "--update", "--vectors", shared / "vectors"),
@@ -277,7 +277,7 @@ def test_a_collection_is_searched_by_late_interaction(
     fails(
         call("search", "x", "--index", shared / "bm25", "--candidates", "5"),
         2,
-        "is for late indexes",
+        "requires an index of backend late",
     )
 
 
@@ -418,8 +418,8 @@ def test_an_index_is_added_to_and_deleted_from(
     for wrong, code, message in (
         (("--update",), 2, "give them with --vectors"),
         (("--delete", tmp_path / "none"), 2, "--delete:"),
-        (("--delete", gone, "--vectors", tmp_path / "vectors"), 2, "--vectors goes with --update"),
-        (("--delete", gone, "--weights", "float16"), 2, "--weights is for a new index"),
+        (("--delete", gone, "--vectors", tmp_path / "vectors"), 2, "--vectors requires --update"),
+        (("--delete", gone, "--weights", "float16"), 2, "--weights requires a new index"),
         (("--delete", gone, "--output", tmp_path / "nowhere"), 1, "no such file"),
         (
             ("--delete", gone, "--output", shared / "index"),

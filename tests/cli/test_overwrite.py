@@ -231,7 +231,7 @@ def test_an_input_is_not_replaced_with_overwrite_either(
 ) -> None:
     assert callable(words)
     before = Path(name).read_bytes()
-    fails(call(*words(command), name), 2, f"expected a file of its own, got {name}")
+    fails(call(*words(command), name), 2, f"expected a path of its own, got {name}")
     assert Path(name).read_bytes() == before
 
 

@@ -101,7 +101,7 @@ def test_a_run_of_passages_is_evaluated_by_documents(
     expected = measured(call("evaluate", *data, "--index", work / "bm25"))
     outcome = call("evaluate", *data, "--run", run)
     assert measured(outcome)["measures"] == expected["measures"]
-    assert "ranks passages; documents count by their best one" in outcome.err
+    assert "ranks passages; each document is ranked by its best passage" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -246,12 +246,12 @@ def encode_command(work: Path, masked_lm: str, tmp_path: Path) -> tuple[str | Pa
     [
         pytest.param(
             ["--stride", "3"],
-            "--stride goes together with --passages",
+            "--stride requires --passages",
             id="stride without passages",
         ),
         pytest.param(
             [*PASSAGES, "--queries"],
-            "--passages cuts documents",
+            "--passages cannot be combined with --queries",
             id="passages of queries",
         ),
         pytest.param(
@@ -297,7 +297,7 @@ def test_encode_reports_passages_that_the_model_truncates(
     encode_command: tuple[str | Path, ...],
 ) -> None:
     outcome = done(call(*encode_command, *PASSAGES, "--max-length", "5"))
-    assert "4 documents in 16 passages of at most 6 words" in outcome.err
+    assert "4 documents were split into 16 passages of at most 6 words" in outcome.err
     assert "16 of 16 passages were cut at 5 tokens" in outcome.err
     assert "--passages fewer words" in outcome.err
 
@@ -305,13 +305,13 @@ def test_encode_reports_passages_that_the_model_truncates(
 def test_index_splits_documents_for_bm25_only(call: Call, work: Path, tmp_path: Path) -> None:
     output = tmp_path / "index"
     outcome = call("index", *PASSAGES, "--vectors", work / "vectors", "--output", output)
-    fails(outcome, 2, "--passages goes with --backend bm25")
+    fails(outcome, 2, "--passages requires --backend bm25")
     assert not output.exists()
 
 
 def test_search_by_passage_needs_an_index_of_passages(call: Call, shared: Path) -> None:
     outcome = call("search", "csv", "--index", shared / "bm25", "--by", "passage")
-    fails(outcome, 2, "goes with an index of passages")
+    fails(outcome, 2, "requires an index of passages")
 
 
 def test_search_rejects_an_unknown_unit(call: Call, work: Path) -> None:
@@ -364,7 +364,7 @@ def train_command(work: Path, masked_lm: str, tmp_path: Path) -> tuple[str | Pat
 
 
 def test_train_reads_passages(call: Call, train_command: tuple[str | Path, ...]) -> None:
-    assert "4 documents in 16 passages" in done(call(*train_command)).err
+    assert "4 documents were split into 16 passages" in done(call(*train_command)).err
 
 
 def test_train_refuses_negatives_of_whole_documents(
@@ -373,4 +373,4 @@ def test_train_refuses_negatives_of_whole_documents(
     shared: Path,
 ) -> None:
     outcome = call(*train_command, "--negatives", shared / "mined.parquet")
-    fails(outcome, 2, "--negatives names whole documents")
+    fails(outcome, 2, "--negatives cannot be combined with --passages")

@@ -43,17 +43,17 @@ def test_a_request_has_the_defaults_of_the_command_line() -> None:
         ),
         pytest.param(
             {"dry_run": True, "resume": False},
-            "--resume/--fresh does nothing with --dry-run",
+            "--resume/--fresh has no effect with --dry-run",
             id="a flag that is off",
         ),
         pytest.param(
             {"stride": 10},
-            "--stride goes together with --passages",
+            "--stride requires --passages",
             id="an option of a group",
         ),
         pytest.param(
             {"data": "pydocs", "text_field": "body"},
-            "--text-field goes without --data pydocs",
+            "--text-field cannot be combined with --data pydocs",
             id="a field of documents",
         ),
     ],
@@ -123,4 +123,4 @@ def test_a_usage_error_is_found_before_torch_is_imported(tmp_path: Path) -> None
         check=False,
     )
     assert outcome.returncode == 0, outcome.stderr
-    assert "--split chooses queries" in outcome.stderr
+    assert "--split requires --queries" in outcome.stderr

@@ -38,7 +38,7 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(
         taken.listen()
         port = str(taken.getsockname()[1])
         for options, code, message in (
-            (("--api-key-file", empty), 2, f"{one} {empty}, got an empty one"),
+            (("--api-key-file", empty), 2, f"{one} {empty}, got an empty file"),
             (("--api-key-file", several), 2, f"{one} {several}, got 2 lines"),
             (
                 ("--port", port),

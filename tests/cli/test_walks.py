@@ -75,16 +75,16 @@ def test_three_kinds_of_search(call: Call, here: Path) -> None:
     for words, message in (
         (
             "evaluate --index cut-index --model minilm --data my-collection --query-top-k 3",
-            "is for sparse queries",
+            "cannot be used, because",
         ),
         (
             "search x --index cut-index --model minilm --prf average --prf-terms 3",
-            "--prf-terms is for sparse queries",
+            "--prf-terms cannot be used, because",
         ),
         ("search x --index cut-index --model minilm --vectors cut", "holds its own vectors"),
         (
             "index --vectors cut --output never --backend seismic",
-            "holds dense vectors, which exact alone searches",
+            "holds dense vectors, which only exact searches",
         ),
     ):
         refused: Any = call(*shlex.split(words))
@@ -145,9 +145,13 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
             2,
             "give them with --vectors",
         ),
-        ("index --update --vectors new-vectors --output words-index", 2, "which reads --data"),
+        (
+            "index --update --vectors new-vectors --output words-index",
+            2,
+            "is an index of backend bm25",
+        ),
         ("index --update --output words-index", 2, "give them with --data"),
-        ("index --merge --output words-index", 2, "is of one part"),
+        ("index --merge --output words-index", 2, "has the backend bm25"),
         (
             "index --update --backend seismic --vectors new-vectors --output growing-index",
             2,
@@ -264,7 +268,7 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         (
             "evaluate --data articles.jsonl --model minilm --where lang=de",
             2,
-            "--where goes with --index",
+            "--where requires --index",
         ),
         (
             "index --vectors article-vectors --data new-articles.jsonl --output never",
@@ -283,7 +287,10 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         "--output",
         "foreign-index",
     )
-    assert "1 of the 2 of foreign are not in articles.jsonl, and have no metadata" in done(made).err
+    assert (
+        "1 of the 2 vectors in foreign are of documents that are not in articles.jsonl"
+        in done(made).err
+    )
 
 
 def test_a_search_on_a_device_finds_the_same(
@@ -311,7 +318,7 @@ def test_a_search_on_a_device_finds_the_same(
     fails(
         call("search", "x", "--index", shared / "bm25", "--device", "cpu"),
         2,
-        "is searched as bm25",
+        "has the backend bm25",
     )
 
 

@@ -298,7 +298,7 @@ def train_two_steps(base_model: str, tmp_path: Path) -> tuple[str | Path, ...]:
     [
         pytest.param(
             ["--patience", "2"],
-            "--patience goes together with --evaluate-steps",
+            "--patience requires --evaluate-steps",
             id="patience without evaluations",
         ),
         pytest.param(
@@ -326,8 +326,8 @@ def test_the_train_command_prints_the_kept_evaluation(
     evaluations = json.loads(capsys.readouterr().out)["evaluations"]
     (kept,) = [row for row in evaluations if row["kept"]]
     assert run_cli(*train_two_steps, "--evaluate-steps", "1") == 0
-    measure = f"nDCG@10 {kept['nDCG@10']:.3f} of dev (4 queries, 16 documents)"
-    assert f"{measure} at step {kept['step']}, which was kept" in capsys.readouterr().out
+    measure = f"nDCG@10 {kept['nDCG@10']:.3f} on dev (4 queries, 16 documents)"
+    assert f"kept step {kept['step']} with {measure}" in capsys.readouterr().out
 
 
 def encode_rows(model: Any, ids: list[str], texts: Mapping[str, str]) -> SparseVectors:

@@ -20,39 +20,45 @@ INTERRUPTED = 130
 def main(args: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code.
 
-    The code is 0, 1 for failures, 2 for usage, 130 after Ctrl-C and 143 after SIGTERM. Both signals
-    keep finished work.
+    The code is 0 for success, 1 for a failure, 2 for wrong usage, 130 after Ctrl-C and 143 after
+    SIGTERM. Finished work is kept after either signal.
 
     Args:
-        args: words of the command line after ``tilefold``; None takes those of this process.
+        args: the words of the command line after ``tilefold``; None takes them from ``sys.argv``.
     """
-    # Threads of OpenMP wait without spinning. On a busy machine, spinning would make small
-    # operations tens of times slower.
+    # OpenMP threads wait without spinning. On a busy machine, spinning would make small operations
+    # tens of times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     command_line = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in command_line
     exit_code = _run_until_signal([arg for arg in command_line if arg != "--debug"], debug)
-    if args is None and not _has_nanobind_types():
-        # Objects are exempt from garbage collection now. At its end, the interpreter would search
-        # all models and libraries for garbage several times.
-        gc.freeze()
+    if args is None:
+        _skip_final_garbage_collection()
     sys.exit(exit_code)
 
 
-def _has_nanobind_types() -> bool:
-    """Whether a library bound by nanobind was imported, such as Triton from 3.9 on.
+def _skip_final_garbage_collection() -> None:
+    """Exempt all objects from garbage collection, so that the process ends sooner.
 
-    Its types belong to reference cycles, as all types of Python do. What the interpreter's last
-    garbage collection leaves of them, nanobind reports at exit as leaked, in some forty lines.
+    Otherwise the interpreter would search all models and libraries for garbage several times.
+    Nothing is exempted after the import of a library that is bound by nanobind, such as Triton from
+    3.9 on: nanobind would report its types, which were not collected, as leaked in some forty
+    lines.
     """
     metaclasses = type.__subclasses__(type)
-    return any(metaclass.__module__ == "nanobind" for metaclass in metaclasses)
+    uses_nanobind = any(metaclass.__module__ == "nanobind" for metaclass in metaclasses)
+    if not uses_nanobind:
+        gc.freeze()
 
 
 def _run_until_signal(args: list[str], debug: bool) -> int:
-    """Run the command and return its exit code; SIGTERM ends it as Ctrl-C does.
+    """Run a command, which SIGTERM ends as Ctrl-C does, and return its exit code.
 
-    The server handles SIGTERM itself, because it first answers the requests that it has.
+    The server handles SIGTERM itself, because it first answers the pending requests.
+
+    Args:
+        args: the words of the command line, without ``--debug``.
+        debug: whether unexpected errors are raised, so that their traceback is shown.
     """
     command = next((arg for arg in args if not arg.startswith("-")), None)
     handler = TerminationHandler()
@@ -66,9 +72,9 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     """Run a command, report its error or interruption, and return its exit code.
 
     Args:
-        args: words of the command line, without ``--debug``.
-        debug: raise unexpected errors, for their traceback.
-        termination: records whether SIGTERM has interrupted the command.
+        args: the words of the command line, without ``--debug``.
+        debug: whether unexpected errors are raised, so that their traceback is shown.
+        termination: the handler that records whether SIGTERM has interrupted the command.
     """
     try:
         import typer
@@ -79,6 +85,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
         return 1
     from tilefold.cli import _common, _options
 
+    # Tests run several commands in one process: the lists may hold entries of the last one.
     _common.finished_work_checks.clear()
     _options.command_line[:] = [*args, "--debug"] if debug else args
     try:
@@ -86,7 +93,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     except typer.Exit as leave:
         exit_code = leave.exit_code
     except _common.RanksInterruptedError as interruption:
-        return interruption.exit_code  # rank 0 has reported what is kept
+        return interruption.exit_code  # rank 0 has printed the message
     except (typer.Abort, KeyboardInterrupt):
         exit_code = INTERRUPTED
     except BrokenPipeError:
@@ -107,11 +114,11 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
 
 
 def _run_command(args: list[str]) -> int:
-    """Run a command, note the texts that were truncated, and return its exit code.
+    """Run a command, report how many texts were truncated, and return its exit code.
 
     Args:
-        args: words of the command line after ``tilefold``. Without any, the help is printed, and
-            the exit code is that of wrong usage.
+        args: the words of the command line after ``tilefold``. Without any, the help is printed
+            and the exit code is 2.
     """
     import typer
 
@@ -129,39 +136,49 @@ def _run_command(args: list[str]) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Print an error in one line, with a hint where there is one, and return the exit code.
+    """Print an error as one line, with a hint if there is one, and return the exit code.
 
-    Errors of usage, of data and of the system are expected. The text of any other error begins with
+    Errors of usage, of data and of the system are expected. The line of any other error begins with
     its class.
 
     Returns:
-        2 for wrong usage, and 1 for other errors.
+        2 for wrong usage, and 1 for any other error.
     """
     from tilefold.cli._common import CommandError, UsageError, note, text_of
 
-    format_message = getattr(error, "format_message", None)  # a method of typer's own errors
-    is_from_typer = format_message is not None
-    message = text_of(error) if format_message is None else format_message()
-    text = " ".join(message.split())
+    if hasattr(error, "format_message"):  # only errors of typer have this method
+        _report_typer_error(error)
+        return WRONG_USAGE
+    text = " ".join(text_of(error).split())
+    class_name = type(error).__name__
+    expected_errors = (CommandError, ValueError, OSError, ImportError, RuntimeError)
+    is_expected = isinstance(error, expected_errors)
+    if not text:
+        text = class_name
+    elif not is_expected:
+        text = f"{class_name}: {text}"
+    note(f"Error: {text}", style="bold red")
+    if not is_expected:
+        note("This is not expected. The same command with --debug shows where it happened.")
+    return WRONG_USAGE if isinstance(error, UsageError) else 1
+
+
+def _report_typer_error(error: Any) -> None:
+    """Print an error that typer raised for a command line, and the command that shows the help."""
+    from tilefold.cli._common import note
+
+    text = " ".join(error.format_message().split())
     # Compared by name, because the class is click's or that of the copy of click in typer.
     if type(error).__name__ == "MissingParameter":
-        text = f"{text} {error.param.help}"  # type: ignore[attr-defined]
-    expected_errors = (CommandError, ValueError, OSError, ImportError, RuntimeError)
-    is_expected = is_from_typer or isinstance(error, expected_errors)
-    if not is_expected or not text:
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+        text = f"{text} {error.param.help}"
     note(f"Error: {text}", style="bold red")
-    context = getattr(error, "ctx", None)
-    if context is not None:
-        note(f"Try: {context.command_path} --help")
-    elif not is_expected:
-        note("This is not expected. The same command with --debug shows where it happened.")
-    return WRONG_USAGE if is_from_typer or isinstance(error, UsageError) else 1
+    if error.ctx is not None:
+        note(f"Try: {error.ctx.command_path} --help")
 
 
 @functools.cache
 def _app() -> Any:
-    """Return the application of typer with all commands."""
+    """Return the typer application with all commands."""
     import typer
 
     from tilefold.cli._options import Command, as_command, root

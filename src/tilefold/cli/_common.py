@@ -24,31 +24,31 @@ if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
 
 
-# Shows the number that is done, the total, and a remark, which may be empty.
+# A function that shows the number of finished items, their total, and a remark, which may be empty.
 ShowProgress = Callable[[int, int, str], None]
 
 DEMO_DIR = Path("tilefold-demo")
 SECONDS_PER_LINE = 60.0
-# Columns of text that is not printed on a terminal, so that tables and notes are not cut.
+# Width in characters of output that does not go to a terminal: tables and notes are not cut.
 RESULT_WIDTH = 160
 NOTE_WIDTH = 400
-FRESH = "--fresh does them again"
+FRESH_HINT = "--fresh starts over"
 DATA_HELP = "A folder in the BEIR layout, or pydocs, the documentation of this Python."
 DOCUMENTS_HELP = (
     "A BEIR folder, documents alone (.jsonl, .csv, .parquet, .tsv or .txt of id and text, all but "
     ".parquet also .gz; or a saved dataset), or pydocs, the documentation of this Python."
 )
-OVERWRITE_HELP = "Replace files that exist; without, they are refused before any work."
+OVERWRITE_HELP = "Replace existing files; otherwise the command refuses them before any work."
 DROP_UNKNOWN_HELP = (
-    "Leave out judgements of queries and documents that the collection lacks, in a sample of one."
+    "Leave out judgements of queries and documents that the collection, a sample, does not have."
 )
 
 
 class RanksInterruptedError(Exception):
-    """A signal has ended the ranks of a command, and rank 0 has reported whether work is kept.
+    """A signal has ended all ranks of a command, and rank 0 has printed whether work is kept.
 
     Attributes:
-        exit_code: exit code of the command.
+        exit_code: the exit code of the command.
     """
 
     def __init__(self, exit_code: int) -> None:
@@ -65,36 +65,35 @@ class UsageError(CommandError):
 
 
 def stdout() -> Console:
-    """Return a console for results, which is wide on anything but a terminal."""
+    """Return a console for results on stdout, which is wide unless stdout is a terminal."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else RESULT_WIDTH)
 
 
 def stderr() -> Console:
-    """Return a console for progress, notes and errors."""
+    """Return a console for progress, notes and errors on stderr."""
     from rich.console import Console
 
     return Console(stderr=True, width=None if sys.stderr.isatty() else NOTE_WIDTH)
 
 
 def note(text: str, style: str | None = None) -> None:
-    """Print one line, of progress or an error, on stderr."""
+    """Print a line on stderr."""
     stderr().print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
-def noting_precisions() -> Iterator[None]:
-    """Print each ``PrecisionWarning`` in this context as a note on stderr.
+def precision_warnings_as_notes() -> Iterator[None]:
+    """Print each ``PrecisionWarning`` in this context as a line on stderr, without its source.
 
     Other warnings are shown as before.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("always", PrecisionWarning)
-        show_other = warnings.showwarning
+        original_showwarning = warnings.showwarning
 
-        # The parameters are those of `warnings.showwarning`, which it replaces.
-        def show(
+        def show_warning(
             message: Warning | str,
             category: type[Warning],
             filename: str,
@@ -102,22 +101,23 @@ def noting_precisions() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
+            """Show a warning, with the signature of ``warnings.showwarning``."""
             if issubclass(category, PrecisionWarning):
                 note(str(message))
             else:
-                show_other(message, category, filename, lineno, file, line)
+                original_showwarning(message, category, filename, lineno, file, line)
 
-        warnings.showwarning = show
+        warnings.showwarning = show_warning
         yield
 
 
 def print_json(value: object) -> None:
-    """Print the result of a ``--json`` call on stdout."""
+    """Print a value as JSON on stdout."""
     sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def shorten(text: str, cells: int) -> str:
-    """Shorten a text to one line that fits into `cells` of a terminal; wide characters take two."""
+    """Shorten a text to one line of at most `cells` terminal cells; wide characters take two."""
     from rich.text import Text
 
     line = Text(" ".join(text.split()))
@@ -129,28 +129,32 @@ def print_table(
     columns: Iterable[str],
     rows: Iterable[Iterable[str]],
     title: str = "",
-    fold: Iterable[str] = (),
+    *,
+    right_aligned: Iterable[str] = (),
+    wrapped: Iterable[str] = (),
     **table_options: Any,
 ) -> None:
     """Print a table on stdout.
 
     Args:
-        columns: names of the columns. A name that ends in ``>`` aligns its column right.
+        columns: the titles of the columns.
         rows: the cells of each row.
-        title: printed above the table.
-        fold: names of columns whose cells are wrapped, and never cut.
-        table_options: further arguments of ``rich.table.Table``.
+        title: the title above the table; empty for none.
+        right_aligned: the titles of the columns that are aligned right.
+        wrapped: the titles of the columns whose long cells are wrapped instead of cut.
+        table_options: additional arguments of ``rich.table.Table``.
     """
     from rich.table import Table
     from rich.text import Text
 
-    folded = set(fold)
+    right_aligned_columns = set(right_aligned)
+    wrapped_columns = set(wrapped)
     table = Table(title=Text(title) if title else None, **table_options)
-    for name in columns:
+    for column in columns:
         table.add_column(
-            name.removesuffix(">"),
-            justify="right" if name.endswith(">") else "left",
-            overflow="fold" if name in folded else "ellipsis",
+            column,
+            justify="right" if column in right_aligned_columns else "left",
+            overflow="fold" if column in wrapped_columns else "ellipsis",
         )
     for row in rows:
         table.add_row(*map(Text, row))
@@ -160,29 +164,40 @@ def print_table(
 def next_command(*words: object) -> str:
     """Return the line ``next: tilefold ...`` with a command to paste into a shell.
 
-    After ``--data``, the options that name the fields of documents are repeated from the command
-    that is running.
+    A command that reads ``--data`` needs the same field names as the command that is running. Their
+    options are added after ``--data``.
 
     Args:
         words: the words of the command after ``tilefold``.
     """
     if "--data" in words:
-        field_names = fields_of_documents()
-        field_options: list[str] = []
-        for option, name in (
-            ("--id-field", field_names.id),
-            ("--title-field", field_names.title),
-            ("--text-field", field_names.text),
-        ):
-            if name:
-                field_options += [option, name]
         after_data = words.index("--data") + 2  # the option and its value
-        words = (*words[:after_data], *field_options, *words[after_data:])
+        words = (*words[:after_data], *_field_name_options(), *words[after_data:])
     return f"next: tilefold {shlex.join(map(str, words))}"
 
 
+def _field_name_options() -> list[str]:
+    """Return the options of the running command that name fields, such as ``--id-field ID``."""
+    field_names = current_document_fields()
+    words: list[str] = []
+    for option, name in (
+        ("--id-field", field_names.id),
+        ("--title-field", field_names.title),
+        ("--text-field", field_names.text),
+    ):
+        if name:
+            words += [option, name]
+    return words
+
+
 def print_result(result: object, as_json: bool, *lines: str) -> None:
-    """Print a result as JSON, or its lines for people."""
+    """Print a result on stdout.
+
+    Args:
+        result: the result as a value for JSON.
+        as_json: whether JSON is printed instead of the lines.
+        lines: the result as text.
+    """
     if as_json:
         print_json(result)
         return
@@ -191,36 +206,66 @@ def print_result(result: object, as_json: bool, *lines: str) -> None:
 
 
 @contextmanager
-def progress_bar(text: str, *, resumes: str | None = None) -> Iterator[Callable[..., None]]:
+def progress_bar(text: str) -> Iterator[Callable[..., None]]:
     """Show progress on stderr: a bar on a terminal, and otherwise a line per minute.
 
     Args:
-        text: name of the work, such as ``"encoding"``.
-        resumes: how to start over, or an empty text. The first reported number is then what an
-            earlier run has done, and a line says so. None if the work cannot be resumed.
+        text: the name of the work, such as ``"encoding"``.
 
     Yields:
-        A function that shows progress. It takes the number that is done, the total, and a remark
-        or None.
+        A function that shows progress. It takes the number of finished items, their total, and an
+        optional remark.
     """
-    console = stderr()
-    display: AbstractContextManager[ShowProgress] = nullcontext(_LinePerMinute(text))
-    if console.is_terminal:
-        display = _terminal_bar(text, console)
-    with display as show:
-        announces_resumption = resumes is not None
+    with _progress_display(text, stderr()) as show:
 
         def update(done: int, total: int, remark: object = None) -> None:
-            nonlocal announces_resumption
-            if announces_resumption and done:
-                state = "resumes" if done < total else "has nothing left to do"
-                hint = f" ({resumes})" if resumes else ""
-                line = f"{text} {state}: {done:,} of {total:,} were done before{hint}"
-                console.print(line, markup=False, highlight=False)
-            announces_resumption = False
             show(done, total, "" if remark is None else str(remark))
 
         yield update
+
+
+@contextmanager
+def resumable_progress_bar(text: str, hint: str = "") -> Iterator[Callable[..., None]]:
+    """Show progress of work that may resume an earlier run, see :func:`progress_bar`.
+
+    The first report counts the items that the earlier run has finished. If there are any, a line
+    says so.
+
+    Args:
+        text: the name of the work, such as ``"encoding"``.
+        hint: how to start over, for that line; empty for no hint.
+
+    Yields:
+        The function of :func:`progress_bar`.
+    """
+    is_first_report = True
+    console = stderr()
+    with _progress_display(text, console) as show:
+
+        def update(done: int, total: int, remark: object = None) -> None:
+            nonlocal is_first_report
+            if is_first_report and done:
+                state = "resumes" if done < total else "has nothing left to do"
+                line = f"{text} {state}: {done:,} of {total:,} were done before"
+                if hint:
+                    line += f" ({hint})"
+                console.print(line, markup=False, highlight=False)
+            is_first_report = False
+            show(done, total, "" if remark is None else str(remark))
+
+        yield update
+
+
+def _progress_display(text: str, console: Console) -> AbstractContextManager[ShowProgress]:
+    """Return a context that shows progress, as a bar on a terminal and otherwise in lines.
+
+    Args:
+        text: the name of the work.
+        console: the console of stderr.
+    """
+    if console.is_terminal:
+        return _terminal_bar(text, console)
+    return nullcontext(_LinePerMinute(text))
 
 
 @contextmanager
@@ -228,11 +273,11 @@ def _terminal_bar(text: str, console: Console) -> Iterator[ShowProgress]:
     """Show a progress bar on a terminal in this context.
 
     Args:
-        text: name of the work.
-        console: of the terminal.
+        text: the name of the work.
+        console: the console that prints on the terminal.
 
     Yields:
-        A function that shows the number that is done, the total, and a remark.
+        A function that shows the number of finished items, their total, and a remark.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
@@ -254,28 +299,29 @@ def _terminal_bar(text: str, console: Console) -> Iterator[ShowProgress]:
 
 
 class _LinePerMinute:
-    """Progress as lines on stderr, one per minute at most, with rate and remaining time.
+    """Prints progress on stderr, at most one line per minute, with rate and remaining time.
 
     Args:
-        text: name of the work.
+        text: the name of the work.
     """
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._first: tuple[float, int] | None = None  # time and number of the first call
+        # Time and number of finished items of the first call.
+        self._first: tuple[float, int] | None = None
         self._last_line = time.monotonic()
 
     def __call__(self, done: int, total: int, remark: str = "") -> None:
-        """Print a line if the last one was a minute ago, and something was done since the first.
+        """Print a line, at most once a minute, once there is progress since the first call.
 
         Args:
-            done: number of texts, queries or steps that are done.
-            total: number of all of them.
-            remark: text after the number; empty for none.
+            done: the number of finished texts, queries or steps.
+            total: the number of all texts, queries or steps.
+            remark: a remark after the number; empty for none.
         """
         now = time.monotonic()
         if self._first is None:
-            # Work of an earlier run, which does not count for the rate of this one.
+            # `done` may already include the work of an earlier run, which the rate leaves out.
             self._first = (now, done)
         first_time, first_done = self._first
         if now - self._last_line < SECONDS_PER_LINE or done == first_done:
@@ -292,7 +338,7 @@ class _LinePerMinute:
 
 
 def duration(seconds: float) -> str:
-    """Return a length of time in seconds, minutes or hours, whichever suits it."""
+    """Format a duration in seconds, minutes or hours, depending on its length."""
     minutes = seconds / 60
     hours = seconds / 3600
     if minutes < 2:
@@ -303,7 +349,7 @@ def duration(seconds: float) -> str:
 
 
 def size(n_bytes: float) -> str:
-    """Return a number of bytes in kB, MB or GB, whichever suits it."""
+    """Format a number of bytes in kB, MB or GB, depending on its size."""
     if n_bytes < 1e6:
         return f"{n_bytes / 1e3:.1f} kB"
     if n_bytes < 1e9:
@@ -313,12 +359,12 @@ def size(n_bytes: float) -> str:
 
 @contextmanager
 def heartbeat(text: str) -> Iterator[None]:
-    """Print a line per minute on stderr while the code of a ``with`` block runs.
+    """Print the elapsed time on stderr every minute in this context.
 
-    It is for work that cannot report its progress. A thread prints the time that has passed.
+    The context is for work that cannot report its progress. A thread prints the lines.
 
     Args:
-        text: name of the work, such as ``"merging"``.
+        text: the name of the work, such as ``"merging"``.
     """
     started = time.monotonic()
     ended = threading.Event()
@@ -336,16 +382,17 @@ def heartbeat(text: str) -> Iterator[None]:
         thread.join()
 
 
-# Functions that return, after Ctrl-C, whether there is work that the same command resumes from.
+# Functions that are called after Ctrl-C or SIGTERM. Each returns whether the same command would
+# resume from finished work.
 finished_work_checks: list[Callable[[], bool]] = []
 
-# Names of the fields of documents, for the commands that run.
+# Field names of the documents of `--data`; the last entry belongs to the running command.
 _fields: list[DocumentFields] = []
 
 
 @contextmanager
 def document_fields(fields: DocumentFields) -> Iterator[None]:
-    """Read the documents of ``--data`` by these names of fields in this context."""
+    """Read the documents of ``--data`` with these field names in this context."""
     _fields.append(fields)
     try:
         yield
@@ -353,8 +400,8 @@ def document_fields(fields: DocumentFields) -> Iterator[None]:
         _fields.pop()
 
 
-def fields_of_documents() -> DocumentFields:
-    """Return the names of the fields of ``--data``, where they are not the usual ones."""
+def current_document_fields() -> DocumentFields:
+    """Return the field names that the running command was given, see :func:`document_fields`."""
     return _fields[-1] if _fields else DocumentFields()
 
 
@@ -369,9 +416,10 @@ def load_data(
 
     Args:
         name_or_path: ``pydocs``, a BEIR folder, or a file of documents.
-        cache_dir: folder of the collections that are made or downloaded.
-        drop_unknown: leave out judgements of unknown queries and documents, which are an error.
-        parts: what of the collection is loaded, as arguments of
+        cache_dir: the folder of collections that are made or downloaded.
+        drop_unknown: leave out judgements of unknown queries and documents, which are otherwise an
+            error.
+        parts: the parts of the collection to load, as arguments of
             :func:`tilefold.retrieval.load_collection`.
     """
     from tilefold.retrieval.data.datasets import load_collection
@@ -380,12 +428,12 @@ def load_data(
         name_or_path,
         cache_dir,
         unknown="drop" if drop_unknown else "error",
-        fields=fields_of_documents(),
+        fields=current_document_fields(),
         **parts,
     )
 
 
-def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
+def text_loader(data: str | None) -> Callable[[], Mapping[str, str]] | None:
     """Return a function that loads the texts of ``--data`` by id; None without ``--data``."""
     if data is None:
         return None
@@ -397,7 +445,7 @@ def texts_of(data: str | None) -> Callable[[], Mapping[str, str]] | None:
 
 
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:
-    """Raise an error for a split that the collection does not have."""
+    """Raise ``UsageError`` if a collection does not have a split that `option` names."""
     if not collection.qrels:
         raise UsageError(
             f"--data: {collection.name} has no judgements; they belong in qrels/{split}.tsv.",
@@ -410,7 +458,7 @@ def check_split(collection: Collection, split: str, option: str = "--split") -> 
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of an error; that of the operating system begins with the file."""
+    """Return the text of an error, which begins with the file for errors of the system."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename2 or error.filename}: {error.strerror}"
     return str(error).strip()

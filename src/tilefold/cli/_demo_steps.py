@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
-Tokens: TypeAlias = "tuple[TokenVectors, TokenStore]"  # of queries, and of documents
-HELD_OUT = 200  # queries that choose the weights of the fusion
-TEST_QUERIES = 800  # test queries of all sizes but the full one
+# Token vectors of the queries, and of the documents.
+Tokens: TypeAlias = "tuple[TokenVectors, TokenStore]"
+HELD_OUT = 200  # queries on which the weights of the fusion are chosen
+TEST_QUERIES = 800  # test queries of every size except the full one
 EXAMPLE_ID = "example"
 EXAMPLE = "how do I read a csv file"
 
@@ -33,15 +34,16 @@ class Size:
     """The size of a demo.
 
     Attributes:
-        name: name of its folder, before a digest.
-        documents: number of documents, with all judged ones; None takes all of the collection.
-        max_length: tokens per text of SPLADE.
-        dense_length: tokens per text of dense retrieval.
-        train_length: tokens per text while SPLADE is trained.
-        steps: training steps.
-        batch_size: pairs per step.
-        learning_rate: peak of the learning rate.
-        published: whether the demo repeats the published figures, with their splits and batches.
+        name: the first part of the name of the demo's folder, before a digest.
+        documents: the number of documents, with all judged ones; None takes the whole collection.
+        max_length: the tokens that SPLADE reads per text.
+        dense_length: the tokens that the dense model reads per text.
+        train_length: the tokens per text in the training of SPLADE.
+        steps: the number of training steps.
+        batch_size: the pairs per training step.
+        learning_rate: the peak learning rate.
+        published: whether this is the full size, which repeats the published figures with their
+            splits and batches.
     """
 
     name: str
@@ -70,27 +72,23 @@ SIZES = {
 def split(collection: Collection, size: Size) -> Collection:
     """Return a collection with some training queries moved to the splits ``test`` and ``dev``.
 
-    More test queries make the standard error of a difference smaller. The training loses little,
-    because a short one sees few pairs twice. The full size keeps the test queries of the
-    collection.
+    A larger test split gives smaller standard errors. A short training hardly misses the moved
+    pairs, because it sees few pairs twice. The full size keeps the original test split.
 
     Args:
-        collection: with the splits ``train`` and ``test``.
-        size: size of the demo.
+        collection: a collection with the splits ``train`` and ``test``.
+        size: the size of the demo.
     """
     test = collection.qrels["test"]
     train = collection.qrels["train"]
-    n_moved = 0
+    moved_to_test = set[str]()
     if not size.published:
-        # At most 3 of 8 queries are for testing: a small collection must leave some for training.
-        n_test = min(TEST_QUERIES, (len(test) + len(train)) * 3 // 8)
-        n_moved = max(0, n_test - len(test))
-    moved = set(sorted(train, key=_random_key)[:n_moved])
-    remaining = sorted(train.keys() - moved)
+        moved_to_test = _queries_to_move(list(train), n_test=len(test))
+    remaining = sorted(train.keys() - moved_to_test)
     step = max(1, len(remaining) // HELD_OUT)
     dev = remaining[::step][:HELD_OUT]  # evenly over the sorted ids
-    not_train = moved.union(dev)
-    moved_qrels = {query: grades for query, grades in train.items() if query in moved}
+    not_train = moved_to_test.union(dev)
+    moved_qrels = {query: grades for query, grades in train.items() if query in moved_to_test}
     qrels = {
         **collection.qrels,
         "test": {**test, **moved_qrels},
@@ -100,12 +98,27 @@ def split(collection: Collection, size: Size) -> Collection:
     return replace(collection, qrels=qrels)
 
 
-def take(collection: Collection, count: int | None) -> Collection:
-    """Return a collection with fewer documents, in the same order.
+def _queries_to_move(train: list[str], n_test: int) -> set[str]:
+    """Choose training queries at random that enlarge the test split to ``TEST_QUERIES``.
+
+    At most 3 of 8 queries are for testing: a small collection must leave some for training.
 
     Args:
-        collection: with judgements in all splits.
-        count: number of documents: all judged ones, and others at random. None takes all.
+        train: the ids of the training queries.
+        n_test: the number of test queries of the collection.
+    """
+    target = min(TEST_QUERIES, (n_test + len(train)) * 3 // 8)
+    n_moved = max(0, target - n_test)
+    return set(sorted(train, key=_random_key)[:n_moved])
+
+
+def sample_documents(collection: Collection, count: int | None) -> Collection:
+    """Return a collection with a sample of its documents, in the same order.
+
+    Args:
+        collection: a collection with judgements.
+        count: the number of documents to keep; all judged documents are kept, and the remaining
+            ones are chosen at random. None keeps all documents.
     """
     judged = set[str]()
     for qrels in collection.qrels.values():
@@ -123,12 +136,12 @@ def take(collection: Collection, count: int | None) -> Collection:
 
 
 def _random_key(id_: str) -> str:
-    """Return a sort key that orders ids at random, always in the same way."""
+    """Return a hash of an id, by which ids are sorted in a random but reproducible order."""
     return hashlib.sha256(id_.encode()).hexdigest()
 
 
 DEPTH = 100
-# Heaviest terms of a text that are kept: a third of the postings, for a loss of less than .01
+# Heaviest terms that are kept per text. They leave a third of the postings, and cost less than 0.01
 # nDCG@10 on held-out queries.
 DOCUMENT_TERMS = 128
 QUERY_TERMS = 32
@@ -139,13 +152,13 @@ BASE_MODEL = "minilm"
 
 
 def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
-    """Return the folder of a demo.
+    """Return the folder of a demo, whose name depends on everything that the demo depends on.
 
     Args:
-        root: folder of all demos.
-        size: of the demo.
-        seed: of the training.
-        data_digest: fingerprint of documents and queries.
+        root: the folder of all demos.
+        size: the size of the demo.
+        seed: the seed of the training.
+        data_digest: the fingerprint of the documents and queries.
     """
     key = hashlib.sha256(f"{size} {seed} {DOCUMENT_TERMS} {data_digest}".encode()).hexdigest()
     return root / f"{size.name}-{key[:8]}"
@@ -154,9 +167,12 @@ def folder_of(root: Path, size: Size, seed: int, data_digest: str) -> Path:
 def make_recipe(size: Size, seed: int) -> LsrRecipe:
     """Return the recipe that trains the sparse model of a demo.
 
+    Batches of texts of similar length are faster. The full size has random batches, as the
+    published figures.
+
     Args:
-        size: size of the demo.
-        seed: seed of the training.
+        size: the size of the demo.
+        seed: the seed of the training.
     """
     from tilefold.recipes import get_recipe
 
@@ -181,26 +197,26 @@ def encode(
     folder: Path,
     **options: object,
 ) -> bool:
-    """Encode documents into a folder, or finish what an earlier run began there.
+    """Encode documents into a folder, or finish the encoding of an earlier run.
 
-    A folder that is damaged or was made with other settings is encoded again.
+    If the folder is damaged or was made with other settings, all documents are encoded again.
 
     Args:
-        encode_collection: function of the model, the texts and the folder, such as
+        encode_collection: a function of the model, the texts and the folder, such as
             :func:`tilefold.retrieval.encode_tokens`.
-        model: what encodes.
+        model: the model.
         collection: the documents.
-        folder: of the vectors.
-        options: further arguments of `encode_collection`.
+        folder: the folder for the vectors.
+        options: additional arguments of `encode_collection`.
 
     Returns:
         Whether an earlier run had encoded all documents.
     """
-    progress_counts: list[int] = []  # documents done, at each report of progress
-    with _common.progress_bar(f"  encoding {folder.name}", resumes="") as update:
+    reported_counts: list[int] = []  # numbers of encoded documents
+    with _common.resumable_progress_bar(f"  encoding {folder.name}") as update:
 
         def progress(done: int, total: int) -> None:
-            progress_counts.append(done)
+            reported_counts.append(done)
             update(done, total)
 
         encode_into_folder = partial(
@@ -213,10 +229,10 @@ def encode(
         )
         try:
             encode_into_folder()
-        except DataError:  # the folder is damaged, or has other settings
+        except DataError:  # the folder is damaged, or was made with other settings
             encode_into_folder(resume=False)
-    n_done_before = progress_counts[0]  # the first report counts what an earlier run has done
-    return n_done_before == len(collection.documents)
+    n_encoded_before = reported_counts[0]  # the first report counts documents of an earlier run
+    return n_encoded_before == len(collection.documents)
 
 
 def zero_shot(
@@ -228,10 +244,10 @@ def zero_shot(
     """Search with all-MiniLM-L6-v2 as a dense model, and encode token vectors with it.
 
     Args:
-        root: folder of all demos. Vectors are shared by the demos of these texts and this length.
+        root: the folder of all demos. Demos with the same texts and length share the vectors.
         collection: the documents.
         queries: query id -> text.
-        length: tokens per text.
+        length: the tokens that the model reads per text.
 
     Returns:
         The dense run, the token vectors of queries and documents, and whether the vectors of an
@@ -275,12 +291,12 @@ def zero_shot(
 
 
 def overlap(exact: Run, approximate: Run, k: int = 10) -> float:
-    """Return the share of the exact top `k` that an approximate search finds, as mean over queries.
+    """Return the share of the exact top `k` that an approximate search finds, as mean of queries.
 
     Args:
-        exact: the run of an exact search, the best documents first.
-        approximate: the run of an approximate search, the best documents first.
-        k: documents per query.
+        exact: the run of an exact search, with the best documents first.
+        approximate: the run of an approximate search, with the best documents first.
+        k: the number of documents per query.
 
     Returns:
         A number from 0 to 1. Queries without hits do not count.

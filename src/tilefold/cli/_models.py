@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
 
 PACKAGED = "minilm"
-# Kind of vectors -> kind of the models that make them.
+# Kind of vectors -> kind of the models that compute them.
 KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
-# Kind of models -> their vectors in messages.
+# Kind of models -> the name of their vectors in messages.
 VECTORS = {"sparse": "sparse vectors", "multi-vector": "token vectors", "dense": "dense vectors"}
 # Kinds of models that are accelerated.
 FUSED = ("sparse", "multi-vector")
-SHOWN = 5  # models of the cache that a message lists
+SHOWN = 5  # cached models that a message lists
 HUB_TIMEOUT = 5.0  # seconds until the hub must begin to answer
 _NAMES = {
     "sparse": "a SparseEncoder",
@@ -32,7 +32,7 @@ _NAMES = {
 }
 
 
-def find_model(name: str, option: str) -> str:
+def checked_model_name(name: str, option: str) -> str:
     """Return the folder of a model, or its name if the hub or the local cache has the model.
 
     Args:
@@ -48,13 +48,15 @@ def find_model(name: str, option: str) -> str:
         return str(minilm_path())
     path = Path(name)
     if not name.strip():
-        raise UsageError(f"{option}: expected a folder or a name, got an empty text.")
+        raise UsageError(f"{option}: expected a folder or a name, got an empty name.")
     if path.is_dir():
         return name
     if path.exists():
         raise UsageError(f"{option}: expected the folder of a model, got the file {name}.")
-    parent_exists = len(path.parts) > 1 and Path(path.parts[0]).exists()
+    # A name on the hub is NAME or OWNER/NAME. A text that cannot be one, or that begins with an
+    # existing folder, is a mistyped path, and the hub is not asked for it.
     is_path = name.startswith((".", "~")) or path.is_absolute() or name.count("/") > 1
+    parent_exists = len(path.parts) > 1 and Path(path.parts[0]).exists()
     if is_path or parent_exists:
         raise UsageError(f"{option}: there is no folder {name}; train a model with: tilefold train")
     problem = _hub_problem(name)
@@ -67,10 +69,10 @@ def find_model(name: str, option: str) -> str:
 
 
 def cached_models() -> str:
-    """Return a remark for messages that lists the models in the Hugging Face cache.
+    """Return a list of the models in the Hugging Face cache, to be appended to a message.
 
     Returns:
-        Names in parentheses, after a space; empty if no model is cached.
+        The names in parentheses, after a space; an empty text if no model is cached.
     """
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
@@ -85,28 +87,28 @@ def cached_models() -> str:
     return f" (in the cache of this machine: {', '.join(sorted(names)[:SHOWN])})"
 
 
-def find_models(options: Mapping[str, str | None]) -> None:
-    """Raise ``UsageError`` for the first of some options that names no model.
+def check_model_names(options: Mapping[str, str | None]) -> None:
+    """Raise ``UsageError`` for the first option whose model does not exist.
 
     Args:
-        options: value by option; None was not given. See :func:`find_model`.
+        options: option -> name of a model, see :func:`checked_model_name`; None if not given.
     """
     for option, name in options.items():
         if name is not None:
-            find_model(name, option)
+            checked_model_name(name, option)
 
 
 @cache
 def _hub_problem(name: str) -> str | None:
     """Return why a model cannot be downloaded from the Hugging Face hub.
 
-    The hub is asked for the metadata of ``config.json`` once, without retries.
+    The hub is asked once, without retries, for the metadata of ``config.json``.
 
     Args:
-        name: name of the model, such as ``"OWNER/NAME"``.
+        name: the name of the model, such as ``"OWNER/NAME"``.
 
     Returns:
-        The problem in words, or None if the model can be downloaded or is cached.
+        The reason, or None if the model is cached or can be downloaded.
     """
     try:
         from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -118,7 +120,7 @@ def _hub_problem(name: str) -> str | None:
         if not isinstance(try_to_load_from_cache(name, "config.json"), str):
             get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
     except errors.EntryNotFoundError:
-        pass  # the hub has the model, which has no config.json
+        pass  # the model exists, but has no config.json
     except errors.HFValidationError:
         problem = "no model can have that name"
     except errors.GatedRepoError:
@@ -136,7 +138,7 @@ def _hub_problem(name: str) -> str | None:
 
 
 def load_encoder(name: str) -> SparseEncoder:
-    """Load a SparseEncoder, with the fused head where its architecture allows it."""
+    """Load a SparseEncoder, with the fused head if its architecture supports it."""
     model, _ = load_model(name, kinds=("sparse",))
     encoder: SparseEncoder = model
     return encoder
@@ -144,39 +146,39 @@ def load_encoder(name: str) -> SparseEncoder:
 
 def load_untrained(
     texts_sha256: str,
-    texts: Callable[[], Mapping[str, str]] | None,
+    load_texts: Callable[[], Mapping[str, str]] | None,
     source: str,
 ) -> SparseEncoder:
-    """Load the packaged model as a SparseEncoder without training.
+    """Load the packaged model with an untrained sparse head, as a SparseEncoder.
 
-    This model is made from the documents of a collection. A cache keeps earlier models by the
+    The bias of the head is set from a sample of the documents. A cache keeps the models by the
     fingerprint of their documents.
 
     Args:
-        texts_sha256: fingerprint of the documents.
-        texts: loads the documents; None if the command does not have them.
+        texts_sha256: the fingerprint of the documents.
+        load_texts: a function that loads the documents; None if the command does not have them.
         source: the documents in messages, such as ``"the documents of INDEX"``.
 
     Raises:
-        UsageError: if the model is not cached and there are no documents to make it from.
-        CommandError: if the documents have another fingerprint.
+        UsageError: if the model is not cached and the command does not have the documents.
+        CommandError: if the documents have a different fingerprint.
     """
-    find_model(PACKAGED, "--model")
+    checked_model_name(PACKAGED, "--model")  # the package with its weights must be installed
     check_sentence_transformers()
     from tilefold.recipes.splade import untrained_splade
 
-    description = f"--model: {PACKAGED} is the untrained start, made from {source}"
+    description = f"--model: {PACKAGED} as a sparse model is initialised from {source}"
     try:
-        model = untrained_splade(texts_sha256, texts)
+        model = untrained_splade(texts_sha256, load_texts)
     except LookupError as error:
         raise UsageError(
-            f"{description}, and not in the cache of this machine: give the documents with --data, "
-            "or the folder of the model that made the vectors.",
+            f"{description}, and is not in the cache of this machine: give the documents with "
+            "--data, or the folder of the model that made the vectors.",
         ) from error
     except ValueError as error:
         raise CommandError(
-            f"{description}, and --data holds others: another collection, or one that has changed "
-            "since. Give its own collection with --data.",
+            f"{description}, and --data is another collection, or has changed since. Give the "
+            "original collection with --data.",
         ) from error
     _accelerate(model)
     return model
@@ -188,26 +190,26 @@ def load_model(
     kinds: tuple[str, ...] = ("sparse", "multi-vector"),
     fast: tuple[str, ...] = ("sparse",),
 ) -> tuple[Any, str]:
-    """Load a model of one of some kinds, accelerated if its kind is one of `fast`.
+    """Load a model of an accepted kind, and accelerate it if its kind is in `fast`.
 
-    The packaged name is a dense model, or a multi-vector one if `kinds` has no other. As a sparse
-    model it depends on documents, see :func:`load_untrained`. No remote code runs, and a folder is
-    read without access to the network.
+    The packaged model is loaded as a dense model, or as a multi-vector model if only that kind is
+    accepted. :func:`load_untrained` loads it as a sparse model. No remote code runs, and a folder
+    is read without access to the network.
 
     Args:
         name: a folder, a Hugging Face name, or the name of the packaged model.
         option: the option that names the model, for messages.
-        kinds: accepted kinds, of ``"sparse"``, ``"multi-vector"``, ``"dense"``.
-        fast: kinds that are accelerated.
+        kinds: the accepted kinds, such as ``"sparse"``, ``"multi-vector"``, ``"dense"``.
+        fast: the kinds that are accelerated.
 
     Returns:
         The model and its kind.
 
     Raises:
-        UsageError: if there is no such model, or it is of another kind.
-        CommandError: if its files cannot be read.
+        UsageError: if there is no such model, or its kind is not accepted.
+        CommandError: if the files of the model cannot be read.
     """
-    path = find_model(name, option)
+    path = checked_model_name(name, option)
     check_sentence_transformers()
     from safetensors import SafetensorError
 
@@ -222,7 +224,7 @@ def load_model(
             expected = " or ".join(_NAMES[accepted] for accepted in kinds)
             raise UsageError(
                 f"{option}: {name} is {_NAMES[stored_kind]}; expected {expected}. "
-                f"{_remedy(name, kind, kinds)}",
+                f"{_advice_for_kind(name, kind, kinds)}",
             )
         try:
             model = untrained_colbert() if is_packaged_colbert else load_saved(path, stored_kind)
@@ -243,109 +245,123 @@ def load_model(
 
 
 def limit_length(model: Any, max_length: int | None) -> None:
-    """Limit the tokens that a model reads of a text, or a cross-encoder of a pair.
+    """Limit how many tokens a model reads per text, or a cross-encoder per pair of texts.
 
     Args:
-        model: the model, which is changed.
-        max_length: value of ``--max-length``; None changes nothing.
+        model: the model, which is changed in place.
+        max_length: the value of ``--max-length``; None changes nothing.
 
     Raises:
-        UsageError: for more tokens than the model can read.
+        UsageError: if the limit exceeds that of the model.
     """
     if max_length is None:
         return
+    # Only cross-encoders of sentence-transformers do not have `max_seq_length`.
     is_cross_encoder = not hasattr(type(model), "max_seq_length")
     attribute = "max_length" if is_cross_encoder else "max_seq_length"
     model_limit = getattr(model, attribute)
     if model_limit is not None and max_length > model_limit:
         raise UsageError(
-            f"--max-length: expected at most {model_limit}, the tokens that the model reads, got "
+            f"--max-length: expected at most {model_limit}, the maximum of the model, got "
             f"{max_length}.",
         )
     setattr(model, attribute, max_length)
 
 
 def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
-    """Load the model that makes vectors of a kind.
-
-    The packaged model can make vectors of all kinds. By default it is a sparse model, which is made
-    from the documents.
+    """Load the model that encodes texts to a kind of vectors.
 
     Args:
         model: a folder, a Hugging Face name, or the name of the packaged model.
-        kind: kind of the vectors, a key of ``KINDS``; None takes that of the model.
+        kind: the kind of the vectors, a key of ``KINDS``. None takes the kind of the model, and
+            ``"sparse"`` for the packaged model.
         collection: the documents; None if this process does not have them.
 
     Returns:
         The model and its kind.
 
     Raises:
-        UsageError: for the packaged model as a sparse one without documents.
+        UsageError: if the packaged model is needed as a sparse model without documents.
     """
-    if model != PACKAGED or kind in ("tokens", "dense"):
-        kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-        return load_model(absolute(model), kinds=kinds, fast=FUSED)
+    if model == PACKAGED and kind in (None, "sparse"):
+        return _load_untrained_for(collection), "sparse"
+    kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
+    return load_model(absolute(model), kinds=kinds, fast=FUSED)
+
+
+def _load_untrained_for(collection: Collection | None) -> SparseEncoder:
+    """Load the packaged model with a sparse head that is initialised from a collection.
+
+    Args:
+        collection: the documents; None if this process does not have them.
+
+    Raises:
+        UsageError: if there are no documents.
+    """
     if collection is None:
         raise UsageError(
-            f"--model: {model} as a sparse model is made from the documents, by one process. "
-            "Save it first: tilefold train --steps 0",
+            f"--model: the sparse head of {PACKAGED} is initialised from the whole collection, "
+            "which --engine ray and --dry-run do not load. Save the model first: tilefold train "
+            "--steps 0",
         )
     documents = collection.contents()
-    encoder = load_untrained(
+    return load_untrained(
         texts_digest(documents),
         lambda: documents,
         f"the documents of {collection.name}",
     )
-    return encoder, "sparse"
 
 
 @cache
 def load_once(name: str, kinds: tuple[str, ...]) -> Any:
-    """Load a model once for all work of a worker process."""
+    """Load a model, or return the one that this process has loaded before."""
     model, _ = load_model(name, kinds=kinds, fast=FUSED)
     return model
 
 
 def absolute(model: str) -> str:
-    """Return the absolute path of a model's folder, or the name of a model of the hub."""
+    """Return the absolute path of a model's folder, or the unchanged name of a hub model."""
     path = Path(model)
     return str(path.resolve()) if path.is_dir() else model
 
 
-def _remedy(name: str, kind: str, kinds: tuple[str, ...]) -> str:
-    """Return the advice of an error about a model of another kind than a command expects.
+def _advice_for_kind(name: str, kind: str, accepted_kinds: tuple[str, ...]) -> str:
+    """Return how to use a model whose kind a command does not accept.
 
     Args:
-        name: the model.
-        kind: its kind.
-        kinds: the kinds that the command accepts.
+        name: the name of the model.
+        kind: the kind of the model.
+        accepted_kinds: the kinds that the command accepts.
     """
+    needs_multi_vector = accepted_kinds == ("multi-vector",)
     if kind == "dense":
-        token_vectors = (
-            f"For token vectors: tilefold train --recipe colbert --model {name} (--steps 0 "
-            f"--dimension 0 for its own), or {PACKAGED}. "
+        make_multi_vector = (
+            f"To make a multi-vector model of it: tilefold train --recipe colbert --model {name} "
+            "(with --steps 0 --dimension 0 for its own token states)."
         )
-        if kinds == ("multi-vector",):
-            return token_vectors
+        if needs_multi_vector:
+            return make_multi_vector
         return (
-            f"To score it as it is: tilefold evaluate --model {name}; to store its vectors: "
-            f"encode --kind dense. {token_vectors}For sparse vectors: tilefold train with a "
-            f"masked language model, or --model {PACKAGED}."
+            f"To evaluate it: tilefold evaluate --model {name}; to store its vectors: tilefold "
+            f"encode --kind dense. {make_multi_vector} For sparse vectors, train a masked language "
+            f"model with tilefold train, or give --model {PACKAGED}."
         )
-    if kinds == ("multi-vector",):
+    if needs_multi_vector:
         return "Train one with: tilefold train --recipe colbert"
     if kind == "multi-vector":
-        return f"Its token vectors rerank what an index found: --rerank {name}."
+        return f"It reranks the hits of an index: --rerank {name}."
     if kind == "sparse":
         return (
             "It searches an index of its own vectors: tilefold encode, tilefold index, then "
             "--model with --index."
         )
-    return f"A cross-encoder scores what training reads: tilefold score MINED --teacher {name}."
+    return (
+        f"A cross-encoder scores training data as a teacher: tilefold score MINED --teacher {name}."
+    )
 
 
 def _accelerate(model: Model) -> None:
-    """Accelerate a model, or print a note why its stock forward is used."""
+    """Accelerate a model, or print a note why it keeps its original forward."""
     from tilefold.integrations.sentence_transformers import accelerate
 
     try:
@@ -355,7 +371,7 @@ def _accelerate(model: Model) -> None:
 
 
 def check_sentence_transformers() -> None:
-    """Import sentence-transformers, or say what to install."""
+    """Raise ``CommandError`` with the command to install, if sentence-transformers is missing."""
     from tilefold._internal import sentence_transformers as _sentence_transformers
 
     try:

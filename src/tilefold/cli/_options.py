@@ -33,12 +33,12 @@ from tilefold.distributed.ranks import INTERRUPTED, RENDEZVOUS, is_rank, run_ran
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.errors import DataError
 
-OPTION_COLUMNS = 26  # of the names of options in --help, whose texts begin after them
+OPTION_COLUMNS = 26  # width of the column of option names in --help
 
-# Words of the command line that runs, without the name of the program.
+# Words of the running command line, without the name of the program.
 command_line: list[str] = []
 
-# Options of what a command reads. Of two values, one would be ignored.
+# Options that name an input. If one is given twice, the first input would be ignored.
 INPUTS = frozenset(
     {
         "bm25",
@@ -61,16 +61,22 @@ def option(help: str, *flags: str, panel: str | None = None, **settings: Any) ->
 
     Args:
         help: the text of ``--help``.
-        flags: spellings of the option. By default the name of the field with dashes.
-        panel: group of the option in ``--help``.
-        settings: further arguments of ``typer.Option``.
+        flags: the spellings of the option; by default the name of the field with dashes.
+        panel: the group of the option in ``--help``.
+        settings: additional arguments of ``typer.Option``.
     """
     return typer.Option(..., *flags, help=help, rich_help_panel=panel, **settings)
 
 
 def _check_positive(parameter: typer.CallbackParam, value: Any) -> Any:
-    """Return the value of an option, or raise ``UsageError`` if it is below 1."""
-    for number in value if isinstance(value, list) else [value]:
+    """Return the value of an option, or raise ``UsageError`` if it is below 1.
+
+    Args:
+        parameter: the option.
+        value: a number, a list of numbers, or None if the option was not given.
+    """
+    numbers = value if isinstance(value, list) else [value]
+    for number in numbers:
         if number is not None and number < 1:
             raise UsageError(f"{parameter.opts[0]}: expected at least 1, got {number}.")
     return value
@@ -87,17 +93,19 @@ def argument(help: str) -> Any:
 
 
 def is_given(value: object) -> bool:
-    """Whether the value of an option without a default was given on the command line."""
+    """Whether an option was given on the command line, for an option whose default is unset."""
     return value is not None and value is not False
 
 
 def refuse_options(options: Mapping[str, object], reason: str) -> None:
-    """Raise ``UsageError`` for the first of `options` that was given.
+    """Raise ``UsageError`` for the first of some options that was given.
+
+    ``refuse_options({"--stride": self.stride}, "requires --passages")`` raises ``--stride requires
+    --passages.`` if ``self.stride`` was given.
 
     Args:
-        options: value of each option by its spelling, such as ``{"--top-k": request.top_k}``. An
-            option with a default is given as the comparison with it.
-        reason: the rest of the message, which starts with the spelling.
+        options: option -> its value, or for an option with a default whether its value differs.
+        reason: the predicate of the message, whose subject is the option.
     """
     for spelling, value in options.items():
         if is_given(value):
@@ -105,14 +113,14 @@ def refuse_options(options: Mapping[str, object], reason: str) -> None:
 
 
 def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
-    """Return the declarations of the options of a request by field.
+    """Return field -> option declaration of a request.
 
-    A field is annotated as ``Annotated[type, option(...)]``; its declaration is the second part.
-    Fields of a request precede the fields of its base classes, as in ``--help``. Options without a
-    group get the group ``HELP_PANEL`` of their class.
+    A field is annotated as ``Annotated[type, option(...)]``, whose second part is the declaration.
+    The fields of a class precede those of its base classes, as in ``--help``. An option without a
+    group gets the group ``HELP_PANEL`` of its class.
 
     Args:
-        request_type: dataclass with the options of a command.
+        request_type: the dataclass with the options of a command.
     """
     hints = get_type_hints(request_type, include_extras=True)
     declared: dict[str, ParameterInfo] = {}
@@ -130,7 +138,7 @@ def declared_options(request_type: type[Any]) -> dict[str, ParameterInfo]:
 
 
 def choices_of(annotation: Any) -> tuple[str, ...]:
-    """Return the values of a ``Literal`` or an optional ``Literal``; empty for other types."""
+    """Return the values of a ``Literal`` or an optional ``Literal``; empty for any other type."""
     for alternative in (annotation, *get_args(annotation)):
         if get_origin(alternative) is Literal:
             return get_args(alternative)
@@ -138,7 +146,7 @@ def choices_of(annotation: Any) -> tuple[str, ...]:
 
 
 def spellings(request_type: type[Any]) -> dict[str, str]:
-    """Return the spelling of every option of a request by field, such as ``--resume/--fresh``."""
+    """Return field -> spelling of the options of a request, such as ``--resume/--fresh``."""
     return {
         name: "/".join(info.param_decls or ()) or f"--{name.replace('_', '-')}"
         for name, info in declared_options(request_type).items()
@@ -148,13 +156,13 @@ def spellings(request_type: type[Any]) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base class of the requests of commands, and of groups of options that several share.
+    """Base class of command requests, and of groups of options that several commands share.
 
-    A field is an option. Its type is ``Annotated`` with the declaration that :func:`option`,
-    :func:`positive` or :func:`argument` returns. A request checks its values when it is made.
+    Each field is an option. Its type is ``Annotated`` with the declaration that :func:`option`,
+    :func:`positive` or :func:`argument` returns. A request validates its values on creation.
 
     Attributes:
-        HELP_PANEL: title of the group in ``--help``.
+        HELP_PANEL: the title of the group in ``--help``.
     """
 
     HELP_PANEL: ClassVar[str | None] = None
@@ -163,7 +171,7 @@ class Options:
         self.validate()
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for values an option does not accept, and for contradictions."""
+        """Raise ``UsageError`` for invalid values of options, and for options that conflict."""
         hints = get_type_hints(type(self))
         for name, spelling in spellings(type(self)).items():
             choices = choices_of(hints[name])
@@ -179,13 +187,15 @@ class DocumentFieldOptions(Options):
 
     id_field: Annotated[
         str | None,
-        option("Field of documents that is the id, where it has no usual name."),
+        option("Field of the documents that holds the id, if it has no usual name."),
     ] = None
-    title_field: Annotated[str | None, option("Field of documents that is the title.")] = None
-    text_field: Annotated[str | None, option("Field of documents that is the text.")] = None
+    title_field: Annotated[str | None, option("Field of the documents that holds the title.")] = (
+        None
+    )
+    text_field: Annotated[str | None, option("Field of the documents that holds the text.")] = None
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for names of fields if ``--data`` names no file with such fields."""
+        """Raise ``UsageError`` for field names without ``--data``, or if it has no files."""
         super().validate()
         options = {
             "--id-field": self.id_field,
@@ -194,25 +204,24 @@ class DocumentFieldOptions(Options):
         }
         data: str | None = getattr(self, "data")  # noqa: B009  # declared by each request
         if data is None:
-            refuse_options(options, "goes together with --data")
+            refuse_options(options, "requires --data")
         if data == "pydocs":
-            refuse_options(options, "goes without --data pydocs, which has no files")
+            refuse_options(options, "cannot be combined with --data pydocs, which has no files")
 
     def document_fields(self) -> DocumentFields:
-        """Return the names of the fields."""
+        """Return the field names that the options set."""
         return DocumentFields(self.id_field, self.title_field, self.text_field)
 
 
 def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
-    """Return a function whose parameters are the fields of the request that `function` takes.
+    """Return a command function with a parameter for each field of a request.
 
-    typer makes a command of it, with an option for each parameter. The library's errors about
-    arguments become errors about options: an argument with the name of a field is called by the
-    option of the field.
+    typer turns each parameter into an option. If the library raises an error about an argument with
+    the name of a field, the error names the option: ``--top-k`` for the argument ``top_k``.
 
     Args:
-        function: takes one argument, ``request``, whose annotation is a subclass of
-            :class:`Options`.
+        function: the function of a command, whose only argument ``request`` is annotated with a
+            subclass of :class:`Options`.
     """
     request_type = get_type_hints(function)["request"]
     option_of_argument = spellings(request_type)
@@ -220,10 +229,7 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**values: Any) -> None:
         request = request_type(**values)
-        field_names: AbstractContextManager[None] = nullcontext()
-        if isinstance(request, DocumentFieldOptions):
-            field_names = document_fields(request.document_fields())
-        with option_errors(**option_of_argument), field_names:
+        with option_errors(**option_of_argument), _document_fields_of(request):
             function(request)
 
     # typer reads the parameters from the signature.
@@ -232,33 +238,54 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
     return command
 
 
-def _parameters(request_type: type[Any]) -> list[inspect.Parameter]:
-    """Return the fields of a request as the parameters of a function that typer reads.
+def _document_fields_of(request: Options) -> AbstractContextManager[None]:
+    """Return a context in which ``--data`` is read with the field names of a request, if any."""
+    if isinstance(request, DocumentFieldOptions):
+        return document_fields(request.document_fields())
+    return nullcontext()
 
-    A choice (a ``Literal``) is declared as text. The request checks it, with a message that names
-    the choices.
+
+def _parameters(request_type: type[Any]) -> list[inspect.Parameter]:
+    """Return a keyword parameter for each field of a request, which typer reads as an option.
 
     Args:
-        request_type: dataclass with the options of a command.
+        request_type: the dataclass with the options of a command.
     """
-    hints = get_type_hints(request_type, include_extras=True)
+    hints = get_type_hints(request_type)  # types without `Annotated`
     defaults = {field.name: field.default for field in dataclasses.fields(request_type)}
-    parameters = []
-    for name, info in declared_options(request_type).items():
-        annotation = get_args(hints[name])[0]
-        choices = choices_of(annotation)
-        if choices:
-            annotation = str | None
-            info.metavar = "|".join(choices)
-        default = defaults[name]
-        parameter = inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
-            annotation=Annotated[annotation, info],
-        )
-        parameters.append(parameter)
-    return parameters
+    return [
+        _parameter(name, hints[name], defaults[name], declaration)
+        for name, declaration in declared_options(request_type).items()
+    ]
+
+
+def _parameter(
+    name: str,
+    value_type: Any,
+    default: object,
+    declaration: ParameterInfo,
+) -> inspect.Parameter:
+    """Return the keyword parameter that typer reads for a field of a request.
+
+    A choice (a ``Literal``) is declared as optional text. The request checks its value, and its
+    message names the choices.
+
+    Args:
+        name: the name of the field.
+        value_type: the type of its values.
+        default: its default, or ``dataclasses.MISSING``.
+        declaration: the declaration of the option.
+    """
+    choices = choices_of(value_type)
+    if choices:
+        value_type = str | None
+        declaration.metavar = "|".join(choices)
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=inspect.Parameter.empty if default is dataclasses.MISSING else default,
+        annotation=Annotated[value_type, declaration],
+    )
 
 
 def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
@@ -266,11 +293,11 @@ def read_text(path: Path, option: str, encoding: str = "utf-8") -> str:
 
     Args:
         path: the file.
-        option: spelling of the option, for the error.
-        encoding: how the text is encoded.
+        option: the option, for the error message.
+        encoding: the encoding of the text.
 
     Raises:
-        UsageError: for a file that cannot be read.
+        UsageError: if the file cannot be read.
     """
     try:
         return path.read_text(encoding=encoding)
@@ -287,19 +314,18 @@ def check_choice(option: str, value: str | None, allowed: Iterable[str]) -> None
 
 @contextmanager
 def option_errors(**spellings: str) -> Iterator[None]:
-    """Raise errors of the library about its arguments as errors about options.
+    """Translate errors about arguments of the library into errors about options.
 
-    ``depth: expected ...`` becomes ``--prf-depth: expected ...`` with ``depth="--prf-depth"``. An
-    error about any other argument is raised unchanged. The command has such a context too, which
-    maps its fields to options (:func:`as_command`).
+    With ``depth="--prf-depth"``, the message ``depth: expected ...`` becomes ``--prf-depth:
+    expected ...``. Errors about any other argument are raised unchanged.
 
     Args:
-        spellings: option of each argument. The message begins with it and a colon. A value that
-            has a colon already, such as ``"--bm25: FOLDER"``, gets no second one.
+        spellings: argument -> the text that replaces it. A colon is added to an option such as
+            ``"--bm25"``, and not to an option with its value, such as ``"--bm25: FOLDER"``.
 
     Raises:
-        CommandError: for wrong data.
-        UsageError: for another wrong value.
+        CommandError: if the error is about data.
+        UsageError: if the error is about any other value.
     """
     try:
         yield
@@ -313,40 +339,40 @@ def option_errors(**spellings: str) -> Iterator[None]:
         raise kind(f"{subject} {error.problem}") from error
 
 
-def bm25_language(language: str | None) -> str:
-    """Return the language of ``--language``, or the default one of BM25.
+def checked_bm25_language(language: str | None) -> str:
+    """Return the language of ``--language``, or the default language of BM25.
 
     Args:
-        language: value of the option; None without it.
+        language: the value of the option; None if it was not given.
 
     Raises:
-        UsageError: for a language that has no stemmer.
+        UsageError: if BM25 has no stemmer for the language.
     """
     from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
 
-    options = BM25Options(BM25Options.language if language is None else language)
+    options = BM25Options() if language is None else BM25Options(language)
     with option_errors(language="--language"):
-        Tokenizer(options)  # checks the language
+        Tokenizer(options)  # raises an error for an unknown language
     return options.language
 
 
 def run_on_devices(devices: str | None) -> int | None:
-    """Start this command again in one process per device, and wait until they have ended.
+    """Run this command again in one process per device, and wait until all have ended.
 
     Args:
-        devices: value of ``--devices``: a number, or ``"all"`` GPUs of this machine.
+        devices: the value of ``--devices``: a number, or ``"all"`` for all GPUs of this machine.
 
     Returns:
-        The exit code of the processes. None if no process was started and the caller does the work
-        itself: for one device, without ``--devices``, and in the processes that were started.
+        The exit code of the processes, or None if the caller should do the work itself.
 
     Raises:
-        UsageError: for a number of devices that this machine does not have.
+        UsageError: if this machine does not have so many devices.
         RanksInterruptedError: after Ctrl-C or SIGTERM, once the processes have ended.
     """
-    if devices is None or RENDEZVOUS in os.environ:
+    was_started_here = RENDEZVOUS in os.environ  # by an earlier call of this function
+    if devices is None or was_started_here:
         return None
-    if is_rank():
+    if is_rank():  # torchrun sets other variables of the environment
         raise UsageError("--devices: torchrun has started the ranks already; leave --devices out.")
     import torch
 
@@ -356,14 +382,16 @@ def run_on_devices(devices: str | None) -> int | None:
         n_devices = max(1, n_gpus)
     elif devices.isdecimal():
         n_devices = int(devices)
-    if n_devices < 1 or (n_gpus and n_devices > n_gpus):
+    has_too_few_gpus = n_gpus > 0 and n_devices > n_gpus
+    if n_devices < 1 or has_too_few_gpus:
         allowed = f"from 1 to {n_gpus}, the GPUs of this machine" if n_gpus else "1 or more"
         raise UsageError(
             f"--devices: expected 'all' or a whole number, {allowed}, got {devices!r}.",
         )
     if n_devices == 1:
         return None
-    exit_code = run_ranks([sys.executable, "-m", "tilefold.cli", *command_line], n_devices)
+    this_command = [sys.executable, "-m", "tilefold.cli", *command_line]
+    exit_code = run_ranks(this_command, n_devices)
     if exit_code in (INTERRUPTED, TERMINATED):
         raise RanksInterruptedError(exit_code)
     return exit_code
@@ -377,18 +405,18 @@ def _show_version(show: bool) -> None:
 
 
 class Command(TyperCommand):
-    """A command that refuses an input given twice, and notes other options given twice."""
+    """A command that checks for repeated options, and prints its options in groups."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the arguments that are left, as click does."""
+        """Parse the arguments of a command as click does, and check them for repeated options."""
         _, _, parameters = self.make_parser(ctx).parse_args(args=list(args))
         self._check_repetitions(parameters)
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the help in groups of options.
+        """Write the help of a command, with its options in groups.
 
-        Names of options are never cut. The tables of typer would do so at 80 columns.
+        Unlike typer's tables, it does not cut the names of options at a width of 80 columns.
 
         Args:
             ctx: click's context of the command.
@@ -410,7 +438,7 @@ class Command(TyperCommand):
                 formatter.write_dl(records, col_max=OPTION_COLUMNS)
 
     def _format_description(self, formatter: Any) -> None:
-        """Write the docstring of a command, whose paragraphs are wrapped, but for its example."""
+        """Write the docstring of a command; all paragraphs but its example are wrapped."""
         with formatter.indentation():
             for paragraph in inspect.cleandoc(self.help or "").split("\n\n"):
                 formatter.write_paragraph()
@@ -421,23 +449,24 @@ class Command(TyperCommand):
                     formatter.write_text(" ".join(paragraph.split()))
 
     def _check_repetitions(self, parameters: Iterable[Any]) -> None:
-        """Refuse inputs that are given twice, and note other options that are.
+        """Reject repeated input options, and print a note about other repeated options.
 
         Args:
             parameters: the parameters of a command line, in their order.
 
         Raises:
-            UsageError: for an option of :data:`INPUTS`, of which the first value would be lost.
+            UsageError: if an option of :data:`INPUTS` is repeated: its first value would be lost.
         """
         declared = {parameter.name for parameter in self.params}  # without click's own --help
         names: set[str] = set()
         for parameter in parameters:
-            if parameter.name not in declared or getattr(parameter, "multiple", False):
+            may_be_repeated = getattr(parameter, "multiple", False)
+            if parameter.name not in declared or may_be_repeated:
                 continue
             if parameter.name in names:
                 spelling = "/".join((*parameter.opts, *parameter.secondary_opts))
                 if parameter.name in INPUTS:
-                    raise UsageError(f"{spelling}: expected once, got it twice: leave one out.")
+                    raise UsageError(f"{spelling} was given twice: leave one out.")
                 note(f"{spelling} was given twice: the last one counts.")
             names.add(parameter.name)
 

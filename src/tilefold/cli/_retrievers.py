@@ -1,4 +1,4 @@
-"""Options of searches: index, passages, feedback (--prf) and reranking; and loading their files."""
+"""Search options (index, passages, feedback, reranking), and loading the files that they name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
@@ -30,19 +30,20 @@ if TYPE_CHECKING:
     from tilefold.retrieval.search.searcher import Searcher, SearchRequest
     from tilefold.retrieval.vectors.tokens import TokenStore
 
-# Loads the texts of documents, by id.
-Texts = Callable[[], Mapping[str, str]]
+# A function that loads the texts of documents, by id.
+LoadTexts = Callable[[], Mapping[str, str]]
 AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
 QUERIES_AT_A_TIME = 1024
-# Files of a folder that holds a model of transformers or of sentence-transformers.
+_BACKENDS_ON_DEVICES = ("exact", DENSE, LATE)  # the backends that a GPU can search
+# A folder with one of these files holds a model of transformers or of sentence-transformers.
 _MODEL_FILES = ("config.json", "modules.json")
-MODEL_HELP = "The model that made --index; minilm for an index of encode --model minilm."
+MODEL_HELP = "The model that encoded --index; minilm for an index of encode --model minilm."
 DENSE_LENGTH = positive(
-    "Dense: tokens read of a text, at most; by default as many as the model reads.",
+    "Dense: maximum tokens per text; by default the maximum of the model.",
 )
 WHERE = option(
-    "Only documents whose metadata match: lang=de, lang=de,en (one of them), lang!=de, year>=2000, "
-    "or lang=null (without the field); may be repeated.",
+    "Only documents whose metadata match: lang=de, lang=de,en (either), lang!=de, year>=2000, or "
+    "lang=null (without the field); may be repeated.",
 )
 
 
@@ -55,35 +56,35 @@ class PassageOptions(Options):
     passages: Annotated[
         int | None,
         option(
-            "Cut texts into passages of at most so many words; documents are then found by their "
-            "best one.",
+            "Split documents into passages of at most so many words; a search then ranks documents "
+            "by their best passage.",
         ),
     ] = None
     stride: Annotated[
         int | None,
         option(
-            "Words from the beginning of a passage to that of the next; by default --passages, "
+            "Words from the start of a passage to the start of the next; by default --passages, "
             "without overlap.",
         ),
     ] = None
     cut: Annotated[
         Literal["sentences", "words"] | None,
         option(
-            "Where passages begin and end; by default sentences.",
+            "Whether passages begin and end at sentences (default) or at words.",
         ),
     ] = None
 
     def validate(self) -> None:
-        """Refuse options of passages without ``--passages``."""
+        """Raise ``UsageError`` for options of passages without ``--passages``."""
         super().validate()
         if self.passages is None:
             refuse_options(
                 {"--stride": self.stride, "--cut": self.cut},
-                "goes together with --passages",
+                "requires --passages",
             )
 
     def passage_splitter(self) -> Passages | None:
-        """Return how documents are split, or None without ``--passages``."""
+        """Return the splitter of ``--passages``, or None if documents are not split."""
         if self.passages is None:
             return None
         from tilefold.retrieval.data.passages import Passages
@@ -98,16 +99,16 @@ class PassageOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexOptions(Options):
-    """Options of a search in an index, or in encoded documents.
+    """Options of a search in an index, or in encoded documents without an index.
 
-    Each command declares `index`, `vectors` and `model` again with its own help.
+    A command may declare `index`, `vectors` and `model` again with its own help.
     """
 
     HELP_PANEL: ClassVar[str | None] = "Search in the index"
 
     index: Annotated[
         Path | None,
-        option("Index to search, with the --model that made it; BM25 has none."),
+        option("Index to search, with the --model that encoded it; BM25 needs no model."),
     ] = None
     vectors: Annotated[Path | None, option("The encoded documents of --index.")] = None
     model: Annotated[str | None, option(MODEL_HELP)] = None
@@ -117,33 +118,39 @@ class IndexOptions(Options):
     ] = None
     query_cut: Annotated[
         int | None,
-        option("seismic: heaviest terms of a query that choose clusters; by default the index's."),
+        option(
+            "seismic: heaviest query terms that choose clusters; by default the index's number."
+        ),
     ] = None
     heap_factor: Annotated[
         float | None,
-        option("seismic: lower is slower and closer to exact; by default the index's."),
+        option("seismic: lower is slower and closer to exact; by default the index's factor."),
     ] = None
     candidates: Annotated[
         int | None,
-        option("late, on a CPU: documents to score, 0 for all; by default the index's.", min=0),
+        option(
+            "late, on a CPU: documents to score, 0 for all; by default the index's number.",
+            min=0,
+        ),
     ] = None
     other_model: Annotated[
         bool,
         option(
-            "Take a model that did not make the vectors, such as a query encoder.",
+            "Allow a model that did not encode the documents, such as a query encoder.",
             "--other-model",
         ),
     ] = False
     device: Annotated[
         str | None,
         option(
-            "exact, dense, late: such as cuda; by default the CPU for exact, else a GPU if any.",
+            "exact, dense, late: device, such as cuda; by default the CPU for exact, otherwise a "
+            "GPU if there is one.",
         ),
     ] = None
 
     @property
     def searched_folder(self) -> Path:
-        """Folder of the index, or of the encoded documents."""
+        """The folder of the index, or of the encoded documents."""
         folder = self.vectors if self.index is None else self.index
         if folder is None:
             raise UsageError("--index: expected an index to search, got none.")
@@ -153,7 +160,7 @@ class IndexOptions(Options):
         """Raise ``UsageError`` if an option of the search in an index was given.
 
         Args:
-            reason: the rest of the message, which starts with the option.
+            reason: the predicate of the message, whose subject is the option.
         """
         refuse_options(
             {
@@ -168,33 +175,31 @@ class IndexOptions(Options):
         )
 
     def search_options(self, backend: str) -> dict[str, int | float]:
-        """Return the options of the search of an index, as :class:`Searcher` takes them.
+        """Return the given search options of an index, as :class:`Searcher` takes them.
 
         Args:
-            backend: backend of the index, such as ``"seismic"``.
+            backend: the backend of the index, such as ``"seismic"``.
 
         Raises:
             UsageError: if an option of another backend was given.
         """
-        searched_as = f"{self.searched_folder} is searched as {backend}"
+        folder = self.searched_folder
         if backend != "seismic":
             refuse_options(
                 {"--query-cut": self.query_cut, "--heap-factor": self.heap_factor},
-                f"is for seismic indexes, and {searched_as}",
+                f"requires an index of backend seismic; {folder} has the backend {backend}",
             )
         if backend != LATE:
             refuse_options(
                 {"--candidates": self.candidates},
-                f"is for {LATE} indexes, and {searched_as}",
+                f"requires an index of backend {LATE}; {folder} has the backend {backend}",
             )
-        options: dict[str, int | float] = {}
-        if self.query_cut is not None:
-            options["query_cut"] = self.query_cut
-        if self.heap_factor is not None:
-            options["heap_factor"] = self.heap_factor
-        if self.candidates is not None:
-            options["candidates"] = self.candidates
-        return options
+        options = {
+            "query_cut": self.query_cut,
+            "heap_factor": self.heap_factor,
+            "candidates": self.candidates,
+        }
+        return {name: value for name, value in options.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,29 +211,32 @@ class RerankOptions(Options):
     rerank: Annotated[
         str | None,
         option(
-            "Rerank by late interaction: token vectors (tilefold encode), or a multi-vector model, "
-            "which encodes candidates; minilm takes the token states of the packaged one.",
+            "Rerank by late interaction: a folder of token vectors (tilefold encode), or a "
+            "multi-vector model, which encodes the candidates; minilm takes the token states of "
+            "the packaged model.",
         ),
     ] = None
     rerank_model: Annotated[
         str | None,
         option(
-            "Multi-vector model of the queries, or minilm; by default that of the token vectors."
+            "Multi-vector model that encodes the queries, or minilm; by default the model of the "
+            "token vectors.",
         ),
     ] = None
     rerank_depth: Annotated[
         int | None,
-        option("Candidates to rerank; by default 100, of evaluate --k or a whole run."),
+        option("Candidates to rerank; by default 100, for evaluate --k or the whole run."),
     ] = None
     rerank_weight: Annotated[
         float | None,
         option(
-            "Weight of MaxSim beside the first scores, both in [0, 1]; by default MaxSim alone."
+            "Weight of MaxSim in a sum with the first scores, both scaled to [0, 1]; by default "
+            "only MaxSim counts.",
         ),
     ] = None
 
     def validate(self) -> None:
-        """Refuse options of reranking without ``--rerank``."""
+        """Raise ``UsageError`` for options of reranking without ``--rerank``."""
         super().validate()
         if self.rerank is None:
             refuse_options(
@@ -237,19 +245,19 @@ class RerankOptions(Options):
                     "--rerank-depth": self.rerank_depth,
                     "--rerank-weight": self.rerank_weight,
                 },
-                "goes together with --rerank",
+                "requires --rerank",
             )
 
     def reranking(
         self,
         depth: int | None = None,
-        tail: Literal["keep", "drop"] | None = None,
+        tail: Literal["keep", "drop"] = "keep",
     ) -> Reranking | None:
         """Return the options of reranking, or None without ``--rerank``.
 
         Args:
-            depth: number of candidates without ``--rerank-depth``.
-            tail: what becomes of candidates below that depth, ``"keep"`` (default) or ``"drop"``.
+            depth: the default of ``--rerank-depth``; None takes that of :class:`Reranking`.
+            tail: whether candidates below that depth are kept or dropped.
         """
         if self.rerank is None:
             return None
@@ -262,7 +270,7 @@ class RerankOptions(Options):
         ):
             return Reranking(
                 depth=depth if self.rerank_depth is None else self.rerank_depth,
-                tail=tail or "keep",
+                tail=tail,
                 weight=self.rerank_weight,
             )
 
@@ -276,20 +284,20 @@ class FeedbackOptions(Options):
     prf: Annotated[
         Literal["average", "rocchio"] | None,
         option(
-            "Search again with each query moved towards what it found.",
+            "Search again with each query moved towards its best documents.",
         ),
     ] = None
     prf_depth: Annotated[
         int | None,
-        option("Best documents taken as relevant; by default 3, and 5 for rocchio."),
+        option("Number of best documents that are taken as relevant; by default 3, for rocchio 5."),
     ] = None
     prf_terms: Annotated[
         int | None,
-        option("Sparse: heaviest terms kept of a query after --prf."),
+        option("Sparse: number of heaviest query terms that are kept after --prf."),
     ] = None
     prf_alpha: Annotated[
         float | None,
-        option("rocchio: weight of the query; by default 0.9 of vectors of equal length."),
+        option("rocchio: weight of the query; by default 0.9, with vectors of equal length."),
     ] = None
     prf_beta: Annotated[
         float | None,
@@ -298,18 +306,18 @@ class FeedbackOptions(Options):
     prf_equal_lengths: Annotated[
         bool | None,
         option(
-            "Bring documents' vectors to the query's length first; by default for rocchio without "
-            "weights.",
+            "Scale the documents' vectors to the query's length first; by default only for rocchio "
+            "without given weights.",
             "--prf-equal-lengths/--no-prf-equal-lengths",
         ),
     ] = None
     prf_gamma: Annotated[
         float | None,
-        option("rocchio: weight of the last documents, subtracted (0)."),
+        option("rocchio: weight of the last documents, which are subtracted; by default 0."),
     ] = None
     prf_bottom: Annotated[
         int | None,
-        option("rocchio: how many last documents, of 1,000, --prf-gamma is for."),
+        option("rocchio: number of last documents, of 1,000, that --prf-gamma subtracts."),
     ] = None
     prf_with: Annotated[
         Path | None,
@@ -318,25 +326,25 @@ class FeedbackOptions(Options):
     prf_place: Annotated[
         Literal["before", "after", "both"] | None,
         option(
-            "Where to interpolate around feedback; by default both.",
+            "Interpolate before feedback, after it, or both (default).",
         ),
     ] = None
     prf_weight: Annotated[
         float | None,
-        option("Weight of --prf-with in [0, 1], beside the other one (0.5)."),
+        option("Weight of --prf-with, from 0 to 1; by default 0.5."),
     ] = None
     prf_normalization: Annotated[
         Literal["min_max", "z_score", "none"] | None,
         option(
-            "Before interpolation; by default min_max.",
+            "Normalisation of the scores before interpolation; by default min_max.",
         ),
     ] = None
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options of feedback that others make useless.
+        """Raise ``UsageError`` if an option of feedback has no effect.
 
-        Options of feedback go with ``--prf``, options of Rocchio's method with ``--prf rocchio``,
-        and options of the second ranking with ``--prf-with``.
+        Options of feedback require ``--prf``, options of Rocchio's method ``--prf rocchio``, and
+        options of the second ranking ``--prf-with``.
         """
         super().validate()
         rocchio_options: dict[str, object] = {
@@ -350,33 +358,33 @@ class FeedbackOptions(Options):
             "--prf-weight": self.prf_weight,
             "--prf-normalization": self.prf_normalization,
         }
-        sets_equal_lengths = self.prf_equal_lengths is not None
         if self.prf is None:
             refuse_options(
                 {
                     "--prf-depth": self.prf_depth,
                     "--prf-terms": self.prf_terms,
                     **rocchio_options,
-                    "--prf-equal-lengths/--no-prf-equal-lengths": sets_equal_lengths,
+                    "--prf-equal-lengths": self.prf_equal_lengths is not None,
                     "--prf-with": self.prf_with,
                     **second_ranking_options,
                 },
-                "goes together with --prf",
+                "requires --prf",
             )
         if self.prf == "average":
-            refuse_options(rocchio_options, "goes with --prf rocchio")
+            refuse_options(rocchio_options, "requires --prf rocchio")
         if self.prf_with is None:
-            refuse_options(second_ranking_options, "goes together with --prf-with")
+            refuse_options(second_ranking_options, "requires --prf-with")
         if (self.prf_gamma is None) != (self.prf_bottom is None):
             raise UsageError(
-                "--prf-gamma and --prf-bottom go together: a weight, and how many documents.",
+                "--prf-gamma and --prf-bottom must be given together: the weight of the last "
+                "documents, and their number.",
             )
 
     def feedback(self) -> Feedback | None:
         """Return the options of pseudo-relevance feedback, or None without ``--prf``.
 
         Raises:
-            UsageError: for a value out of range.
+            UsageError: if a value is out of range.
         """
         from tilefold.retrieval.search.feedback import Feedback
 
@@ -396,17 +404,17 @@ class FeedbackOptions(Options):
                 depth=self.prf_depth,
                 alpha=self.prf_alpha,
                 beta=self.prf_beta,
-                gamma=0.0 if self.prf_gamma is None else self.prf_gamma,
-                bottom=0 if self.prf_bottom is None else self.prf_bottom,
+                gamma=self.prf_gamma or 0.0,
+                bottom=self.prf_bottom or 0,
                 top_terms=self.prf_terms,
                 equal_lengths=self.prf_equal_lengths,
             )
 
     def interpolation(self) -> Interpolation | None:
-        """Return the options of interpolation with a second ranking, or None without one.
+        """Return how a second ranking is interpolated around feedback, or None without one.
 
         Raises:
-            UsageError: for a value out of range.
+            UsageError: if a value is out of range.
         """
         from tilefold.retrieval.search.feedback import Interpolation
 
@@ -418,20 +426,20 @@ class FeedbackOptions(Options):
             normalization="--prf-normalization",
         ):
             return Interpolation(
-                place=self.prf_place or "both",
-                weight=0.5 if self.prf_weight is None else self.prf_weight,
-                normalization=self.prf_normalization or "min_max",
+                place=self.prf_place or Interpolation.place,
+                weight=Interpolation.weight if self.prf_weight is None else self.prf_weight,
+                normalization=self.prf_normalization or Interpolation.normalization,
             )
 
 
 @dataclass(frozen=True)
 class LoadedIndex:
-    """An index, the model that encodes queries for it, and options of its search.
+    """An index, the model that encodes queries for it, and search options.
 
     Attributes:
-        index: of any backend.
-        model: None for BM25, which reads words.
-        search_options: options of the search that were given, as :class:`Searcher` takes them.
+        index: the index, of any backend.
+        model: the model; None for a BM25 index.
+        search_options: the given search options, as :class:`Searcher` takes them.
     """
 
     index: AnyIndex
@@ -439,17 +447,17 @@ class LoadedIndex:
     search_options: Mapping[str, int | float]
 
 
-def load_index(request: IndexOptions, texts: Texts | None) -> LoadedIndex:
+def load_index(request: IndexOptions, load_texts: LoadTexts | None) -> LoadedIndex:
     """Load the index of ``--index`` or ``--vectors``, and the model of ``--model``.
 
     Args:
-        request: names the index and the model.
-        texts: loads the documents of ``--data``, from which the untrained start is made again if it
-            is not in the cache. None without ``--data``.
+        request: the options that name the index and the model.
+        load_texts: a function that loads the documents of ``--data``, see
+            :func:`tilefold.cli._models.load_untrained`; None without ``--data``.
 
     Raises:
-        CommandError: if another model made the index, without ``--other-model``.
-        UsageError: for options that do not fit the index.
+        CommandError: if the index was made by a different model and ``--other-model`` is not given.
+        UsageError: if options do not fit the index.
     """
     index = move_to_device(_open_index(request), request.device, request.searched_folder)
     search_options = request.search_options(index.backend)
@@ -460,7 +468,7 @@ def load_index(request: IndexOptions, texts: Texts | None) -> LoadedIndex:
                 "--query-top-k": request.query_top_k,
                 "--other-model": request.other_model,
             },
-            f"does nothing here: {request.searched_folder} is a BM25 index, which reads words",
+            f"has no effect: {request.searched_folder} is a BM25 index, which reads words",
         )
         return LoadedIndex(index, None, {})
     model_name = request.model
@@ -469,13 +477,13 @@ def load_index(request: IndexOptions, texts: Texts | None) -> LoadedIndex:
             f"--index: {request.searched_folder} holds vectors; name the model that made them with "
             "--model.",
         )
-    encoder = _load_query_encoder(request, model_name, index.backend, index.provenance, texts)
+    encoder = _load_query_encoder(request, model_name, index, load_texts)
     _check_model_of_index(request, model_name, encoder, index.provenance)
     return LoadedIndex(index, encoder, search_options)
 
 
 def _open_index(request: IndexOptions) -> Any:
-    """Open the index of ``--index``, or build one of the encoded documents of ``--vectors``."""
+    """Open the index of ``--index``, or build one from the encoded documents of ``--vectors``."""
     from tilefold.retrieval.index.opening import open_index
 
     if request.index is not None:
@@ -492,13 +500,18 @@ def _check_model_of_index(
     encoder: Model,
     made_by: Provenance,
 ) -> None:
-    """Refuse a model that did not make the vectors of an index, or note it with ``--other-model``.
+    """Check that a model encoded the documents of an index.
+
+    With ``--other-model``, a different model is accepted, and a note is printed.
 
     Args:
-        request: names the index.
-        model_name: value of ``--model``.
+        request: the options that name the index.
+        model_name: the value of ``--model``.
         encoder: the model.
-        made_by: provenance of the index.
+        made_by: the provenance of the index.
+
+    Raises:
+        CommandError: if it is a different model and ``--other-model`` is not given.
     """
     from tilefold.retrieval.search.searcher import check_model
 
@@ -507,50 +520,74 @@ def _check_model_of_index(
         is_recorded = check_model(made_by, encoder, model_name, f"the index {folder}")
     except ValueError as error:
         if not request.other_model:
-            raise CommandError(f"--{error}") from error
+            raise CommandError(f"--{error}") from error  # the text begins with "model: "
         note(f"--model: {model_name} is not the model that made the index {folder}")
         return
     if not is_recorded:
         note(
-            f"--index: {folder} does not say which model made it, so that {model_name} could not "
-            "be compared with it",
+            f"--index: {folder} does not record which model made it, so {model_name} could not be "
+            "checked",
         )
 
 
 def _load_query_encoder(
     request: IndexOptions,
-    model: str,
-    backend: str,
-    made_by: Provenance,
-    texts: Texts | None,
+    model_name: str,
+    index: Any,
+    load_texts: LoadTexts | None,
 ) -> Model:
     """Load the model that encodes queries for an index of vectors.
 
     Args:
-        request: names the index.
-        model: the name of the model.
-        backend: the backend of the index.
-        made_by: provenance of the index.
-        texts: loads the documents of ``--data``, from which the untrained start is made again.
+        request: the options that name the index.
+        model_name: the value of ``--model``.
+        index: the index.
+        load_texts: a function that loads the documents of ``--data``; None without ``--data``.
     """
-    source = request.searched_folder
-    if backend in (DENSE, LATE):
-        kind = "dense" if backend == DENSE else "multi-vector"
-        _refuse_sparse_options(request, backend, f"{source} holds {_models.VECTORS[kind]}")
-        encoder: Model = _models.load_model(model, kinds=(kind,))[0]
+    if index.backend in (DENSE, LATE):
+        kind = "dense" if index.backend == DENSE else "multi-vector"
+        reason = f"{request.searched_folder} holds {_models.VECTORS[kind]}"
+        _refuse_sparse_options(request, index.backend, reason)
+        model, _ = _models.load_model(model_name, kinds=(kind,))
+        encoder: Model = model
         return encoder
-    if model != _models.PACKAGED:
-        return _models.load_encoder(model)
+    if model_name == _models.PACKAGED:
+        return _load_packaged_encoder(request.searched_folder, index.provenance, load_texts)
+    return _models.load_encoder(model_name)
+
+
+def _load_packaged_encoder(
+    folder: Path,
+    made_by: Provenance,
+    load_texts: LoadTexts | None,
+) -> Model:
+    """Load the packaged model as the SparseEncoder that encoded the documents of an index.
+
+    Args:
+        folder: the folder of the index, for messages.
+        made_by: the provenance of the index.
+        load_texts: a function that loads the documents of ``--data``; None without ``--data``.
+
+    Raises:
+        UsageError: if the index does not record its documents.
+    """
     if made_by.texts_sha256 is None:
         raise UsageError(
-            f"--model: {model} is the untrained start for the documents of an index, and {source} "
-            "does not say which those are: give the folder of the model that made it.",
+            f"--model: {_models.PACKAGED} as a sparse model is initialised from the documents of "
+            f"the index, which {folder} does not record: give the folder of the model that made "
+            "it.",
         )
-    return _models.load_untrained(made_by.texts_sha256, texts, f"the documents of {source}")
+    return _models.load_untrained(made_by.texts_sha256, load_texts, f"the documents of {folder}")
 
 
 def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> None:
-    """Refuse options of sparse queries for an index of dense or token vectors."""
+    """Raise ``UsageError`` for options of sparse queries on an index of other vectors.
+
+    Args:
+        request: the options.
+        backend: the backend of the index, for dense or token vectors.
+        reason: why the options do not fit, for the message.
+    """
     options: dict[str, object] = {"--query-top-k": request.query_top_k}
     if backend == DENSE and isinstance(request, FeedbackOptions):
         options["--prf-terms"] = request.prf_terms
@@ -558,26 +595,26 @@ def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> 
         if isinstance(request, FeedbackOptions):
             options["--prf"] = request.prf
         options["--vectors"] = request.vectors
-    refuse_options(options, f"is for sparse queries, and {reason}")
+    refuse_options(options, f"cannot be used, because {reason}")
 
 
 def move_to_device(index: Any, device: str | None, path: Path) -> Any:
-    """Return an index whose data is on a device, as ``--device`` says.
+    """Return an index whose data was moved to the device of ``--device``.
 
     Args:
         index: the index.
-        device: value of ``--device``; None leaves the index where it is.
-        path: folder of the index, for messages.
+        device: the value of ``--device``; None leaves the index where it is.
+        path: the folder of the index, for messages.
 
     Raises:
-        UsageError: for an index that is searched on the CPU only, or a device that does not exist
-            or has too little memory.
+        UsageError: if only a CPU can search the index, or if the device does not exist or has too
+            little memory.
     """
     if device is None:
         return index
-    if index.backend not in ("exact", DENSE, LATE):
+    if index.backend not in _BACKENDS_ON_DEVICES:
         raise UsageError(
-            f"--device goes with exact, dense and late indexes; {path} is searched as "
+            f"--device requires an exact, dense or late index; {path} has the backend "
             f"{index.backend}.",
         )
     try:
@@ -590,7 +627,15 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
 
 @dataclass(frozen=True)
 class SearcherParts:
-    """Optional parts of a searcher, as :class:`Searcher` takes them."""
+    """The optional parts of a searcher.
+
+    Attributes:
+        documents: the documents by id, whose titles and passages hits show.
+        vectors: the folder of the encoded documents, for feedback and matched terms.
+        second: the second ranking of ``--prf-with``.
+        late: the multi-vector model that reranks.
+        tokens: the token vectors of the documents, for reranking.
+    """
 
     documents: Mapping[str, Document] | None = None
     vectors: Path | None = None
@@ -601,24 +646,23 @@ class SearcherParts:
 
 def open_searcher(
     request: IndexOptions,
-    texts: Texts | None,
-    load: Callable[[Provenance], SearcherParts],
+    load_texts: LoadTexts | None,
+    load_parts: Callable[[Provenance], SearcherParts],
 ) -> Searcher:
-    """Load an index and its model, and open a searcher of them with its optional parts.
+    """Load an index, its model and optional parts, and return a searcher.
 
     Args:
-        request: names the index, the model and the options of the search.
-        texts: loads the documents of ``--data``.
-        load: loads the optional parts, such as documents or a reranker, given the provenance of the
-            index.
+        request: the options that name the index, the model and how it is searched.
+        load_texts: a function that loads the documents of ``--data``; None without ``--data``.
+        load_parts: a function that loads the optional parts, given the provenance of the index.
 
     Raises:
-        UsageError: for options that do not fit the index.
+        UsageError: if options do not fit the index.
     """
     from tilefold.retrieval.search.searcher import Searcher
 
-    loaded = load_index(request, texts)
-    parts = load(loaded.index.provenance)
+    loaded = load_index(request, load_texts)
+    parts = load_parts(loaded.index.provenance)
     prf = None
     second = None
     if isinstance(request, FeedbackOptions):
@@ -627,11 +671,11 @@ def open_searcher(
     if loaded.index.backend == DENSE and request.index is not None:
         refuse_options(
             {"--vectors": request.vectors},
-            f"does nothing here: {request.index} holds its own vectors",
+            f"has no effect: {request.index} holds its own vectors",
         )
     elif loaded.model is not None and prf is not None and parts.vectors is None:
         raise UsageError(
-            "--prf reads the vectors of the documents found: give them with --vectors.",
+            "--prf reads the vectors of the best documents: give them with --vectors.",
         )
     option_errors = _options.option_errors(
         vectors="--vectors",
@@ -639,7 +683,7 @@ def open_searcher(
         tokens="--rerank",
         model="--rerank-model",
     )
-    with option_errors, _common.noting_precisions():
+    with option_errors, _common.precision_warnings_as_notes():
         return Searcher(
             loaded.index,
             loaded.model,
@@ -660,17 +704,18 @@ def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | N
     A note is printed if no document matches.
 
     Args:
-        conditions: values of ``--where``; None returns None.
-        searcher: its index knows the fields of the documents' metadata, and their types.
+        conditions: the values of ``--where``; None returns None.
+        searcher: the searcher, whose index holds the metadata of the documents.
 
     Raises:
-        UsageError: for a condition that cannot be parsed, or on an unknown field.
+        UsageError: if a condition cannot be parsed, or has an unknown field.
     """
     from tilefold.retrieval.data.metadata import Filter
 
     if not conditions:
         return None
-    index: Any = getattr(searcher.retriever, "index", None)
+    retriever: Any = searcher.retriever
+    index = retriever.index
     with _options.option_errors(where="--where"):
         where = Filter.parse(conditions, _field_kinds(index))
         matching = count_matching(index, where)
@@ -680,7 +725,7 @@ def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | N
 
 
 def _field_kinds(index: Any) -> Mapping[str, Sequence[str]] | None:
-    """Return field -> kinds of its values in an index; None if they are unknown."""
+    """Return metadata field -> kinds of its values in an index; None without metadata."""
     if index.backend == "qdrant":
         kinds: Mapping[str, Sequence[str]] | None = index.collection.field_kinds
         return kinds
@@ -688,7 +733,7 @@ def _field_kinds(index: Any) -> Mapping[str, Sequence[str]] | None:
 
 
 def count_matching(index: Any, where: Where) -> int:
-    """Number of documents of an index that match a filter."""
+    """Return the number of documents of an index that match a filter."""
     from tilefold.retrieval.data.metadata import allowed_by
 
     if index.backend == "qdrant":
@@ -698,13 +743,14 @@ def count_matching(index: Any, where: Where) -> int:
 
 
 def reason_without_hits(searcher: Searcher, where: Where) -> str:
-    """Return why a query has no hits: no documents, none that matches, or none with its terms.
+    """Return why a query has no hits: no documents, no match of the filter, or no common term.
 
     Args:
-        searcher: searched the index.
+        searcher: the searcher that ran the query.
         where: the filter of the search; None without one.
     """
-    index: Any = getattr(searcher.retriever, "index", None)
+    retriever: Any = searcher.retriever
+    index = retriever.index
     if not index.n_documents:
         return "the index has no documents"
     if where is None:
@@ -714,37 +760,48 @@ def reason_without_hits(searcher: Searcher, where: Where) -> str:
     return "no document that matches --where shares a term with this query"
 
 
-def ranked(
+class QueryRanking(NamedTuple):
+    """The ranked documents of a query.
+
+    Attributes:
+        query: the id of the query.
+        scores: document id -> score, with the best documents first.
+        ignored_identical_id: whether a hit with the query's own id was left out.
+    """
+
+    query: str
+    scores: dict[str, float]
+    ignored_identical_id: bool
+
+
+def iterate_rankings(
     searcher: Searcher,
     queries: Mapping[str, str],
     request: SearchRequest,
-    ignored_identical_ids: set[str] | None = None,
-) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Rank queries in chunks, and yield the documents of each query with their scores.
+) -> Iterator[QueryRanking]:
+    """Search queries in chunks, rerank their documents if requested, and yield the rankings.
 
-    They are reranked if the request asks for it. A progress bar shows the number of queries.
+    A progress bar shows the number of queries.
 
     Args:
-        searcher: what searches.
+        searcher: the searcher.
         queries: query id -> text.
-        request: options of the search.
-        ignored_identical_ids: set to which queries are added whose document of the same id was
-            left out; None adds none.
+        request: the options of the search.
 
     Yields:
-        Query id, and document id -> score of its first ``request.k`` documents.
+        The first ``request.k`` documents of each query.
     """
     remaining = iter(queries.items())
     n_done = 0
     with _common.progress_bar("searching") as update:
         while chunk := dict(itertools.islice(remaining, QUERIES_AT_A_TIME)):
             ranking = searcher.rank(chunk, request)
-            if ignored_identical_ids is not None:
-                ignored_identical_ids |= ranking.ignored_identical_ids
+            ignored_identical_ids = ranking.ignored_identical_ids
             if request.reranking is not None:
                 ranking = searcher.rerank(chunk, ranking, request.reranking)
             for query, scores in ranking.run.items():
-                yield query, dict(itertools.islice(scores.items(), request.k))
+                first_scores = dict(itertools.islice(scores.items(), request.k))
+                yield QueryRanking(query, first_scores, query in ignored_identical_ids)
             n_done += len(chunk)
             update(n_done, len(queries))
 
@@ -753,13 +810,13 @@ def read_documents(path: Path | None) -> Any:
     """Read the encoded documents of ``--vectors``.
 
     Args:
-        path: folder of the vectors; None is refused.
+        path: the value of ``--vectors``.
 
     Returns:
         ``SparseVectors`` or ``DenseVectors``.
 
     Raises:
-        UsageError: for a folder of queries, or no folder.
+        UsageError: if the option is missing, or the folder holds encoded queries.
     """
     from tilefold.retrieval.vectors.sparse_files import layout_of
 
@@ -774,7 +831,7 @@ def read_documents(path: Path | None) -> Any:
 
 
 def _check_are_documents(path: Path, kind: str) -> None:
-    """Raise ``UsageError`` unless the vectors in a folder are of documents."""
+    """Raise ``UsageError`` if a folder holds vectors of queries instead of documents."""
     if kind != "document":
         raise UsageError(
             f"--vectors: {path} holds {kind} vectors; encode documents without --queries.",
@@ -782,7 +839,7 @@ def _check_are_documents(path: Path, kind: str) -> None:
 
 
 def read_tokens(path: Path | None) -> Any:
-    """Return the token vectors of ``--tokens``: a folder of ``tilefold encode``, or one file."""
+    """Read the token vectors of ``--tokens``: a folder of ``tilefold encode``, or a file."""
     if path is None:
         raise UsageError("--backend late indexes token vectors: give them with --tokens.")
     if path.is_file():
@@ -798,24 +855,27 @@ def open_dense(
     max_length: int | None,
     second: BM25Index | Run | None = None,
 ) -> Searcher:
-    """Encode `texts` with the dense model of ``--model``, and return a searcher of them.
+    """Encode documents with the dense model of ``--model``, and return their searcher.
 
     Args:
-        request: names the model.
-        texts: documents by id.
-        max_length: tokens read of a text. None reads as many as the model does.
-        second: a second ranking of the same documents.
+        request: the options of the search.
+        texts: document id -> text.
+        max_length: the maximum tokens per text; None takes the maximum of the model.
+        second: a second ranking of the documents, for interpolation around feedback.
+
+    Raises:
+        UsageError: if an option has no effect on a dense model.
     """
     from tilefold.retrieval.search.searcher import Searcher
 
     if isinstance(request, FeedbackOptions):
         refuse_options(
             {"--prf-terms": request.prf_terms},
-            "is for sparse queries, and this model is dense",
+            "requires a sparse model, and --model is a dense one",
         )
     refuse_options(
         {"--vectors": request.vectors},
-        "does nothing here: --model is a dense model, which encodes the documents itself",
+        "has no effect: --model is a dense model, which encodes the documents itself",
     )
     model, _ = _models.load_model(str(request.model), kinds=("dense",))
     _models.limit_length(model, max_length)
@@ -824,130 +884,170 @@ def open_dense(
         return Searcher(index, model, second=second)
 
 
-def second_ranking(
-    path: Path | None,
+def load_second_ranking(
+    path: Path,
     queries: Mapping[str, str],
-    texts: Provenance,
-) -> BM25Index | Run | None:
+    documents_provenance: Provenance,
+) -> BM25Index | Run:
     """Load the second ranking of ``--prf-with``: a BM25 index, or a run of the queries.
 
     Args:
-        path: the index or the run. None returns None.
-        queries: texts of the queries by id, whose rankings are taken from a run.
-        texts: provenance of the documents that are searched; an empty one is not compared.
+        path: the folder of the index, or the file of the run.
+        queries: query id -> text.
+        documents_provenance: the provenance of the searched documents.
 
     Raises:
         CommandError: if it was made from other documents, or a run has none of the queries.
-        UsageError: for an index of vectors.
+        UsageError: if the index is of vectors.
+    """
+    if path.is_dir():
+        index = load_second_index(path)
+        _check_documents_of_second_ranking(path, index.provenance, documents_provenance)
+        return index
+    named_run = _scores.read_run(path, "--prf-with")
+    _check_documents_of_second_ranking(path, named_run.provenance, documents_provenance)
+    run = {query: named_run.run[query] for query in queries if query in named_run.run}
+    if not run:
+        raise CommandError(f"{named_run.name}: no result for any of the {len(queries)} queries.")
+    if len(run) < len(queries):
+        note(f"{named_run.name}: results for {len(run)} of the {len(queries)} queries")
+    return run
+
+
+def load_second_index(path: Path) -> BM25Index:
+    """Load the BM25 index of ``--prf-with``.
+
+    Raises:
+        UsageError: if the index is of vectors.
     """
     from tilefold.retrieval.index.bm25 import BM25Index
     from tilefold.retrieval.index.opening import open_index
 
-    if path is None:
-        return None
-    second = open_index(path) if path.is_dir() else _scores.read_run(path, "--prf-with")
-    if "texts_sha256" in texts.differing_fields(second.provenance):
+    index = open_index(path)
+    if isinstance(index, BM25Index):
+        return index
+    raise UsageError(
+        f"--prf-with: {path} is an index of vectors; give a BM25 index, or save the run of this "
+        "index and give that: tilefold evaluate --save-run.",
+    )
+
+
+def _check_documents_of_second_ranking(
+    path: Path,
+    made_from: Provenance,
+    documents_provenance: Provenance,
+) -> None:
+    """Raise ``CommandError`` if a second ranking was not made from the searched documents.
+
+    Args:
+        path: the second ranking, for messages.
+        made_from: the provenance of the second ranking.
+        documents_provenance: the provenance of the searched documents.
+    """
+    if "texts_sha256" in documents_provenance.differing_fields(made_from):
         raise CommandError(
             f"--prf-with: {path} was made from other documents than those that are searched.",
         )
-    if isinstance(second, BM25Index):
-        return second
-    if not isinstance(second, _scores.NamedRun):
-        remedy = "give a BM25 index, or save its run and give that: tilefold evaluate --save-run."
-        raise UsageError(f"--prf-with: {path} is an index of vectors; {remedy}")
-    run = {query: second.run[query] for query in queries if query in second.run}
-    if not run:
-        raise CommandError(f"{second.name}: no result for any of the {len(queries)} queries.")
-    if len(run) < len(queries):
-        note(f"{second.name}: results for {len(run)} of the {len(queries)} queries")
-    return run
 
 
 def load_reranker(
     source: str,
-    model: str | None,
+    model_name: str | None,
     documents: Mapping[str, Document],
-    texts: Provenance,
+    provenance: Provenance,
 ) -> Reranker:
     """Load the reranker of ``--rerank``.
 
     Args:
-        source: a folder of token vectors, or a multi-vector model.
-        model: the model of ``--rerank-model``.
-        documents: documents by id, whose texts are encoded without token vectors.
-        texts: provenance of the documents.
+        source: the value of ``--rerank``: a folder of token vectors, or a multi-vector model.
+        model_name: the value of ``--rerank-model``; None if it was not given.
+        documents: the documents by id. If `source` is a model, it encodes their texts.
+        provenance: the provenance of the documents.
     """
     from tilefold.retrieval.search.reranking import Reranker
 
-    late, tokens = load_late(source, model, has_texts=True)
+    model, tokens = load_reranking_model(source, model_name, has_texts=True)
     option_errors = _options.option_errors(tokens="--rerank", model="--rerank-model")
-    with option_errors, _common.noting_precisions():
-        return Reranker(late, tokens, documents, texts)
+    with option_errors, _common.precision_warnings_as_notes():
+        return Reranker(model, tokens, documents, provenance)
 
 
-def load_late(
+class RerankingModel(NamedTuple):
+    """A multi-vector model that reranks documents.
+
+    Attributes:
+        model: the model.
+        tokens: the stored token vectors of the documents; None if the model encodes their texts.
+    """
+
+    model: Any
+    tokens: TokenStore | None
+
+
+def load_reranking_model(
     source: str,
-    model: str | None,
+    model_name: str | None,
     has_texts: bool,
     option: str = "--rerank",
-) -> tuple[Any, TokenStore | None]:
-    """Load a multi-vector model that reranks, and the token vectors of documents that it made.
+) -> RerankingModel:
+    """Load a multi-vector model that reranks, with the stored token vectors if there are any.
 
     Args:
-        source: value of the option: a folder of token vectors, or a multi-vector model.
-        model: name of the model that made the token vectors; None reads it from their folder.
-        has_texts: whether the command has the texts of documents, which a model without token
-            vectors encodes.
-        option: the option that names `source`, for messages. That of `model` ends in ``-model``.
-
-    Returns:
-        The model, and the token vectors; None in their place if `source` is a model.
+        source: the value of `option`: a folder of token vectors, or a multi-vector model.
+        model_name: the model that encoded the token vectors, of the option with the suffix
+            ``-model``; None reads it from their folder.
+        has_texts: whether the command has the texts of the documents, which a model without stored
+            token vectors encodes.
+        option: the option that names `source`, for messages.
 
     Raises:
-        UsageError: for a source that holds neither, and for options that do not fit it.
+        UsageError: if `source` is neither of them, or the options do not fit it.
     """
     folder = Path(source)
     is_packaged = source == _models.PACKAGED
     if not is_packaged and (folder / "manifest.json").is_file():
         store = retrieval.open_tokens(folder)
-        made_by = model or _recorded_model(store, option)
-        encoder, _ = _models.load_model(made_by, f"{option}-model", ("multi-vector",))
-        return encoder, store
-    # A source that is no folder is a name on the Hugging Face hub.
+        encoder_name = model_name or _recorded_model(store, option)
+        encoder, _ = _models.load_model(encoder_name, f"{option}-model", ("multi-vector",))
+        return RerankingModel(encoder, store)
+    # A source that is not a folder is a name on the Hugging Face hub.
     holds_model = is_packaged or any((folder / name).is_file() for name in _MODEL_FILES)
     if folder.is_dir() and not holds_model:
-        remedy = "make token vectors with: tilefold encode --model MULTI_VECTOR_MODEL"
-        raise UsageError(f"{option}: {source} holds neither token vectors nor a model; {remedy}")
-    if model is not None:
         raise UsageError(
-            f"{option}-model goes with token vectors in {option}, which here is a model itself.",
+            f"{option}: {source} holds neither token vectors nor a model; make token vectors with: "
+            "tilefold encode --model MULTI_VECTOR_MODEL",
+        )
+    if model_name is not None:
+        raise UsageError(
+            f"{option}-model requires a folder of token vectors, but {option} is a model.",
         )
     if not has_texts:
         raise UsageError(
-            f"{option} with a model encodes the candidates' texts: give the collection with "
+            f"{option} with a model encodes the texts of the candidates: give the collection with "
             "--data.",
         )
     encoder, _ = _models.load_model(source, option, ("multi-vector",))
-    return encoder, None
+    return RerankingModel(encoder, None)
 
 
 def _recorded_model(store: TokenStore, option: str) -> str:
-    """Return the name or folder of the model that made token vectors.
+    """Return the name or folder of the model that encoded token vectors.
 
     Args:
         store: the token vectors.
-        option: the option that names them, for messages.
+        option: the option that names the token vectors, for messages.
 
     Raises:
-        UsageError: if it is not recorded, or no longer in its folder.
+        UsageError: if the model was not recorded, or has been moved.
     """
     name = store.manifest.model_source
+    remedy = f"name it with {option}-model"
     if name is None:
-        state = "unknown"
-    elif Path(name).is_absolute() and not Path(name).is_dir():
-        state = f"no longer in {name}"
-    else:
-        return name
-    raise UsageError(
-        f"{option}: the model that made {store.folder} is {state}; name it with {option}-model.",
-    )
+        raise UsageError(
+            f"{option}: {store.folder} does not record the model that made it; {remedy}.",
+        )
+    if Path(name).is_absolute() and not Path(name).is_dir():
+        raise UsageError(
+            f"{option}: the model that made {store.folder} is no longer in {name}; {remedy}.",
+        )
+    return name

@@ -1,4 +1,4 @@
-"""Runs from files, checks of runs and output files, measures, and tables of scores."""
+"""Reading and writing runs, checking output files and provenance, and printing scores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -28,22 +28,24 @@ MEASURE_HELP = "Measure in the notation of ir-measures, such as nDCG@10; may be 
 SPLIT_HELP = "Split of the judgements, by default test; may be repeated."
 SAVE_RUN_HELP = "Write the run as a TREC file."
 IDENTICAL_IDS_HELP = (
-    "Hits with the id of the query: ignore them, as BEIR does where queries are documents, or "
-    "count them; by default ignore, unless judgements call one relevant."
+    "Ignore hits with the id of the query, as BEIR does if queries are documents, or count them; "
+    "by default they are ignored, unless a query is judged relevant to itself."
 )
 IDENTICAL_IDS = "ignore|count"
-FOLDER_MANIFESTS = ("index.json", "manifest.json")  # of an index, and of a folder of vectors
-SMALLEST = 1 << 20  # bytes of a file whose documents are read one by one instead of all at once
+# Manifests of an index, and of a folder of vectors.
+FOLDER_MANIFESTS = ("index.json", "manifest.json")
+# Documents in a file of at least this size are read one by one when they are needed.
+STREAMED_FILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A format that commands write.
+    """A format of output files.
 
     Attributes:
-        name: the format in an error, with its article.
-        endings: endings of names for it, the usual one first.
-        required: whether the name must have one of the endings, because readers look at it.
+        name: the format in messages, with its article.
+        endings: the extensions of its files, the usual one first.
+        required: whether the name must have one of the extensions, because readers check it.
     """
 
     name: str
@@ -51,9 +53,10 @@ class FileFormat:
     required: bool = False
 
     def check_name(self, path: Path, option: str) -> None:
-        """Raise UsageError for a name that ends like a file of another format."""
+        """Raise ``UsageError`` for a name with the extension of another format."""
         ending = path.suffix.lower()
-        if ending in self.endings or (not self.required and ending not in _ENDINGS):
+        is_of_another_format = self.required or ending in _ENDINGS
+        if ending in self.endings or not is_of_another_format:
             return
         raise UsageError(
             f"{option}: {self.name} is written, whose name ends in {' or '.join(self.endings)}, "
@@ -66,7 +69,7 @@ TRAINING_ROWS = FileFormat("a Parquet file", (".parquet",), required=True)
 MEASURES = FileFormat("a table of tab-separated columns", (".tsv", ".txt"))
 VECTOR_LINES = FileFormat("a file of JSON lines", (".jsonl", ".json"))
 PICTURE = FileFormat("a PNG picture", (".png",), required=True)
-# endings that say what a file holds
+# Extensions that say what a file holds.
 _ENDINGS = frozenset(
     {
         ".csv",
@@ -90,12 +93,12 @@ _ENDINGS = frozenset(
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A run with its origin.
+    """A run with its name and its provenance.
 
     Attributes:
         name: the run in messages, such as ``"--run bm25.trec"``.
         run: query id -> document id -> score.
-        provenance: fingerprints of the documents and of the model that made it.
+        provenance: the fingerprints of the searched documents and of the model.
     """
 
     name: str
@@ -103,40 +106,48 @@ class NamedRun:
     provenance: Provenance
 
 
-def check_measures(measures: Sequence[str] | None) -> tuple[Sequence[str], int]:
-    """Check the measures of ``--measure``.
+class Measures(NamedTuple):
+    """Measures to compute.
+
+    Attributes:
+        names: the names of the measures, such as ``"nDCG@10"``.
+        depth: the number of documents per query that they need.
+    """
+
+    names: Sequence[str]
+    depth: int
+
+
+def requested_measures(names: Sequence[str] | None) -> Measures:
+    """Return the measures of ``--measure``, or the default measures.
 
     Args:
-        measures: names of measures, such as ``"nDCG@10"``; None takes the default ones.
-
-    Returns:
-        The measures to compute, and the number of documents per query that they need.
+        names: the names of the measures; None takes the default measures.
 
     Raises:
-        UsageError: for an unknown measure.
+        UsageError: if a measure is unknown.
     """
-    from tilefold.retrieval.evaluation import measures as evaluation
+    from tilefold.retrieval.evaluation.measures import DEFAULT_MEASURES, check_measures
 
-    chosen = measures or evaluation.DEFAULT_MEASURES
+    requested_names = names or DEFAULT_MEASURES
     try:
-        deepest = evaluation.check_measures(chosen)
+        depth = check_measures(requested_names)
     except ValueError as error:
         raise UsageError(f"--measure: {error}") from error
-    return chosen, deepest
+    return Measures(requested_names, depth)
 
 
-def note_unused_depth(k: int | None, deepest: int, consumer: object) -> None:
-    """Print a note if ``--k`` changes nothing, because the measures need as many documents anyway.
+def note_unused_depth(k: int | None, depth: int) -> None:
+    """Print a note if ``--k`` has no effect, because the measures need at least `k` documents.
 
     Args:
-        k: value of ``--k``.
-        deepest: documents per query that the measures need.
-        consumer: value of an option that makes use of `k`; None if there is none.
+        k: the value of ``--k``, which limits only the documents of ``--save-run``.
+        depth: the number of documents per query that the measures need.
     """
-    if k is not None and consumer is None and k <= deepest:
+    if k is not None and k <= depth:
         note(
-            f"--k {k} changes nothing without --save-run: the measures see {deepest} documents of "
-            "a query",
+            f"--k {k} has no effect without --save-run: the measures need {depth} documents per "
+            "query",
         )
 
 
@@ -144,31 +155,34 @@ def check_output_file(
     path: Path | None,
     option: str,
     file_format: FileFormat,
-    *inputs: Path | None,
+    *other_files: Path | None,
     overwrite: bool,
 ) -> None:
-    """Refuse an output file, before any work, if writing it would fail or destroy other data.
+    """Check, before any work, that an output file can be written without destroying other data.
+
+    The folder of the file is created.
 
     Args:
-        path: the file to write; ``None`` if there is none.
-        option: the option that names it.
-        file_format: what is written into it.
-        inputs: other files of the command, which it must not replace even with `overwrite`.
-        overwrite: replace a file that exists.
+        path: the file to write; None if there is none.
+        option: the option that names the file.
+        file_format: the format of the file.
+        other_files: the inputs and other outputs of the command, which the file must not replace
+            even with `overwrite`.
+        overwrite: whether an existing file is replaced.
 
     Raises:
-        UsageError: if `path` is a folder, one of the inputs, inside an index or a folder of
-            vectors, cannot be written, or has the ending of another format.
-        CommandError: if the file exists, without `overwrite`.
+        UsageError: if `path` is a folder, one of the other files, inside an index or a folder of
+            vectors, cannot be written, or has the extension of another format.
+        CommandError: if the file exists and `overwrite` is False.
     """
     if path is None:
         return
     if path.is_dir():
         raise UsageError(f"{option}: expected a file, got the folder {path}.")
-    if path.resolve() in [other.resolve() for other in inputs if other is not None]:
+    if path.resolve() in [other.resolve() for other in other_files if other is not None]:
         raise UsageError(
-            f"{option}: expected a file of its own, got {path}, which the command reads or writes "
-            "too.",
+            f"{option}: expected a path of its own, got {path}, which is another input or output "
+            "of this command.",
         )
     _check_not_inside_index(path, option)
     file_format.check_name(path, option)
@@ -190,15 +204,16 @@ def check_output_file(
 def _check_not_inside_index(path: Path, option: str) -> None:
     """Raise ``UsageError`` for a file inside an index or a folder of vectors.
 
-    The file could replace a part of them. A command that replaces such a folder would remove it.
+    Writing the file could overwrite a part of the folder, and replacing the folder would delete the
+    file.
 
     Args:
         path: the file.
-        option: the option that names it.
+        option: the option that names the file.
     """
     for folder in path.resolve().parents:
         for manifest in FOLDER_MANIFESTS:
-            # Files of other programs may have these names, but no version of our schema.
+            # Other programs also write files with these names, but without `schema_version`.
             if "schema_version" in (read_json(folder / manifest) or {}):
                 raise UsageError(
                     f"{option}: expected a file outside indexes and folders of vectors, got {path} "
@@ -206,8 +221,10 @@ def _check_not_inside_index(path: Path, option: str) -> None:
                 )
 
 
-def files_of_collection(data: str) -> list[Path]:
-    """Return the files of ``--data``, which no command may replace."""
+def files_of_collection(data: str | None) -> list[Path]:
+    """Return the files of ``--data``, none of which a command may replace."""
+    if data is None:
+        return []
     path = Path(data)
     if not path.is_dir():
         return [path]
@@ -215,70 +232,74 @@ def files_of_collection(data: str) -> list[Path]:
 
 
 def read_run(path: Path, option: str) -> NamedRun:
-    """Read a TREC run; a run of passages becomes one of their documents.
+    """Read a TREC run; a run of passages is converted to a run of documents.
 
     Args:
         path: the file.
-        option: the option that names it, for messages.
+        option: the option that names the file, for messages.
 
     Raises:
         UsageError: if there is no such file.
     """
-    from tilefold.retrieval.evaluation import measures as evaluation
+    from tilefold.retrieval.evaluation.measures import read_trec_provenance, read_trec_run
 
     if not path.is_file():
         raise UsageError(
             f"{option}: there is no file {path}; tilefold evaluate --save-run writes one.",
         )
-    run = evaluation.read_trec_run(path)
-    provenance = evaluation.read_trec_provenance(path)
+    run = read_trec_run(path)
+    provenance = read_trec_provenance(path)
     if provenance.passages is not None:
-        note(f"{option}: {path} ranks passages; documents count by their best one")
+        note(f"{option}: {path} ranks passages; each document is ranked by its best passage")
         run, _ = retrieval.best_passages(run)
         provenance = replace(provenance, passages=None)
     return NamedRun(f"{option} {path}", run, provenance)
 
 
-def load_splits(
+def requested_splits(splits: Sequence[str] | None) -> list[str]:
+    """Return the splits of ``--split`` without repetitions; ``test`` if none was given."""
+    return list(dict.fromkeys(splits or ["test"]))
+
+
+def load_evaluated_collection(
     data: str,
-    split: Sequence[str] | None,
+    splits: Sequence[str],
+    *,
+    tuning_splits: Sequence[str] = (),
     drop_unknown: bool,
-    also: Sequence[str] | None = None,
-) -> tuple[Collection, list[str]]:
-    """Load a collection with the judgements of some splits.
+) -> Collection:
+    """Load a collection with the judgements of the splits that a command needs.
+
+    A note is printed for queries without a relevant document.
 
     Args:
-        data: value of ``--data``.
-        split: values of ``--split``; None is the split ``test``.
+        data: the value of ``--data``.
+        splits: the splits that are evaluated, of ``--split``.
+        tuning_splits: the splits on which weights are chosen, of ``--tune``.
         drop_unknown: leave out judgements of unknown queries and documents.
-        also: splits of ``--tune``, which are loaded too; None loads all splits.
-
-    Returns:
-        The collection, and the splits of ``--split``, each once.
 
     Raises:
-        UsageError: for a split that the collection does not have.
+        UsageError: if the collection does not have a split.
     """
-    splits = list(dict.fromkeys(split or ["test"]))
     collection = _common.load_data(
         data,
         drop_unknown=drop_unknown,
-        splits=None if also is None else [*splits, *also],
+        splits=[*splits, *tuning_splits],
     )
-    for name in also or ():
-        _common.check_split(collection, name, "--tune")
-    for name in splits:
-        _common.check_split(collection, name)
-        qrels = collection.qrels[name]
+    for split in tuning_splits:
+        _common.check_split(collection, split, "--tune")
+    for split in splits:
+        _common.check_split(collection, split)
+        qrels = collection.qrels[split]
         n_without_relevant = sum(
             all(grade <= 0 for grade in grades.values()) for grades in qrels.values()
         )
         if n_without_relevant:
             note(
-                f"{n_without_relevant} of the {len(qrels)} queries of {name} have no relevant "
+                f"{n_without_relevant} of the {len(qrels)} queries of {split} have no relevant "
                 "document and count as 0",
             )
-    return collection, splits
+    return collection
 
 
 def ignores_identical_ids(
@@ -286,161 +307,156 @@ def ignores_identical_ids(
     collection: Collection,
     splits: Sequence[str],
 ) -> bool:
-    """Return whether hits with the query's own id are left out, the same for all splits.
+    """Return whether hits with the query's own id are ignored in all splits.
 
-    Such a hit is the query itself in collections whose queries are documents. By default they are
-    left out if the judgements of all splits leave them out.
+    Such a hit is the query itself in collections whose queries are documents. By default, these
+    hits are ignored if no split judges a query relevant to itself.
 
     Args:
-        choice: value of ``--identical-ids``; None lets the judgements decide.
-        collection: with the judgements.
+        choice: the value of ``--identical-ids``; None lets the judgements decide.
+        collection: the collection with the judgements.
         splits: the splits that are evaluated.
     """
     from tilefold.retrieval.common import identical_ids
 
     if choice is not None:
         return choice == "ignore"
-    return all(identical_ids.ignores_identical_ids(collection.qrels[name]) for name in splits)
+    return all(identical_ids.ignores_identical_ids(collection.qrels[split]) for split in splits)
 
 
-def without_identical_ids(named: NamedRun) -> tuple[NamedRun, set[str]]:
+def without_identical_ids(named_run: NamedRun) -> tuple[NamedRun, set[str]]:
     """Return a run without hits that have the query's own id, and the queries that had one."""
     from tilefold.retrieval.common import identical_ids
 
-    ignored = identical_ids.queries_with_identical_ids(named.run)
-    return replace(named, run=identical_ids.without_identical_ids(named.run)), ignored
+    queries = identical_ids.queries_with_identical_ids(named_run.run)
+    remaining_run = identical_ids.without_identical_ids(named_run.run)
+    return replace(named_run, run=remaining_run), queries
 
 
-def save(
-    named: NamedRun,
-    texts: Provenance,
-    path: Path | None,
+def save_run(
+    named_run: NamedRun,
+    documents_provenance: Provenance,
+    path: Path,
     k: int | None = None,
     *,
     overwrite: bool,
 ) -> None:
-    """Write the best documents of a run as a TREC file, whose tag holds its provenance.
+    """Write the first `k` documents per query as a TREC file, whose tag holds the provenance.
 
     Args:
-        named: the run, with the fingerprint and the precision of the model that made it.
-        texts: provenance of the documents.
-        path: of ``--save-run``; None writes nothing.
-        k: documents per query; None for all.
-        overwrite: replace a file that exists.
+        named_run: the run. The tag takes the fingerprint and the precision of its model.
+        documents_provenance: the provenance of the documents, for the tag.
+        path: the file to write.
+        k: the number of documents per query; None for all.
+        overwrite: whether an existing file is replaced.
     """
-    if path is None:
-        return
     shortened_run = {
-        query: dict(itertools.islice(scores.items(), k)) for query, scores in named.run.items()
+        query: dict(itertools.islice(scores.items(), k)) for query, scores in named_run.run.items()
     }
     provenance = replace(
-        texts,
-        model_fingerprint=named.provenance.model_fingerprint,
-        precision=named.provenance.precision,
+        documents_provenance,
+        model_fingerprint=named_run.provenance.model_fingerprint,
+        precision=named_run.provenance.precision,
     )
     retrieval.write_trec_run(shortened_run, path, tag=provenance.tag, overwrite=overwrite)
 
 
-def check_savable(path: Path | None, documents: Iterable[str], queries: Iterable[str]) -> None:
-    """Raise ``UsageError``, before any work, for ids that a TREC run cannot hold.
-
-    Args:
-        path: of ``--save-run``; None checks nothing.
-        documents: ids of documents.
-        queries: ids of queries.
-    """
+def check_ids_of_run(query_ids: Iterable[str], document_ids: Iterable[str]) -> None:
+    """Raise ``UsageError``, before any work, for ids that the TREC file of a run cannot hold."""
     from tilefold.retrieval.evaluation.measures import check_word
 
-    if path is None:
-        return
     try:
-        for query_id in queries:
+        for query_id in query_ids:
             check_word("query id", query_id)
-        for document_id in documents:
+        for document_id in document_ids:
             check_word("document id", document_id)
     except ValueError as error:
         raise UsageError(f"--save-run: {error}") from error
 
 
-def texts_of(collection: Collection) -> Provenance:
-    """Return a provenance with the fingerprint of a collection's documents."""
+def provenance_of_documents(collection: Collection) -> Provenance:
+    """Return a provenance that holds only the fingerprint of a collection's documents."""
     return Provenance(texts_sha256=texts_digest(collection.contents()))
 
 
-def check_texts(
+def check_made_from(
+    collection: Collection,
     name: str,
     provenance: Provenance,
-    collection: Collection,
-    texts: Provenance,
+    *,
+    expected: Provenance | None = None,
 ) -> None:
-    """Raise ``CommandError`` for a file or folder that was made from other documents.
+    """Raise ``CommandError`` if a file or folder was not made from the documents of a collection.
 
     Args:
+        collection: the collection.
         name: the file or folder with its option, such as ``"--run bm25.trec"``.
-        provenance: of the file or folder.
-        collection: the documents that it must have been made from.
-        texts: fingerprint of these documents.
+        provenance: the provenance of the file or folder.
+        expected: the result of :func:`provenance_of_documents`, if the caller has it already.
     """
-    if texts.differing_fields(provenance):
+    if expected is None:
+        expected = provenance_of_documents(collection)
+    if expected.differing_fields(provenance):
         raise CommandError(
             f"{name} was made from other documents than those of {collection.name}: another "
-            "collection, or one that has changed since. Give its own with --data, or make it again "
-            "(tilefold encode, tilefold index, evaluate --save-run).",
+            "collection, or one that has changed since. Give the original documents with --data, "
+            "or make it again (tilefold encode, tilefold index, evaluate --save-run).",
         )
 
 
 def open_documents(data: str, index: Path, provenance: Provenance) -> Mapping[str, Document]:
     """Open the documents of an index, and check that the index was made from them.
 
-    Documents of a large file are read when they are needed, one by one.
+    Documents in a large file are read one by one when they are needed.
 
     Args:
-        data: value of ``--data``.
-        index: folder of the index.
-        provenance: of the index.
+        data: the value of ``--data``.
+        index: the folder of the index.
+        provenance: the provenance of the index.
 
     Raises:
         CommandError: if the index was made from other documents.
     """
-    collection = _common.load_data(data, documents_only=True, stored=SMALLEST)
-    check_texts(f"--index {index}", provenance, collection, texts_of(collection))
+    collection = _common.load_data(data, documents_only=True, stored=STREAMED_FILE_BYTES)
+    check_made_from(collection, f"--index {index}", provenance)
     return collection.documents
 
 
 def check_runs(
-    named: Sequence[NamedRun],
+    runs: Sequence[NamedRun],
     collection: Collection | None,
     splits: Sequence[str],
 ) -> None:
-    """Raise ``CommandError`` for runs that do not belong together or to the collection.
+    """Raise ``CommandError`` if runs were not all made from the same collection.
 
     Args:
-        named: the runs.
-        collection: with judgements; None compares the runs with one another only.
-        splits: splits in which each run must have results.
+        runs: the runs.
+        collection: the collection that they must have been made from; None only compares the runs
+            with one another.
+        splits: the splits in which each run must have results.
     """
-    for first, other in itertools.combinations(named, 2):
+    for first, other in itertools.combinations(runs, 2):
         if "texts_sha256" in first.provenance.differing_fields(other.provenance):
             raise CommandError(
                 f"{first.name} and {other.name} were made from different collections.",
             )
     if collection is None:
         return
-    texts = texts_of(collection)
-    for run in named:
-        check_texts(run.name, run.provenance, collection, texts)
-        check_answers(run, collection, splits)
+    documents_provenance = provenance_of_documents(collection)
+    for run in runs:
+        check_made_from(collection, run.name, run.provenance, expected=documents_provenance)
+        check_has_results(run, collection, splits)
 
 
-def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
+def check_has_results(named_run: NamedRun, collection: Collection, splits: Sequence[str]) -> None:
     """Check that a run has results for judged queries, with documents of the collection.
 
-    A note says how many judged queries have none.
+    A note is printed with the number of judged queries without results.
 
     Args:
-        named: the run.
-        collection: documents, and judgements of the splits.
-        splits: splits in which the run must have results.
+        named_run: the run.
+        collection: the documents, and the judgements of the splits.
+        splits: the splits in which the run must have results.
 
     Raises:
         CommandError: if no judged query of a split has a result, or no result is a document of the
@@ -448,56 +464,58 @@ def check_answers(named: NamedRun, collection: Collection, splits: Sequence[str]
     """
     for split in splits:
         judged = collection.qrels[split]
-        answered = [query for query in judged if named.run.get(query)]  # queries with results
-        if not answered:
-            raise _no_results_error(named, collection, split)
-        documents = (document for query in answered for document in named.run[query])
+        with_results = [query for query in judged if named_run.run.get(query)]
+        if not with_results:
+            raise _no_results_error(named_run, collection, split)
+        documents = (document for query in with_results for document in named_run.run[query])
         if not any(document in collection.documents for document in documents):
-            example = next(iter(named.run[answered[0]]))
+            example = next(iter(named_run.run[with_results[0]]))
             raise CommandError(
-                f"{named.name}: none of its documents is in {collection.name} (it names "
+                f"{named_run.name}: none of its documents is in {collection.name} (for example "
                 f"{example!r}). Give the collection that it was made from with --data.",
             )
-        if len(answered) < len(judged):
+        if len(with_results) < len(judged):
             note(
-                f"{named.name}: results for {len(answered)} of the {len(judged)} judged queries of "
-                f"{split}; the others count as 0",
+                f"{named_run.name}: results for {len(with_results)} of the {len(judged)} judged "
+                f"queries of {split}; the remaining ones count as 0",
             )
 
 
-def _no_results_error(named: NamedRun, collection: Collection, split: str) -> CommandError:
-    """Return the error for a run that has no result for any judged query of a split.
+def _no_results_error(named_run: NamedRun, collection: Collection, split: str) -> CommandError:
+    """Return the error for a run without results for any judged query of a split.
 
     Args:
-        named: the run.
-        collection: with the judgements.
+        named_run: the run.
+        collection: the collection with the judgements.
         split: the split.
     """
     judged = collection.qrels[split]
-    remedy = "Give the collection and the split that it was made for: --data, --split."
-    if not judged.keys().isdisjoint(named.run):
-        reason = "they have no hit"
-        remedy = "Look whether documents match --where, and queries have terms."
-    elif named.run:
-        first_query = next(iter(named.run))
+    check_origin = "Give the collection and the split that it was made for: --data, --split."
+    if not named_run.run:
+        reason = f"it is empty). {check_origin}"
+    elif judged.keys().isdisjoint(named_run.run):
+        first_query = next(iter(named_run.run))
         first_judged = next(iter(judged))
-        reason = f"its first query is {first_query!r}, that of the split {first_judged!r}"
+        reason = (
+            f"its first query is {first_query!r}, and the first query of the split is "
+            f"{first_judged!r}). {check_origin}"
+        )
     else:
-        reason = "it is empty"
+        reason = "they have no hit). Check that documents match --where and queries have terms."
     return CommandError(
-        f"{named.name}: no result for any of the {len(judged)} judged queries of "
-        f"{collection.name}, {split} ({reason}). {remedy}",
+        f"{named_run.name}: no result for any of the {len(judged)} judged queries of "
+        f"{collection.name}, {split} ({reason}",
     )
 
 
 @dataclass(frozen=True)
 class Scores:
-    """Measures of a run.
+    """The measures of a run.
 
     Attributes:
         tables: split -> query -> measure -> value.
-        conventions: split -> counts of documents and judgements that the conventions of the
-            measures affect, such as judgements below 0.
+        conventions: split -> convention of the measures -> number of documents or judgements that
+            it affects, such as judgements below 0.
     """
 
     tables: dict[str, Table]
@@ -505,12 +523,12 @@ class Scores:
 
     @property
     def measures(self) -> list[str]:
-        """Names of the measures."""
+        """The names of the measures."""
         first_table = next(iter(self.tables.values()))
         return list(next(iter(first_table.values())))
 
     def means(self) -> dict[str, dict[str, Mean]]:
-        """Return split -> measure -> mean over the queries."""
+        """Return split -> measure -> mean over the queries of the split."""
         means: dict[str, dict[str, Mean]] = {}
         for split, table in self.tables.items():
             means[split] = {
@@ -519,75 +537,72 @@ class Scores:
             }
         return means
 
-    def write(self, path: Path | None) -> None:
-        """Write the measures of each query as a line of tab-separated columns, with a header.
-
-        Args:
-            path: of ``--per-query``; None writes nothing.
-        """
-        if path is None:
-            return
+    def write(self, path: Path) -> None:
+        """Write the measures of each query as a line of tab-separated columns, with a header."""
+        measures = self.measures
         with (
             atomic_file(path) as temporary,
             temporary.open("w", encoding="utf-8", newline="") as stream,
         ):
             writer = csv.writer(stream, "excel-tab", lineterminator="\n")
-            writer.writerow(["split", "query_id", *self.measures])
+            writer.writerow(["split", "query_id", *measures])
             for split, table in self.tables.items():
                 for query, values in table.items():
                     # `repr` writes all digits of a number.
-                    writer.writerow([split, query, *map(repr, values.values())])
+                    cells = [repr(values[measure]) for measure in measures]
+                    writer.writerow([split, query, *cells])
 
 
 def score(
-    named: NamedRun,
+    named_run: NamedRun,
     collection: Collection,
     splits: Sequence[str],
-    measures: Sequence[str],
-    deepest: int,
+    measures: Measures,
+    *,
     ignore_identical_ids: bool,
-    ignored: Set[str] = frozenset(),
+    queries_without_own_id: Set[str] = frozenset(),
 ) -> Scores:
     """Compute the measures of a run on some splits.
 
     Args:
-        named: the run.
-        collection: its documents and judgements.
-        splits: of the judgements.
-        measures: names as of ir-measures.
-        deepest: documents per query that the measures see.
-        ignore_identical_ids: leave out hits with the query's own id.
-        ignored: queries whose such hit was left out of the run before.
+        named_run: the run.
+        collection: the collection with the documents and the judgements.
+        splits: the splits to evaluate.
+        measures: the measures to compute.
+        ignore_identical_ids: whether hits with the query's own id are ignored.
+        queries_without_own_id: the queries whose hit with their own id was removed before, which
+            the conventions count as ignored.
     """
-    from tilefold.retrieval.evaluation import measures as evaluation
+    from tilefold.retrieval.evaluation.measures import conventions as affected_by_conventions
 
-    longest = max(map(len, named.run.values()))
-    if longest < min(deepest, len(collection.documents)):
+    longest = max(map(len, named_run.run.values()))
+    if longest < min(measures.depth, len(collection.documents)):
         note(
-            f"{named.name}: at most {longest} documents per query, so that a cut-off of {deepest} "
-            "sees no more",
+            f"{named_run.name}: at most {longest} documents per query, fewer than the "
+            f"{measures.depth} that the measures use",
         )
     tables: dict[str, Table] = {}
     conventions: dict[str, dict[str, float]] = {}
     for split in splits:
         qrels = collection.qrels[split]
-        tables[split] = evaluation.evaluate_per_query(
-            named.run,
+        tables[split] = retrieval.evaluate_per_query(
+            named_run.run,
             qrels,
-            measures,
+            measures.names,
             ignore_identical_ids=ignore_identical_ids,
         )
-        conventions[split] = evaluation.conventions(
-            named.run,
+        conventions[split] = affected_by_conventions(
+            named_run.run,
             qrels,
-            deepest,
+            measures.depth,
             ignore_identical_ids=ignore_identical_ids,
         )
-        conventions[split]["ignored_identical_ids"] += len(ignored & qrels.keys())
+        n_removed_before = len(queries_without_own_id & qrels.keys())
+        conventions[split]["ignored_identical_ids"] += n_removed_before
     return Scores(tables, conventions)
 
 
-def changed_by_feedback(
+def compare_feedback(
     scores: Scores,
     searcher: Searcher,
     queries: Mapping[str, str],
@@ -597,19 +612,19 @@ def changed_by_feedback(
 ) -> dict[str, Any]:
     """Compare the first measure with and without feedback, and print a note for each split.
 
-    The queries are searched again without feedback. A split of a single query is left out, because
-    a test of significance needs several.
+    The queries are searched again without feedback. A split with a single query is left out,
+    because a significance test needs several.
 
     Args:
-        scores: of the ranking with feedback.
-        searcher: what searched.
+        scores: the scores of the ranking with feedback.
+        searcher: the searcher.
         queries: query id -> text.
         request: the search with feedback.
-        ranking: the ranking with feedback.
-        collection: with the judgements.
+        ranking: the ranking with feedback, whose encoded queries are used again.
+        collection: the collection with the judgements.
 
     Returns:
-        The comparison by split, for ``--json``; without splits of a single query.
+        Split -> comparison, for ``--json``.
     """
     plain_run = searcher.rank_plainly(queries, request, ranking)
     measure = scores.measures[0]
@@ -630,20 +645,21 @@ def changed_by_feedback(
 
 
 def _describe_change(split: str, difference: Difference, n_queries: int) -> str:
-    """Return in words by how much feedback changes a measure of a split, and whether by chance.
+    """Describe by how much feedback changes a measure, and whether the change is significant.
 
     Args:
-        split: name of the split.
-        difference: of the measure with feedback and without, with a paired test of randomisation.
-        n_queries: number of judged queries.
+        split: the name of the split.
+        difference: the difference between the measure with and without feedback, with its paired
+            randomisation test.
+        n_queries: the number of judged queries.
     """
     mean = difference.difference.mean
     if not difference.different:
-        verdict = "no more than chance"
+        verdict = "which is not significant"
     elif mean > 0:
-        verdict = "it helps here"
+        verdict = "which is significant"
     else:
-        verdict = "it does harm here: leave out --prf, or give --prf-beta less"
+        verdict = "which is significant: leave out --prf, or lower --prf-beta"
     p = difference.p_randomisation
     shown_p = "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
     return (
@@ -652,16 +668,16 @@ def _describe_change(split: str, difference: Difference, n_queries: int) -> str:
     )
 
 
-def facts(collection: Collection, scores: Scores) -> dict[str, Any]:
-    """Return scores as ``--json`` prints them.
+def scores_as_json(collection: Collection, scores: Scores) -> dict[str, Any]:
+    """Return the scores of a run as a dictionary for ``--json``.
 
     Args:
-        collection: collection of the run, for its name.
-        scores: measures of the run on some splits.
+        collection: the collection of the run, for its name.
+        scores: the scores of the run on some splits.
 
     Returns:
-        A dictionary for JSON. ``measures`` holds the means of the first split, ``splits`` the means
-        of each split, and ``errors`` the means with their standard errors and intervals.
+        A dictionary with the means of each split (``splits``, and those of the first split also as
+        ``measures``), and the means with their standard errors and intervals (``errors``).
     """
     means = scores.means()
     first_split = next(iter(means))
@@ -681,27 +697,28 @@ def facts(collection: Collection, scores: Scores) -> dict[str, Any]:
 
 
 def print_scores(collection: Collection, scores: Scores) -> None:
-    """Print a table with a row per measure and a column per split, and the conventions.
+    """Print a table with a row per measure, then the evaluation conventions of each split.
 
-    A single split gets a second column with 95% intervals.
+    The table has a column per split, or for a single split its means and 95% intervals.
 
     Args:
-        collection: collection of the run, for the title.
-        scores: measures of the run on some splits.
+        collection: the collection of the run, for the title.
+        scores: the scores of the run on some splits.
     """
     means = scores.means()
     sizes = ", ".join(f"{split}: {len(table)} queries" for split, table in scores.tables.items())
+    title = f"{collection.name}, {sizes}"
     if len(means) == 1:
         (means_of_split,) = means.values()
-        columns = ["measure", "value>", "95% interval"]
         rows = [[name, cell(mean), interval(mean)] for name, mean in means_of_split.items()]
+        columns = ("measure", "value", "95% interval")
+        _common.print_table(columns, rows, title, right_aligned=("value",))
     else:
-        columns = ["measure", *(f"{split}>" for split in means)]
         rows = [
             [name, *(cell(means_of_split[name]) for means_of_split in means.values())]
             for name in scores.measures
         ]
-    _common.print_table(columns, rows, f"{collection.name}, {sizes}")
+        _common.print_table(["measure", *means], rows, title, right_aligned=means)
     for split, conventions in scores.conventions.items():
         description = describe_conventions(conventions)
         if description:
@@ -709,34 +726,34 @@ def print_scores(collection: Collection, scores: Scores) -> None:
 
 
 def cell(mean: Mean, sign: str = "") -> str:
-    """Return a mean and its standard error as text.
+    """Format a mean and its standard error for a cell of a table.
 
     Args:
-        mean: the mean; without a standard error for a single query.
-        sign: ``"+"`` shows the sign of positive means too.
+        mean: the mean, which has no standard error for a single query.
+        sign: ``"+"`` to show the sign of positive means, too.
     """
     error = "" if mean.standard_error is None else f" ± {mean.standard_error:.4f}"
     return f"{mean.mean:{sign}.4f}{error}"
 
 
 def interval(mean: Mean) -> str:
-    """Return the ends of the interval of a mean as text; empty without an interval."""
+    """Format the ends of the interval of a mean; empty if it has none."""
     if mean.low is None:
         return ""
     return f"{mean.low:.4f} to {mean.high:.4f}"
 
 
 def describe_conventions(conventions: Mapping[str, float]) -> str:
-    """Return in words which conventions affect the measures; empty if none does.
+    """Describe which evaluation conventions affect the measures; empty if none does.
 
     Args:
-        conventions: of one split, see :class:`Scores`.
+        conventions: the counts of one split, as in ``Scores.conventions``.
     """
     parts = []
     if conventions["judged@10"] < 1:
         parts.append(
-            f"{conventions['judged@10']:.0%} of the first 10 documents are judged, others count as "
-            "not relevant",
+            f"{conventions['judged@10']:.0%} of the first 10 documents are judged, the remaining "
+            "ones count as not relevant",
         )
     if conventions["negative"]:
         parts.append(f"grades below 0 count as not relevant: {conventions['negative']:.0f}")
@@ -744,8 +761,8 @@ def describe_conventions(conventions: Mapping[str, float]) -> str:
         parts.append(f"queries with equal scores, ranked by document id: {conventions['tied']:.0f}")
     n_ignored = conventions["ignored_identical_ids"]
     if n_ignored:
-        parts.append(f"hits with the query's own id, ignored as by BEIR: {n_ignored:.0f}")
+        parts.append(f"hits with the query's own id, ignored, as BEIR does: {n_ignored:.0f}")
     n_counted = conventions["counted_identical_ids"]
     if n_counted:
-        parts.append(f"hits with the query's own id, which count as any other: {n_counted:.0f}")
+        parts.append(f"hits with the query's own id, counted like any other hit: {n_counted:.0f}")
     return "; ".join(parts)

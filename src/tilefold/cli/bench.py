@@ -1,4 +1,4 @@
-"""``tilefold bench`` times operators and baselines; ``tilefold warmup`` builds kernels ahead."""
+"""``tilefold bench`` times operators and baselines; ``tilefold warmup`` compiles kernels ahead."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
+    from tilefold.bench.claims import Verdict
     from tilefold.bench.results import Provenance
     from tilefold.bench.runner import BenchRow, RunOptions
     from tilefold.bench.spec import BenchCase, BenchSpec
+    from tilefold.ops.warm_up import Built
 
 # Seconds for which one phase (forward, or both passes) of an implementation is timed.
 SECONDS = 0.5
 _QUICK_SECONDS = 0.15
-# On a CPU, a call takes long, and varies more than the clock: longer timing, but fewer calls.
+# A call on a CPU takes longer and varies more: it is timed for longer, with fewer calls.
 _CPU_SECONDS_FACTOR = 6
 _MIN_CALLS = 5
 _CPU_MAX_CALLS = 50
-# Tokens of the longest query and document of a batch for which kernels are built.
+# Tokens of the longest query and the longest document of a batch that kernels are compiled for.
 DEFAULT_LENGTHS = [32, 256]
-_CLAIMS = "claims"
-# Results of other devices, which claims are judged by.
+_CLAIMS = "claims"  # the argument that measures the claims, in place of an operator
+# Results of other devices, by which the claims about them are judged.
 _COMMITTED_RESULTS = Path("benchmarks/results")
-# Characters of a line where the output is not a terminal. The widest table fits (token_scatter).
+# Width in characters of output that does not go to a terminal. The widest table fits
+# (token_scatter).
 _FILE_WIDTH = 190
 
 
@@ -46,7 +49,7 @@ class BenchRequest(Options):
     op: Annotated[
         str | None,
         argument(
-            "Operator to time, such as lsr_head; or claims: those of papers and the README.",
+            "Operator to time, such as lsr_head; or claims, those of papers and the README.",
         ),
     ] = None
     every: Annotated[
@@ -59,14 +62,14 @@ class BenchRequest(Options):
     listing: Annotated[
         bool,
         option(
-            "List shapes and implementations, run nothing.",
+            "List shapes and implementations instead of timing them.",
             "--list",
         ),
     ] = False
     shape: Annotated[
         list[str] | None,
         option(
-            "Named shape; repeat for several.",
+            "Named shape; may be repeated.",
             "--shape",
             "--only",
         ),
@@ -74,52 +77,52 @@ class BenchRequest(Options):
     impl: Annotated[
         list[str] | None,
         option(
-            "Implementation; repeat for several.",
+            "Implementation; may be repeated.",
         ),
     ] = None
     device: Annotated[
         Literal["cpu", "cuda"] | None,
         option(
-            "By default the GPU if there is one.",
+            "Device; by default the GPU if there is one.",
         ),
     ] = None
     dtype: Annotated[
         Literal["bf16", "fp16", "fp32"] | None,
         option(
-            "Override the shapes' dtype.",
+            "Data type, instead of those of the shapes.",
         ),
     ] = None
     output: Annotated[
         Path | None,
         option(
-            "Folder for <device>/<op>.csv.",
+            "Folder for the results, as <device>/<op>.csv.",
         ),
     ] = None
     quick: Annotated[
         bool,
         option(
-            "A few shapes, short timing; saved only with --output.",
+            "Time a few shapes, and each for a short time; results are saved only with --output.",
             "--quick",
         ),
     ] = False
     seconds: Annotated[
         float,
         option(
-            "Timing budget of one implementation and phase.",
+            "Seconds of timing per implementation and phase.",
             min=0,
         ),
     ] = SECONDS
     minutes: Annotated[
         float,
         option(
-            "Start no further shape after this many; slow peers run last.",
+            "Time limit after which no further shape is started; slow baselines run last.",
             min=0,
             show_default=False,
         ),
     ] = math.inf
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for options without effect."""
         super().validate()
         if self.listing:
             refuse_options(
@@ -133,28 +136,29 @@ class BenchRequest(Options):
                     "--seconds": self.seconds != SECONDS,
                     "--minutes": self.minutes != math.inf,
                 },
-                "does nothing with --list, which runs nothing: leave it out",
+                "cannot be combined with --list, which runs nothing",
             )
-        if self.quick:
-            refuse_options(
-                {"--seconds": self.seconds != SECONDS and self.seconds > _QUICK_SECONDS},
-                f"does nothing above {_QUICK_SECONDS:g} with --quick: leave it out",
+        exceeds_quick_limit = self.seconds != SECONDS and self.seconds > _QUICK_SECONDS
+        if self.quick and exceeds_quick_limit:
+            raise UsageError(
+                f"--seconds has no effect above {_QUICK_SECONDS:g} with --quick: leave it out.",
             )
 
 
 def bench(request: BenchRequest) -> None:
-    """Check, then time operators and their baselines; a row whose check fails shows no time.
+    """Check operators and their baselines, then time them; a row whose check fails shows no time.
 
-    Without --output, results go to benchmarks/results if the current directory has benchmarks.
-    Exits with 1 if an implementation failed its check.
+    Without --output, results are saved in benchmarks/results if the current directory has that
+    folder. The exit code is 1 if an implementation failed its check.
 
     Example:
         tilefold bench lsr_head --quick
     """
     if request.every and request.op is not None:
-        raise UsageError(f"--all times every operator: leave it out, or {request.op}.")
+        raise UsageError(f"--all cannot be combined with the operator {request.op}.")
+    measures_claims = request.op == _CLAIMS
     try:
-        if request.op == _CLAIMS:
+        if measures_claims:
             passed = _check_claims(request)
         elif request.listing:
             _print_listing(_selected_specs(request))
@@ -168,13 +172,14 @@ def bench(request: BenchRequest) -> None:
 
 
 def _selected_specs(request: BenchRequest) -> list[BenchSpec]:
-    """Return the benchmarks of the operator that is named, or of all operators.
+    """Return the benchmark of the given operator, or those of all operators.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Raises:
-        ValueError: for an unknown operator, or for none without ``--all`` and ``--list``.
+        UsageError: if no operator is given, without ``--all`` and ``--list``.
+        ValueError: if the operator is unknown.
     """
     from tilefold.bench.spec import OPERATORS, get_spec
 
@@ -182,13 +187,11 @@ def _selected_specs(request: BenchRequest) -> list[BenchSpec]:
         return [get_spec(request.op)]
     if request.every or request.listing:
         return [get_spec(name) for name in OPERATORS]
-    raise ValueError(
-        f"op must be given, one of {', '.join(OPERATORS)}, {_CLAIMS}; or use --all.",
-    )
+    raise UsageError(f"give an operator ({', '.join(OPERATORS)}), {_CLAIMS}, or --all.")
 
 
 def _print_listing(specs: list[BenchSpec]) -> None:
-    """Print the shapes and the implementations of operators."""
+    """Print the shapes and the implementations of operators, with the devices that they run on."""
     for spec in specs:
         typer.echo(f"{spec.op}: shapes")
         for case in spec.cases:
@@ -203,14 +206,14 @@ def _print_listing(specs: list[BenchSpec]) -> None:
 def _time_operators(request: BenchRequest) -> bool:
     """Check and time the operators of a request, and save the results.
 
-    A CPU is slower and its times vary more than a GPU's, so that it gets more seconds, with limits
-    of the number of calls.
+    A CPU is slower than a GPU and its times vary more, so it gets more time, with a limited number
+    of calls.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Returns:
-        Whether every check of an implementation passed.
+        Whether all implementations passed their checks.
     """
     from tilefold.bench.results import choose_device, results_folder
     from tilefold.bench.runner import RunOptions
@@ -243,49 +246,65 @@ def _time_operators(request: BenchRequest) -> bool:
 
 
 def _check_claims(request: BenchRequest) -> bool:
-    """Measure what claims about this device need, and print for each claim whether it holds.
+    """Run the benchmarks behind the claims about this device, and print which claims hold.
 
     A claim says how many times better one row of the results is than another, such as the time of
-    an operator. Claims about other devices are judged by the results in the repository.
+    an operator. Claims about other GPUs are judged by the results in the repository.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Returns:
-        Whether every check of an implementation passed.
+        Whether all implementations passed their checks.
     """
     from tempfile import TemporaryDirectory
 
     from tilefold.bench import claims
-    from tilefold.bench.results import choose_device, collect, results_file
+    from tilefold.bench.results import choose_device
 
     device = choose_device(request.device)
     with TemporaryDirectory() as temporary:
         folder = request.output or Path(temporary)
         passed = _measure_claims(request, device, folder)
-        provenance = collect(device)
-        verdicts: list[claims.Verdict] = []
-        for claim in claims.CLAIMS:
-            if claim.is_about_operator and claim.runs_on(device.type):
-                path = results_file(folder, claim.file, provenance)
-                verdicts.append(claims.judge(claim, claims.read_rows(path)))
-            elif claim.device != "cpu":
-                path = _COMMITTED_RESULTS / claim.device / f"{claim.file}.csv"
-                verdicts.append(claims.judge(claim, claims.read_rows(path), " (committed)"))
+        verdicts = _judge_claims(device, folder)
     typer.echo("\n".join(claims.table(verdicts)))
     return passed
 
 
-def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -> bool:
-    """Time the cases that claims about this device name, and save the results.
+def _judge_claims(device: torch.device, folder: Path) -> list[Verdict]:
+    """Judge each claim by the results of this device, or by those in the repository.
+
+    On a GPU, claims about CPUs are left out: they do not name a folder of committed results.
 
     Args:
-        request: with the time of a phase, and the minutes after which no shape is started.
-        device: to measure on.
-        folder: where the results are written.
+        device: the device that was measured.
+        folder: the folder of its results.
+    """
+    from tilefold.bench import claims
+    from tilefold.bench.results import collect, results_file
+
+    provenance = collect(device)
+    verdicts: list[Verdict] = []
+    for claim in claims.CLAIMS:
+        if claim.is_about_operator and claim.runs_on(device.type):
+            path = results_file(folder, claim.file, provenance)
+            verdicts.append(claims.judge(claim, claims.read_rows(path)))
+        elif claim.device != "cpu":
+            path = _COMMITTED_RESULTS / claim.device / f"{claim.file}.csv"
+            verdicts.append(claims.judge(claim, claims.read_rows(path), " (committed)"))
+    return verdicts
+
+
+def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -> bool:
+    """Time the cases that are needed for the claims about this device, and save the results.
+
+    Args:
+        request: the options of the command, with the time per phase and the time limit.
+        device: the device to measure.
+        folder: the folder for the results.
 
     Returns:
-        Whether every check of an implementation passed.
+        Whether all implementations passed their checks.
     """
     from tilefold.bench import claims
     from tilefold.bench.runner import RunOptions
@@ -307,7 +326,7 @@ def _measure_claims(request: BenchRequest, device: torch.device, folder: Path) -
             limit=60 * request.minutes - elapsed,
         )
         cases_by_spec = [(spec, [spec.case(name) for name in sorted(cases)])]
-        if not _run_all(cases_by_spec, options, folder, with_claims=False):
+        if not _run_all(cases_by_spec, options, folder, judges_claims=False):
             passed = False
     return passed
 
@@ -319,17 +338,17 @@ def _select_cases(
     dtype: str | None,
     quick: bool,
 ) -> list[BenchCase]:
-    """Return the cases of an operator that are timed.
+    """Return the cases of an operator to time.
 
     Args:
-        spec: benchmark of the operator.
-        shapes: names of cases; None takes all cases of the device.
-        device: type of the device, ``"cpu"`` or ``"cuda"``.
-        dtype: replaces the dtype of the cases; None leaves it.
-        quick: without `shapes`, take the quick cases only.
+        spec: the benchmark of the operator.
+        shapes: the names of cases; None takes all cases of the device.
+        device: the type of the device, ``"cpu"`` or ``"cuda"``.
+        dtype: the data type that replaces those of the cases; None keeps them.
+        quick: whether only the quick cases are taken, without `shapes`.
 
     Raises:
-        ValueError: for a named case of another type of device.
+        ValueError: if a named case is for the other type of device.
     """
     from tilefold.bench.spec import parse_dtype
 
@@ -338,7 +357,8 @@ def _select_cases(
         for case in cases:
             if case.device != device:
                 raise ValueError(
-                    f"shape {case.name!r} belongs to another device than {device!r}; set --device.",
+                    f"shape {case.name!r} is for {case.device!r}, and not for {device!r}; set "
+                    "--device.",
                 )
     else:
         cases = [case for case in spec.cases if case.device == device and (case.quick or not quick)]
@@ -351,18 +371,18 @@ def _run_all(
     cases_by_spec: list[tuple[BenchSpec, list[BenchCase]]],
     options: RunOptions,
     folder: Path | None,
-    with_claims: bool = True,
+    judges_claims: bool = True,
 ) -> bool:
     """Check and time cases, print their results, and save them.
 
     Args:
-        cases_by_spec: benchmarks with the cases of each.
-        options: device, implementations and time.
-        folder: where results are written, a file for each operator; None writes none.
-        with_claims: judge the claims about an operator after its cases.
+        cases_by_spec: the benchmarks, each with its cases.
+        options: the device, the implementations and the time limit.
+        folder: the folder for the results, with a file for each operator; None saves nothing.
+        judges_claims: whether the claims about an operator are judged after its cases.
 
     Returns:
-        Whether every check of an implementation of this library passed.
+        Whether all implementations of this library passed their checks.
     """
     from rich.console import Console
 
@@ -381,11 +401,12 @@ def _run_all(
         report_rows = functools.partial(_report_rows, console, spec, provenance, path)
         with console.status(f"{spec.op}: starting") as status:
             rows = run_spec(spec, cases, replace(options, progress=status.update), report_rows)
-        records = [results.cells(row.record(), provenance) for row in rows]
-        verdicts = claims.judged(spec.op, records)
-        if with_claims and verdicts:
-            table = "\n".join(claims.table(verdicts))
-            console.print(table, markup=False, highlight=False, soft_wrap=True)
+        if judges_claims:
+            records = [results.cells(row.record(), provenance) for row in rows]
+            verdicts = claims.judged(spec.op, records)
+            if verdicts:
+                table = "\n".join(claims.table(verdicts))
+                console.print(table, markup=False, highlight=False, soft_wrap=True)
         if any(row.failed_gate for row in rows):
             passed = False
         if path is not None and rows:
@@ -403,18 +424,18 @@ def _report_rows(
 ) -> None:
     """Print the rows of a case, and add them to the file of results.
 
-    The file is written after each case, so that a run that is interrupted keeps its results.
+    The file is written after each case, so that an interrupted run keeps its results.
 
     Args:
-        console: where the rows are printed.
-        spec: benchmark of the operator.
-        provenance: device and versions.
-        path: file of the results of the operator; None writes none.
+        console: the console that prints the rows.
+        spec: the benchmark of the operator.
+        provenance: the device and the versions.
+        path: the file of the operator's results; None saves nothing.
         case: the case that was timed.
-        rows: one row per implementation and phase.
+        rows: the rows of the case, one per implementation and phase.
     """
     from tilefold.bench import results
-    from tilefold.bench.runner import CSV_KEY  # columns of a row that tell it from others
+    from tilefold.bench.runner import CSV_KEY  # the columns that identify a row
 
     results.print_case(console, spec, case, rows)
     if path is not None:
@@ -428,70 +449,69 @@ class WarmupRequest(Options):
     model: Annotated[
         str,
         option(
-            "A SparseEncoder or multi-vector model: folder or Hugging Face name.",
+            "Folder or Hugging Face name of a SparseEncoder or multi-vector model.",
         ),
     ]
     length: Annotated[
         list[int] | None,
         positive(
-            "Tokens of the longest text of a batch; may be repeated, first that of queries. [32, "
-            "256]",
+            "Tokens of the longest text of a batch; may be repeated, with that of queries first; "
+            "by default 32 and 256.",
         ),
     ] = None
     batch_size: Annotated[
         int,
         positive(
-            "Texts per batch: kernels are chosen by shape.",
+            "Texts per batch, which affect the choice of kernels.",
         ),
     ] = 32
     inference: Annotated[
         bool,
         option(
-            "Kernels of scores alone.",
+            "Compile the kernels of scores without gradients.",
             "--inference/--no-inference",
         ),
     ] = True
     training: Annotated[
         bool,
         option(
-            "Kernels of gradients too.",
+            "Compile the kernels of scores with gradients.",
             "--training/--no-training",
         ),
     ] = True
     precision: Annotated[
         Literal["bf16", "fp16", "fp32"],
         option(
-            "Of autocast; fp32 for none.",
+            "Precision of autocast; fp32 for no autocast.",
         ),
     ] = "bf16"
     workers: Annotated[
         int | None,
         positive(
-            "Kernels built at a time; by default one per core.",
+            "Number of kernels to compile at a time; by default one per core.",
         ),
     ] = None
     as_json: Annotated[
         bool,
         option(
-            "What was built as JSON on stdout.",
+            "The result as JSON on stdout.",
             "--json",
         ),
     ] = False
 
 
 def warmup(request: WarmupRequest) -> None:
-    """Build the kernels that a model needs on this GPU into Triton's cache on the disk.
+    """Compile the kernels that a model needs on this GPU, and store them in Triton's disk cache.
 
-    A first call of an operator otherwise waits seconds for a compiler. Several kernels are built at
-    a time. Later processes of this user load what was built, as long as Triton, its settings and
-    the GPU stay the same.
+    Otherwise, the first call of an operator waits seconds for the compiler. Later processes of this
+    user load the kernels from the cache, as long as Triton, its settings and the GPU stay the same.
 
     Example:
         tilefold warmup --model MODEL --length 32 --length 256
     """
     if not (request.inference or request.training):
         raise UsageError("--no-inference and --no-training together leave nothing to build.")
-    _models.find_model(request.model, "--model")
+    _models.checked_model_name(request.model, "--model")
     from tilefold.ops.warm_up import check_kernels_can_be_built
 
     check_kernels_can_be_built()
@@ -510,15 +530,22 @@ def warmup(request: WarmupRequest) -> None:
         dtype=autocast_dtypes[request.precision],
         workers=request.workers,
     )
-    kernels = []
-    for name, count in sorted(result.kernels.items()):
-        kernels.append(f"{name} x {count}" if count > 1 else name)
-    slowest_call = max(result.first_calls, default=0.0)  # seconds
     _common.print_result(
         {**asdict(result), "cache": str(result.cache), "count": result.count},
         request.as_json,
+        *_summarise_warm_up(result),
+    )
+
+
+def _summarise_warm_up(result: Built) -> list[str]:
+    """Return the lines that summarise a warm-up: its kernels, their cache, and the first calls."""
+    kernels = []
+    for name, count in sorted(result.kernels.items()):
+        kernels.append(f"{name} x {count}" if count > 1 else name)
+    slowest_first_call = max(result.first_calls, default=0.0)  # seconds
+    return [
         f"{result.count} kernels in {result.seconds:.1f} s: {', '.join(kernels) or 'none'}",
         f"in {result.cache}",
         *[f"not built: {message}" for message in result.failed],
-        f"first calls take up to {slowest_call:.2f} s now",
-    )
+        f"first calls now take up to {slowest_first_call:.2f} s",
+    ]

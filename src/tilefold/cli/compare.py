@@ -29,7 +29,7 @@ class CompareRequest(DocumentFieldOptions):
     run: Annotated[
         list[Path],
         argument(
-            "TREC run files, two or more; the others are compared with the first.",
+            "TREC run files, at least two; the first is the baseline of all others.",
         ),
     ]
     data: Annotated[
@@ -60,14 +60,14 @@ class CompareRequest(DocumentFieldOptions):
     all_pairs: Annotated[
         bool,
         option(
-            "Compare every two runs.",
+            "Compare every pair of runs.",
             "--all-pairs",
         ),
     ] = False
     alpha: Annotated[
         float,
         option(
-            "Level of significance: the chance of calling any two equal runs different.",
+            "Significance level: the chance of finding any difference between equal runs.",
         ),
     ] = 0.05
     resamples: Annotated[
@@ -79,7 +79,7 @@ class CompareRequest(DocumentFieldOptions):
     worst: Annotated[
         int,
         option(
-            "Queries to show that lose most, with their texts.",
+            "Number of queries with the largest losses to show, with their texts.",
             min=0,
         ),
     ] = 10
@@ -99,7 +99,7 @@ class CompareRequest(DocumentFieldOptions):
     plot: Annotated[
         Path | None,
         option(
-            "PNG to draw: the first measure of each query, run against run.",
+            "PNG file for a plot of the first measure of each query, run against run.",
         ),
     ] = None
     overwrite: Annotated[
@@ -118,23 +118,23 @@ class CompareRequest(DocumentFieldOptions):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for options without effect."""
         super().validate()
         if self.plot is None:
-            refuse_options({"--overwrite": self.overwrite}, "goes with --plot")
+            refuse_options({"--overwrite": self.overwrite}, "requires --plot")
 
 
 def compare(request: CompareRequest) -> None:
     """Compare runs over the same queries: differences, paired tests, wins and losses, and the
-    queries that lose most.
+    queries with the largest losses.
 
-    A difference is marked * if the paired randomisation test, after Holm's correction over all
-    comparisons of the table, calls it significant.
+    A difference is marked * if it is significant by the paired randomisation test, after Holm's
+    correction over all comparisons of the table.
 
     Example:
         tilefold compare bm25.trec splade.trec --data DATA
     """
-    measures, deepest = _scores.check_measures(request.measure or ["nDCG@10"])
+    measures = _scores.requested_measures(request.measure or ["nDCG@10"])
     _scores.check_output_file(
         request.plot,
         "--plot",
@@ -146,14 +146,13 @@ def compare(request: CompareRequest) -> None:
     if request.plot is not None:
         from tilefold._internal.figures import new_figure
 
-        new_figure((1, 1))  # before the work, an error that says what to install
+        new_figure((1, 1))  # raises an error before any work if matplotlib is not installed
     labels = _labels(request.run)
     runs = [_scores.read_run(path, "run") for path in request.run]
-    collection, _ = _scores.load_splits(
+    collection = _scores.load_evaluated_collection(
         request.data,
         [request.split],
-        request.drop_unknown,
-        also=(),
+        drop_unknown=request.drop_unknown,
     )
     _scores.check_runs(runs, collection, [request.split])
     ignores_identical_ids = _scores.ignores_identical_ids(
@@ -167,8 +166,7 @@ def compare(request: CompareRequest) -> None:
             collection,
             [request.split],
             measures,
-            deepest,
-            ignores_identical_ids,
+            ignore_identical_ids=ignores_identical_ids,
         )
         for label, run in zip(labels, runs, strict=True)
     }
@@ -176,7 +174,7 @@ def compare(request: CompareRequest) -> None:
     with _options.option_errors(tables="--split"):
         differences = retrieval.compare(
             tables,
-            measures,
+            measures.names,
             all_pairs=request.all_pairs,
             alpha=request.alpha,
             resamples=request.resamples,
@@ -203,18 +201,18 @@ def _print_json(
     """Print runs and differences as JSON.
 
     Args:
-        request: names the split and the level of significance.
+        request: the options of the command.
         collection: the queries and judgements.
-        scores: scores by label of the run.
-        differences: of two runs in one measure each.
-        worst_queries: for each difference, the queries that lose most.
+        scores: label of a run -> its scores.
+        differences: the differences, each between two runs in one measure.
+        worst_queries: the queries with the largest losses, for each difference.
     """
     runs = {}
     for label, run_scores in scores.items():
-        facts = _scores.facts(collection, run_scores)
+        means = run_scores.means()[request.split]
         runs[label] = {
-            "measures": facts["errors"][request.split],
-            "conventions": facts["conventions"][request.split],
+            "measures": {measure: asdict(mean) for measure, mean in means.items()},
+            "conventions": run_scores.conventions[request.split],
         }
     comparisons = []
     for difference, queries in zip(differences, worst_queries, strict=True):
@@ -240,20 +238,21 @@ def _print_report(
     differences: Sequence[Difference],
     worst_queries: Sequence[Sequence[WorstQuery]],
 ) -> None:
-    """Print runs, differences, conventions and the queries that lose most, for people.
+    """Print runs, differences, conventions and the queries with the largest losses as text.
 
     Args:
-        request: names the split, the level of significance and the plot.
+        request: the options of the command.
         collection: the queries and judgements.
-        scores: scores by label of the run.
-        differences: of two runs in one measure each.
-        worst_queries: for each difference, the queries that lose most. They are printed for the
-            first measure only.
+        scores: label of a run -> its scores.
+        differences: the differences, each between two runs in one measure.
+        worst_queries: the queries with the largest losses, for each difference. Those of the first
+            measure are printed.
     """
     _print_tables(collection, request.split, scores, differences)
+    comparisons = "1 comparison" if len(differences) == 1 else f"{len(differences)} comparisons"
     typer.echo(
-        f"* different at {request.alpha:g}: paired randomisation ({request.resamples:,} sign "
-        f"flips), Holm over {len(differences)}",
+        f"* significant at {request.alpha:g} (paired randomisation test of {request.resamples:,} "
+        f"sign flips, Holm-corrected over {comparisons})",
     )
     for label, run_scores in scores.items():
         conventions = _scores.describe_conventions(run_scores.conventions[request.split])
@@ -267,7 +266,7 @@ def _print_report(
 
 
 def _labels(paths: Sequence[Path]) -> list[str]:
-    """Return names of files without their endings, or paths if these names are not unique."""
+    """Return the names of run files without extensions, or their paths if the names repeat."""
     if len(set(paths)) < max(2, len(paths)):
         raise UsageError(
             f"run: expected two files or more, each once, got {', '.join(map(str, paths))}.",
@@ -285,10 +284,10 @@ def _print_tables(
     """Print a table of the runs' means, and a table of differences for each measure.
 
     Args:
-        collection: collection of the runs, for the title.
-        split: split that is evaluated.
-        scores: scores by label of the run.
-        differences: of two runs in one measure each.
+        collection: the collection of the runs, for the title.
+        split: the evaluated split.
+        scores: label of a run -> its scores.
+        differences: the differences, each between two runs in one measure.
     """
     means = {label: run_scores.means()[split] for label, run_scores in scores.items()}
     measures = list(next(iter(means.values())))
@@ -297,24 +296,31 @@ def _print_tables(
         for label, run_means in means.items()
     ]
     title = f"{collection.name}, {split}: {len(collection.qrels[split])} queries"
-    _common.print_table(["run", *(f"{name}>" for name in measures)], rows, title)
-    columns = ["run", "over", "difference>", "wins>", "losses>", "p>", "p, t>", "p, Holm>"]
+    _common.print_table(["run", *measures], rows, title, right_aligned=measures)
+    runs = ("run", "over")
+    values = ("difference", "wins", "losses", "p", "p (t-test)", "p (Holm)")
     for measure in measures:
         rows = [
             _difference_row(difference)
             for difference in differences
             if difference.measure == measure
         ]
-        _common.print_table(columns, rows, f"differences in {measure}", fold=("run", "over"))
+        _common.print_table(
+            runs + values,
+            rows,
+            f"differences in {measure}",
+            right_aligned=values,
+            wrapped=runs,
+        )
 
 
 def _difference_row(difference: Difference) -> list[str]:
-    """Return the cells of a table row for a difference of two runs.
+    """Return the cells of a table row for a difference between two runs.
 
-    Its last p-value, that of Holm's correction, ends in ``*`` if the difference is significant.
+    The p-value after Holm's correction ends in ``*`` if the difference is significant.
 
     Args:
-        difference: mean difference of a measure, wins and losses, and p-values.
+        difference: the mean difference in a measure, with wins and losses, and p-values.
     """
     mark = "*" if difference.different else " "
     return [
@@ -331,13 +337,13 @@ def _difference_row(difference: Difference) -> list[str]:
 
 @dataclass(frozen=True)
 class WorstQuery:
-    """A query for which a run loses to another one.
+    """A query for which a run has a lower value of a measure than its baseline.
 
     Attributes:
-        query: id of the query.
-        text: text of the query.
-        difference: value of the run minus that of the other one.
-        values: value of the measure by run, the run that is compared with first.
+        query: the id of the query.
+        text: the text of the query.
+        difference: the value of the run minus the value of the baseline.
+        values: label of a run -> its value, with the baseline first.
     """
 
     query: str
@@ -352,13 +358,13 @@ def _worst_queries(
     collection: Collection,
     count: int,
 ) -> list[WorstQuery]:
-    """Return the queries for which one run loses most to the other.
+    """Return the queries with the largest losses of a run to its baseline.
 
     Args:
-        difference: of two runs, with the difference of each query in ascending order.
-        tables: measures of each query, by label of the run.
-        collection: texts of the queries.
-        count: largest number of queries. Queries that lose nothing are left out.
+        difference: the comparison of the runs, with its queries in ascending order of difference.
+        tables: label of a run -> its measures by query.
+        collection: the collection with the texts of the queries.
+        count: the maximum number of queries. Queries without a loss are left out.
     """
     losing = [query for query, value in difference.by_query.items() if value < 0]
     return [
@@ -376,35 +382,43 @@ def _worst_queries(
 
 
 def _print_worst_queries(difference: Difference, queries: Sequence[WorstQuery]) -> None:
-    """Print the queries for which a run loses most, with the values of both runs.
+    """Print the queries with the largest losses of a run, with the values of both runs.
 
     Args:
-        difference: of two runs in a measure.
-        queries: the queries, the largest loss first.
+        difference: the comparison of the runs in one measure.
+        queries: the queries, with the largest loss first.
     """
+    baseline = difference.over
     rows = [
         [
             query.query,
             _common.shorten(query.text, SHOWN_CELLS),
-            *(f"{value:.4f}" for value in query.values.values()),
+            f"{query.values[baseline]:.4f}",
+            f"{query.values[difference.run]:.4f}",
             f"{query.difference:+.4f}",
         ]
         for query in queries
     ]
-    title = f"{difference.measure}: where {difference.run} loses most to {difference.over}"
-    columns = ("query", "text", f"{difference.over}>", f"{difference.run}>", "difference>")
-    _common.print_table(columns, rows, title, fold=("query", "text"))
+    texts = ("query", "text")
+    values = (baseline, difference.run, "difference")
+    _common.print_table(
+        texts + values,
+        rows,
+        f"{difference.measure}: largest losses of {difference.run} to {baseline}",
+        right_aligned=values,
+        wrapped=texts,
+    )
 
 
 def _draw(differences: Sequence[Difference], tables: Mapping[str, Table], path: Path) -> None:
     """Draw a PNG of the first measure: a panel for each pair of runs, a point for each query.
 
-    Points below the diagonal are queries for which the run loses to the other.
+    Points below the diagonal are queries for which the run loses to its baseline.
 
     Args:
-        differences: of two runs in one measure each.
-        tables: measures of each query, by label of the run.
-        path: file of the figure.
+        differences: the differences, each between two runs in one measure.
+        tables: label of a run -> its measures by query.
+        path: the file of the figure.
     """
     from tilefold._internal.figures import new_figure, save_figure
 
@@ -415,9 +429,11 @@ def _draw(differences: Sequence[Difference], tables: Mapping[str, Table], path: 
     figure = new_figure((4 * n_columns, 4 * n_rows))
     all_axes = figure.subplots(n_rows, n_columns, squeeze=False).flat
     for axes, difference in zip(all_axes, panels, strict=False):
-        x = [tables[difference.over][query][measure] for query in difference.by_query]
-        y = [tables[difference.run][query][measure] for query in difference.by_query]
-        # The diagonal, on which both runs are equal: both axes have the same limits.
+        baseline_table = tables[difference.over]
+        run_table = tables[difference.run]
+        x = [baseline_table[query][measure] for query in difference.by_query]
+        y = [run_table[query][measure] for query in difference.by_query]
+        # The runs are equal on the diagonal of the panel, because both axes have the same limits.
         axes.plot([0, 1], [0, 1], transform=axes.transAxes, color="0.7", linewidth=1)
         axes.scatter(x, y, s=12, alpha=0.5, linewidths=0)
         low = min(0, *x, *y)

@@ -25,13 +25,11 @@ from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
 
 ANSWERS = 3  # documents that are shown for the example query
-SYSTEMS = (
-    "BM25",
-    "dense zero-shot (all-MiniLM-L6-v2)",
-    "SPLADE (trained here)",
-    "fusion",
-    "SPLADE + late interaction",
-)
+# Names of the systems that the demo compares.
+SPLADE = "SPLADE (trained here)"
+FUSION = "fusion"
+RERANKED = "SPLADE + late interaction"
+SYSTEMS = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", SPLADE, FUSION, RERANKED)
 ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
@@ -42,8 +40,8 @@ class DemoRequest(Options):
     minutes: Annotated[
         float | None,
         option(
-            "The largest of four sizes, meant for 3, 5, 10 and 15 minutes on two cores; by default "
-            "5.",
+            "Time limit on two cores, which chooses the largest of the sizes for 3, 5, 10 and 15 "
+            "minutes; by default 5.",
         ),
     ] = None
     full: Annotated[
@@ -109,45 +107,59 @@ def demo(request: DemoRequest) -> None:
     results["seconds"] = time.monotonic() - started
     results["stages"] = stages.records
     results["seed"] = request.seed
-    record = {
-        "folder": Path(results["model"]).parent.name,
-        "query_terms": steps.QUERY_TERMS,
-        "results": results,
-    }
-    write_json(request.output / "demo.json", record)
+    _write_record(request.output, results)
     if request.as_json:
         _common.print_json(results)
     else:
         print_report(results)
 
 
+def _write_record(output: Path, results: dict[str, Any]) -> None:
+    """Write ``demo.json``, from which ``tilefold search`` finds the index of the demo.
+
+    Args:
+        output: the folder of all demos.
+        results: the results of the demo, with the folder of its model.
+    """
+    record = {
+        "folder": Path(results["model"]).parent.name,
+        "query_terms": steps.QUERY_TERMS,  # the same search as that of the demo
+        "results": results,
+    }
+    write_json(output / "demo.json", record)
+
+
 def _choose_size(minutes: float | None, full: bool, quick: bool) -> Size:
     """Return the largest size of the demo that fits into the minutes, or the smallest size.
 
     Args:
-        minutes: value of ``--minutes``; by default 5, or 3 with `quick`.
-        full: take the full size.
-        quick: take the size of 3 minutes.
+        minutes: the value of ``--minutes``; 5 by default.
+        full: whether the full size is chosen, which has no limit.
+        quick: whether the size of ``--minutes 3`` is chosen.
+
+    Raises:
+        UsageError: if several of these options are given, or the minutes are not above 0.
     """
     if sum((minutes is not None, full, quick)) > 1:
-        raise UsageError("--minutes, --full and --quick exclude one another: give one of them.")
+        raise UsageError("--minutes, --full and --quick cannot be combined: give one of them.")
     if minutes is not None and not 0 < minutes < float("inf"):
         raise UsageError(f"--minutes: expected a number above 0, got {minutes:g}.")
     if full:
         return steps.FULL
     if minutes is None:
         minutes = 3.0 if quick else 5.0
-    fitting = [limit for limit in steps.SIZES if limit <= minutes]
-    return steps.SIZES[max(fitting, default=min(steps.SIZES))]
+    # The sizes are keyed by their minutes.
+    fitting_minutes = [size_minutes for size_minutes in steps.SIZES if size_minutes <= minutes]
+    return steps.SIZES[max(fitting_minutes, default=min(steps.SIZES))]
 
 
 @dataclass
 class Outcome:
-    """Outcome of a stage, which the stage fills in.
+    """Outcome of a stage of the demo, which the stage fills in.
 
     Attributes:
-        text: what the stage made, in words.
-        reused: whether an earlier run had made it.
+        text: a description of the results, such as ``"3000 vectors"``.
+        reused: whether the results are those of an earlier run.
     """
 
     text: str = ""
@@ -155,10 +167,10 @@ class Outcome:
 
 
 class Stages:
-    """Stages of the demo, with notes on stderr.
+    """Runs the stages of the demo: prints their titles on stderr and records their times.
 
     Attributes:
-        records: seconds of each stage by name, and whether its results were reused.
+        records: stage -> its ``seconds``, and whether its results were ``reused``.
     """
 
     def __init__(self) -> None:
@@ -169,11 +181,11 @@ class Stages:
         """Print the title of a stage, and afterwards its outcome and its time.
 
         Args:
-            name: of the stage in :attr:`records`.
-            title: of the stage for people.
+            name: the key of the stage in :attr:`records`.
+            title: the title to print.
 
         Yields:
-            The outcome, for the stage to fill in.
+            The outcome, which the stage fills in.
         """
         started = time.monotonic()
         note(f"{title} ...")
@@ -196,20 +208,20 @@ def _run(size: Size, seed: int, output: Path, stages: Stages) -> dict[str, Any]:
     """Run all stages of the demo.
 
     Args:
-        size: of the demo.
-        seed: of the training.
-        output: folder of all demos.
-        stages: records the stages.
+        size: the size of the demo.
+        seed: the seed of the training.
+        output: the folder of all demos.
+        stages: the stages, which are recorded.
 
     Returns:
-        The results, as :func:`print_report` prints them.
+        The results that :func:`print_report` prints.
     """
     from tilefold.recipes import train
 
     _common.finished_work_checks.append(lambda: any(output.glob("*/data")))
     with stages.stage("collection", "collection: the documentation of this Python") as outcome:
         full_collection = _common.load_data("pydocs", output / "data")
-        collection = steps.take(steps.split(full_collection, size), size.documents)
+        collection = steps.sample_documents(steps.split(full_collection, size), size.documents)
         pairs = ", ".join(f"{len(grades)} {split}" for split, grades in collection.qrels.items())
         outcome.text = (
             f"{len(collection.documents)} of {len(full_collection.documents)} documents; "
@@ -270,18 +282,18 @@ def _evaluate(
     tokens: Tokens,
     stages: Stages,
 ) -> dict[str, Any]:
-    """Search with the trained model, fuse and rerank, and compute the figures.
+    """Search with the trained model, fuse and rerank, and compute the measures of all systems.
 
-    Weights are chosen on the split ``dev``, and figures are of the split ``test``.
+    Weights are chosen on the split ``dev``. The measures are computed on the split ``test``.
 
     Args:
-        folder: of the demo, with the trained model.
+        folder: the folder of the demo, with the trained model.
         collection: the documents and judgements.
-        queries: query id -> text, of both splits.
-        bm25: run of BM25.
-        dense: run of the dense model.
-        tokens: token vectors of the queries and of the documents.
-        stages: records the stages.
+        queries: query id -> text, for both splits.
+        bm25: the run of BM25.
+        dense: the run of the dense model.
+        tokens: the token vectors of the queries and of the documents.
+        stages: the stages, which are recorded.
     """
     from tilefold.retrieval.evaluation.measures import choose_weights
 
@@ -354,15 +366,15 @@ def _evaluate(
 
 
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Compute the means of every system, and the paired differences that the demo reports.
+    """Compute the mean measures of each system, and the paired differences that the demo reports.
 
     Args:
-        runs: run by system, in the order of ``SYSTEMS``.
-        qrels: judgements of the test queries.
+        runs: system -> run, in the order of ``SYSTEMS``.
+        qrels: the judgements of the test queries.
 
     Returns:
         A dictionary for JSON: ``queries``, the number of queries; ``systems``, the means of each
-        system; ``comparisons``, the mean difference in nDCG@10 of two systems each.
+        system; ``comparisons``, mean differences in nDCG@10, each between two systems.
     """
     measures = (NDCG, RECALL)
     tables = {
@@ -405,12 +417,12 @@ def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str,
 
 
 def difference_line(comparison: dict[str, Any]) -> str:
-    """Return a paired difference of :func:`figures` in words, with its standard errors."""
+    """Format a comparison of :func:`figures`, with its standard error."""
     difference = comparison["difference"]
     error = comparison["standard_error"]
     line = f"{comparison['system']} over {comparison['over']}: {difference:+.3f} ± {error:.3f}"
     if abs(difference) <= ERRORS * error:
-        return f"{line} (no more than {ERRORS:.0f} standard errors: it may be chance)"
+        return f"{line} (at most {ERRORS:.0f} standard errors: it may be chance)"
     if not error:
         return line
     return f"{line} ({abs(difference) / error:.1f} standard errors)"
@@ -420,10 +432,10 @@ def print_report(results: dict[str, Any]) -> None:
     """Print the tables of a demo, and commands to try next, on stdout.
 
     Args:
-        results: results of the demo, as ``--json`` prints them.
+        results: the results of the demo, as ``--json`` prints them.
     """
     _print_systems(results)
-    late_tokens = results["late_interaction"]["tokens"]
+    folder_of_tokens = results["late_interaction"]["tokens"]
     search_command = f'  tilefold search "{EXAMPLE}"'
     lines = [
         f"Differences in {NDCG}, mean ± standard error over the same {results['queries']} queries:",
@@ -435,11 +447,11 @@ def print_report(results: dict[str, Any]) -> None:
         )
     lines += [
         f"model: {results['model']}",
-        "the rows of the first table by hand:",
+        "commands that reproduce the rows of the first table:",
         *(f"  {line}" for line in results["commands"]),
         f"done in {results['seconds'] / 60:.1f} minutes; now try:",
         search_command,
-        f"{search_command} --rerank {late_tokens}",
+        f"{search_command} --rerank {folder_of_tokens}",
     ]
     typer.echo("\n".join(lines))
 
@@ -448,14 +460,13 @@ def _print_systems(results: dict[str, Any]) -> None:
     """Print a table with a row of measures for each system.
 
     Args:
-        results: results of the demo, as ``--json`` prints them.
+        results: the results of the demo, as ``--json`` prints them.
     """
     late = results["late_interaction"]
     active_terms = results["active_terms"]
-    _, _, splade, fusion, reranked = SYSTEMS
     labels = {
-        fusion: f"fusion ({_format_weights(results['fusion_weights'])})",
-        reranked: (
+        FUSION: f"fusion ({_format_weights(results['fusion_weights'])})",
+        RERANKED: (
             f"SPLADE + late interaction on its top {late['candidates']}, zero-shot MiniLM tokens "
             f"({_format_weights(late['weights'])})"
         ),
@@ -464,7 +475,7 @@ def _print_systems(results: dict[str, Any]) -> None:
     for system, scores in results["systems"].items():
         query_terms = ""
         document_terms = ""
-        if system == splade:
+        if system == SPLADE:  # the only system that encodes texts to weights of terms
             query_terms = f"{active_terms['queries']:.0f}"
             document_terms = f"{active_terms['documents']:.0f}"
         rows.append(
@@ -480,23 +491,23 @@ def _print_systems(results: dict[str, Any]) -> None:
         f"pydocs, {results['documents']} documents, {results['queries']} test queries that "
         "training never saw"
     )
-    columns = ("system", "nDCG@10>", "recall@100>", "terms per query>", "terms per document>")
-    _common.print_table(columns, rows, title)
+    columns = ("system", "nDCG@10", "recall@100", "terms per query", "terms per document")
+    _common.print_table(columns, rows, title, right_aligned=columns[1:])
 
 
 def _format_weights(weights: dict[str, float]) -> str:
-    """Return weights as text, such as ``0.2, 0.3, 0.5``."""
+    """Format the values of weights, such as ``0.2, 0.3, 0.5``."""
     return ", ".join(f"{weight:.1f}" for weight in weights.values())
 
 
 def commands(folder: Path, size: Size, seed: int, weight: float) -> list[str]:
-    """Return shell lines that compute the rows of the demo's table by hand.
+    """Return shell lines that reproduce the demo's table step by step.
 
     Args:
-        folder: of the demo, into which the first line changes.
-        size: of the demo.
-        seed: of the training.
-        weight: weight of late interaction in the last row.
+        folder: the folder of the demo, which the first line changes to.
+        size: the size of the demo.
+        seed: the seed of the training.
+        weight: the weight of late interaction in the last row.
     """
     recipe = steps.make_recipe(size, seed)
     both_splits = "--data data --split test --split dev"
@@ -504,10 +515,12 @@ def commands(folder: Path, size: Size, seed: int, weight: float) -> list[str]:
     search = f"--index by-hand/index --model by-hand/model --query-top-k {steps.QUERY_TERMS}"
     group_by_length = " --group-by-length" if recipe.group_by_length else ""
     lines = [
+        # The runs of BM25 and of the dense model.
         "index --backend bm25 --data data --identifiers --output by-hand/bm25",
         f"evaluate {both_splits} --index by-hand/bm25 --save-run by-hand/bm25.trec",
         f"evaluate {both_splits} --model minilm --max-length {length} "
         "--save-run by-hand/dense.trec",
+        # The run of SPLADE.
         f"train --data data --model {shlex.quote(recipe.base_model)} --steps {size.steps} "
         f"--batch-size {recipe.batch_size} --lr {recipe.learning_rate:g} "
         f"--max-length {recipe.max_length} --train-max-length {recipe.train_max_length} "
@@ -516,8 +529,10 @@ def commands(folder: Path, size: Size, seed: int, weight: float) -> list[str]:
         "--output by-hand/vectors",
         "index --vectors by-hand/vectors --output by-hand/index",
         f"evaluate {both_splits} {search} --save-run by-hand/splade.trec",
+        # The fusion of the three runs.
         "fuse --data data --run by-hand/bm25.trec --run by-hand/dense.trec "
         "--run by-hand/splade.trec --method interpolation --tune dev",
+        # SPLADE, reranked by the token states of MiniLM.
         "train --data data --recipe colbert --model minilm --steps 0 --dimension 0 "
         f"--keep-punctuation --max-length {length} --query-length {length} --output by-hand/late",
         "encode --data data --model by-hand/late --storage int8 --output by-hand/tokens",

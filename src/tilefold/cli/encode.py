@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SAVE_MINUTES = 1.0
 SHOWN_FAILURES = 5
+PYDOCS = "pydocs"  # the value of --data for the packaged collection
 # Approximate number of texts whose tokens a dry run counts.
 SAMPLED_TEXTS = 512
 # Largest number of texts that a dry run encodes, by device.
@@ -43,7 +44,8 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     model: Annotated[
         str,
         option(
-            "Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm.",
+            "Folder or name of a SparseEncoder, a MultiVectorEncoder or a dense model; or minilm, "
+            "the packaged all-MiniLM-L6-v2: see --kind.",
         ),
     ]
     output: Annotated[
@@ -61,7 +63,9 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     kind: Annotated[
         Literal["sparse", "tokens", "dense"] | None,
         option(
-            "By default that of the model, with minilm sparse.",
+            "Kind of the vectors; by default that of the model. minilm makes dense vectors, token "
+            "vectors of its token states, or (by default) sparse vectors as the model that train "
+            "--steps 0 makes from --data.",
         ),
     ] = None
     queries: Annotated[
@@ -74,7 +78,7 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     split: Annotated[
         str | None,
         option(
-            "With --queries: only those of this split.",
+            "With --queries: only the queries of this split.",
         ),
     ] = None
     top_k: Annotated[
@@ -87,8 +91,8 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     special_tokens: Annotated[
         bool | None,
         option(
-            "Sparse: keep weights of special tokens such as [CLS], which match in every text "
-            "(default), or not.",
+            "Sparse: keep the weights of special tokens such as [CLS], which match every text "
+            "(default), or drop them.",
             "--special-tokens/--no-special-tokens",
             panel="Encoding",
         ),
@@ -96,14 +100,14 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     max_length: Annotated[
         int | None,
         positive(
-            "Tokens read of a text, at most; by default as many as the model reads.",
+            "Maximum tokens per text; by default the maximum of the model.",
             panel="Encoding",
         ),
     ] = None
     storage: Annotated[
         Literal["fp32", "fp16", "int8"] | None,
         option(
-            "Tokens: by default fp16; dense: fp32; int8 is half of fp16.",
+            "Data type of token vectors (by default fp16) and dense vectors (by default fp32).",
             panel="Encoding",
         ),
     ] = None
@@ -117,14 +121,14 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     batch_size: Annotated[
         int | None,
         positive(
-            "Texts per batch, at most; by default batches are cut by tokens.",
+            "Maximum texts per batch; by default batches are limited by tokens.",
             panel="Encoding",
         ),
     ] = None
     batch_tokens: Annotated[
         int | None,
         positive(
-            "Tokens per batch; by default what suits the device.",
+            "Tokens per batch; by default a number for the device.",
             panel="Encoding",
         ),
     ] = None
@@ -138,7 +142,7 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     save_minutes: Annotated[
         float,
         option(
-            "The part of a shard that is done is saved this often, and on Ctrl-C.",
+            "Minutes between saves of an unfinished shard, which Ctrl-C also saves.",
             min=0,
             panel="Shards and processes",
         ),
@@ -146,14 +150,15 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     devices: Annotated[
         str | None,
         option(
-            "GPUs to use, a number or all: a process for each. Without GPUs, processes.",
+            "Number of GPUs to use, or all, with a process for each; without GPUs, the number of "
+            "processes.",
             panel="Shards and processes",
         ),
     ] = None
     jsonl: Annotated[
         Path | None,
         option(
-            "Sparse: also write the vectors as JSON lines (Anserini form).",
+            "Sparse: also write the vectors as JSON lines in the format of Anserini.",
             panel="Output",
         ),
     ] = None
@@ -176,29 +181,29 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     engine: Annotated[
         Literal["local", "ray"],
         option(
-            "This process, or workers on this machine or on a cluster.",
+            "Encode in this process (local), or in workers of Ray on this machine or a cluster.",
             panel="Shards and processes",
         ),
     ] = "local"
     address: Annotated[
         str | None,
         option(
-            "Ray: host:port of a cluster, auto for the one of this machine; by default this "
-            "machine.",
+            "Ray: host:port of a cluster, or auto for a running cluster of this machine; by "
+            "default a new one on this machine.",
             panel="Shards and processes",
         ),
     ] = None
     workers: Annotated[
         int | None,
         positive(
-            "Ray: models at a time, at most; by default as many as fit, one per GPU.",
+            "Ray: maximum number of workers; by default as many as fit, one per GPU.",
             panel="Shards and processes",
         ),
     ] = None
     worker_cpus: Annotated[
         int | None,
         positive(
-            "Ray: cores of each worker.",
+            "Ray: CPU cores per worker.",
             panel="Shards and processes",
         ),
     ] = None
@@ -213,7 +218,7 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     rate: Annotated[
         float | None,
         option(
-            "With --dry-run: texts per second of a worker, instead of what is measured.",
+            "With --dry-run: texts per second of a worker, instead of a measured rate.",
             panel="Estimates",
         ),
     ] = None
@@ -227,24 +232,26 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
         super().validate()
         if self.queries:
             refuse_options(
                 {"--passages": self.passages},
-                "cuts documents, and --queries encodes queries",
+                "cannot be combined with --queries, because it splits documents",
             )
         else:
             refuse_options(
                 {"--split": self.split},
-                "chooses queries: give it together with --queries",
+                "requires --queries",
             )
-        if self.rate is not None and not (self.dry_run and self.rate > 0):
-            raise UsageError("--rate: expected a number above 0 together with --dry-run.")
+        if not self.dry_run:
+            refuse_options({"--rate": self.rate}, "requires --dry-run")
+        if self.rate is not None and not self.rate > 0:
+            raise UsageError(f"--rate: expected a number above 0, got {self.rate:g}.")
         if self.jsonl is None:
             refuse_options(
                 {"--overwrite": self.overwrite},
-                "goes with --jsonl, which it replaces; to encode again there is --fresh",
+                "requires --jsonl, whose file it replaces; to encode again, use --fresh",
             )
         if self.dry_run:
             refuse_options(
@@ -255,52 +262,51 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
                     "--save-minutes": self.save_minutes != SAVE_MINUTES,
                     "--resume/--fresh": not self.resume,
                 },
-                "does nothing with --dry-run, which writes nothing and measures here: leave it out",
+                "has no effect with --dry-run, which measures on this machine and writes nothing: "
+                "leave it out",
             )
         self._check_engine()
 
     def _check_engine(self) -> None:
-        """Raise ``UsageError`` for options that the engine of the request does not read.
+        """Raise ``UsageError`` for options that the engine of the request does not use.
 
         The engines are Ray, on this machine or a cluster, and processes of this machine.
         """
-        if self.engine == "ray":
+        uses_ray = self.engine == "ray"
+        if uses_ray:
             self.refuse_save_minutes()
             refuse_options(
                 {"--jsonl": self.jsonl},
-                "is written from all vectors in memory: leave it out with --engine ray",
+                "cannot be combined with --engine ray, because it needs all vectors in memory",
+            )
+            refuse_options(
+                {"--devices": self.devices},
+                "cannot be combined with --engine ray, which has --workers",
             )
         else:
             refuse_options(
                 {"--address": self.address, "--worker-cpus": self.worker_cpus},
-                "is for --engine ray",
+                "requires --engine ray",
             )
-            if not self.dry_run:
-                refuse_options({"--workers": self.workers}, "is for --engine ray and --dry-run")
-        if self.engine == "ray" or self.dry_run:
-            refuse_options(
-                {"--devices": self.devices},
-                "is for encoding in processes of this machine: with Ray give --workers",
-            )
+        if self.dry_run:
+            refuse_options({"--devices": self.devices}, "has no effect with --dry-run")
+        elif not uses_ray:
+            refuse_options({"--workers": self.workers}, "requires --engine ray or --dry-run")
 
     def refuse_save_minutes(self) -> None:
-        """Refuse ``--save-minutes`` if several processes encode."""
+        """Raise ``UsageError`` for ``--save-minutes``, because several processes encode."""
         refuse_options(
             {"--save-minutes": self.save_minutes != SAVE_MINUTES},
-            "does nothing where several processes share the work, which keep whole shards: leave "
+            "has no effect if several processes encode, because they save whole shards: leave "
             "it out",
         )
 
 
 def encode(request: EncodeRequest) -> None:
-    """Encode a collection to sparse or dense vectors, or to token vectors (for --rerank).
+    """Encode a collection to sparse vectors, dense vectors, or token vectors (for --rerank).
 
-    --model minilm is the packaged all-MiniLM-L6-v2 without training: as SPLADE, the start that
-    train --steps 0 makes from the documents of --data; with --kind tokens, its own token states;
-    with --kind dense, the model itself.
-
-    The same command again resumes an interrupted run from what was kept last, with either engine.
-    With --devices, or under torchrun, several processes share the work; the result is that of one.
+    Run the same command again to resume an interrupted run. With --devices, or under torchrun,
+    several processes share the work; the result is the same as with one process.
 
     Example:
         tilefold encode --model MODEL --data DATA --output VECTORS --top-k 128
@@ -315,7 +321,7 @@ def encode(request: EncodeRequest) -> None:
         *_scores.files_of_collection(request.data),
         overwrite=request.overwrite,
     )
-    _models.find_model(request.model, "--model")
+    _models.checked_model_name(request.model, "--model")
     exit_code = _options.run_on_devices(request.devices)
     if exit_code is not None:
         raise typer.Exit(exit_code)
@@ -329,34 +335,33 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     With ``--dry-run``, only an estimate is printed.
 
     Args:
-        request: options of the command.
-        splitter: how documents are split into passages; None encodes whole documents.
-        rank: rank of this process.
+        request: the options of the command.
+        splitter: the splitter of documents into passages; None encodes whole documents.
+        rank: the rank of this process.
     """
     if rank != 0:
-        # The import takes seconds, in which rank 0 downloads what the other ranks read.
+        # Importing takes seconds; meanwhile rank 0 downloads the files that the other ranks read.
         _models.check_sentence_transformers()
-    rank_0_writes_first = request.model == _models.PACKAGED or request.data == "pydocs"
-    with first_rank_first() if rank_0_writes_first else nullcontext():
+    # Rank 0 writes the packaged model and pydocs to a cache, from which the other ranks read.
+    rank_0_fills_cache = request.model == _models.PACKAGED or request.data == PYDOCS
+    with first_rank_first() if rank_0_fills_cache else nullcontext():
         collection = _load_collection(request, splitter)
-        texts = None if collection is None else _texts(collection, request, splitter)
-        model, kind = _models.load_kind(
-            request.model,
-            request.kind,
-            None if request.engine == "ray" else collection,
-        )
+        texts = None if collection is None else _texts_to_encode(collection, request, splitter)
+        # Workers of Ray load the model themselves, by its name and without the collection.
+        collection_for_model = None if request.engine == "ray" else collection
+        model, kind = _models.load_kind(request.model, request.kind, collection_for_model)
     with _options.option_errors(storage="--storage"):
         encoding = _encoding_of(request, kind)
     if rank == 0 and splitter is not None and collection is not None and texts is not None:
         note(
-            f"{len(collection.documents):,} documents in {len(texts):,} passages of at most "
-            f"{request.passages} words",
+            f"{len(collection.documents):,} documents were split into {len(texts):,} passages of "
+            f"at most {request.passages} words",
         )
     if request.dry_run:
-        estimate = _estimate(model, encoding, _source(request.data, texts), request)
+        estimate = _estimate(model, encoding, _texts_for_shards(request.data, texts), request)
         _common.print_result(asdict(estimate), request.as_json, _format_estimate(estimate))
         return
-    manifest = _encode_texts(request, encoding, model, kind, texts, rank)
+    manifest = _encode_with_engine(request, encoding, model, kind, texts, rank)
     if rank != 0:
         return
     if request.jsonl is not None:
@@ -370,7 +375,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     _print_manifest(manifest, request.output, request.as_json)
 
 
-def _encode_texts(
+def _encode_with_engine(
     request: EncodeRequest,
     encoding: Encoding,
     model: Model,
@@ -381,42 +386,43 @@ def _encode_texts(
     """Encode with the engine of the request, and return the manifest of the folder.
 
     Args:
-        request: options of the command.
-        encoding: how the model encodes.
-        model: encodes without Ray, whose workers load it themselves.
-        kind: kind of the model.
-        texts: texts by id; None reads them from the file of ``--data``, for Ray.
-        rank: rank of this process. Rank 0 shows the progress.
+        request: the options of the command.
+        encoding: the options of the encoding.
+        model: the model; not used with Ray, whose workers load it themselves.
+        kind: the kind of the model.
+        texts: the texts by id; with Ray, None reads them from the file of ``--data``.
+        rank: the rank of this process. Rank 0 shows the progress.
     """
+    # After an interruption, the user is told whether vectors were saved.
     _common.finished_work_checks.append(lambda: _has_vectors(request.output))
-    bar: Any = nullcontext()  # its `update` is None
+    progress_bar: Any = nullcontext(None)  # the other ranks show no progress
     if rank == 0:
-        bar = _common.progress_bar("encoding", resumes=_common.FRESH)
+        progress_bar = _common.resumable_progress_bar("encoding", _common.FRESH_HINT)
     option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
-    with bar as update, option_errors:
+    with progress_bar as update, option_errors:
         if request.engine == "ray":
-            source = _source(request.data, texts)
-            return _encode_on_ray(request, encoding, kind, source, update)
-        return _encode_here(request, encoding, model, texts or {}, update)
+            texts_for_shards = _texts_for_shards(request.data, texts)
+            return _encode_on_ray(request, encoding, kind, texts_for_shards, update)
+        return _encode_on_ranks(request, encoding, model, texts or {}, update)
 
 
 def _load_collection(request: EncodeRequest, splitter: Passages | None) -> Collection | None:
     """Load the collection, unless its documents are read from their file one by one.
 
-    Workers of Ray, and the estimate of ``--dry-run``, read whole documents of a file where they
-    need them. Queries and passages are always made from a collection in memory.
+    Ray workers and ``--dry-run`` read whole documents from the file themselves. Queries and
+    passages need a collection in memory.
 
     Args:
-        request: options of the command.
-        splitter: how documents are split into passages; None encodes whole documents.
+        request: the options of the command.
+        splitter: the splitter of documents into passages; None encodes whole documents.
 
     Returns:
         The collection, or None if documents are read from the file.
     """
     may_read_from_file = request.engine == "ray" or request.dry_run
-    encodes_documents = not request.queries and splitter is None
-    is_file = request.data != "pydocs" and Path(request.data).exists()
-    if may_read_from_file and encodes_documents and is_file:
+    encodes_whole_documents = not request.queries and splitter is None
+    is_file = request.data != PYDOCS and Path(request.data).exists()
+    if may_read_from_file and encodes_whole_documents and is_file:
         return None
     return _common.load_data(
         request.data,
@@ -436,18 +442,18 @@ def _encode_on_ray(
     """Encode with workers of Ray, on this machine or on a cluster, and return the manifest.
 
     Args:
-        request: options of the command.
-        encoding: how the model encodes.
-        kind: kind of the model, which each worker loads once.
-        texts: texts that workers read their shards from.
-        progress: function that shows the number of texts that are done.
+        request: the options of the command.
+        encoding: the options of the encoding.
+        kind: the kind of the model.
+        texts: the texts that workers read their shards from.
+        progress: a function that shows the number of encoded texts.
     """
     from tilefold.retrieval.encoding.on_ray import RayCluster, encode_on_ray
 
     load_model = functools.partial(
         _models.load_once,
         _models.absolute(request.model),
-        (kind,),
+        kinds=(kind,),
     )
     return encode_on_ray(
         load_model,
@@ -465,7 +471,7 @@ def _encode_on_ray(
     )
 
 
-def _encode_here(
+def _encode_on_ranks(
     request: EncodeRequest,
     encoding: Encoding,
     model: Model,
@@ -475,11 +481,11 @@ def _encode_here(
     """Encode in this process, together with the other ranks if there are any.
 
     Args:
-        request: options of the command.
-        encoding: how the model encodes.
-        model: encodes.
-        texts: texts by id, of which each rank encodes its share.
-        progress: function that shows the number of texts that are done; None on ranks but 0.
+        request: the options of the command.
+        encoding: the options of the encoding.
+        model: the model.
+        texts: the texts by id, of which each rank encodes its share.
+        progress: a function that shows the number of encoded texts, on rank 0; otherwise None.
 
     Returns:
         The manifest of the folder.
@@ -493,16 +499,17 @@ def _encode_here(
         progress=progress,
         save_minutes=request.save_minutes,
     )
-    return encode_to_folder(encoding, model, texts, output, "world")  # shared by all ranks
+    all_ranks = "world"
+    return encode_to_folder(encoding, model, texts, output, all_ranks)
 
 
 def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
     """Print a summary of a folder of vectors, and the texts that could not be encoded.
 
     Args:
-        manifest: of sparse, dense or token vectors.
+        manifest: the manifest of the folder, for sparse, dense or token vectors.
         output: the folder.
-        as_json: print JSON.
+        as_json: whether the summary is printed as JSON.
     """
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
@@ -514,10 +521,10 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
     )
     if passages is not None and manifest.truncated.get("count"):
         note(
-            "what was cut off a passage is never found: give --passages fewer words, or another "
-            "model",
+            "the truncated part of a passage cannot be found: give --passages fewer words, or use "
+            "a model that reads more tokens",
         )
-    facts, summary = _describe_vectors(manifest)
+    properties, summary = _describe_vectors(manifest)
     summary += f": {output}"
     if manifest.precision is not None:
         summary += f" (computed in {manifest.precision})"
@@ -534,7 +541,7 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
         "output": str(output),
         "n": manifest.n_documents,
         "kind": manifest.kind,
-        **facts,
+        **properties,
         "shards": len(manifest.shards),
         "texts": manifest.n_texts,
         "truncated": manifest.truncated,
@@ -551,38 +558,49 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
 
 
 def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
-    """Return the facts of a folder of vectors by name, and a summary in words.
+    """Return the properties of encoded vectors for JSON, and a summary as text.
 
     Args:
-        manifest: of sparse, dense or token vectors. Only that of sparse ones has a vocabulary.
+        manifest: the manifest of a folder of sparse, dense or token vectors.
     """
     n_documents = manifest.n_documents
-    if hasattr(manifest, "vocab_size"):
+    if manifest.layout == "sparse":
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
         mean_terms = nonzeros / max(1, n_documents)
-        facts = {"vocab_size": manifest.vocab_size, "mean_active_terms": mean_terms}
-        return facts, f"{n_documents} vectors, {mean_terms:.0f} terms each on average"
-    shape = f"{manifest.dimension} entries in {manifest.storage}"
+        properties = {"vocab_size": manifest.vocab_size, "mean_active_terms": mean_terms}
+        return properties, f"{n_documents} vectors, {mean_terms:.0f} terms each on average"
     if manifest.layout == "dense":
-        facts = {
+        properties = {
             "dimension": manifest.dimension,
             "storage": manifest.storage,
             "similarity": manifest.similarity,
         }
-        return facts, f"{n_documents} dense vectors of {shape}, {manifest.similarity}"
+        summary = (
+            f"{n_documents} dense vectors with {manifest.dimension} entries in {manifest.storage}, "
+            f"similarity {manifest.similarity}"
+        )
+        return properties, summary
     mean_tokens = manifest.n_tokens / max(1, n_documents)
-    facts = {
+    properties = {
         "dimension": manifest.dimension,
         "storage": manifest.storage,
         "n_tokens": manifest.n_tokens,
         "mean_tokens": mean_tokens,
     }
-    summary = f"token vectors of {n_documents} texts, {mean_tokens:.0f} of {shape} each on average"
-    return facts, summary
+    summary = (
+        f"token vectors of {n_documents} texts, on average {mean_tokens:.0f} vectors per text, "
+        f"with {manifest.dimension} entries in {manifest.storage}"
+    )
+    return properties, summary
 
 
 def _index_command(layout: str, vectors: Path) -> str:
-    """Return the line with the command that indexes encoded documents of a layout."""
+    """Return the line with the command that indexes encoded documents.
+
+    Args:
+        layout: the layout of the vectors, such as ``"tokens"``.
+        vectors: the folder of the vectors.
+    """
     source = ["--vectors"]
     if layout == "tokens":
         source = ["--backend", "late", "--tokens"]
@@ -590,13 +608,16 @@ def _index_command(layout: str, vectors: Path) -> str:
 
 
 def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
-    """Return the encoding of a kind of model, and refuse options of other kinds.
+    """Return the options of the encoding for a kind of model.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
         model_kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
+
+    Raises:
+        UsageError: if an option of another kind of model is given.
     """
-    remedy = f"{request.model} is a {model_kind} one: leave it out"
+    remedy = f"{request.model} is a {model_kind} model: leave it out"
     if model_kind != "sparse":
         refuse_options(
             {
@@ -604,15 +625,15 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
                 "--no-special-tokens": request.special_tokens is not None,
                 "--jsonl": request.jsonl,
             },
-            f"is for sparse models, and {remedy}",
+            f"requires a sparse model; {remedy}",
         )
     if model_kind not in ("multi-vector", "dense"):
         refuse_options(
             {"--storage": request.storage},
-            f"is for multi-vector and dense models, and {remedy}",
+            f"requires a multi-vector or dense model; {remedy}",
         )
     if model_kind != "dense":
-        refuse_options({"--dimension": request.dimension}, f"is for dense models, and {remedy}")
+        refuse_options({"--dimension": request.dimension}, f"requires a dense model; {remedy}")
 
     from tilefold.retrieval.encoding.sparse import SparseEncoding
     from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
@@ -648,20 +669,20 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
     )
 
 
-def _texts(
+def _texts_to_encode(
     collection: Collection,
     request: EncodeRequest,
     splitter: Passages | None,
 ) -> Mapping[str, str]:
-    """Return the texts that are encoded by id: documents, their passages, or queries.
+    """Return the texts to encode, by id: documents, their passages, or queries.
 
     Args:
-        collection: documents and queries.
-        request: chooses queries with ``--queries``, and those of a split with ``--split``.
-        splitter: how documents are split into passages; None takes whole documents.
+        collection: the documents and queries.
+        request: the options of the command, with ``--queries`` and ``--split``.
+        splitter: the splitter of documents into passages; None takes whole documents.
 
     Raises:
-        UsageError: for a collection without queries, or without the split.
+        UsageError: if the collection has no queries, or does not have the split.
     """
     if not request.queries:
         if splitter is None:
@@ -676,7 +697,7 @@ def _texts(
 
 
 def _has_vectors(output: Path) -> bool:
-    """Whether an interrupted run kept a shard, or a part of one."""
+    """Whether an interrupted run has saved a shard, or a part of a shard."""
     manifest = read_json(output / "manifest.json") or {}
     return bool(
         manifest.get("shards")
@@ -685,19 +706,20 @@ def _has_vectors(output: Path) -> bool:
     )
 
 
-def _source(data: str, texts: Mapping[str, str] | None) -> Texts:
-    """Return the texts that shards are read from.
+def _texts_for_shards(data: str, texts: Mapping[str, str] | None) -> Texts:
+    """Return the source that the texts of each shard are read from.
 
     Args:
-        data: file of the documents.
-        texts: the loaded texts by id; None reads each document from the file when it is needed.
+        data: the file of the documents.
+        texts: the loaded texts by id; None reads documents from the file when they are needed, with
+            the field names of the running command.
     """
     from tilefold.retrieval.data.collection import documents_table
     from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts
 
     if texts is not None:
         return InMemoryTexts(texts)
-    return FileTexts(documents_table(Path(data)), _common.fields_of_documents())
+    return FileTexts(documents_table(Path(data)), _common.current_document_fields())
 
 
 @dataclass(frozen=True)
@@ -705,20 +727,20 @@ class Estimate:
     """Estimated cost of encoding a collection, measured on a sample.
 
     Attributes:
-        texts: number of texts.
-        shards: number of shards.
-        shard_size: texts per shard.
-        tokens: tokens of all texts.
-        tokens_per_text: mean over the sample.
-        sampled_texts: texts of the sample that the tokenizer accepts.
-        refused_texts: texts of the sample that it does not.
-        bytes_per_text: size of the vectors of a text.
-        gigabytes: size of all vectors.
-        texts_per_second: rate of one worker.
-        rate_from: where the rate is from, in words.
-        workers: number of workers.
-        hours: time of all workers together.
-        reading_seconds: time to read all texts once.
+        texts: the number of texts.
+        shards: the number of shards.
+        shard_size: the texts per shard.
+        tokens: the tokens of all texts.
+        tokens_per_text: the mean number of tokens in the sample.
+        sampled_texts: the texts of the sample that the tokenizer accepts.
+        refused_texts: the texts of the sample that the tokenizer refuses.
+        bytes_per_text: the size of the vectors of a text.
+        gigabytes: the size of all vectors.
+        texts_per_second: the rate of a worker.
+        rate_from: a description of where the rate was measured.
+        workers: the number of workers.
+        hours: the hours until all workers have finished.
+        reading_seconds: the seconds to read all texts once.
     """
 
     texts: int
@@ -746,10 +768,10 @@ def _estimate(
     """Estimate the cost of encoding texts, from a sample that is encoded to a temporary folder.
 
     Args:
-        model: encodes the sample.
-        encoding: how it encodes.
-        texts: texts of the collection.
-        request: size of shards, workers, and ``--rate`` instead of the rate that is measured.
+        model: the model.
+        encoding: the options of the encoding.
+        texts: the texts of the collection.
+        request: the options of the command. ``--rate`` replaces the measured rate.
 
     Raises:
         CommandError: if the tokenizer refuses every text of the sample.
@@ -793,12 +815,12 @@ def _accepted_texts(
     """Return the texts that the tokenizer of a model accepts, and the sum of their tokens.
 
     Args:
-        model: has the tokenizer.
-        encoding: limits the tokens of a text.
-        texts: the sample.
+        model: the model with the tokenizer.
+        encoding: the options of the encoding, whose `max_length` truncates texts.
+        texts: the sample of texts.
 
     Raises:
-        CommandError: if the tokenizer refuses all of them.
+        CommandError: if the tokenizer refuses all texts.
     """
     from tilefold.retrieval.encoding.truncation import token_counts
 
@@ -806,7 +828,7 @@ def _accepted_texts(
     n_tokens = 0
     errors: list[Exception] = []
     for text, count in zip(texts, token_counts(model, texts), strict=True):
-        if isinstance(count, Exception):
+        if isinstance(count, Exception):  # the error of the tokenizer, in place of a number
             errors.append(count)
             continue
         accepted.append(text)
@@ -820,12 +842,12 @@ def _accepted_texts(
 
 
 def _describe_device(device: str) -> str:
-    """Return in words where the rate of an estimate was measured."""
+    """Describe the device on which the rate of an estimate was measured."""
     import torch
 
     if device == "cuda":
-        return f"measured here on {torch.cuda.get_device_name()}"
-    return f"measured here on {device} with {torch.get_num_threads()} threads"
+        return f"measured on this {torch.cuda.get_device_name()}"
+    return f"measured on this {device} with {torch.get_num_threads()} threads"
 
 
 def _time_encoding(
@@ -836,9 +858,9 @@ def _time_encoding(
     """Encode a sample to a temporary folder, and return its rate and size.
 
     Args:
-        model: encodes the sample.
-        encoding: how it encodes.
-        sample: texts to encode.
+        model: the model.
+        encoding: the options of the encoding.
+        sample: the texts to encode.
 
     Returns:
         Texts per second of the fastest run, and bytes per text.
@@ -847,33 +869,32 @@ def _time_encoding(
 
     texts = {str(number): text for number, text in enumerate(sample)}
     seconds: list[float] = []
-    with tempfile.TemporaryDirectory(prefix="tilefold-dry-run-") as name:
-        for run in range(TIMED_RUNS):
-            folder = Path(name) / str(run)
+    for _ in range(TIMED_RUNS):
+        with tempfile.TemporaryDirectory(prefix="tilefold-dry-run-") as name:
+            folder = Path(name) / "vectors"
             started = time.perf_counter()
             manifest = encode_to_folder(encoding, model, texts, Output(folder, len(texts)))
             seconds.append(time.perf_counter() - started)
-        n_bytes = sum(file.stat().st_size for file in folder.glob("part-*"))  # of the last run
+            n_bytes = sum(file.stat().st_size for file in folder.glob("part-*"))
     return len(texts) / min(seconds), n_bytes / max(1, manifest.n_documents)
 
 
 def _format_estimate(estimate: Estimate) -> str:
-    """Return an estimate in words, with what it assumes."""
+    """Format an estimate as text, with its assumptions."""
     refused = ""
     if estimate.refused_texts:
-        refused = f"; {estimate.refused_texts} others are none that the tokenizer takes"
+        refused = f"; the tokenizer refused {estimate.refused_texts} more"
     workers = "1 worker" if estimate.workers == 1 else f"{estimate.workers} workers"
     return (
         f"{estimate.texts:,} texts in {estimate.shards:,} shards of {estimate.shard_size:,}\n"
-        f"{estimate.tokens:,} tokens, about ({estimate.tokens_per_text:.0f} each in "
-        f"{estimate.sampled_texts} texts"
-        f"{refused})\n"
-        f"{_common.size(estimate.gigabytes * 1e9)}, about ({estimate.bytes_per_text:,.0f} bytes "
-        "each)\n"
-        f"{_common.duration(estimate.hours * 3600)}, about, with {workers} "
+        f"about {estimate.tokens:,} tokens ({estimate.tokens_per_text:.0f} per text in a sample of "
+        f"{estimate.sampled_texts}{refused})\n"
+        f"about {_common.size(estimate.gigabytes * 1e9)} ({estimate.bytes_per_text:,.0f} bytes per "
+        "text)\n"
+        f"about {_common.duration(estimate.hours * 3600)} with {workers} "
         f"({estimate.texts_per_second:,.0f} texts per second each, {estimate.rate_from})\n"
-        "assumed: the other texts are like the sample; workers do not slow one another down. "
-        "Starting them, loading\n"
-        f"models and reading all texts once ({estimate.reading_seconds:.1f} s here) come on top. "
-        "Nothing was written."
+        "assumed: all texts are like the sample, and workers do not slow one another down. Not "
+        "included: starting\n"
+        f"workers, loading models, and reading all texts once ({estimate.reading_seconds:.1f} s on "
+        "this machine). Nothing was written."
     )

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
     from tilefold.retrieval.search.fusion import Normalization
     from tilefold.retrieval.search.passages import BestPassages
+    from tilefold.retrieval.search.reranking import Reranker, Reranking
     from tilefold.retrieval.search.searcher import Ranking, Searcher, SearchRequest
 
 DEPTH = 100  # documents per query
@@ -141,128 +142,203 @@ class EvaluateRequest(
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
         super().validate()
-        if (self.run is None) == (self.model is None and self.index is None):
+        reads_run = self.run is not None
+        searches = self.model is not None or self.index is not None
+        if reads_run == searches:
             raise UsageError(
-                "give either --run FILE, or --index (with --model, but for BM25), or a dense "
+                "give either --run FILE, or --index (with --model unless it is BM25), or a dense "
                 "--model.",
             )
         if self.index is None:
-            self.refuse_index_options("goes with --index")
-            refuse_options({"--where": self.where}, "goes with --index")
-        if self.index is not None or self.run is not None:
+            self.refuse_index_options("requires --index")
+            refuse_options({"--where": self.where}, "requires --index")
+        encodes_documents = not reads_run and self.index is None
+        if not encodes_documents:
             refuse_options(
                 {"--max-length": self.max_length},
-                "goes with a dense --model, without --index",
+                "requires a dense --model, without --index",
             )
-        if self.run is not None:
+        if reads_run:
             refuse_options(
                 {"--k": self.k},
-                "goes with --index or a dense --model; for --rerank there is --rerank-depth",
+                "requires --index or a dense --model; --rerank has --rerank-depth",
             )
             refuse_options(
                 {"--prf": self.prf},
-                "goes with --index or a dense --model: a run has no vectors",
+                "requires --index or a dense --model, because a run has no vectors",
             )
         if self.prf is None:
-            refuse_options({"--vectors": self.vectors}, "goes together with --prf")
+            refuse_options({"--vectors": self.vectors}, "requires --prf")
         if self.save_run is None and self.per_query is None:
-            refuse_options({"--overwrite": self.overwrite}, "goes with --save-run and --per-query")
+            refuse_options({"--overwrite": self.overwrite}, "requires --save-run or --per-query")
         if self.rerank is None:
-            refuse_options({"--rerank-tail": self.rerank_tail}, "goes together with --rerank")
+            refuse_options({"--rerank-tail": self.rerank_tail}, "requires --rerank")
         if self.rerank_weight is not None:
             refuse_options(
                 {"--rerank-tail": self.rerank_tail},
-                "goes without --rerank-weight, under which every candidate keeps its share",
+                "cannot be combined with --rerank-weight, which keeps all candidates",
             )
 
 
 def evaluate(request: EvaluateRequest) -> None:
-    """Evaluate a TREC run, an index (with its model, or of BM25), or a dense model; with --rerank,
-    after reranking.
+    """Evaluate a TREC run, an index or a dense model, with --rerank after reranking.
 
     Means over queries have standard errors (±) and bootstrap intervals; tilefold compare tests
-    differences.
+    differences between runs.
 
     Example:
         tilefold evaluate --data DATA --index INDEX --model MODEL
     """
+    # All options are checked before the collection is loaded.
     depth = None if request.run is not None else request.k or DEPTH
-    reranking = request.reranking(depth, request.rerank_tail)
-    feedback = request.feedback()
-    interpolation = request.interpolation()
-    measures, deepest = _scores.check_measures(request.measure)
-    _scores.note_unused_depth(request.k, deepest, request.save_run or request.rerank)
-    _check_output_files(request)
-    _models.find_models({"--model": request.model, "--rerank": request.rerank})
-    collection, splits = _scores.load_splits(
-        request.data,
-        request.split,
-        request.drop_unknown,
-        also=(),
+    reranking = request.reranking(depth, request.rerank_tail or "keep")
+    measures = _scores.requested_measures(request.measure)
+    search_request = retrieval.SearchRequest(
+        k=max(request.k or DEPTH, measures.depth, request.rerank_depth or 0),
+        feedback=request.feedback(),
+        interpolation=request.interpolation(),
     )
-    ignores_identical_ids = _scores.ignores_identical_ids(request.identical_ids, collection, splits)
-    queries = _queries_of_splits(collection, splits)
-    if request.run is None:
-        _scores.check_savable(request.save_run, collection.documents, queries)
-    texts = _scores.texts_of(collection)
+    if request.save_run is None and request.rerank is None:
+        _scores.note_unused_depth(request.k, measures.depth)
+    _check_output_files(request)
+    _models.check_model_names({"--model": request.model, "--rerank": request.rerank})
+
+    task = _load_task(request)
+    if request.run is None and request.save_run is not None:
+        _scores.check_ids_of_run(task.queries, task.collection.documents)
     reranker = None
     if request.rerank is not None:
         reranker = _retrievers.load_reranker(
             request.rerank,
             request.rerank_model,
-            collection.documents,
-            texts,
+            task.collection.documents,
+            task.provenance,
         )
     search: _Search | None = None
     if request.run is not None:
-        run = _scores.read_run(request.run, "--run")
-        ignored: set[str] = set()
-        if ignores_identical_ids:
-            run, ignored = _scores.without_identical_ids(run)
-        _scores.check_texts(run.name, run.provenance, collection, texts)
+        run, queries_without_own_id = _read_run(request.run, task)
     else:
-        shares_ids = any(query in collection.documents for query in queries)
-        search_request = retrieval.SearchRequest(
-            k=max(request.k or DEPTH, deepest, request.rerank_depth or 0),
-            feedback=feedback,
-            interpolation=interpolation,
-            ignore_identical_ids=ignores_identical_ids and shares_ids,
-        )
-        search = _search(request, search_request, collection, queries, texts)
-        source = f"--model {request.model}" if request.index is None else f"--index {request.index}"
-        run = _scores.NamedRun(source, search.ranking.run, search.searcher.provenance)
-        ignored = search.ranking.ignored_identical_ids
-    _scores.check_answers(run, collection, splits)
+        search = _search(request, search_request, task)
+        run = search.named_run
+        queries_without_own_id = search.ranking.ignored_identical_ids
+    _scores.check_has_results(run, task.collection, task.splits)
     if reranker is not None and reranking is not None:
-        candidates = {query: scores for query, scores in run.run.items() if query in queries}
         passages = None if search is None else search.passages
-        with _options.option_errors(documents="--rerank", tokens="--rerank"):
-            _, reranked, _ = reranker(queries, candidates, reranking, passages=passages)
-        run = _scores.NamedRun(run.name, reranked, texts)
+        run = _rerank(run, reranker, reranking, passages, task)
     scores = _scores.score(
         run,
-        collection,
-        splits,
+        task.collection,
+        task.splits,
         measures,
-        deepest,
-        ignores_identical_ids,
-        ignored,
+        ignore_identical_ids=task.ignores_identical_ids,
+        queries_without_own_id=queries_without_own_id,
     )
-    _scores.save(run, texts, request.save_run, depth, overwrite=request.overwrite)
-    scores.write(request.per_query)
+    if request.save_run is not None:
+        _scores.save_run(
+            run,
+            task.provenance,
+            request.save_run,
+            depth,
+            overwrite=request.overwrite,
+        )
+    if request.per_query is not None:
+        scores.write(request.per_query)
     changes = None
-    if search is not None and feedback is not None and reranking is None:
-        changes = _scores.changed_by_feedback(
+    if search is not None and search.request.feedback is not None and reranking is None:
+        changes = _scores.compare_feedback(
             scores,
             search.searcher,
-            queries,
+            task.queries,
             search.request,
             search.ranking,
-            collection,
+            task.collection,
         )
-    _print_scores(request, collection, scores, changes)
+    _print_scores(request, task.collection, scores, changes)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """The queries, documents and judgements of an evaluation.
+
+    Attributes:
+        collection: the collection with the documents and the judgements.
+        provenance: the fingerprint of its documents.
+        splits: the splits to evaluate.
+        queries: query id -> text, for the queries of all splits.
+        ignores_identical_ids: whether hits with the query's own id are ignored.
+    """
+
+    collection: Collection
+    provenance: Provenance
+    splits: Sequence[str]
+    queries: dict[str, str]
+    ignores_identical_ids: bool
+
+
+def _load_task(request: EvaluateRequest) -> _Task:
+    """Load the collection of ``--data``, and the queries of the splits to evaluate."""
+    splits = _scores.requested_splits(request.split)
+    collection = _scores.load_evaluated_collection(
+        request.data,
+        splits,
+        drop_unknown=request.drop_unknown,
+    )
+    queries: dict[str, str] = {}
+    for split in splits:
+        queries |= collection.split_queries(split)
+    return _Task(
+        collection=collection,
+        provenance=_scores.provenance_of_documents(collection),
+        splits=splits,
+        queries=queries,
+        ignores_identical_ids=_scores.ignores_identical_ids(
+            request.identical_ids,
+            collection,
+            splits,
+        ),
+    )
+
+
+def _read_run(path: Path, task: _Task) -> tuple[_scores.NamedRun, set[str]]:
+    """Read the run of ``--run``, without hits with the query's own id if they are ignored.
+
+    Args:
+        path: the file of the run.
+        task: the queries and documents that it must have been made from.
+
+    Returns:
+        The run, and the queries whose hit with their own id was removed.
+    """
+    run = _scores.read_run(path, "--run")
+    _scores.check_made_from(task.collection, run.name, run.provenance, expected=task.provenance)
+    if not task.ignores_identical_ids:
+        return run, set()
+    return _scores.without_identical_ids(run)
+
+
+def _rerank(
+    run: _scores.NamedRun,
+    reranker: Reranker,
+    reranking: Reranking,
+    passages: BestPassages | None,
+    task: _Task,
+) -> _scores.NamedRun:
+    """Rerank the documents of a run.
+
+    Args:
+        run: the run.
+        reranker: the reranker.
+        reranking: the options of reranking.
+        passages: the best passages of the documents, which are reranked in their place; None for
+            whole documents.
+        task: the queries.
+    """
+    candidates = {query: scores for query, scores in run.run.items() if query in task.queries}
+    with _options.option_errors(documents="--rerank", tokens="--rerank"):
+        _, reranked, _ = reranker(task.queries, candidates, reranking, passages=passages)
+    return _scores.NamedRun(run.name, reranked, task.provenance)
 
 
 def _print_scores(
@@ -271,40 +347,30 @@ def _print_scores(
     scores: _scores.Scores,
     changes: dict[str, Any] | None,
 ) -> None:
-    """Print the measures as a table, or as JSON with what feedback changed.
+    """Print the scores of a run as a table, or as JSON with the changes that feedback made.
 
     Args:
-        request: options of the command.
-        collection: collection of the run.
-        scores: measures of the run.
-        changes: comparison with the ranking without feedback, by split; None without feedback.
+        request: the options of the command.
+        collection: the collection of the run.
+        scores: the scores of the run.
+        changes: split -> comparison with the ranking without feedback; None without feedback.
     """
     if not request.as_json:
         _scores.print_scores(collection, scores)
         return
-    facts = _scores.facts(collection, scores)
+    result = _scores.scores_as_json(collection, scores)
     if request.rerank is not None:
-        facts["rerank"] = request.rerank
+        result["rerank"] = request.rerank
     if changes is not None:
-        facts["feedback"] = changes
-    _common.print_json(facts)
-
-
-def _queries_of_splits(collection: Collection, splits: Sequence[str]) -> dict[str, str]:
-    """Return the texts of the queries of all splits by id."""
-    queries: dict[str, str] = {}
-    for split in splits:
-        queries |= collection.split_queries(split)
-    return queries
+        result["feedback"] = changes
+    _common.print_json(result)
 
 
 def _check_output_files(request: EvaluateRequest) -> None:
-    """Refuse output files that cannot be written, or that this command reads.
-
-    The files are those of ``--save-run`` and ``--per-query``, which must differ.
+    """Check that the output files can be written, differ, and are not inputs of the command.
 
     Args:
-        request: options of the command.
+        request: the options of the command, with ``--save-run`` and ``--per-query``.
     """
     inputs = (request.run, request.prf_with, *_scores.files_of_collection(request.data))
     _scores.check_output_file(
@@ -319,68 +385,84 @@ def _check_output_files(request: EvaluateRequest) -> None:
         "--per-query",
         _scores.MEASURES,
         *inputs,
-        request.save_run,
+        request.save_run,  # another output of this command
         overwrite=request.overwrite,
     )
 
 
 @dataclass(frozen=True)
 class _Search:
-    """A search of all queries.
+    """A search of all queries, and its results.
 
     Attributes:
-        searcher: what searched.
-        request: options of the search.
-        ranking: rankings of the queries.
+        source: the option that names the index or the model, with its value.
+        searcher: the searcher.
+        request: the options of the search.
+        ranking: the rankings of the queries.
     """
 
+    source: str
     searcher: Searcher
     request: SearchRequest
     ranking: Ranking
 
     @property
+    def named_run(self) -> _scores.NamedRun:
+        """The run of the queries."""
+        return _scores.NamedRun(self.source, self.ranking.run, self.searcher.provenance)
+
+    @property
     def passages(self) -> BestPassages | None:
-        """Best passages of the documents, or None for an index of whole documents."""
+        """The best passages of the documents; None for an index of whole documents."""
         return self.ranking.best_passages if self.searcher.passages else None
 
 
-def _search(
-    request: EvaluateRequest,
-    search_request: SearchRequest,
-    collection: Collection,
-    queries: dict[str, str],
-    texts: Provenance,
-) -> _Search:
-    """Search the queries in the index, or in documents that a dense model encodes now.
+def _search(request: EvaluateRequest, search_request: SearchRequest, task: _Task) -> _Search:
+    """Search an index for the queries, or documents that a dense model encodes now.
 
     Args:
-        request: names the index or the model.
-        search_request: the search without the conditions of ``--where``.
-        collection: the documents.
-        queries: texts of the queries by id.
-        texts: provenance of the documents.
+        request: the options of the command.
+        search_request: the options of the search, without filter and treatment of identical ids.
+        task: the queries and documents.
     """
-    second = _retrievers.second_ranking(request.prf_with, queries, texts)
+    second_ranking = None
+    if request.prf_with is not None:
+        second_ranking = _retrievers.load_second_ranking(
+            request.prf_with,
+            task.queries,
+            task.provenance,
+        )
     if request.index is None:
+        source = f"--model {request.model}"
         searcher = _retrievers.open_dense(
             request,
-            collection.contents(),
+            task.collection.contents(),
             request.max_length,
-            second,
+            second_ranking,
         )
     else:
-        parts = SearcherParts(vectors=request.vectors, second=second)
+        source = f"--index {request.index}"
+        parts = SearcherParts(vectors=request.vectors, second=second_ranking)
         searcher = _retrievers.open_searcher(
             request,
-            collection.contents,
-            lambda provenance: parts,  # they do not depend on the provenance of the index
+            load_texts=task.collection.contents,
+            load_parts=lambda _provenance_of_index: parts,
         )
-        _scores.check_texts(f"--index {request.index}", searcher.provenance, collection, texts)
-    where = _retrievers.parse_filter(request.where, searcher)
-    search_request = replace(search_request, where=where)
+        _scores.check_made_from(
+            task.collection,
+            source,
+            searcher.provenance,
+            expected=task.provenance,
+        )
+    shares_ids = any(query in task.collection.documents for query in task.queries)
+    search_request = replace(
+        search_request,
+        where=_retrievers.parse_filter(request.where, searcher),
+        ignore_identical_ids=task.ignores_identical_ids and shares_ids,
+    )
     with _options.option_errors(queries="--model"):
-        ranking = searcher.rank(queries, search_request)
-    return _Search(searcher, search_request, ranking)
+        ranking = searcher.rank(task.queries, search_request)
+    return _Search(source, searcher, search_request, ranking)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -390,7 +472,7 @@ class FuseRequest(DocumentFieldOptions):
     run: Annotated[
         list[Path],
         option(
-            "A TREC run file, such as evaluate --save-run writes; twice or more.",
+            "A TREC run file, such as one of evaluate --save-run; at least two.",
         ),
     ]
     method: Annotated[
@@ -402,7 +484,8 @@ class FuseRequest(DocumentFieldOptions):
     weight: Annotated[
         list[float] | None,
         option(
-            "interpolation: one per run, in their order; by default equal ones.",
+            "interpolation: weight of a run, once per --run in the same order; by default equal "
+            "weights.",
         ),
     ] = None
     tune: Annotated[
@@ -414,26 +497,27 @@ class FuseRequest(DocumentFieldOptions):
     in_sample: Annotated[
         bool,
         option(
-            "Report queries that --tune chose the weights on, too, and say so.",
+            "Allow measures on queries that --tune chose the weights on, and mark them.",
             "--in-sample",
         ),
     ] = False
     normalization: Annotated[
         Literal["min_max", "z_score", "none"] | None,
         option(
-            "interpolation: per query; by default min_max.",
+            "interpolation: normalisation of the scores of a query; by default min_max.",
         ),
     ] = None
     rrf_k: Annotated[
         int | None,
         positive(
-            "rrf: the constant of 1 / (k + rank); by default 60.",
+            "rrf: the constant k of 1 / (k + rank); by default 60.",
         ),
     ] = None
     k: Annotated[
         int | None,
         positive(
-            "Documents to keep per query, by default 100; as many as the measures need at least.",
+            "Documents to keep per query, by default 100, and at least as many as the measures "
+            "need.",
         ),
     ] = None
     data: Annotated[
@@ -489,7 +573,7 @@ class FuseRequest(DocumentFieldOptions):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
         super().validate()
         if len(self.run) < 2:
             raise UsageError(f"--run: expected two runs or more, got {len(self.run)}.")
@@ -500,19 +584,22 @@ class FuseRequest(DocumentFieldOptions):
                     "--tune": self.tune,
                     "--normalization": self.normalization,
                 },
-                "goes with --method interpolation",
+                "requires --method interpolation",
             )
         else:
-            refuse_options({"--rrf-k": self.rrf_k}, "goes with --method rrf")
+            refuse_options({"--rrf-k": self.rrf_k}, "requires --method rrf")
         if self.weight is not None:
-            refuse_options({"--tune": self.tune}, "chooses the weights, and goes without --weight")
+            refuse_options(
+                {"--tune": self.tune},
+                "cannot be combined with --weight, because it chooses the weights",
+            )
             if len(self.weight) != len(self.run) or not any(self.weight):
                 raise UsageError(
-                    f"--weight: expected one for each of {len(self.run)} runs, not all of them 0, "
-                    f"got {self.weight}.",
+                    f"--weight: expected one weight per run ({len(self.run)}), at least one of "
+                    f"them nonzero, got {self.weight}.",
                 )
         if self.tune is None:
-            refuse_options({"--in-sample": self.in_sample}, "goes with --tune")
+            refuse_options({"--in-sample": self.in_sample}, "requires --tune")
         if self.data is None:
             refuse_options(
                 {
@@ -521,73 +608,80 @@ class FuseRequest(DocumentFieldOptions):
                     "--measure": self.measure,
                     "--tune": self.tune,
                 },
-                "goes with --data",
+                "requires --data",
             )
         if self.save_run is None:
-            refuse_options({"--overwrite": self.overwrite}, "goes with --save-run")
+            refuse_options({"--overwrite": self.overwrite}, "requires --save-run")
         if self.data is None and self.save_run is None:
             raise UsageError("give --data to measure the fusion, or --save-run to write it.")
 
 
 def fuse(request: FuseRequest) -> None:
-    """Fuse runs: measure the fusion with --data, write it with --save-run.
+    """Fuse runs: evaluate the fusion with --data, write it with --save-run.
 
-    To choose weights, make the runs with --split dev --split test, and give --method interpolation
-    --tune dev.
+    To choose weights, make the runs with --split dev --split test, and fuse them with --method
+    interpolation --tune dev.
 
     Example:
         tilefold fuse --run bm25.trec --run splade.trec --data DATA
     """
-    measures, deepest = _scores.check_measures(request.measure)
-    _scores.note_unused_depth(request.k, deepest, request.save_run)
+    measures = _scores.requested_measures(request.measure)
+    if request.save_run is None:
+        _scores.note_unused_depth(request.k, measures.depth)
     _scores.check_output_file(
         request.save_run,
         "--save-run",
         _scores.RUN,
         *request.run,
-        *([] if request.data is None else _scores.files_of_collection(request.data)),
+        *_scores.files_of_collection(request.data),
         overwrite=request.overwrite,
     )
     runs = [_scores.read_run(path, "--run") for path in request.run]
     tuning_splits = [] if request.tune is None else [request.tune]
     collection: Collection | None = None
     splits: list[str] = []
+    ignores_identical_ids = request.identical_ids == "ignore"
     if request.data is not None:
-        collection, splits = _scores.load_splits(
+        splits = _scores.requested_splits(request.split)
+        collection = _scores.load_evaluated_collection(
             request.data,
-            request.split,
-            request.drop_unknown,
-            tuning_splits,
+            splits,
+            tuning_splits=tuning_splits,
+            drop_unknown=request.drop_unknown,
+        )
+        ignores_identical_ids = _scores.ignores_identical_ids(
+            request.identical_ids,
+            collection,
+            [*splits, *tuning_splits],
         )
     _scores.check_runs(runs, collection, [*splits, *tuning_splits])
-    runs, ignores_identical_ids, ignored = _without_identical_ids(
-        runs,
-        request.identical_ids,
-        collection,
-        [*splits, *tuning_splits],
-    )
-    depth = max(request.k or DEPTH, deepest)
+    queries_without_own_id: set[str] = set()
+    if ignores_identical_ids:
+        runs, queries_without_own_id = _without_identical_ids(runs)
+    depth = max(request.k or DEPTH, measures.depth)
     weights = request.weight
-    tuning: dict[str, Any] = {}
+    shared_queries: dict[str, int] = {}
     if request.tune is not None and collection is not None:
         shared_queries = _shared_queries(collection, request.tune, splits, request.in_sample)
-        tuning = {"tuned_on": request.tune, "in_sample": shared_queries}
         weights = _tune_weights(
             [run.run for run in runs],
             collection.qrels[request.tune],
-            measures[0],
+            measures.names[0],
             request.normalization or "min_max",
             depth,
             ignores_identical_ids,
         )
     fused = _fuse(request, runs, weights, depth)
-    _scores.save(fused, fused.provenance, request.save_run, overwrite=request.overwrite)
+    if request.save_run is not None:
+        _scores.save_run(fused, fused.provenance, request.save_run, overwrite=request.overwrite)
     result: dict[str, Any] = {
         "method": request.method,
         "runs": [str(path) for path in request.run],
         "weights": weights,
-        **tuning,
     }
+    if request.tune is not None:
+        result["tuned_on"] = request.tune
+        result["in_sample"] = shared_queries
     scores = None
     if collection is not None:
         scores = _scores.score(
@@ -595,13 +689,12 @@ def fuse(request: FuseRequest) -> None:
             collection,
             splits,
             measures,
-            deepest,
-            ignores_identical_ids,
-            ignored,
+            ignore_identical_ids=ignores_identical_ids,
+            queries_without_own_id=queries_without_own_id,
         )
     if request.as_json:
         if collection is not None and scores is not None:
-            result.update(_scores.facts(collection, scores))
+            result.update(_scores.scores_as_json(collection, scores))
         _common.print_json(result)
         return
     if weights is not None:
@@ -611,13 +704,23 @@ def fuse(request: FuseRequest) -> None:
         typer.echo(f"weights: {', '.join(weights_of_runs)}")
     if collection is not None and scores is not None:
         _scores.print_scores(collection, scores)
-        for split, n_shared in tuning.get("in_sample", {}).items():
-            typer.echo(
-                f"in sample: the weights were chosen on {n_shared} of the "
-                f"{len(collection.qrels[split])} queries of {split}",
-            )
+        _print_shared_queries(collection, shared_queries)
     if request.save_run is not None:
         typer.echo(f"{len(fused.run)} queries: {request.save_run}")
+
+
+def _print_shared_queries(collection: Collection, shared_queries: Mapping[str, int]) -> None:
+    """Print for each split how many of its queries the weights were chosen on.
+
+    Args:
+        collection: the collection with the judgements.
+        shared_queries: the result of :func:`_shared_queries`.
+    """
+    for split, n_shared in shared_queries.items():
+        typer.echo(
+            f"in sample: the weights were chosen on {n_shared} of the "
+            f"{len(collection.qrels[split])} queries of {split}",
+        )
 
 
 def _fuse(
@@ -629,10 +732,10 @@ def _fuse(
     """Fuse runs by reciprocal ranks (``rrf``), or by interpolation of their scores.
 
     Args:
-        request: names the method and its options.
+        request: the options that name the method, and those of the method.
         runs: the runs.
-        weights: one per run, for interpolation; None takes equal ones.
-        depth: documents per query of the fusion.
+        weights: a weight per run, for interpolation; None for equal weights.
+        depth: the number of documents per query in the fused run.
 
     Returns:
         The fused run, with the fingerprint of the documents that all runs share.
@@ -661,37 +764,26 @@ def _fuse(
 
 
 def _without_identical_ids(
-    named: list[_scores.NamedRun],
-    choice: str | None,
-    collection: Collection | None,
-    splits: Sequence[str],
-) -> tuple[list[_scores.NamedRun], bool, set[str]]:
-    """Leave hits with the query's own id out of runs, before their scores are normalised.
+    runs: Sequence[_scores.NamedRun],
+) -> tuple[list[_scores.NamedRun], set[str]]:
+    """Remove from runs the hits whose id is the query's, before their scores are normalised.
 
     Such a hit is the query itself in collections whose queries are documents. Its high score would
     change the normalisation.
 
     Args:
-        named: the runs.
-        choice: value of ``--identical-ids``; without a collection, None counts these hits.
-        collection: whose judgements decide by default.
-        splits: of these judgements.
+        runs: the runs.
 
     Returns:
-        The runs, whether such hits are left out, and the queries that had one.
+        The runs without these hits, and the queries that had one in any run.
     """
-    leaves_out = choice == "ignore"
-    if collection is not None:
-        leaves_out = _scores.ignores_identical_ids(choice, collection, splits)
-    if not leaves_out:
-        return named, leaves_out, set()
     remaining_runs = []
     queries_with_hit = set[str]()
-    for run in named:
+    for run in runs:
         remaining_run, queries = _scores.without_identical_ids(run)
         remaining_runs.append(remaining_run)
         queries_with_hit.update(queries)
-    return remaining_runs, leaves_out, queries_with_hit
+    return remaining_runs, queries_with_hit
 
 
 def _tune_weights(
@@ -706,14 +798,14 @@ def _tune_weights(
 
     Args:
         runs: the runs.
-        qrels: judgements of the split of ``--tune``.
-        measure: what the weights maximise.
-        normalization: of the scores of a query.
-        k: documents per query of the fusion.
-        ignore_identical_ids: leave out hits with the query's own id.
+        qrels: the judgements of the split of ``--tune``.
+        measure: the measure to maximise.
+        normalization: the normalisation of the scores of a query.
+        k: the number of documents per query in the fused run.
+        ignore_identical_ids: whether hits with the query's own id are ignored.
 
     Returns:
-        One weight per run.
+        A weight per run.
 
     Raises:
         UsageError: if no weights can be chosen.
@@ -740,21 +832,21 @@ def _shared_queries(
     splits: list[str],
     in_sample: bool,
 ) -> dict[str, int]:
-    """Count the queries that weights are chosen on and that are reported too.
+    """Count the evaluated queries on which weights are also chosen.
 
-    Measures on such queries are too optimistic, so that they need ``--in-sample``.
+    Measures on such queries are too optimistic, so they require ``--in-sample``.
 
     Args:
-        collection: with the judgements.
-        tune: split on which the weights are chosen.
-        splits: splits that are reported.
+        collection: the collection with the judgements.
+        tune: the split on which the weights are chosen.
+        splits: the splits that are evaluated.
         in_sample: whether shared queries are allowed.
 
     Returns:
-        Split -> number of its queries that `tune` has too, without splits that share none.
+        Split -> number of its queries that are also in `tune`, for splits with shared queries.
 
     Raises:
-        UsageError: for shared queries without `in_sample`.
+        UsageError: if there are shared queries and `in_sample` is False.
     """
     tuning_queries = collection.qrels[tune].keys()
     shared: dict[str, int] = {}
@@ -766,8 +858,8 @@ def _shared_queries(
         split, n_shared = next(iter(shared.items()))
         raise UsageError(
             f"--tune: the weights would be chosen on {n_shared} of the "
-            f"{len(collection.qrels[split])} queries of {split}, whose numbers are reported "
-            "(--split): better than on new queries. Tune on a split of other queries, or give "
+            f"{len(collection.qrels[split])} queries of {split} and evaluated on them (--split), "
+            "which overstates their quality. Tune on a split with different queries, or give "
             "--in-sample.",
         )
     return shared

@@ -22,13 +22,13 @@ class ExportRequest(DocumentFieldOptions):
     to: Annotated[
         Literal["opensearch", "vespa", "onnx"],
         option(
-            "Bulk files and a mapping, a feed and a schema, or a graph.",
+            "OpenSearch (bulk files and a mapping), Vespa (a feed and a schema), or an ONNX graph.",
         ),
     ]
     vectors: Annotated[
         Path | None,
         option(
-            "Folder of documents that tilefold encode wrote.",
+            "Folder of documents of tilefold encode.",
         ),
     ] = None
     output: Annotated[
@@ -40,19 +40,20 @@ class ExportRequest(DocumentFieldOptions):
     model: Annotated[
         str | None,
         option(
-            "The SparseEncoder that made the vectors, for the names of its terms; onnx: to export.",
+            "The SparseEncoder that encoded the vectors, for the names of its terms; onnx: the "
+            "model to export.",
         ),
     ] = None
     names: Annotated[
         Literal["tokens", "numbers"] | None,
         option(
-            "What terms are called: by default tokens, with --model; numbers never collide.",
+            "Names of terms: tokens of --model (default), or numbers, which never collide.",
         ),
     ] = None
     data: Annotated[
         str | None,
         option(
-            "The documents, to send texts along. " + _common.DOCUMENTS_HELP,
+            "The documents, to export their texts, too. " + _common.DOCUMENTS_HELP,
         ),
     ] = None
     field: Annotated[
@@ -64,39 +65,40 @@ class ExportRequest(DocumentFieldOptions):
     field_type: Annotated[
         Literal["rank_features", "sparse_vector"] | None,
         option(
-            "opensearch: by default rank_features (exact); sparse_vector is for Seismic, numbers "
-            "only.",
+            "opensearch: by default rank_features (exact); sparse_vector is for Seismic, and names "
+            "terms by numbers.",
         ),
     ] = None
     dots: Annotated[
         Literal["refuse", "keep"] | None,
         option(
-            "opensearch: tokens with a dot; keep is for neural_sparse queries.",
+            "opensearch: whether tokens with a dot are refused (default) or kept, for "
+            "neural_sparse queries.",
         ),
     ] = None
     document: Annotated[
         str | None,
         option(
-            "vespa: document type and schema (doc).",
+            "vespa: document type and schema; by default doc.",
         ),
     ] = None
     namespace: Annotated[
         str | None,
         option(
-            "vespa: namespace of the document ids (tilefold).",
+            "vespa: namespace of the document ids; by default tilefold.",
         ),
     ] = None
     quantize: Annotated[
         str | None,
         option(
-            "onnx: 8-bit products, several times as fast and less exact.",
+            "onnx: products in 8 bits, which are several times as fast and less exact.",
             metavar="int8",
         ),
     ] = None
     top_k: Annotated[
         int | None,
         option(
-            "onnx: entries that the graph gives of a text; by default all.",
+            "onnx: number of weights that the graph returns per text; by default all.",
         ),
     ] = None
     overwrite: Annotated[
@@ -115,44 +117,44 @@ class ExportRequest(DocumentFieldOptions):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for options that the target does not use, or missing vectors."""
         super().validate()
         if self.to != "opensearch":
             refuse_options(
                 {"--field-type": self.field_type, "--dots": self.dots},
-                "goes with --to opensearch",
+                "requires --to opensearch",
             )
         if self.to != "vespa":
             refuse_options(
                 {"--document": self.document, "--namespace": self.namespace},
-                "goes with --to vespa",
+                "requires --to vespa",
             )
         if self.to == "onnx":
             refuse_options(
                 {"--overwrite": self.overwrite},
-                "goes with --to opensearch and vespa; a graph needs a new folder",
+                "requires --to opensearch or vespa; a graph needs a new folder",
             )
             refuse_options(
                 {"--vectors": self.vectors, "--names": self.names, "--data": self.data},
-                "goes with --to opensearch and vespa; onnx reads --model",
+                "requires --to opensearch or vespa; onnx reads --model",
             )
         else:
             refuse_options(
                 {"--quantize": self.quantize, "--top-k": self.top_k},
-                "goes with --to onnx",
+                "requires --to onnx",
             )
             if self.vectors is None:
                 raise UsageError(
-                    "--vectors: give the folder of documents that tilefold encode wrote."
+                    "--vectors: give the folder of documents that tilefold encode wrote.",
                 )
 
 
 def export(request: ExportRequest) -> None:
-    """Write encoded documents as another engine reads them, or a model as an ONNX graph.
+    """Write encoded documents in the format of another engine, or a model as an ONNX graph.
 
-    A vocabulary whose terms would collide in the engine is refused, as is a graph that does not
-    compute what the model does. Every command takes the folder of a graph as --model; it needs
-    tilefold[onnx].
+    A vocabulary whose terms would collide in the engine is refused, and so is a graph that does not
+    compute the same as the model. Commands accept the folder of a graph as --model if
+    tilefold[onnx] is installed.
 
     Example:
         tilefold export --to opensearch --vectors VECTORS --model MODEL \\
@@ -165,21 +167,23 @@ def export(request: ExportRequest) -> None:
 
 
 def _export_documents(request: ExportRequest) -> None:
-    """Write the documents of ``--vectors`` for OpenSearch or Vespa, and print what was written.
+    """Write the documents of ``--vectors`` for OpenSearch or Vespa, and print a summary.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Raises:
-        UsageError: for options that do not fit together.
+        UsageError: if options do not fit together.
     """
     if request.vectors is None:
         raise UsageError("--vectors: give the folder of documents that tilefold encode wrote.")
-    tokens = _tokens(request, request.vectors)
-    if tokens is None:
+    term_names = None  # terms are named by their numbers
+    if _names_terms_by_tokens(request):
+        term_names = _read_term_names(request.model, request.vectors)
+    else:
         refuse_options(
-            {"--dots": request.dots},
-            "does nothing where terms are called by their numbers: leave it out",
+            {"--model": request.model, "--dots": request.dots},
+            "has no effect if terms are named by their numbers: leave it out",
         )
     texts = _texts(request.data, request.vectors)
     started = time.monotonic()
@@ -188,7 +192,7 @@ def _export_documents(request: ExportRequest) -> None:
             exported = retrieval.export_opensearch(
                 request.vectors,
                 request.output,
-                tokens,
+                term_names,
                 texts=texts,
                 field=request.field,
                 field_type=request.field_type or "rank_features",
@@ -199,7 +203,7 @@ def _export_documents(request: ExportRequest) -> None:
             exported = retrieval.export_vespa(
                 request.vectors,
                 request.output,
-                tokens,
+                term_names,
                 texts=texts,
                 document=request.document or "doc",
                 namespace=request.namespace or "tilefold",
@@ -223,23 +227,24 @@ def _export_documents(request: ExportRequest) -> None:
 
 
 def _describe_files(files: Sequence[str]) -> str:
-    """Return the files of an export in words: the schema, and the feed or the bulk files."""
-    schema = files[0]
-    if len(files) == 2:
-        return f"{schema}, {files[1]}"
-    return f"{schema} and {len(files) - 1} bulk files"
+    """Describe the files of an export: the schema, and the feed or the bulk files."""
+    schema, *documents = files
+    if len(documents) == 1:
+        return f"{schema}, {documents[0]}"
+    return f"{schema} and {len(documents)} bulk files"
 
 
 def _export_graph(request: ExportRequest) -> None:
     """Write the model as one ONNX graph, and print its size, time and numerical error.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Raises:
-        UsageError: without a sparse model.
-        CommandError: if packages that write ONNX are not installed.
+        UsageError: if ``--model`` is missing, the packaged model, or not a sparse model.
+        CommandError: if a package that writes ONNX is not installed.
     """
+    # As a sparse model, the packaged model depends on the documents that it encodes.
     if request.model is None or request.model == _models.PACKAGED:
         raise UsageError(
             "--model: expected the folder or name of a sparse model to export, got "
@@ -248,7 +253,8 @@ def _export_graph(request: ExportRequest) -> None:
     from tilefold.recipes import export_onnx
     from tilefold.recipes.loading import quiet_libraries
 
-    _models.load_model(request.model, kinds=("sparse",), fast=())  # refuses other models
+    # Raises an error unless the model is sparse; the export loads it again.
+    _models.load_model(request.model, kinds=("sparse",), fast=())
     started = time.monotonic()
     try:
         with _common.heartbeat("exporting (onnx)"), quiet_libraries():
@@ -271,43 +277,43 @@ def _export_graph(request: ExportRequest) -> None:
     )
 
 
-def _tokens(request: ExportRequest, vectors: Path) -> Sequence[str | None] | None:
-    """Return the names of the terms of vectors, which are tokens of the model's vocabulary.
-
-    Args:
-        request: options of the command.
-        vectors: folder of the vectors.
-
-    Returns:
-        One name per term; None for a term without a token. None instead of the names if terms are
-        called by their numbers.
+def _names_terms_by_tokens(request: ExportRequest) -> bool:
+    """Whether terms are named by tokens of the vocabulary instead of numbers.
 
     Raises:
-        UsageError: for options that contradict one another, or tokens without a model.
-        CommandError: for a model with another vocabulary than that of the vectors.
+        UsageError: if ``--names tokens`` is given for a type of field that only takes numbers.
     """
     needs_numbers = request.field_type == "sparse_vector"
-    default_names = "numbers" if needs_numbers else "tokens"
-    names_choice = request.names or default_names
-    if names_choice == "numbers":
-        refuse_options(
-            {"--model": request.model},
-            "gives the names of terms, and they are called by their numbers: leave it out",
-        )
-        return None
-    if needs_numbers:
+    if needs_numbers and request.names == "tokens":
         raise UsageError(
             "--names: terms of --field-type sparse_vector are numbers; leave the option out.",
         )
-    if request.model is None:
+    return not needs_numbers and request.names != "numbers"
+
+
+def _read_term_names(model: str | None, vectors: Path) -> Sequence[str | None]:
+    """Return the tokens that name the terms of sparse vectors, from the vocabulary of a model.
+
+    Args:
+        model: the value of ``--model``.
+        vectors: the folder of the vectors.
+
+    Returns:
+        A name per term; None for a term without a token.
+
+    Raises:
+        UsageError: if there is no model.
+        CommandError: if the vocabulary of the model is not that of the vectors.
+    """
+    if model is None:
         raise UsageError("--model: give the model that made the vectors, or --names numbers.")
     manifest = retrieval.read_manifest(vectors)
-    tokenizer = _load_tokenizer(request.model)
+    tokenizer = _load_tokenizer(model)
     fingerprint = retrieval.vocabulary_fingerprint(tokenizer)
     if manifest.fingerprint and fingerprint and manifest.fingerprint != fingerprint:
         raise CommandError(
             f"--model: expected the vocabulary of {vectors} (fingerprint "
-            f"{manifest.fingerprint[:12]}), got that of {request.model} ({fingerprint[:12]}). "
+            f"{manifest.fingerprint[:12]}), got that of {model} ({fingerprint[:12]}). "
             "Give the model that made the vectors.",
         )
     names: Sequence[str | None] = retrieval.term_names(tokenizer, manifest.vocab_size)
@@ -315,8 +321,8 @@ def _tokens(request: ExportRequest, vectors: Path) -> Sequence[str | None] | Non
 
 
 def _load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a sparse model, or of the packaged one."""
-    path = _models.find_model(model, "--model")
+    """Load the tokenizer of a sparse model, or of the packaged model."""
+    path = _models.checked_model_name(model, "--model")
     if model != _models.PACKAGED:
         return _models.load_encoder(path).tokenizer
     from transformers import AutoTokenizer
@@ -325,22 +331,20 @@ def _load_tokenizer(model: str) -> Any:
 
 
 def _texts(data: str | None, vectors: Path) -> Mapping[str, str] | None:
-    """Return the texts of ``--data`` by id, of passages if these were encoded.
+    """Return the texts of ``--data`` by id, of passages if the vectors are of passages.
 
     Args:
-        data: value of ``--data``; None returns None.
-        vectors: folder of the vectors.
+        data: the value of ``--data``; None returns None.
+        vectors: the folder of the vectors.
 
     Raises:
-        CommandError: if other documents were encoded.
+        CommandError: if the vectors were not made from these documents.
     """
     if data is None:
         return None
     collection = _common.load_data(data, documents_only=True)
     provenance = retrieval.read_manifest(vectors).provenance
-    _scores.check_texts(
-        f"--vectors {vectors}", provenance, collection, _scores.texts_of(collection)
-    )
+    _scores.check_made_from(collection, f"--vectors {vectors}", provenance)
     if provenance.passages is None:
         return collection.contents()
     return Passages.parse(provenance.passages).of(collection.documents)

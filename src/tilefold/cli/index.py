@@ -1,4 +1,4 @@
-"""``tilefold index``, of encoded documents or of their words."""
+"""``tilefold index`` builds and changes indexes, and ``tilefold merge`` merges encoded texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tilefold import retrieval
 from tilefold._internal.files import lock_path
@@ -21,13 +21,15 @@ from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.bm25 import BM25Options
+    from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.index.qdrant import Documents, QdrantCollection
+    from tilefold.retrieval.vectors.sparse import SparseVectors
     from tilefold.retrieval.vectors.tokens import TokenVectors
 
-# Measured with 120 terms per document on two cores: up to here exact search is as fast, smaller,
-# and built in seconds.
+# Up to this number of documents, an exact index is as fast as a Seismic one, smaller, and built in
+# seconds. It was measured with 120 terms per document on two cores.
 SEISMIC_DOCUMENTS = 100_000
-# Terms per document above which seismic becomes slow and large.
+# Terms per document above which a Seismic index becomes slow and large.
 LONG_VECTOR = 256
 BM25 = "bm25"
 QDRANT = "qdrant"
@@ -36,10 +38,10 @@ SEISMIC = "seismic"
 # Queries on which a late index measures its recall.
 SAMPLED_QUERIES = 64
 _BACKEND_HELP = (
-    "exact (fastest and smallest up to 100,000 documents at least), bm25 (words, no model: give "
-    "--data), seismic (approximate, for much larger collections; encode with --top-k 128 or so), "
-    "qdrant (exact; to add to and delete from; in the folder, or on the server at --url), or late "
-    "(late interaction: give --tokens)."
+    "exact (fastest and smallest up to at least 100,000 documents), bm25 (words of --data, without "
+    "a model), seismic (approximate, for much larger collections; encode with --top-k 128 or so), "
+    "qdrant (exact, with frequent changes; in the folder, or on the server at --url), or late "
+    "(late interaction over --tokens)."
 )
 
 
@@ -56,20 +58,20 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     vectors: Annotated[
         Path | None,
         option(
-            "exact, seismic, qdrant: a folder of tilefold encode; exact takes dense vectors, too.",
+            "exact, seismic, qdrant: a folder of tilefold encode; exact also takes dense vectors.",
         ),
     ] = None
     tokens: Annotated[
         Path | None,
         option(
-            "late: token vectors, a folder of tilefold encode, or a .safetensors or .npz file.",
+            "late: token vectors in a folder of tilefold encode, or a .safetensors or .npz file.",
         ),
     ] = None
     data: Annotated[
         str | None,
         option(
-            "bm25: the documents; others: those of --vectors or --tokens, to keep their metadata. "
-            + _common.DOCUMENTS_HELP,
+            "bm25: the documents to index; other backends: the encoded documents, whose metadata "
+            "are kept. " + _common.DOCUMENTS_HELP,
         ),
     ] = None
     backend: Annotated[
@@ -81,7 +83,8 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     language: Annotated[
         str | None,
         option(
-            "bm25: of Snowball stemmer and stop words, or none for neither; by default english.",
+            "bm25: language of the Snowball stemmer and stop words, or none for neither; by "
+            "default english.",
             panel="BM25",
         ),
     ] = None
@@ -102,7 +105,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     identifiers: Annotated[
         bool,
         option(
-            "bm25: split words at underscores and capitals, for programs.",
+            "bm25: split words at underscores and capitals, for source code.",
             "--identifiers",
             panel="BM25",
         ),
@@ -110,56 +113,59 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     n_postings: Annotated[
         int | None,
         option(
-            "seismic: postings kept per term, on average; more for more documents by default.",
+            "seismic: mean number of postings kept per term; by default it grows with the number "
+            "of documents.",
             panel="Seismic",
         ),
     ] = None
     centroid_fraction: Annotated[
         float | None,
         option(
-            "seismic: clusters of a term, as a fraction of its documents (0.1).",
+            "seismic: clusters of a term, as a fraction of its documents; by default 0.1.",
             panel="Seismic",
         ),
     ] = None
     min_cluster_size: Annotated[
         int | None,
         option(
-            "seismic: documents of the smallest cluster (10).",
+            "seismic: minimum documents of a cluster; by default 10.",
             panel="Seismic",
         ),
     ] = None
     summary_energy: Annotated[
         float | None,
         option(
-            "seismic: fraction of a cluster's weight in its summary (0.4).",
+            "seismic: fraction of a cluster's weight that its summary keeps; by default 0.4.",
             panel="Seismic",
         ),
     ] = None
     doc_cut: Annotated[
         int | None,
         option(
-            "seismic: heaviest terms of a document used to cluster (15).",
+            "seismic: number of heaviest document terms for the clustering; by default 15.",
             panel="Seismic",
         ),
     ] = None
     query_cut: Annotated[
         int | None,
         option(
-            "seismic: query terms that choose clusters (20; 10 from a million documents on).",
+            "seismic: query terms that choose clusters; by default 20, or 10 from a million "
+            "documents on.",
             panel="Seismic",
         ),
     ] = None
     heap_factor: Annotated[
         float | None,
         option(
-            "seismic: lower is slower and closer to exact (0.7; 0.8 from a million on).",
+            "seismic: lower is slower and closer to exact; by default 0.7, or 0.8 from a million "
+            "documents on.",
             panel="Seismic",
         ),
     ] = None
     num_threads: Annotated[
         int | None,
         option(
-            "seismic: threads, 0 for one per core (0).",
+            "seismic: number of threads; by default 0, one per core.",
             "--threads",
             panel="Seismic",
         ),
@@ -167,58 +173,59 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     storage: Annotated[
         Literal["int8", "fp16", "int4"] | None,
         option(
-            "late: by default int8; int4 takes half as much.",
+            "late: data type of the vectors; by default int8, and int4 is half as large.",
             panel="Late interaction",
         ),
     ] = None
     pool_factor: Annotated[
         int | None,
         option(
-            "late: keep a vector for so many tokens of a document, the mean of a cluster (1).",
+            "late: document tokens per kept vector, which is the mean of a cluster; by default 1.",
             panel="Late interaction",
         ),
     ] = None
     queries: Annotated[
         Path | None,
         option(
-            "late: token vectors of queries, to measure the recall of candidates on them.",
+            "late: token vectors of queries, on which the recall of the candidates is measured.",
             panel="Late interaction",
         ),
     ] = None
     url: Annotated[
         str | None,
         option(
-            "qdrant: a server, such as http://localhost:6333; its key is in QDRANT_API_KEY.",
+            "qdrant: address of a server, such as http://localhost:6333; its key is read from "
+            "QDRANT_API_KEY.",
             panel="Qdrant",
         ),
     ] = None
     collection: Annotated[
         str | None,
         option(
-            "qdrant: name of the collection on the server; by default that of --output.",
+            "qdrant: name of the collection on the server; by default the name of --output.",
             panel="Qdrant",
         ),
     ] = None
     weights: Annotated[
         Literal["float32", "float16"] | None,
         option(
-            "qdrant: of what is searched; by default float32.",
+            "qdrant: data type of the searched weights; by default float32.",
             panel="Qdrant",
         ),
     ] = None
     overwrite: Annotated[
         bool,
         option(
-            "Replace the index at --output; qdrant: also other vectors in the collection of the "
-            "server.",
+            "Replace the index at --output; qdrant: also a collection of the server that holds "
+            "other vectors.",
             "--overwrite",
         ),
     ] = False
     update: Annotated[
         bool,
         option(
-            "Put --vectors (bm25: --data, late: --tokens) into the index at --output, replacing "
-            "documents of the same id.",
+            "Add --vectors (bm25: --data, late: --tokens) to the index at --output, and replace "
+            "documents with the same id.",
             "--update",
             panel="Changes of an index",
         ),
@@ -226,14 +233,14 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     delete: Annotated[
         Path | None,
         option(
-            "Remove documents, an id per line of this file, from the index at --output.",
+            "Remove the documents of this file, with an id per line, from the index at --output.",
             panel="Changes of an index",
         ),
     ] = None
     merge: Annotated[
         bool,
         option(
-            "Make one index of that at --output and what was added to it.",
+            "Merge the parts of the index at --output that updates have added.",
             "--merge",
             panel="Changes of an index",
         ),
@@ -247,55 +254,55 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
         super().validate()
         if self.changes_index:
             self._refuse_options_of_new_index()
         self._refuse_options_of_other_backends()
         if self.url is None:
-            refuse_options(
-                {"--collection": self.collection},
-                "goes with --url, the address of a server",
-            )
-        if (self.delete is not None or self.merge) and not self.update:
+            refuse_options({"--collection": self.collection}, "requires --url")
+        if self.changes_index and not self.update:
             refuse_options(
                 {"--data": self.data, "--vectors": self.vectors, "--tokens": self.tokens},
-                "goes with --update, to put them into the index",
+                "requires --update, which adds documents to the index",
             )
-        backend = self.new_backend
-        if backend != BM25:
+        if self.new_backend != BM25:
             refuse_options(
                 {"--passages": self.passages},
-                "goes with --backend bm25; vectors are cut by tilefold encode --passages",
+                "requires --backend bm25; tilefold encode --passages splits encoded documents",
             )
-        if backend == BM25:
+        self._refuse_inputs_of_other_backends()
+
+    def _refuse_inputs_of_other_backends(self) -> None:
+        """Raise ``UsageError`` for vectors that the backend of the new index does not read."""
+        backend = self.new_backend
+        if backend in (BM25, LATE):
+            needed = "--data" if backend == BM25 else "--tokens"
             refuse_options(
                 {"--vectors": self.vectors},
-                "goes with the backends exact, seismic and qdrant; bm25 reads --data",
+                f"requires --backend exact, seismic or qdrant; {backend} reads {needed}",
             )
-        if backend == LATE:
-            refuse_options(
-                {"--vectors": self.vectors},
-                "goes with the backends exact, seismic and qdrant; late reads --tokens",
-            )
-        elif not self.update:
+        if backend != LATE and not self.update:
             refuse_options(
                 {"--tokens": self.tokens},
-                f"goes with --backend late; {backend} reads --vectors or --data",
+                f"requires --backend late; {backend} reads --vectors or --data",
             )
 
     @property
     def new_backend(self) -> str:
-        """Backend of a new index."""
+        """The backend of a new index."""
         return self.backend or "exact"
 
     @property
     def changes_index(self) -> bool:
-        """Whether an index that exists is changed, and no new one is built."""
+        """Whether an existing index is changed, instead of a new one built."""
         return self.update or self.delete is not None or self.merge
 
     def _options_of_backends(self) -> dict[str, dict[str, object]]:
-        """Return backend -> spelling -> value of the options that only a new index of it has."""
+        """Return backend -> option -> value, for options that are only for a new index.
+
+        Each of these options has an effect on a single backend.
+        """
         return {
             BM25: {
                 "--language": self.language,
@@ -327,7 +334,7 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
 
     def _refuse_options_of_new_index(self) -> None:
         """Raise ``UsageError`` for options of a new index, because an existing one is changed."""
-        reason = f"is for a new index; {self.output} says how this one was made"
+        reason = f"requires a new index; {self.output} keeps the options that it was built with"
         for options in self._options_of_backends().values():
             refuse_options(options, reason)
         refuse_options(
@@ -341,34 +348,31 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
         )
 
     def _refuse_options_of_other_backends(self) -> None:
-        """Refuse options of backends other than that of the new index."""
+        """Raise ``UsageError`` for options that the backend of the new index does not have."""
         for backend, options in self._options_of_backends().items():
             if backend != self.new_backend:
-                refuse_options(options, f"goes with --backend {backend}")
+                refuse_options(options, f"requires --backend {backend}")
 
     def bm25_options(self) -> BM25Options:
-        """Return the options of a BM25 index; those that were not given have their defaults.
+        """Return the options of a BM25 index; options that were not given have their defaults.
 
         Raises:
-            UsageError: for a value out of range, or a language without a stemmer.
+            UsageError: if a value is out of range, or there is no stemmer for the language.
         """
-        from tilefold.retrieval.index.bm25 import BM25Options, Tokenizer
+        from tilefold.retrieval.index.bm25 import BM25Options
 
-        with _options.option_errors(language="--language", k1="--k1", b="--b"):
-            options = BM25Options(
-                language=BM25Options.language if self.language is None else self.language,
-                k1=BM25Options.k1 if self.k1 is None else self.k1,
-                b=BM25Options.b if self.b is None else self.b,
-                identifiers=self.identifiers,
-            )
-            Tokenizer(options)  # checks the language
-        return options
+        return BM25Options(
+            language=_options.checked_bm25_language(self.language),
+            k1=BM25Options.k1 if self.k1 is None else self.k1,
+            b=BM25Options.b if self.b is None else self.b,
+            identifiers=self.identifiers,
+        )
 
     def seismic_options(self) -> dict[str, object]:
-        """Return the options of a Seismic index that were given, by field of `SeismicOptions`.
+        """Return the given options of a Seismic index, by field of `SeismicOptions`.
 
         Raises:
-            UsageError: for a value out of range.
+            UsageError: if a value is out of range.
         """
         from tilefold.retrieval.index.seismic import SeismicOptions
 
@@ -377,73 +381,79 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
             value = getattr(self, field.name)
             if value is not None:
                 options[field.name] = value
-        with _options.option_errors(
-            n_postings="--n-postings",
-            centroid_fraction="--centroid-fraction",
-            min_cluster_size="--min-cluster-size",
-            summary_energy="--summary-energy",
-            doc_cut="--doc-cut",
-            query_cut="--query-cut",
-            heap_factor="--heap-factor",
-            num_threads="--threads",
-        ):
-            SeismicOptions.parse(options)  # checks the values
+        SeismicOptions.parse(options)  # raises an error for a value out of range
         return options
 
 
 def index(request: IndexRequest) -> None:
-    """Build an index of encoded documents, or of the words of a collection (bm25).
+    """Build an index of encoded documents, or of the words of a collection (--backend bm25).
 
-    late scores all documents on a GPU; on a CPU it scores candidates, whose recall is printed. Of
-    dense vectors, exact searches all of them on a GPU if there is one.
+    --backend exact searches dense vectors exhaustively, on a GPU if there is one. --backend late
+    scores all documents on a GPU, and candidates on a CPU; their recall is printed.
 
-    With --update and --delete, the index at --output is changed, whatever its backend; it stays
-    whole if that is interrupted.
+    --update, --delete and --merge change the index at --output. An interrupted change leaves it
+    intact.
 
     Example:
         tilefold index --vectors VECTORS --output INDEX
     """
-    started = time.monotonic()
     if request.changes_index:
-        with _common.noting_precisions():
-            counts = _change(request)
-        seconds = round(time.monotonic() - started, 3)
-        summary = (
-            f"{counts['n_documents']} documents: {counts['written']} written, "
-            f"{counts['deleted']} removed in {seconds:.1f} s: {request.output}"
-        )
-        result = {"output": str(request.output), **counts, "seconds": seconds}
-        _common.print_result(result, request.as_json, summary)
-        return
+        _change_index(request)
+    else:
+        _build_index(request)
+
+
+def _change_index(request: IndexRequest) -> None:
+    """Change the index at ``--output``, and print the numbers of written and removed documents."""
+    started = time.monotonic()
+    with _common.precision_warnings_as_notes():
+        counts = _change(request)
+    seconds = round(time.monotonic() - started, 3)
+    summary = (
+        f"{counts['n_documents']} documents: {counts['written']} written, {counts['deleted']} "
+        f"removed in {seconds:.1f} s: {request.output}"
+    )
+    result = {"output": str(request.output), **counts, "seconds": seconds}
+    _common.print_result(result, request.as_json, summary)
+
+
+def _build_index(request: IndexRequest) -> None:
+    """Build a new index, save it at ``--output``, and print its size."""
+    started = time.monotonic()
     if not request.overwrite:
-        _check_new(request.output)
+        _refuse_existing_index(request.output)
     splitter = request.passage_splitter()
     with lock_path(request.output), _common.heartbeat(f"indexing ({request.new_backend})"):
         built = _build(request, splitter)
         built.save(request.output, overwrite=request.overwrite)
         n_documents = built.n_documents
         if request.new_backend == QDRANT:
-            built.close()
+            built.close()  # its files are open until then
     _print_new_index(request, built, n_documents, round(time.monotonic() - started, 3))
 
 
 def _build(request: IndexRequest, splitter: Passages | None) -> Any:
-    """Build the index of a backend."""
+    """Build the index of ``--backend``.
+
+    Args:
+        request: the options of the command.
+        splitter: the splitter of documents into passages, for BM25; None for whole documents.
+    """
     if request.new_backend == LATE:
         return _build_late(request)
     if request.new_backend == BM25:
         return _build_bm25(request, splitter)
-    return _build_of_vectors(request)
+    return _build_vector_index(request)
 
 
 def _print_new_index(request: IndexRequest, built: Any, n_documents: int, seconds: float) -> None:
-    """Print the size of a new index, and the command that searches it.
+    """Print a summary of a new index, and the command that searches it.
 
     Args:
-        request: options of the command.
-        built: the index.
-        n_documents: number of its documents or passages.
-        seconds: time of building and saving.
+        request: the options of the command.
+        built: the index, of any backend.
+        n_documents: the number of its documents or passages.
+        seconds: the time of building and saving.
     """
     backend = request.new_backend
     result: dict[str, Any] = {
@@ -452,27 +462,18 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
         "n_documents": n_documents,
         "seconds": seconds,
     }
-    unit = "documents"
     if built.provenance.passages:
-        unit = "passages"
         result["passages"] = built.provenance.passages
-    summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.output}"
     if backend == LATE:
         result.update(built.options)
-        recall = ""
-        if built.recall:
-            recall = (
-                f"; on a CPU it scores {built.n_candidates} candidates, "
-                f"of the ten best {built.recall:.1%}"
-            )
-        size = _common.size(built.files.nbytes)
-        summary += f" ({size} of {built.options['storage']}{recall})"
     if built.metadata is not None:
         result["metadata"] = built.metadata.kinds
-        fields_of_metadata = [
-            f"{name} ({' or '.join(kinds)})" for name, kinds in built.metadata.kinds.items()
-        ]
-        summary += f"; metadata: {', '.join(fields_of_metadata)}"
+    unit = "passages" if built.provenance.passages else "documents"
+    summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.output}"
+    if backend == LATE:
+        summary += f" ({_describe_late(built)})"
+    if built.metadata is not None:
+        summary += f"; metadata: {_describe_metadata(built.metadata.kinds)}"
     search_words = ["search", "QUERY", "--index", request.output]
     if backend != BM25:
         search_words += ["--model", "MODEL"]
@@ -480,14 +481,34 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
     _common.print_result(result, request.as_json, summary, search)
 
 
-def _check_new(output: Path) -> None:
-    """Raise ``CommandError`` if there is an index at ``--output``, which a new one would replace.
+def _describe_late(built: LateIndex) -> str:
+    """Describe the size of a late-interaction index, and its recall on a CPU if it was measured."""
+    description = f"{_common.size(built.files.nbytes)} of {built.options['storage']}"
+    if built.recall:
+        description += (
+            f"; on a CPU it scores {built.n_candidates} candidates, among them {built.recall:.1%} "
+            "of the ten best"
+        )
+    return description
+
+
+def _describe_metadata(kinds: Mapping[str, Sequence[str]]) -> str:
+    """Describe the metadata of an index, such as ``lang (text), year (number)``.
 
     Args:
-        output: folder of the new index.
+        kinds: field -> kinds of its values.
+    """
+    return ", ".join(f"{field} ({' or '.join(names)})" for field, names in kinds.items())
+
+
+def _refuse_existing_index(output: Path) -> None:
+    """Raise ``CommandError``, before any work, if a new index would replace an existing one.
+
+    Args:
+        output: the folder of the new index.
     """
     if not (output / MANIFEST_NAME).exists():
-        return  # saving the index refuses a folder with other files
+        return  # if the folder has other files, saving the index raises an error
     try:
         description = read_description(output)
     except (DataError, OSError) as error:
@@ -497,17 +518,17 @@ def _check_new(output: Path) -> None:
         ) from error
     raise CommandError(
         f"--output: {output} holds an index already ({description['backend']}, "
-        f"{description['n_documents']:,} documents). Give --update to put documents into it, "
-        "--overwrite to replace it, or another folder; nothing was overwritten.",
+        f"{description['n_documents']:,} documents). Use --update to add documents, --overwrite "
+        "to replace it, or another folder; nothing was overwritten.",
     )
 
 
 def _build_bm25(request: IndexRequest, splitter: Passages | None) -> Any:
-    """Build a BM25 index of the words of documents or passages.
+    """Build a BM25 index of documents or passages.
 
     Args:
-        request: options of the command.
-        splitter: how documents are split into passages; None indexes whole documents.
+        request: the options of the command.
+        splitter: the splitter of documents into passages; None indexes whole documents.
     """
     if request.data is None:
         raise UsageError("--backend bm25 indexes the words of a collection: give it with --data.")
@@ -526,16 +547,14 @@ def _build_bm25(request: IndexRequest, splitter: Passages | None) -> Any:
     )
 
 
-def _build_of_vectors(request: IndexRequest) -> Any:
+def _build_vector_index(request: IndexRequest) -> Any:
     """Build an index of sparse or dense vectors: exact, seismic or qdrant.
 
-    Notes say where a Seismic index is a bad choice: for few documents, or for many terms.
-
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Raises:
-        UsageError: for dense vectors and a backend that does not search them.
+        UsageError: if the vectors are dense and the backend does not search dense vectors.
     """
     backend = request.new_backend
     seismic_options = request.seismic_options() if backend == SEISMIC else {}
@@ -544,29 +563,35 @@ def _build_of_vectors(request: IndexRequest) -> Any:
     if not isinstance(vectors, retrieval.SparseVectors):
         if backend != "exact":
             raise UsageError(
-                f"--backend: {request.vectors} holds dense vectors, which exact alone searches, "
-                f"got {backend}.",
+                f"--backend: {request.vectors} holds dense vectors, which only exact searches, got "
+                f"{backend}.",
             )
         return retrieval.DenseIndex.build(vectors, metadata=metadata)
     if backend == QDRANT:
         return _build_qdrant(request, vectors, metadata)
+    if backend == SEISMIC:
+        _warn_about_seismic(vectors)
+    return retrieval.build_index(vectors, backend, metadata=metadata, **seismic_options)
+
+
+def _warn_about_seismic(vectors: SparseVectors) -> None:
+    """Print a note if a Seismic index is a bad choice: for few documents, or for many terms."""
     n_documents = len(vectors)
-    terms_per_document = len(vectors.indices) / max(1, n_documents)
-    if backend == SEISMIC and n_documents < SEISMIC_DOCUMENTS:
+    if n_documents < SEISMIC_DOCUMENTS:
         note(
-            f"{n_documents} documents are few for seismic: up to {SEISMIC_DOCUMENTS:,} at least, "
-            "--backend exact is built in seconds, smaller, as fast, and misses nothing",
+            f"{n_documents} documents are few for seismic: below {SEISMIC_DOCUMENTS:,} documents, "
+            "--backend exact is smaller, as fast, built in seconds, and misses nothing",
         )
-    if backend == SEISMIC and terms_per_document > LONG_VECTOR:
+    terms_per_document = len(vectors.indices) / max(1, n_documents)
+    if terms_per_document > LONG_VECTOR:
         note(
             f"{terms_per_document:.0f} terms per document are many for seismic, whose time and "
             "size grow with them: tilefold encode --top-k 128 keeps the heaviest",
         )
-    return retrieval.build_index(vectors, backend, metadata=metadata, **seismic_options)
 
 
 def _read_vectors(vectors: Path | None, backend: str) -> Any:
-    """Read the encoded documents of ``--vectors``, which an index of the backend needs."""
+    """Read the encoded documents of ``--vectors``, which the backend needs."""
     if vectors is None:
         raise UsageError(
             f"--backend {backend} indexes encoded documents: give them with --vectors.",
@@ -579,12 +604,15 @@ def _metadata(
     folder: Path | None,
     vectors: Any,
 ) -> Mapping[str, Mapping[str, object]] | None:
-    """Return the metadata of the documents of ``--data``.
+    """Return the metadata of the encoded documents, which are read from ``--data``.
 
     Args:
-        data: value of ``--data``; None returns None.
-        folder: folder of the vectors, for messages.
-        vectors: vectors of these documents or of their passages.
+        data: the value of ``--data``; None returns None.
+        folder: the folder of the vectors, for messages.
+        vectors: the vectors of these documents, or of their passages.
+
+    Returns:
+        Document id -> field -> value.
 
     Raises:
         CommandError: if the vectors were made from other documents.
@@ -592,9 +620,9 @@ def _metadata(
     if data is None or folder is None:
         return None
     collection = _common.load_data(data, documents_only=True)
-    # Vectors in a folder have their provenance in the manifest.
+    # Stored vectors have their provenance in the manifest, and vectors in memory have none.
     provenance = getattr(vectors, "manifest", vectors).provenance
-    _scores.check_texts(str(folder), provenance, collection, _scores.texts_of(collection))
+    _scores.check_made_from(collection, str(folder), provenance)
     are_passages = provenance.passages is not None
     n_unknown = 0
     for vector_id in vectors.ids:
@@ -603,8 +631,8 @@ def _metadata(
             n_unknown += 1
     if n_unknown:
         note(
-            f"--data: {n_unknown} of the {len(vectors.ids)} of {folder} are not in {data}, and "
-            "have no metadata",
+            f"--data: {n_unknown} of the {len(vectors.ids)} vectors in {folder} are of documents "
+            f"that are not in {data}, and have no metadata",
         )
     metadata = collection.metadata()
     if not metadata:
@@ -613,19 +641,18 @@ def _metadata(
 
 
 def _note_missing_metadata(data: str) -> None:
-    """Note that the documents of ``--data`` have no metadata."""
+    """Print a note that the documents of ``--data`` have no metadata."""
     note(
-        f"--data: the documents of {data} have no metadata: no fields but an id, a title and a "
-        "text",
+        f"--data: the documents of {data} have no metadata, only an id, a title and a text",
     )
 
 
 def _build_late(request: IndexRequest) -> Any:
-    """Build an index of token vectors in the folder of ``--output``.
+    """Build a late-interaction index of token vectors in the folder of ``--output``.
 
     Args:
-        request: options of the command. ``--queries`` names token vectors of queries, on which the
-            recall of the search on a CPU is measured.
+        request: the options of the command. ``--queries`` names token vectors of queries, a sample
+            on which the recall of a search on a CPU is measured.
     """
     queries = None
     if request.queries is not None:
@@ -652,15 +679,16 @@ def _read_query_sample(folder: Path) -> TokenVectors:
     """Return the token vectors of the first queries in a folder.
 
     Args:
-        folder: folder of ``encode --queries``.
+        folder: a folder of ``encode --queries``.
 
     Raises:
-        UsageError: for vectors of documents, or in int8.
+        UsageError: if the vectors are of documents, or are stored in int8.
     """
     store = retrieval.open_tokens(folder)
     if store.manifest.kind != "query" or store.manifest.storage == "int8":
         raise UsageError(
-            f"--queries: expected vectors in fp16 of encode --queries, got others in {folder}.",
+            f"--queries: expected query vectors in fp16 (tilefold encode --queries), got "
+            f"{store.manifest.kind} vectors in {store.manifest.storage} in {folder}.",
         )
     vectors: TokenVectors = store.read(list(store.ids)[:SAMPLED_QUERIES])
     return vectors
@@ -674,17 +702,15 @@ def _build_qdrant(
     """Build a Qdrant index in the folder of ``--output``, or on the server of ``--url``.
 
     Args:
-        request: options of the command.
-        vectors: sparse vectors of the documents.
-        metadata: fields of documents by id; None without metadata.
+        request: the options of the command.
+        vectors: the sparse vectors of the documents.
+        metadata: document id -> field -> value; None without metadata.
     """
-    n_written = 0  # documents; after an interruption, the same command goes on from them
+    # After an interruption, the user is told whether the same command resumes from these documents.
+    n_written = 0
     _common.finished_work_checks.append(lambda: n_written > 0)
-    folder: Path | None = request.output
-    collection = None
-    if request.url is not None:
-        folder = None
-        collection = request.collection or request.output.resolve().name
+    is_on_server = request.url is not None
+    default_name = request.output.resolve().name
     with (
         _options.option_errors(url="--url", weights="--weights", name="--collection"),
         _common.progress_bar("indexing") as update,
@@ -702,9 +728,9 @@ def _build_qdrant(
             vectors,
             QDRANT,
             metadata=metadata,
-            folder=folder,
+            folder=None if is_on_server else request.output,
             url=request.url,
-            collection=collection,
+            collection=(request.collection or default_name) if is_on_server else None,
             weights=request.weights or "float32",
             overwrite=request.overwrite,
             progress=report_progress,
@@ -716,170 +742,182 @@ def _change(request: IndexRequest) -> dict[str, int]:
     """Change an index: remove documents, add or replace documents, merge segments.
 
     Args:
-        request: options of the command, which name the index and the changes.
+        request: the options of the command, which name the index and the changes.
 
     Returns:
-        Numbers of documents: ``written`` and ``deleted``, and ``n_documents`` of the index now.
+        Numbers of documents: ``written`` and ``deleted``, and ``n_documents`` of the changed index.
 
     Raises:
-        UsageError: for options that do not fit the index.
+        UsageError: if options do not fit the index.
     """
-    output = request.output
-    backend = read_description(output)["backend"]
+    backend = read_description(request.output)["backend"]
     _check_change_fits(request, backend)
     deleted_ids = [] if request.delete is None else _read_ids(request.delete)
     if backend == BM25:
-        return _change_words(request, deleted_ids)
-    is_late = backend == LATE
-    source = request.tokens if is_late else request.vectors
-    vectors = None
-    if request.update and is_late:
-        vectors = _retrievers.read_tokens(source)
-    elif request.update:
-        vectors = _read_vectors(source, backend)
-    metadata = _metadata(request.data, source, vectors)
+        return _change_bm25(request, deleted_ids)
     if backend == QDRANT:
-        return _change_qdrant(output, vectors, deleted_ids, metadata)
-    with _options.option_errors(
-        metadata="--data",
-        vectors="--tokens" if is_late else "--vectors",
-        index="--output",
-        path="--output",
-    ):
-        return _change_segments(request, vectors, deleted_ids, metadata)
+        return _change_qdrant(request, deleted_ids)
+    return _change_segments(request, backend, deleted_ids)
 
 
 def _check_change_fits(request: IndexRequest, backend: str) -> None:
-    """Raise ``UsageError`` for options that do not fit the index that is changed.
+    """Raise ``UsageError`` for options that do not fit the backend of the index to change.
 
     Args:
-        request: options of the command.
-        backend: backend of the index at ``--output``.
+        request: the options of the command.
+        backend: the backend of the index at ``--output``.
     """
     output = request.output
     accepted_backends = {None, backend}
     if backend == DENSE:
-        accepted_backends.add("exact")
+        accepted_backends.add("exact")  # a new index of dense vectors is built with this value
     if request.backend not in accepted_backends:
         raise UsageError(
             f"--backend: {output} is an index of backend {backend}, got {request.backend}.",
         )
     if request.merge and backend in (QDRANT, BM25):
         raise UsageError(
-            f"--merge goes with exact, dense, seismic and late indexes; {output} ({backend}) is of "
-            "one part.",
+            f"--merge requires an exact, dense, seismic or late index; {output} has the backend "
+            f"{backend}.",
         )
-    if backend == BM25:
-        refuse_options(
-            {"--vectors": request.vectors},
-            f"does nothing here: {output} is a BM25 index, which reads --data",
-        )
-        return
-    unused_options: dict[str, object] = {"--tokens": request.tokens}
-    if backend == LATE:
-        unused_options = {"--vectors": request.vectors}
-    refuse_options(
-        unused_options,
-        f"does nothing here: {output} is an index of backend {backend}",
-    )
+    reason = f"has no effect: {output} is an index of backend {backend}"
+    if backend in (BM25, LATE):
+        refuse_options({"--vectors": request.vectors}, reason)
+    if backend != LATE:
+        refuse_options({"--tokens": request.tokens}, reason)
 
 
 def _change_segments(
     request: IndexRequest,
-    vectors: Any,
+    backend: str,
     deleted_ids: Sequence[str],
-    metadata: Mapping[str, Mapping[str, object]] | None,
 ) -> dict[str, int]:
     """Update an index of segments (exact, dense, seismic, late), and merge its segments.
 
     Args:
-        request: options of the command.
-        vectors: of the new documents; None adds none.
-        deleted_ids: ids of documents to remove.
-        metadata: fields of the new documents by id.
+        request: the options of the command.
+        backend: the backend of the index.
+        deleted_ids: the ids of documents to remove.
 
     Returns:
         Numbers of documents, see :func:`_change`.
     """
     from tilefold.retrieval.index.merging import merge_segments, update_index
 
+    is_late = backend == LATE
+    folder = request.tokens if is_late else request.vectors
+    vectors = None
+    if request.update:
+        vectors = _retrievers.read_tokens(folder) if is_late else _read_vectors(folder, backend)
+    metadata = _metadata(request.data, folder, vectors)
     counts = {"written": 0, "deleted": 0}
-    if request.update or request.delete is not None:
-        counts = update_index(request.output, vectors, deleted_ids, metadata=metadata)
-    if request.merge:
-        counts["n_documents"] = merge_segments(request.output)
+    with _options.option_errors(
+        metadata="--data",
+        vectors="--tokens" if is_late else "--vectors",
+        index="--output",
+        path="--output",
+    ):
+        if request.update or request.delete is not None:
+            counts = update_index(request.output, vectors, deleted_ids, metadata=metadata)
+        if request.merge:
+            counts["n_documents"] = merge_segments(request.output)
     return counts
 
 
 def _read_ids(path: Path) -> list[str]:
-    """Return the ids of documents in a file, one per line."""
+    """Read the ids of documents from a file with an id per line."""
     text = _options.read_text(path, "--delete", "utf-8-sig")  # with or without a byte order mark
     # `splitlines` would also divide an id at other characters, such as a form feed.
     return [line for line in text.split("\n") if line.strip()]
 
 
-def _change_words(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str, int]:
+class _NewDocuments(NamedTuple):
+    """The documents to add to a BM25 index.
+
+    Attributes:
+        texts: id of a document or passage -> text.
+        metadata: document id -> field -> value.
+    """
+
+    texts: Mapping[str, str]
+    metadata: Mapping[str, Mapping[str, object]]
+
+
+def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str, int]:
     """Remove documents from a BM25 index, and add or replace the documents of ``--data``.
 
     Args:
-        request: names the index and the data.
-        deleted_ids: ids of documents to remove.
-
-    Returns:
-        Numbers of documents, see :func:`_change`.
-    """
-    output = request.output
-    data = request.data if request.update else None
-    if data is None and request.update:
-        raise UsageError("--update: a BM25 index reads the new documents: give them with --data.")
-    with lock_path(output), _options.option_errors(index="--output", documents="--data"):
-        index = retrieval.BM25Index.load(output)
-        passages = index.provenance.passages
-        texts: Mapping[str, str] = {}
-        metadata: Mapping[str, Mapping[str, object]] = {}
-        if data is not None:
-            collection = _common.load_data(data, documents_only=True)
-            metadata = collection.metadata()
-            if passages is None:
-                texts = collection.contents()
-            else:
-                texts = Passages.parse(passages).of(collection.documents)
-            if index.metadata is not None and not metadata:
-                # Replaced documents lose their metadata.
-                _note_missing_metadata(data)
-        n_deleted = len(ids_to_delete(index.ids, set(deleted_ids), (), passages))
-        changed = index.updated(texts, deleted_ids, metadata)
-        changed.save(output, overwrite=True)
-    return {"n_documents": changed.n_documents, "written": len(texts), "deleted": n_deleted}
-
-
-def _change_qdrant(
-    output: Path,
-    vectors: Any,
-    deleted_ids: list[str],
-    metadata: Mapping[str, Mapping[str, object]] | None,
-) -> dict[str, int]:
-    """Remove documents from a Qdrant index, and add or replace documents.
-
-    Args:
-        output: folder of the index.
-        vectors: of the new documents; None only removes documents.
-        deleted_ids: ids of documents to remove.
-        metadata: fields of the new documents by id.
+        request: the options that name the index and the data.
+        deleted_ids: the ids of documents to remove.
 
     Returns:
         Numbers of documents, see :func:`_change`.
 
     Raises:
-        CommandError: for vectors that the index cannot hold.
+        UsageError: if ``--update`` is given without ``--data``.
+    """
+    if request.update and request.data is None:
+        raise UsageError("--update: a BM25 index needs the new documents: give them with --data.")
+    output = request.output
+    with lock_path(output), _options.option_errors(index="--output", documents="--data"):
+        index = retrieval.BM25Index.load(output)
+        passages = index.provenance.passages
+        documents = _NewDocuments({}, {})
+        if request.data is not None:
+            documents = _load_new_documents(request.data, passages)
+            if index.metadata is not None and not documents.metadata:
+                # Replaced documents lose their metadata.
+                _note_missing_metadata(request.data)
+        n_deleted = len(
+            ids_to_delete(index.ids, set(deleted_ids), new_ids=(), passages=passages),
+        )
+        changed = index.updated(documents.texts, deleted_ids, documents.metadata)
+        changed.save(output, overwrite=True)
+    return {
+        "n_documents": changed.n_documents,
+        "written": len(documents.texts),
+        "deleted": n_deleted,
+    }
+
+
+def _load_new_documents(data: str, passages: str | None) -> _NewDocuments:
+    """Load the documents of ``--data`` for a BM25 index.
+
+    Args:
+        data: the value of ``--data``.
+        passages: how the index splits documents into passages; None for whole documents.
+    """
+    collection = _common.load_data(data, documents_only=True)
+    texts = collection.contents()
+    if passages is not None:
+        texts = Passages.parse(passages).of(collection.documents)
+    return _NewDocuments(texts, collection.metadata())
+
+
+def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, int]:
+    """Remove documents from a Qdrant index, and add or replace documents.
+
+    Args:
+        request: the options that name the index, the vectors and the data.
+        deleted_ids: the ids of documents to remove.
+
+    Returns:
+        Numbers of documents, see :func:`_change`.
+
+    Raises:
+        CommandError: if the index cannot hold the vectors.
         UsageError: if the index has metadata and the new documents have none.
     """
     from tilefold.retrieval.data.metadata import fields_by_id
     from tilefold.retrieval.index.qdrant import Documents
     from tilefold.retrieval.index.qdrant.index import QdrantIndex
 
+    output = request.output
+    metadata = None
     documents = None
-    if vectors is not None:
+    if request.update:
+        vectors = _read_vectors(request.vectors, QDRANT)
+        metadata = _metadata(request.data, request.vectors, vectors)
         documents = Documents(
             vectors.ids,
             vectors,
@@ -893,7 +931,7 @@ def _change_qdrant(
         index = QdrantIndex.load(output)
         with index.collection as collection:
             if documents is not None:
-                # Checked before anything is removed.
+                # All checks come before the first change.
                 documents.check(collection.layout, collection.place)
                 if metadata is None and collection.has_metadata():
                     raise UsageError(
@@ -920,15 +958,15 @@ def _entries_to_delete(
     deleted_ids: list[str],
     documents: Documents | None,
 ) -> list[str]:
-    """Return the ids of the entries that a change of a Qdrant index deletes first.
+    """Return the ids of the entries to delete from a Qdrant index before new ones are written.
 
-    Of an index of passages, these are all passages of the documents that are removed or replaced,
-    because a new document may have fewer.
+    For an index of passages, these are all passages of the removed and the replaced documents,
+    because a new document may have fewer passages. All ids of the collection are read.
 
     Args:
-        collection: of the index.
-        deleted_ids: ids of documents to remove.
-        documents: new documents or passages; None only removes documents.
+        collection: the collection of the index.
+        deleted_ids: the ids of documents to remove.
+        documents: the new documents or passages; None if documents are only removed.
     """
     if collection.layout.passages is None:
         return deleted_ids
@@ -945,13 +983,13 @@ class MergeRequest(Options):
     folders: Annotated[
         list[Path],
         argument(
-            "Folders of vectors of one kind, of the same model and settings.",
+            "Folders of vectors of the same kind, encoded by one model with the same settings.",
         ),
     ]
     output: Annotated[
         Path,
         option(
-            "Folder for all of them.",
+            "Folder for the merged vectors.",
         ),
     ]
     overwrite: Annotated[
@@ -971,7 +1009,7 @@ class MergeRequest(Options):
 
 
 def merge(request: MergeRequest) -> None:
-    """Write folders of vectors of different texts as one: sparse, token or dense vectors.
+    """Merge folders of sparse, dense or token vectors of different texts into one.
 
     Example:
         tilefold merge VECTORS MORE_VECTORS --output ALL_VECTORS
@@ -981,7 +1019,7 @@ def merge(request: MergeRequest) -> None:
     with (
         _options.option_errors(folders="FOLDERS:", output_dir="--output"),
         _common.heartbeat("merging"),
-        _common.noting_precisions(),
+        _common.precision_warnings_as_notes(),
     ):
         manifest = merge_vectors(request.folders, request.output, overwrite=request.overwrite)
     result = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,10 @@ from tilefold.cli import _common, _models
 from tilefold.cli._common import UsageError
 from tilefold.cli._options import Options, argument, option
 
-# distribution -> what it is for
+if TYPE_CHECKING:
+    import torch
+
+# Name of an optional package -> what it is for.
 OPTIONAL_PACKAGES = {
     "triton": "GPU kernels",
     "sentence-transformers": "training and encoding",
@@ -36,18 +39,26 @@ OPTIONAL_PACKAGES = {
 }
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
+GIB = 2**30
+# Defaults of the options of a plan.
+LENGTH = 256
+QUERY_LENGTH = 24
+GPU_MEMORY = 80.0
+MINI_BATCH_SIZE = 128
+DOCUMENTS = 1_000_000
+TERMS = 200.0
+
 # Constants of the estimates, fitted to train_splade.csv and a row of encode.csv in
 # benchmarks/results/nvidia-h200.
-GIB = 2**30
 USABLE = 0.955  # share of a GPU's memory that the largest batches of the benchmark used
 _STATE_BYTES = 16  # bytes per parameter: fp32 weight, gradient and both moments of AdamW
 _HIDDEN_BYTES = 28.2  # bytes that a layer saves per token and hidden dimension
 _INTERMEDIATE_BYTES = 4.0  # bytes that a layer saves per token and intermediate dimension
 _CHECKPOINT_BYTES = 4.0  # bytes that a checkpointed layer saves per token and hidden dimension
 _ENDS_BYTES = 16.0  # bytes that embedding and head save per token and hidden dimension
-_PEAK_ROWS = 2.85  # fp32 rows [V] per text at the peak: scores, gradient, the regularizer's
-# fp32 rows [V] per pair that the loss of cached gradients has at the peaks of its forward and its
-# backward pass.
+_PEAK_ROWS = 2.85  # fp32 rows [V] per text at the peak: scores, gradients, and regularisation
+# fp32 rows [V] per pair at the peaks of the forward and the backward pass of the loss, if gradients
+# are cached.
 _LOSS_FORWARD_ROWS = 9.25
 _LOSS_BACKWARD_ROWS = 7
 _LOSS_BACKWARD_SCORES = 4  # fp32 matrices of scores [B, B] in the backward pass
@@ -64,33 +75,33 @@ class InfoRequest(Options):
     what: Annotated[
         str | None,
         argument(
-            "plan: what a model needs; by default what is installed.",
+            "plan, for the time and memory that --model needs; by default the environment.",
         ),
     ] = None
     model: Annotated[
         str | None,
         option(
-            "plan: a folder or Hugging Face name.",
+            "plan: folder or Hugging Face name of the model.",
         ),
     ] = None
     length: Annotated[
         int | None,
         option(
-            "plan: tokens of a document; by default 256.",
+            f"plan: tokens per document; by default {LENGTH}.",
             min=1,
         ),
     ] = None
     query_length: Annotated[
         int | None,
         option(
-            "plan: tokens of a query; by default 24.",
+            f"plan: tokens per query; by default {QUERY_LENGTH}.",
             min=1,
         ),
     ] = None
     gpu_memory: Annotated[
         float | None,
         option(
-            "plan: GiB of the GPU; by default 80.",
+            f"plan: memory of the GPU in GiB; by default {GPU_MEMORY:g}.",
             min=0.1,
             max=1e6,
         ),
@@ -98,21 +109,21 @@ class InfoRequest(Options):
     mini_batch_size: Annotated[
         int | None,
         option(
-            "plan: pairs of a mini-batch of a larger batch; by default 128.",
+            f"plan: pairs per mini-batch of a larger batch; by default {MINI_BATCH_SIZE}.",
             min=1,
         ),
     ] = None
     documents: Annotated[
         int | None,
         option(
-            "plan: to encode; by default a million.",
+            f"plan: number of documents to encode; by default {DOCUMENTS:,}.",
             min=1,
         ),
     ] = None
     terms: Annotated[
         float | None,
         option(
-            "plan: of a document; by default 200.",
+            f"plan: terms per encoded document; by default {TERMS:g}.",
             min=1,
             max=1e6,
         ),
@@ -126,28 +137,28 @@ class InfoRequest(Options):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for an option of a plan without ``plan --model``."""
         super().validate()
-        plans = {
-            "length": self.length,
-            "query_length": self.query_length,
-            "gpu_memory": self.gpu_memory,
-            "mini_batch_size": self.mini_batch_size,
-            "documents": self.documents,
-            "terms": self.terms,
-        }
+        plan_options = [
+            self.what,
+            self.model,
+            self.length,
+            self.query_length,
+            self.gpu_memory,
+            self.mini_batch_size,
+            self.documents,
+            self.terms,
+        ]
         is_plan = self.what == "plan" and self.model is not None
-        asks_for_plan = self.what is not None or self.model is not None
-        if not is_plan and (asks_for_plan or any(value is not None for value in plans.values())):
-            raise UsageError("a plan is asked for by: tilefold info plan --model FOLDER_OR_NAME")
+        if not is_plan and any(value is not None for value in plan_options):
+            raise UsageError("to show a plan: tilefold info plan --model FOLDER_OR_NAME")
 
 
 def info(request: InfoRequest) -> None:
-    """Show versions, devices, the implementation that each operator would run, and the optional
-    packages.
+    """Show versions, devices, optional packages, and the implementation that each operator runs.
 
-    tilefold info plan --model M works out how large a batch fits for training, and what encoding
-    takes.
+    tilefold info plan --model MODEL estimates the largest training batch, and the time and memory
+    of encoding.
 
     Example:
         tilefold info plan --model MODEL --length 256
@@ -155,19 +166,19 @@ def info(request: InfoRequest) -> None:
     if request.model is not None:
         _print_plan(request, request.model)
         return
-    facts = collect()
+    environment = collect()
     if request.json:
-        _common.print_json(facts)
+        _common.print_json(environment)
     else:
-        _print(facts)
+        _print_environment(environment)
 
 
 def collect() -> dict[str, Any]:
-    """Return what ``tilefold info`` prints: versions, devices, kernels and optional packages.
+    """Return the versions, devices, kernels and optional packages of this environment.
 
     Returns:
-        A dictionary for JSON. ``kernels_by_compute_capability`` has a pair per operator: the
-        kernels that run, and why no faster ones do.
+        A dictionary for JSON. ``kernels_by_compute_capability`` maps each operator to the kernels
+        that run, and the reason why no faster ones do.
     """
     import platform
 
@@ -175,44 +186,64 @@ def collect() -> dict[str, Any]:
 
     from tilefold._internal.lazy import package_version
     from tilefold.bench.results import cpu_name, driver_version
-    from tilefold.ops.implementations import kernel_of, releases
 
-    release = releases.release()
     return {
         "tilefold": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": torch.__version__,
         "cpu": {"name": cpu_name(), "threads": torch.get_num_threads()},
-        "gpus": [
-            {
-                "name": gpu.name,
-                "capability": f"{gpu.major}.{gpu.minor}",
-                "memory_gib": round(gpu.total_memory / 2**30, 1),
-                "multiprocessors": gpu.multi_processor_count,
-            }
-            for gpu in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-        ],
+        "gpus": _gpus(),
         "driver": driver_version(),
-        "triton": {
-            "release": releases.release_name() if release != (0, 0) else None,
-            "tested": release in releases.TESTED,
-            "kernels_by_compute_capability": {
-                name: {op: list(kernel_of(op, capability)) for op in ("lsr_head", "maxsim")}
-                for name, capability in ARCHITECTURES.items()
-            },
-        },
+        "triton": _triton(),
         "operators": _operators(),
         "packages": {name: package_version(name) or None for name in OPTIONAL_PACKAGES},
     }
 
 
+def _gpus() -> list[dict[str, Any]]:
+    """Return the properties of each GPU of this machine."""
+    import torch
+
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / GIB, 1),
+                "multiprocessors": properties.multi_processor_count,
+            },
+        )
+    return gpus
+
+
+def _triton() -> dict[str, Any]:
+    """Return the installed release of Triton, and the kernels that it runs on each kind of GPU."""
+    from tilefold.ops.implementations import kernel_of, releases
+
+    release = releases.release()
+    is_installed = release != (0, 0)
+    return {
+        "release": releases.release_name() if is_installed else None,
+        "tested": release in releases.TESTED,
+        "kernels_by_compute_capability": {
+            name: {
+                operator: list(kernel_of(operator, capability))
+                for operator in ("lsr_head", "maxsim")
+            }
+            for name, capability in ARCHITECTURES.items()
+        },
+    }
+
+
 def _operators() -> dict[str, dict[str, Any]]:
-    """Return what ``impl="auto"`` runs for each operator on each kind of device, and why.
+    """Return which implementation ``impl="auto"`` runs for each operator and kind of device.
 
     Returns:
-        Operator -> type of device -> the implementation (``auto``) and its ``kernels``, and the
-        reasons against Triton and against faster kernels; None or empty without a reason.
+        Operator -> type of device -> the implementation (``auto``), its ``kernels``, the reason
+        against Triton and the reason against faster kernels.
     """
     import torch
 
@@ -221,83 +252,88 @@ def _operators() -> dict[str, dict[str, Any]]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    operators: dict[str, dict[str, Any]] = {}
-    for name, operator in implementations.operators().items():
-        operators[name] = {}
-        for device in devices:
-            auto = implementations.resolve_impl("auto", device, operator)
-            # Triton may have failed in this process. Otherwise the device decides.
-            why_not_triton = implementations.given_up(operator, device)
-            if not why_not_triton:
-                why_not_triton = implementations.why_not_triton(device)
-            kernel = "torch"
-            why_not_faster = None
-            if auto == "triton":
-                capability = torch.cuda.get_device_capability(device)
-                kernel, why_not_faster = implementations.kernel_of(operator, capability, device)
-            operators[name][device.type] = {
-                "auto": auto,
-                "why_not_triton": why_not_triton,
-                "kernels": kernel,
-                "why_not_faster": why_not_faster,
-            }
-    return operators
+    return {
+        name: {device.type: _implementation_on(operator, device) for device in devices}
+        for name, operator in implementations.operators().items()
+    }
 
 
-def _print(facts: dict[str, Any]) -> None:
-    """Print versions, devices, operators and packages for people.
+def _implementation_on(operator: Any, device: torch.device) -> dict[str, Any]:
+    """Return which implementation ``impl="auto"`` runs for an operator on a device, and why."""
+    import torch
+
+    from tilefold.ops import implementations
+
+    auto = implementations.resolve_impl("auto", device, operator)
+    # Triton may have failed in this process. Otherwise the device decides.
+    failure = implementations.given_up(operator, device)
+    kernel = "torch"
+    why_not_faster = None
+    if auto == "triton":
+        capability = torch.cuda.get_device_capability(device)
+        kernel, why_not_faster = implementations.kernel_of(operator, capability, device)
+    return {
+        "auto": auto,
+        "why_not_triton": failure or implementations.why_not_triton(device),
+        "kernels": kernel,
+        "why_not_faster": why_not_faster,
+    }
+
+
+def _print_environment(environment: dict[str, Any]) -> None:
+    """Print versions, devices, operators and packages as text.
 
     Args:
-        facts: as :func:`collect` returns them.
+        environment: the dictionary of :func:`collect`.
     """
-    cpu = facts["cpu"]
     typer.echo(
-        f"tilefold {facts['tilefold']}, torch {facts['torch']}, Python {facts['python']} on "
-        f"{facts['platform']}",
+        f"tilefold {environment['tilefold']}, torch {environment['torch']}, Python "
+        f"{environment['python']} on {environment['platform']}",
     )
+    cpu = environment["cpu"]
     typer.echo(f"cpu: {cpu['name']}, {cpu['threads']} threads")
-    for gpu in facts["gpus"]:
+    for gpu in environment["gpus"]:
         typer.echo(
             f"gpu: {gpu['name']}, capability {gpu['capability']}, {gpu['memory_gib']} GiB, driver "
-            f"{facts['driver']}",
+            f"{environment['driver']}",
         )
-    if not facts["gpus"]:
+    if not environment["gpus"]:
         typer.echo("gpu: none that torch can see")
-    _print_operators(facts["operators"])
-    if facts["triton"]["release"] is not None:
-        _print_kernels(facts["triton"])
+    _print_operators(environment["operators"])
+    if environment["triton"]["release"] is not None:
+        _print_kernels(environment["triton"])
     rows = [
         (name, version or "not installed", OPTIONAL_PACKAGES[name])
-        for name, version in facts["packages"].items()
+        for name, version in environment["packages"].items()
     ]
-    _common.print_table(("optional package", "version", "for"), rows)
+    _common.print_table(("optional package", "version", "used for"), rows)
 
 
 def _print_operators(operators: dict[str, dict[str, Any]]) -> None:
-    """Print the implementation of each operator on each kind of device."""
+    """Print a table of the implementations that operators run on each kind of device."""
     rows = []
     for name, choice_by_device in operators.items():
         for device, choice in choice_by_device.items():
             reason = choice["why_not_triton"] or choice["why_not_faster"] or ""
             rows.append((name, device, choice["auto"], choice["kernels"], reason))
-    columns = ("operator", "device", "auto runs", "by", "why nothing faster")
-    _common.print_table(columns, rows, fold=columns)
+    columns = ("operator", "device", "auto runs", "with", "why no faster kernel")
+    _common.print_table(columns, rows, wrapped=columns)
 
 
 def _print_kernels(triton: dict[str, Any]) -> None:
-    """Print which kernels run on each compute capability with the installed Triton.
+    """Print a table of the kernels that run on each compute capability with the installed Triton.
 
     Args:
         triton: the entry ``"triton"`` of :func:`collect`.
     """
-    tested = "" if triton["tested"] else ", which tilefold was not tested with"
-    typer.echo(f"On GPUs with Triton {triton['release']}{tested}:")
+    warning = "" if triton["tested"] else ", which tilefold was not tested with"
+    typer.echo(f"On GPUs with Triton {triton['release']}{warning}:")
     rows = []
     for capability, kernels in triton["kernels_by_compute_capability"].items():
         for operator, (kernel, why_not_faster) in kernels.items():
             rows.append((capability, operator, kernel, why_not_faster or ""))
-    columns = ("compute capability", "operator", "16-bit kernels", "why nothing faster")
-    _common.print_table(columns, rows, fold=columns)
+    columns = ("compute capability", "operator", "kernel for 16 bits", "why no faster kernel")
+    _common.print_table(columns, rows, wrapped=columns)
 
 
 @dataclass(frozen=True)
@@ -305,10 +341,10 @@ class Shape:
     """Dimensions of a BERT-like encoder with a tied LM head.
 
     Attributes:
-        hidden: hidden dimension D.
-        layers: number of layers.
-        intermediate: width of the feed-forward part.
-        vocab: vocabulary size V.
+        hidden: the hidden dimension D.
+        layers: the number of layers.
+        intermediate: the intermediate dimension of the feed-forward part.
+        vocab: the vocabulary size V.
     """
 
     hidden: int
@@ -318,12 +354,12 @@ class Shape:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters of all layers."""
+        """The number of parameters of all layers."""
         return self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
 
     @property
     def parameters(self) -> int:
-        """Approximate number of parameters of the model, with 512 positions."""
+        """The approximate number of parameters of the model, with 512 positions."""
         return self.layer_parameters + (self.vocab + 512) * self.hidden + self.hidden**2
 
 
@@ -332,10 +368,11 @@ class Training:
     """Estimated memory of a training step, and the batches that fit.
 
     Attributes:
-        fixed_gib: weights, gradients and the state of AdamW, in GiB.
-        mib_a_pair: peak memory per pair of a query and a document, in MiB.
-        largest_batch: pairs that fit; 0 if the weights alone do not.
-        largest_in_mini_batches: pairs that fit in mini-batches, with cached gradients.
+        fixed_gib: the memory of weights, gradients and the state of AdamW, in GiB.
+        mib_a_pair: the peak memory per pair of a query and a document, in MiB.
+        largest_batch: the number of pairs that fit; 0 if the weights alone do not fit.
+        largest_in_mini_batches: the number of pairs that fit if the batch is split into
+            mini-batches with cached gradients.
     """
 
     fixed_gib: float
@@ -355,25 +392,25 @@ def training(
 ) -> Training:
     """Estimate the memory of training SPLADE with `accelerate`, in bf16 autocast.
 
-    The memory of a step is fixed_bytes + pairs * pair_bytes. Fixed are the weights, the gradients
-    and the state of AdamW. A pair takes what layers save for the backward pass for each token, and
-    rows of the vocabulary's size for each text. All texts are taken to be of full length. Bytes per
-    token and the number of rows were fitted to measurements.
+    The memory of a step is fixed_bytes + pairs * pair_bytes. The fixed part holds the weights, the
+    gradients and the state of AdamW. A pair needs the activations that layers save for each token,
+    and rows of vocabulary size for each text. All texts are assumed to have the full length. The
+    bytes per token and the number of rows were fitted to measurements.
 
     Args:
-        shape: of the model.
-        length: tokens of a document.
-        query_length: tokens of a query.
-        memory_gib: memory of the GPU in GiB.
-        mini_batch_size: pairs of a mini-batch.
+        shape: the shape of the model.
+        length: the tokens per document.
+        query_length: the tokens per query.
+        memory_gib: the memory of the GPU in GiB.
+        mini_batch_size: the pairs per mini-batch.
         checkpointing: whether layers are recomputed in the backward pass.
     """
     layer_bytes = _HIDDEN_BYTES * shape.hidden + _INTERMEDIATE_BYTES * shape.intermediate
     if checkpointing:
-        # Every layer saves its input, and one layer at a time everything.
+        # Every layer saves its input, and one layer at a time saves all activations.
         checkpoints = shape.layers * _CHECKPOINT_BYTES * shape.hidden
         token_bytes = checkpoints + layer_bytes + _ENDS_BYTES * shape.hidden
-        # The backward pass of the layers runs when most of the head's rows are freed.
+        # Most rows of the head are freed before the backward pass of the layers.
         peak_rows = 1.0
     else:
         token_bytes = shape.layers * layer_bytes
@@ -385,18 +422,18 @@ def training(
     free_bytes = USABLE * memory_gib * GIB - fixed_bytes
 
     def cached_bytes(n_pairs: int) -> float:
-        """Return the peak of a step of `n_pairs` in mini-batches, whose gradients are cached."""
-        bytes_of_a_row_per_pair = row_bytes * n_pairs
+        """Return the peak memory of a step of `n_pairs` in mini-batches with cached gradients."""
+        bytes_of_one_row_per_pair = row_bytes * n_pairs
         score_bytes = 4 * n_pairs**2  # fp32 scores of each query with each document
         # The vectors of all pairs stay in memory while a mini-batch is encoded.
-        mini_batch = mini_batch_size * pair_bytes + texts_per_pair * bytes_of_a_row_per_pair
-        loss_forward = _LOSS_FORWARD_ROWS * bytes_of_a_row_per_pair + score_bytes
+        mini_batch = mini_batch_size * pair_bytes + texts_per_pair * bytes_of_one_row_per_pair
+        loss_forward = _LOSS_FORWARD_ROWS * bytes_of_one_row_per_pair + score_bytes
         loss_backward = (
-            _LOSS_BACKWARD_ROWS * bytes_of_a_row_per_pair + _LOSS_BACKWARD_SCORES * score_bytes
+            _LOSS_BACKWARD_ROWS * bytes_of_one_row_per_pair + _LOSS_BACKWARD_SCORES * score_bytes
         )
         return max(mini_batch, loss_forward, loss_backward)
 
-    # The largest number of pairs whose peak fits, by binary search.
+    # Binary search for the largest number of pairs whose peak fits.
     largest_in_mini_batches = bisect.bisect(range(1, 1 << 24), free_bytes, key=cached_bytes)
     return Training(
         fixed_gib=fixed_bytes / GIB,
@@ -409,13 +446,14 @@ def training(
 def texts_per_second(shape: Shape, length: int) -> float:
     """Estimate the rate of encoding to Parquet on one H200 in bf16.
 
-    It is limited by the operations of the model, at the rate of BERT-base, or by the tokenizer.
+    The limit is either the floating-point operations of the model, at the rate that was measured
+    for BERT-base, or the tokenizer.
 
     Args:
-        shape: of the model.
-        length: tokens of a text.
+        shape: the shape of the model.
+        length: the tokens per text.
     """
-    # Per token: a multiplication and an addition for each weight of the layers and of the head, and
+    # A token needs a multiplication and an addition for each weight of the layers and the head, and
     # for each position in the two products of attention, Q @ K and P @ V.
     weight_operations = 2 * (shape.layer_parameters + shape.hidden * shape.vocab)
     attention_operations = 4 * length * shape.hidden * shape.layers
@@ -424,19 +462,19 @@ def texts_per_second(shape: Shape, length: int) -> float:
 
 
 def _print_plan(request: InfoRequest, model: str) -> None:
-    """Estimate what training and encoding with a model take, and print it.
+    """Estimate the time and memory of training and encoding with a model, and print them.
 
     Args:
-        request: options of the command; those that were not given have defaults here.
-        model: folder or name of the model, of which only the configuration is read.
+        request: the options of the command.
+        model: the folder or name of the model. Only its configuration is read.
     """
     shape = _shape_of(model)
-    length = request.length or 256
-    query_length = request.query_length or 24
-    gpu_memory = request.gpu_memory or 80.0
-    mini_batch_size = request.mini_batch_size or 128
-    documents = request.documents or 10**6
-    terms = request.terms or 200.0
+    length = request.length or LENGTH
+    query_length = request.query_length or QUERY_LENGTH
+    gpu_memory = request.gpu_memory or GPU_MEMORY
+    mini_batch_size = request.mini_batch_size or MINI_BATCH_SIZE
+    documents = request.documents or DOCUMENTS
+    terms = request.terms or TERMS
     rate = texts_per_second(shape, length)
     plan: dict[str, Any] = {
         "shape": asdict(shape),
@@ -468,18 +506,18 @@ def _print_plan(request: InfoRequest, model: str) -> None:
 
 
 def _shape_of(model: str) -> Shape:
-    """Return the dimensions of an encoder like BERT, from its configuration.
+    """Read the dimensions of a BERT-like encoder from its configuration.
 
     Args:
-        model: folder or name of the model, whose weights are not read.
+        model: the folder or name of the model, whose weights are not read.
 
     Raises:
-        UsageError: if the configuration lacks one of them.
+        UsageError: if the configuration lacks a dimension.
     """
     from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(
-        _models.find_model(model, "--model"),
+        _models.checked_model_name(model, "--model"),
         trust_remote_code=False,
     )
     names = ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size")
@@ -499,44 +537,41 @@ def _shape_of(model: str) -> Shape:
 
 
 def _format_plan(model: str, plan: dict[str, Any]) -> str:
-    """Return the plan of a model in words.
+    """Format the plan of a model for the terminal.
 
     Args:
-        model: name of the model.
-        plan: as ``--json`` prints it.
+        model: the name of the model.
+        plan: the plan, as ``--json`` prints it.
     """
     encoding = plan["encoding"]
+    mini_batch_size = plan["mini_batch_size"]
     lines = [
         f"{model}: {plan['parameters'] / 1e6:.0f} million parameters, V = "
         f"{plan['shape']['vocab']:,}",
         f"training SPLADE, documents of {plan['length']} and queries of {plan['query_length']} "
         f"tokens, {plan['gpu_memory']:g} GiB, bf16 autocast, AdamW:",
-        _format_training(plan["training"], "", plan["mini_batch_size"]),
-        _format_training(
-            plan["training_checkpointed"],
-            " with gradient checkpointing",
-            plan["mini_batch_size"],
-        ),
+        f"  {_format_training(plan['training'], mini_batch_size)}",
+        "  with gradient checkpointing: "
+        f"{_format_training(plan['training_checkpointed'], mini_batch_size)}",
         f"encoding {plan['documents']:,} documents of {plan['terms']:g} terms on one H200: "
         f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours",
-        f"  {encoding['vector_gigabytes_at_most']:.3g} GB of vectors at most, "
+        f"  at most {encoding['vector_gigabytes_at_most']:.3g} GB of vectors, "
         f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index",
-        "worked out from one H200: BERT-base and XLM-R-base (batch, memory), BERT-base (rate); the "
-        "rest is not measured",
+        "estimated from measurements on one H200 with BERT-base and XLM-R-base (batch, memory) and "
+        "with BERT-base (rate); other models and GPUs were not measured",
     ]
     return "\n".join(lines)
 
 
-def _format_training(step: dict[str, Any], setting: str, mini_batch_size: int) -> str:
-    """Return the batches that fit, and the memory of a step, in words.
+def _format_training(step: dict[str, Any], mini_batch_size: int) -> str:
+    """Format the largest batch of a training step, and its memory.
 
     Args:
         step: a :class:`Training` as a dictionary.
-        setting: how it is trained, after a space; empty for the default.
-        mini_batch_size: pairs of a mini-batch.
+        mini_batch_size: the pairs per mini-batch.
     """
     return (
-        f"  at most {step['largest_batch']:,} pairs{setting}: {step['fixed_gib']:.1f} GiB and "
+        f"at most {step['largest_batch']:,} pairs, with {step['fixed_gib']:.1f} GiB and "
         f"{step['mib_a_pair']:.1f} MiB per pair; {step['largest_in_mini_batches']:,} in "
         f"mini-batches of {mini_batch_size:,}"
     )

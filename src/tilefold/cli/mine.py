@@ -1,23 +1,21 @@
-"""``tilefold mine``, hard negatives for training, and ``tilefold score``, teachers' scores for
-them.
-"""
+"""``tilefold mine`` and ``tilefold score``: hard negatives for training, and scores of teachers."""
 
 from __future__ import annotations
 
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
 from tilefold.cli._retrievers import SearcherParts
-from tilefold.retrieval.common.provenance import texts_digest
+from tilefold.retrieval.common.provenance import Provenance, texts_digest
 
 if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
@@ -27,13 +25,14 @@ if TYPE_CHECKING:
 
 RANKS = "1-100"
 PER_QUERY = 16
-FILTER_DEPTH = 1000  # ranks in which filters look for the query's relevant documents
+FILTER_DEPTH = 1000  # documents per query among which filters look for the relevant ones
 MARGIN_HELP = (
     "Leave out negatives that score within this margin of the query's best relevant document."
 )
-_LEFT_OUT = {
+# Counts of the result -> what the number counts.
+_COUNT_DESCRIPTIONS = {
     "queries_without": "queries have no negative and are left out",
-    "queries_short": "queries have fewer negatives than asked for",
+    "queries_short": "queries have fewer negatives than requested",
     "left_out_by_score": "candidates were left out as possible false negatives",
     "left_out_by_id": "candidates were left out because they have the query's id",
     "left_out_by_text": (
@@ -53,7 +52,7 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     output: Annotated[
         Path,
         option(
-            "File to write, NAME.parquet; tilefold score adds teachers' scores.",
+            "File to write, NAME.parquet; tilefold score adds the scores of teachers.",
         ),
     ]
     data: Annotated[
@@ -78,25 +77,25 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     run: Annotated[
         Path | None,
         option(
-            "A TREC run to draw from.",
+            "A TREC run to draw negatives from.",
         ),
     ] = None
     index: Annotated[
         Path | None,
         option(
-            "Index to draw from, with the --model that made it; BM25 has none.",
+            "Index to draw negatives from, with the --model that encoded it; BM25 needs no model.",
         ),
     ] = None
     vectors: Annotated[
         Path | None,
         option(
-            "Encoded documents to search exactly, with the --model that made them.",
+            "Encoded documents to search exactly, with the --model that encoded them.",
         ),
     ] = None
     model: Annotated[
         str | None,
         option(
-            "The SparseEncoder of --index or --vectors; or alone, a dense model such as minilm.",
+            "The model of --index or --vectors; without them, a dense model such as minilm.",
         ),
     ] = None
     ranks: Annotated[
@@ -127,7 +126,7 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     seed: Annotated[
         int,
         option(
-            "Of the draws where ranks hold more than --per-query.",
+            "Seed of the random choice if --ranks hold more documents than --per-query.",
             min=0,
         ),
     ] = 0
@@ -142,39 +141,38 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     as_json: Annotated[
         bool,
         option(
-            "What was mined as JSON on stdout.",
+            "The result as JSON on stdout.",
             "--json",
         ),
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` unless one source of negatives is given, with its options."""
         super().validate()
         if self.index is None and self.vectors is None:
-            self.refuse_index_options("goes with --index or --vectors")
-        if self.run is not None or self.index is not None or self.vectors is not None:
-            refuse_options(
-                {"--max-length": self.max_length},
-                "goes with a dense --model alone",
-            )
+            self.refuse_index_options("requires --index or --vectors")
         sources = [self.run, self.index, self.vectors]
         n_sources = sum(source is not None for source in sources)
-        if (
-            n_sources > 1
-            or (n_sources == 0 and self.model is None)
-            or (self.run is not None and self.model is not None)
-        ):
-            ways = (
-                "--run FILE, --index FOLDER (with --model, but for BM25), "
-                "--vectors FOLDER with --model"
+        if n_sources > 0:
+            refuse_options(
+                {"--max-length": self.max_length},
+                "can only be used with a dense --model, without --run, --index and --vectors",
             )
+        if n_sources > 1:
+            raise UsageError("give only one of --run, --index and --vectors.")
+        if self.run is not None and self.model is not None:
+            raise UsageError("give only one of --run and --model: a run needs no model.")
+        if n_sources == 0 and self.model is None:
             raise UsageError(
-                f"give one of {ways}, or a dense --model such as {_models.PACKAGED}, which needs "
-                "no download.",
+                "give one of --run FILE, --index FOLDER (with --model unless it is BM25), "
+                f"--vectors FOLDER with --model, or a dense --model such as {_models.PACKAGED}, "
+                "which needs no download.",
             )
+        if self.vectors is not None and self.model is None:
+            raise UsageError(f"--vectors: name the model that made {self.vectors} with --model.")
 
     def source(self) -> str:
-        """Return the option that names what negatives are drawn from, with its value."""
+        """Return the option that names the source of the negatives, with its value."""
         if self.run is not None:
             return f"--run {self.run}"
         if self.index is not None:
@@ -185,11 +183,11 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
 
 
 def mine(request: MineRequest) -> None:
-    """Draw hard negatives for the judged queries of a split, into a Parquet file that training
-    reads.
+    """Draw hard negatives for the judged queries of a split, and write a Parquet file for training.
 
-    Documents judged relevant, and ones with the same text, are never negatives. --ranks 1-50
-    --per-query 50 --ranks 1-1000 --per-query 50 takes the best 50 and 50 more of the best 1,000.
+    Documents that are judged relevant, or have the text of one that is, are never negatives.
+    --ranks 1-50 --per-query 50 --ranks 1-1000 --per-query 50 takes the best 50, and 50 more of the
+    best 1,000.
 
     Example:
         tilefold mine --data DATA --index INDEX --output mined.parquet
@@ -204,15 +202,16 @@ def mine(request: MineRequest) -> None:
         *_scores.files_of_collection(request.data),
         overwrite=request.overwrite,
     )
-    _models.find_models({"--model": request.model})
-    collection, _ = _scores.load_splits(request.data, [request.split], request.drop_unknown)
+    _models.check_model_names({"--model": request.model})
+    collection = _common.load_data(request.data, drop_unknown=request.drop_unknown)
+    _common.check_split(collection, request.split)
     depth = max(window.last for window in windows)
     if false_negatives is not None:
         depth = max(depth, FILTER_DEPTH)
-    source, rankings = _open(request, collection, request.split, depth)
+    source = _open_source(request, collection, depth)
 
     mined = retrieval.mine_negatives(
-        rankings,
+        source.rankings,
         collection,
         request.split,
         windows,
@@ -236,15 +235,15 @@ def mine(request: MineRequest) -> None:
 
 
 def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Window]:
-    """Return the ranges of ranks from which negatives are drawn, with the number from each.
+    """Parse ``--ranks`` and ``--per-query`` into windows of ranks, from which negatives are drawn.
 
     Args:
-        ranks: values of ``--ranks``, such as ``"1-50"``; None takes the default range.
-        per_query: values of ``--per-query``, one for all ranges or one each; None takes the
-            default.
+        ranks: the values of ``--ranks``, such as ``"1-50"``; None takes the default range.
+        per_query: the numbers of negatives of ``--per-query``, one per range or a single one for
+            all ranges; None takes the default number.
 
     Raises:
-        UsageError: for another number of values, or a text that is not a range.
+        UsageError: if the numbers do not match the ranges, or a text is not a range.
     """
     ranges = ranks or [RANKS]
     counts = per_query or [PER_QUERY]
@@ -252,7 +251,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
         counts = counts * len(ranges)
     if len(ranges) != len(counts):
         raise UsageError(
-            f"--per-query: expected one for each of {len(ranges)} --ranks, got {len(counts)}.",
+            f"--per-query: expected a number for each of {len(ranges)} --ranks, got {len(counts)}.",
         )
     windows = []
     for text, count in zip(ranges, counts, strict=True):
@@ -266,7 +265,7 @@ def _windows(ranks: list[str] | None, per_query: list[int] | None) -> list[Windo
 
 
 def check_filter(margin: float | None, max_score_share: float | None) -> FalseNegatives | None:
-    """Return the filter of ``--margin`` and ``--max-score-share``, or None without both."""
+    """Return the filter of ``--margin`` and ``--max-score-share``; None if neither is given."""
     from tilefold.retrieval.training_data.mining import FalseNegatives
 
     if margin is None and max_score_share is None:
@@ -275,51 +274,53 @@ def check_filter(margin: float | None, max_score_share: float | None) -> FalseNe
         return FalseNegatives(margin, max_score_share)
 
 
-def _open(
-    request: MineRequest,
-    collection: Collection,
-    split: str,
-    depth: int,
-) -> tuple[_scores.NamedRun, Iterator[tuple[str, Mapping[str, float]]]]:
-    """Open the rankings from which negatives are drawn: a run, or the results of a search.
+class NegativeSource(NamedTuple):
+    """The ranked documents from which negatives are drawn.
+
+    Attributes:
+        name: the option that names the source, with its value.
+        provenance: the fingerprints of the documents and the model.
+        rankings: pairs of a query id and its ranking, document id -> score.
+    """
+
+    name: str
+    provenance: Provenance
+    rankings: Iterable[tuple[str, Mapping[str, float]]]
+
+
+def _open_source(request: MineRequest, collection: Collection, depth: int) -> NegativeSource:
+    """Open the rankings from which negatives are drawn: those of a run, or of a search.
 
     Args:
-        request: names a run, an index, vectors or a dense model.
-        collection: with the queries of the split.
-        split: split of the judgements.
-        depth: documents per query.
-
-    Returns:
-        A description of what ranks: its name, its provenance, and its run if that is a file. And an
-        iterator of query ids with their rankings, document id -> score.
+        request: the options that name a run, an index, vectors or a dense model.
+        collection: the collection with the queries of the split.
+        depth: the number of documents per query.
 
     Raises:
-        CommandError: if it was made from other documents.
+        CommandError: if the run or the index was made from other documents.
     """
-    texts = _scores.texts_of(collection)
     if request.run is not None:
-        named = _scores.read_run(request.run, "--run")
-        _scores.check_texts(named.name, named.provenance, collection, texts)
-        _scores.check_answers(named, collection, [split])
-        return named, iter(named.run.items())
+        named_run = _scores.read_run(request.run, "--run")
+        _scores.check_made_from(collection, named_run.name, named_run.provenance)
+        _scores.check_has_results(named_run, collection, [request.split])
+        return NegativeSource(named_run.name, named_run.provenance, named_run.run.items())
     if request.index is None and request.vectors is None:
         searcher = _retrievers.open_dense(request, collection.contents(), request.max_length)
-    elif request.model is None and request.vectors is not None:
-        raise UsageError(f"--vectors: name the model that made {request.vectors} with --model.")
     else:
         searcher = _retrievers.open_searcher(
             request,
-            collection.contents,
-            lambda provenance: SearcherParts(),  # only the index and its model
+            load_texts=collection.contents,
+            load_parts=lambda _provenance_of_index: SearcherParts(),  # mining needs none
         )
     name = request.source()
-    _scores.check_texts(name, searcher.provenance, collection, texts)
-    ranked = _retrievers.ranked(
+    _scores.check_made_from(collection, name, searcher.provenance)
+    rankings = _retrievers.iterate_rankings(
         searcher,
-        collection.split_queries(split),
+        collection.split_queries(request.split),
         retrieval.SearchRequest(depth),
     )
-    return _scores.NamedRun(name, {}, searcher.provenance), ranked
+    query_scores = ((ranking.query, ranking.scores) for ranking in rankings)
+    return NegativeSource(name, searcher.provenance, query_scores)
 
 
 def _write(
@@ -332,16 +333,16 @@ def _write(
 
     Args:
         mined: the negatives.
-        provenance: what the file says about its origin.
-        collection: with the texts, whose fingerprints are written too.
-        request: names the file.
+        provenance: the origin of the negatives, which is recorded in the file.
+        collection: the collection with the texts, whose fingerprints are recorded, too.
+        request: the options of the command.
 
     Raises:
         CommandError: if there is no negative for any query.
     """
     if not mined.queries:
         raise CommandError(
-            f"no negative was found for any query ({mined.filtered} candidates were left out as "
+            f"there is no negative for any query ({mined.filtered} candidates were left out as "
             "possible false negatives): draw from more --ranks, or filter less.",
         )
     rows = mined.rows(provenance)
@@ -361,7 +362,7 @@ def _write(
         "left_out_by_text": mined.same_text,
     }
     if not request.as_json:
-        for name, description in _LEFT_OUT.items():
+        for name, description in _COUNT_DESCRIPTIONS.items():
             if result[name]:
                 note(f"{result[name]} {description}")
     score_command = _common.next_command(
@@ -401,7 +402,7 @@ class ScoreRequest(DocumentFieldOptions):
     mined: Annotated[
         Path,
         argument(
-            "Parquet file of tilefold mine, or one that was scored before.",
+            "Parquet file of tilefold mine or tilefold score.",
         ),
     ]
     output: Annotated[
@@ -425,7 +426,7 @@ class ScoreRequest(DocumentFieldOptions):
     split: Annotated[
         str | None,
         option(
-            "Split whose relevant documents are scored too; by default that of the file.",
+            "Split whose relevant documents are scored, too; by default the split of the file.",
         ),
     ] = None
     drop_unknown: Annotated[
@@ -438,38 +439,39 @@ class ScoreRequest(DocumentFieldOptions):
     normalization: Annotated[
         Literal["min_max", "none"],
         option(
-            "Of a teacher's scores of a query before the mean.",
+            "Normalisation of a teacher's scores per query, before the mean over teachers.",
         ),
     ] = "min_max"
     scale: Annotated[
         float | None,
         option(
-            "Factor of the mean; by default 30, and 1 with --normalization none.",
+            "Factor that multiplies the mean; by default 30, or 1 with --normalization none.",
         ),
     ] = None
     language: Annotated[
         str | None,
         option(
-            "Of Snowball stemmer and stop words of --teacher bm25, or none for neither; by default "
-            "english.",
+            "Language of the Snowball stemmer and stop words of --teacher bm25, or none for "
+            "neither; by default english.",
         ),
     ] = None
     like: Annotated[
         str | None,
         option(
-            "Map the mean to the mean and deviation of this --teacher, in place of --scale.",
+            "Instead of --scale: shift and scale the mean to the mean and deviation of the scores "
+            "of this --teacher.",
         ),
     ] = None
     margin: Annotated[
         float | None,
         option(
-            MARGIN_HELP + " By the ensemble's score.",
+            MARGIN_HELP + " The scores are those of the ensemble.",
         ),
     ] = None
     max_score_share: Annotated[
         float | None,
         option(
-            SHARE_HELP + " By the ensemble's score.",
+            SHARE_HELP + " The scores are those of the ensemble.",
         ),
     ] = None
     batch_size: Annotated[
@@ -481,7 +483,7 @@ class ScoreRequest(DocumentFieldOptions):
     max_length: Annotated[
         int | None,
         positive(
-            "Tokens that a model reads of a text or pair; by default its own limit.",
+            "Maximum tokens per text or pair; by default the maximum of the model.",
         ),
     ] = None
     resume: Annotated[
@@ -501,36 +503,35 @@ class ScoreRequest(DocumentFieldOptions):
     as_json: Annotated[
         bool,
         option(
-            "What was scored as JSON on stdout.",
+            "The result as JSON on stdout.",
             "--json",
         ),
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for options without effect, or a scale that is not above 0."""
         super().validate()
         if BM25 not in self.teacher:
             refuse_options(
                 {"--language": self.language},
-                "goes with --teacher bm25; the folder of an index has its own language",
+                "requires --teacher bm25; a BM25 index has its own language",
             )
         if self.like is not None:
             refuse_options(
                 {"--scale": self.scale},
-                "goes without --like, which sets mean and deviation",
+                "cannot be combined with --like, which sets the scale, too",
             )
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise UsageError(f"--scale: expected a finite number above 0, got {self.scale:g}.")
 
 
 def score(request: ScoreRequest) -> None:
-    """Score mined negatives and relevant documents with one teacher or several; training reads the
-    result.
+    """Score mined negatives and relevant documents with one or more teachers, for training.
 
-    A column score:TEACHER for each, and score, their ensemble. After an interruption the same
-    command goes on: 2,048 pairs of a cross-encoder at a time, shards of vectors of a sparse or
-    multi-vector model, and whole columns are kept; the unfinished encoding of a dense model is
-    repeated.
+    The file gets a column score:TEACHER for each teacher, and a column score for their ensemble.
+    The same command resumes an interrupted run: it keeps finished columns, the pairs of a
+    cross-encoder in steps of 2,048, and the shards of a sparse or multi-vector model; only a dense
+    model encodes all texts again.
 
     Example:
         tilefold score mined.parquet --teacher minilm --data DATA \\
@@ -539,7 +540,7 @@ def score(request: ScoreRequest) -> None:
     false_negatives = check_filter(request.margin, request.max_score_share)
     columns = _column_names(request.teacher)
     if BM25 in request.teacher:
-        _options.bm25_language(request.language)  # checked before anything is loaded
+        _options.checked_bm25_language(request.language)  # raises an error before any work
     _scores.check_output_file(
         request.output,
         "--output",
@@ -548,26 +549,12 @@ def score(request: ScoreRequest) -> None:
         *_scores.files_of_collection(request.data),
         overwrite=request.overwrite,
     )
-    models = [name for name in request.teacher if name != BM25 and not _is_index(name)]
-    if not models:
-        refuse_options(
-            {
-                "--batch-size": request.batch_size != BATCH_SIZE,
-                "--max-length": request.max_length,
-            },
-            "does nothing with teachers that read words, of BM25: leave it out",
-        )
-    for name in models:
-        _models.find_model(name, "--teacher")
+    _check_teachers(request)
 
-    from tilefold.retrieval.training_data.teachers import applied_scale, with_relevant
+    from tilefold.retrieval.training_data.teachers import with_relevant
 
     rows = retrieval.read_training_rows(request.mined)
-    like_column = None
-    if request.like is not None:
-        like_column = columns.get(request.like, request.like)
-        if like_column not in {*columns.values(), *rows.teachers}:
-            raise UsageError(f"--like: expected one of --teacher, got {request.like!r}.")
+    like_column = _column_to_imitate(request.like, columns, rows)
     split = request.split or str(rows.made_by.get("split", "train"))
     collection = _common.load_data(request.data, drop_unknown=request.drop_unknown, splits=[split])
     _common.check_split(collection, split)
@@ -576,26 +563,13 @@ def score(request: ScoreRequest) -> None:
     work_folder = request.output.with_name(f".{request.output.name}.scoring")
     if not request.resume:
         shutil.rmtree(work_folder, ignore_errors=True)
+    # After an interruption, the user is told whether scores or vectors were saved.
     _common.finished_work_checks.append(
         lambda: any(work_folder.rglob("*.npy")) or any(work_folder.rglob("part-*")),
     )
     for source, column in columns.items():
         _score_with_teacher(request, source, column, rows, collection, work_folder)
-    rows.target = retrieval.ensemble(
-        rows,
-        rows.teachers,
-        normalization=request.normalization,
-        scale=request.scale,
-        like=like_column,
-    )
-    rows.made_by["kind"] = "scored"
-    rows.made_by["normalization"] = request.normalization
-    rows.made_by["scale"] = applied_scale(
-        request.normalization,
-        request.scale,
-        request.like,
-    )
-    rows.made_by["like"] = request.like
+    _add_ensemble(request, rows, like_column)
     n_scored = len(rows)
     if false_negatives is not None:
         with _options.option_errors(margin="--margin", max_share="--max-score-share"):
@@ -610,6 +584,67 @@ def score(request: ScoreRequest) -> None:
     _print_scored(rows, request.output, n_scored - len(rows), request.as_json)
 
 
+def _check_teachers(request: ScoreRequest) -> None:
+    """Raise ``UsageError`` for models that do not exist, and options that no teacher uses."""
+    models = [name for name in request.teacher if name != BM25 and not _is_index(name)]
+    if not models:
+        refuse_options(
+            {
+                "--batch-size": request.batch_size != BATCH_SIZE,
+                "--max-length": request.max_length,
+            },
+            "has no effect if all teachers are BM25: leave it out",
+        )
+    for name in models:
+        _models.checked_model_name(name, "--teacher")
+
+
+def _column_to_imitate(
+    like: str | None,
+    columns: Mapping[str, str],
+    rows: TrainingRows,
+) -> str | None:
+    """Return the column whose mean and deviation the ensemble gets, or None without ``--like``.
+
+    Args:
+        like: the value of ``--like``: a value of ``--teacher``, or a column of the rows.
+        columns: value of ``--teacher`` -> name of its column.
+        rows: the training rows, which may have columns of earlier teachers.
+
+    Raises:
+        UsageError: if there is no such teacher.
+    """
+    if like is None:
+        return None
+    column = columns.get(like, like)
+    if column not in {*columns.values(), *rows.teachers}:
+        raise UsageError(f"--like: expected one of --teacher, got {like!r}.")
+    return column
+
+
+def _add_ensemble(request: ScoreRequest, rows: TrainingRows, like_column: str | None) -> None:
+    """Set the target of training rows to the ensemble of all teachers, and record how.
+
+    Args:
+        request: the options of the command.
+        rows: the training rows with the scores of the teachers, which are changed in place.
+        like_column: the column whose mean and deviation the ensemble gets; None scales the mean.
+    """
+    from tilefold.retrieval.training_data.teachers import applied_scale
+
+    rows.target = retrieval.ensemble(
+        rows,
+        rows.teachers,
+        normalization=request.normalization,
+        scale=request.scale,
+        like=like_column,
+    )
+    rows.made_by["kind"] = "scored"
+    rows.made_by["normalization"] = request.normalization
+    rows.made_by["scale"] = applied_scale(request.normalization, request.scale, request.like)
+    rows.made_by["like"] = request.like
+
+
 def _score_with_teacher(
     request: ScoreRequest,
     source: str,
@@ -618,18 +653,18 @@ def _score_with_teacher(
     collection: Collection,
     work_folder: Path,
 ) -> None:
-    """Load a teacher, score the rows with it, and add its column and its provenance to them.
+    """Load a teacher, score training rows with it, and add its scores and provenance to them.
 
     Args:
-        request: options of the scoring.
-        source: value of ``--teacher``.
-        column: name of the teacher's column.
-        rows: training rows, which are changed.
-        collection: the texts.
-        work_folder: where unfinished scores are stored.
+        request: the options of the command.
+        source: the value of ``--teacher``.
+        column: the name of the teacher's column.
+        rows: the training rows, which are changed in place.
+        collection: the collection with the texts.
+        work_folder: the folder of unfinished scores.
     """
     teacher = _load_teacher(source, column, collection, request.max_length, request.language)
-    with _common.progress_bar(f"scoring ({column})", resumes=_common.FRESH) as update:
+    with _common.resumable_progress_bar(f"scoring ({column})", _common.FRESH_HINT) as update:
         rows.teachers[column] = retrieval.score_rows(
             teacher,
             rows,
@@ -638,44 +673,57 @@ def _score_with_teacher(
             batch_size=request.batch_size,
             progress=update,
         )
+    _note_teacher(teacher, column)
     provenance = {"kind": teacher.kind, "fingerprint": teacher.fingerprint}
     if teacher.language is not None:
         provenance["language"] = teacher.language
-        note(f"{column} reads words: stop words and stemmer of --language {teacher.language}")
     if teacher.precision is not None:
         provenance["precision"] = teacher.precision
-        has_fp32_scores = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
-        suffix = ", its scores in fp32" if has_fp32_scores else ""
-        note(f"{column} computes in {teacher.precision}{suffix}")
     teachers = rows.made_by.get("teachers", {})
     rows.made_by["teachers"] = {**teachers, column: provenance}
 
 
-def _column_names(teachers: list[str]) -> dict[str, str]:
-    """Return the name of the column of each ``--teacher``: its value, or the name of a folder.
+def _note_teacher(teacher: Teacher, column: str) -> None:
+    """Print notes with the language and the precision of a teacher, if it has them.
 
     Args:
-        teachers: values of ``--teacher``.
+        teacher: the teacher.
+        column: the name of the teacher's column.
+    """
+    if teacher.language is not None:
+        note(f"{column} uses the stop words and the stemmer of --language {teacher.language}")
+    if teacher.precision is not None:
+        has_fp32_scores = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
+        suffix = ", its scores in fp32" if has_fp32_scores else ""
+        note(f"{column} computes in {teacher.precision}{suffix}")
+
+
+def _column_names(teachers: list[str]) -> dict[str, str]:
+    """Return the name of each teacher's column: the value of ``--teacher``, or its folder name.
+
+    Args:
+        teachers: the values of ``--teacher``.
 
     Returns:
         Value of the option -> name of the column, in the order of the options.
 
     Raises:
-        UsageError: if two teachers have one name.
+        UsageError: if two teachers share a name.
     """
     columns = {}
     for teacher in teachers:
         path = Path(teacher)
         columns[teacher] = path.resolve().name if path.is_dir() else teacher
-    if len(columns) != len(teachers) or len(set(columns.values())) != len(columns):
+    unique_names = set(columns.values())
+    if len(unique_names) < len(teachers):
         raise UsageError(
-            f"--teacher: expected teachers of different names, got {', '.join(teachers)}.",
+            f"--teacher: expected teachers with different names, got {', '.join(teachers)}.",
         )
     return columns
 
 
 def _is_index(name: str) -> bool:
-    """Return whether a teacher is the folder of an index."""
+    """Whether a value of ``--teacher`` is the folder of an index."""
     return (Path(name) / "index.json").is_file()
 
 
@@ -686,37 +734,32 @@ def _load_teacher(
     max_length: int | None,
     language: str | None,
 ) -> Teacher:
-    """Load a teacher: BM25 of the collection, an index of BM25, or a model.
+    """Load a teacher: BM25 over the collection, a BM25 index, or a model.
 
     Args:
-        source: value of ``--teacher``.
-        column: name of its column.
-        collection: the documents.
-        max_length: tokens that a model reads of a text or pair; None takes its own limit.
-        language: language of BM25 of the collection; None takes the default.
+        source: the value of ``--teacher``.
+        column: the name of the teacher's column.
+        collection: the collection with the documents.
+        max_length: the maximum tokens per text or pair; None takes the maximum of the model.
+        language: the language of BM25 over the collection; None takes the default language.
 
     Raises:
-        UsageError: for a model that is no teacher, or a length that it cannot have.
-        CommandError: for an index of other documents.
+        UsageError: if the model cannot be a teacher, or does not support the length.
+        CommandError: if the index was made from other documents.
     """
     from tilefold.retrieval.training_data.teachers import Teacher
 
     if source == BM25:
         index = retrieval.BM25Index.build(
             collection.contents(),
-            language=_options.bm25_language(language),
+            language=_options.checked_bm25_language(language),
         )
         return Teacher(column, BM25, index)
     model: Any
     if _is_index(source):
         model = retrieval.BM25Index.load(source)
         kind = BM25
-        _scores.check_texts(
-            f"--teacher {source}",
-            model.provenance,
-            collection,
-            _scores.texts_of(collection),
-        )
+        _scores.check_made_from(collection, f"--teacher {source}", model.provenance)
     else:
         model, kind = _models.load_model(
             source,
@@ -725,7 +768,8 @@ def _load_teacher(
         )
         if max_length is not None and kind == "multi-vector":
             raise UsageError(
-                f"--max-length: {source} is a multi-vector model, which has lengths of its own.",
+                f"--max-length cannot be used with {source}, because a multi-vector model has its "
+                "own maximum lengths of queries and documents.",
             )
         _models.limit_length(model, max_length)
     try:
@@ -735,7 +779,7 @@ def _load_teacher(
 
 
 def _record_fingerprints(rows: TrainingRows, collection: Collection) -> None:
-    """Record the fingerprints of the texts in rows, also in those of another program."""
+    """Record the fingerprints of the collection's texts in training rows, which may lack them."""
     from tilefold.retrieval.training_data.rows import queries_of
 
     rows.made_by["texts_sha256"] = texts_digest(collection.contents())
@@ -747,18 +791,11 @@ def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: boo
 
     Args:
         rows: the scored rows.
-        output: the file.
-        n_dropped: rows that were left out as possible false negatives.
-        as_json: print JSON.
+        output: the file of the rows.
+        n_dropped: the number of rows that were dropped as possible false negatives.
+        as_json: whether the result is printed as JSON.
     """
-    n_relevant_first = 0
-    for group in rows.groups():  # the rows of one query
-        if group.target is None or not group.relevant.any():
-            continue
-        best_relevant_score = group.target[group.relevant].max()
-        if best_relevant_score >= group.target.max():
-            n_relevant_first += 1
-    share_relevant_first = n_relevant_first / len(rows.queries)
+    share_relevant_first = _share_of_queries_with_relevant_first(rows)
     languages = {
         name: provenance["language"]
         for name, provenance in rows.made_by["teachers"].items()
@@ -778,8 +815,8 @@ def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: boo
     }
     if n_dropped and not as_json:
         note(
-            f"{n_dropped} rows were left out, as possible false negatives or of queries without "
-            "another negative",
+            f"{n_dropped} rows were dropped: possible false negatives, and queries left without "
+            "negatives",
         )
     _common.print_result(
         result,
@@ -787,3 +824,15 @@ def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: boo
         f"{len(rows)} rows scored by {', '.join(rows.teachers)}: {output}",
         f"{share_relevant_first:.0%} of {len(rows.queries)} queries have a relevant document first",
     )
+
+
+def _share_of_queries_with_relevant_first(rows: TrainingRows) -> float:
+    """Return the share of queries for which no document scores above the best relevant one."""
+    n_relevant_first = 0
+    for group in rows.groups():  # the rows of one query
+        if group.target is None or not group.relevant.any():
+            continue
+        best_relevant_score = group.target[group.relevant].max()
+        if best_relevant_score >= group.target.max():
+            n_relevant_first += 1
+    return n_relevant_first / len(rows.queries)

@@ -46,20 +46,20 @@ class SearchCommandRequest(
     queries: Annotated[
         Path | None,
         option(
-            "A file of queries: .jsonl, .parquet, TREC topics (.trec), or a text or id, tab, text "
-            "per line.",
+            "A file of queries: .jsonl, .parquet, TREC topics (.trec), or lines with a text, or "
+            "with id, tab and text.",
         ),
     ] = None
     demo: Annotated[
         Path,
         option(
-            "Folder of tilefold demo, used without --index.",
+            "Folder of tilefold demo, whose index is searched without --index.",
         ),
     ] = _common.DEMO_DIR
     index: Annotated[
         Path | None,
         option(
-            "Index to search, with the --model that made it; BM25 has none.",
+            "Index to search, with the --model that encoded it; BM25 needs no model.",
         ),
     ] = None
     model: Annotated[
@@ -89,14 +89,14 @@ class SearchCommandRequest(
     by: Annotated[
         Literal["document", "passage"],
         option(
-            "An index of passages: documents by their best one, or passages.",
+            "For an index of passages: rank documents by their best passage, or rank passages.",
         ),
     ] = "document"
     where: Annotated[list[str] | None, _retrievers.WHERE] = None
     save_run: Annotated[
         Path | None,
         option(
-            "With several queries: write their documents as a TREC run, and print none.",
+            "With several queries: write the hits as a TREC run instead of printing them.",
             panel="Output",
         ),
     ] = None
@@ -111,7 +111,7 @@ class SearchCommandRequest(
     ignore_identical_ids: Annotated[
         bool,
         option(
-            "With --save-run: leave out documents that have the query's id, also of feedback.",
+            "With --save-run: leave out documents with the query's id, from feedback, too.",
             "--ignore-identical-ids",
             panel="Output",
         ),
@@ -126,27 +126,27 @@ class SearchCommandRequest(
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
         super().validate()
         if self.query is not None:
             if not self.query.strip():
                 raise UsageError("query: expected some words, got an empty text.")
-            refuse_options({"--queries": self.queries}, "goes without a query")
+            refuse_options({"--queries": self.queries}, "cannot be combined with a query")
         if self.index is None:
             refuse_options(
                 {"--model": self.model, "--data": self.data, "--vectors": self.vectors},
-                "goes with --index",
+                "requires --index",
             )
         else:
             refuse_options(
                 {"--demo": self.demo != _common.DEMO_DIR},
-                "does nothing with --index: leave it out",
+                "has no effect with --index: leave it out",
             )
         if self.prf_with is not None and not self.prf_with.is_dir():
             got = "the file" if self.prf_with.exists() else "nothing at"
             raise UsageError(
-                f"--prf-with: search takes a BM25 index, evaluate also a run; got {got} "
-                f"{self.prf_with}.",
+                "--prf-with: expected a BM25 index (only evaluate also takes a run), got "
+                f"{got} {self.prf_with}.",
             )
         if self.rerank_depth is not None and self.rerank_depth < self.k:
             raise UsageError(
@@ -155,49 +155,54 @@ class SearchCommandRequest(
         self._check_save_run()
 
     def _check_save_run(self) -> None:
-        """Refuse ``--save-run`` for queries without ids, and options that go with it."""
+        """Raise ``UsageError`` for options without effect, or a run of a query without an id.
+
+        ``--overwrite`` and ``--ignore-identical-ids`` require ``--save-run``, which requires
+        queries with ids.
+        """
         if self.save_run is None:
-            refuse_options({"--overwrite": self.overwrite}, "goes with --save-run")
             refuse_options(
-                {"--ignore-identical-ids": self.ignore_identical_ids},
-                "goes with --save-run, whose queries have ids",
+                {
+                    "--overwrite": self.overwrite,
+                    "--ignore-identical-ids": self.ignore_identical_ids,
+                },
+                "requires --save-run",
             )
         elif self.has_one_query:
             raise UsageError(
-                "--save-run: goes with --queries, or with queries on standard input (-), which "
-                "have ids.",
+                "--save-run requires queries with ids: give --queries, or - for standard input.",
             )
 
     @property
     def has_one_query(self) -> bool:
-        """Whether the query is an argument, and not read from a file, a pipe or a prompt."""
+        """Whether the query is an argument, instead of read from a file, a pipe or a prompt."""
         return self.query is not None and self.query != "-"
 
 
 def search(request: SearchCommandRequest) -> None:
-    """Search an index; without options, the index of the demo.
+    """Search an index; by default the index of the demo.
 
-    With --rerank, the best candidates of the index are reordered by late interaction, and scores
-    are MaxSim. With --prf, terms that feedback added to the query are marked +.
+    With --rerank, late interaction reorders the best hits of the index, and their scores are
+    MaxSim. With --prf, + marks the terms that feedback added to the query.
 
     Example:
         tilefold search "how to sort a list" --index INDEX --model MODEL
     """
+    # All options are checked before the first file is read.
     feedback = request.feedback()
     interpolation = request.interpolation()
     reranking = request.reranking()
     if request.index is None:
-        request = _with_index_of_demo(request)
-    _models.find_models({"--model": request.model, "--rerank": request.rerank})
-    if request.save_run is not None:
-        _scores.check_output_file(
-            request.save_run,
-            "--save-run",
-            _scores.RUN,
-            request.queries,
-            *([] if request.data is None else _scores.files_of_collection(request.data)),
-            overwrite=request.overwrite,
-        )
+        request = _use_index_of_demo(request)
+    _models.check_model_names({"--model": request.model, "--rerank": request.rerank})
+    _scores.check_output_file(
+        request.save_run,
+        "--save-run",
+        _scores.RUN,
+        request.queries,
+        *_scores.files_of_collection(request.data),
+        overwrite=request.overwrite,
+    )
     searcher = _open_searcher(request)
     search_request = retrieval.SearchRequest(
         k=request.k,
@@ -214,8 +219,8 @@ def search(request: SearchCommandRequest) -> None:
         _print_hits_of_queries(searcher, request, search_request)
 
 
-def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
-    """Return the request with the index, the model and the data of ``tilefold demo``.
+def _use_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
+    """Return a request with the index, the model and the data of ``tilefold demo``.
 
     The demo records its folder and its number of query terms in ``demo.json``.
 
@@ -236,7 +241,7 @@ def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
         raise CommandError(f"{record_file} is damaged: run tilefold demo again.") from error
     return replace(
         request,
-        demo=_common.DEMO_DIR,
+        demo=_common.DEMO_DIR,  # the default: a request with an index accepts no other value
         index=folder / "index",
         model=str(folder / "model"),
         data=str(folder / "data"),
@@ -246,59 +251,56 @@ def _with_index_of_demo(request: SearchCommandRequest) -> SearchCommandRequest:
 
 
 def _open_searcher(request: SearchCommandRequest) -> Searcher:
-    """Open the index of a command, with its model and the optional parts that options name.
+    """Open the index of a command, with its model and the reranker or feedback of its options.
 
     Args:
-        request: options of the command: the index, its model and data, and how it is searched.
+        request: the options that name the index, its model and data, and how it is searched.
 
     Raises:
-        UsageError: for ``--by passage`` with an index of whole documents.
+        UsageError: if ``--by passage`` is given for an index of whole documents.
     """
     searcher = _retrievers.open_searcher(
         request,
-        _common.texts_of(request.data),
+        _common.text_loader(request.data),
         functools.partial(_load_searcher_parts, request),
     )
     if request.by == "passage" and searcher.passages is None:
         raise UsageError(
-            "--by passage goes with an index of passages: tilefold encode, or index, with "
-            "--passages.",
+            "--by passage requires an index of passages: run tilefold encode, or tilefold index "
+            "for BM25, with --passages.",
         )
     return searcher
 
 
 def _load_searcher_parts(request: SearchCommandRequest, made_by: Provenance) -> SearcherParts:
-    """Load what a searcher has besides the index: documents, second ranking and reranker.
+    """Load the optional parts of a searcher: documents, second ranking and reranker.
 
     Args:
-        request: options that name the parts: ``--data``, ``--vectors``, ``--prf-with`` and
+        request: the options that name the parts: ``--data``, ``--vectors``, ``--prf-with`` and
             ``--rerank``.
-        made_by: provenance of the index, which was made from the documents of ``--data``.
+        made_by: the provenance of the index, which must have been made from ``--data``.
     """
     documents = None
     if request.data is not None:
         index_folder = Path(str(request.index))
         documents = _scores.open_documents(request.data, index_folder, made_by)
-    reranker = None
+    second = None
+    if request.prf_with is not None:
+        # The searcher checks that both indexes were made from the same documents.
+        second = _retrievers.load_second_index(request.prf_with)
+    reranking_model = None
     token_store = None
     if request.rerank is not None:
-        reranker, token_store = _retrievers.load_late(
+        reranking_model, token_store = _retrievers.load_reranking_model(
             request.rerank,
             request.rerank_model,
             has_texts=request.data is not None,
         )
-    # The second ranking is a BM25 index, which needs no queries in advance. The searcher compares
-    # its documents with those of the index.
-    second = _retrievers.second_ranking(
-        request.prf_with,
-        queries={},
-        texts=Provenance(),
-    )
     return SearcherParts(
         documents=documents,
         vectors=request.vectors,
         second=second,
-        late=reranker,
+        late=reranking_model,
         tokens=token_store,
     )
 
@@ -311,33 +313,29 @@ def _save_run(
 ) -> None:
     """Rank all queries, write their run to `path`, and print a summary.
 
-    Ids of queries and documents are checked before the first search.
+    The ids of queries and documents are checked before the first search.
 
     Args:
-        searcher: searches the index.
-        request: options of the command.
-        search_request: options of the search.
-        path: file of ``--save-run``.
+        searcher: the searcher.
+        request: the options of the command.
+        search_request: the options of the search.
+        path: the file of ``--save-run``.
     """
     queries = _read_queries_with_ids(request)
-    index = getattr(searcher.retriever, "index", None)
-    _scores.check_savable(path, getattr(index, "ids", ()), queries)
-    ignored_identical_ids: set[str] = set()
+    retriever: Any = searcher.retriever
+    document_ids = getattr(retriever.index, "ids", ())  # an index of Qdrant does not list its ids
+    _scores.check_ids_of_run(queries, document_ids)
+    run: dict[str, dict[str, float]] = {}
+    n_ignored = 0
     with _options.option_errors(documents="--data", tokens="--rerank"):
-        run = {
-            query: dict(scores)
-            for query, scores in _retrievers.ranked(
-                searcher,
-                queries,
-                search_request,
-                ignored_identical_ids,
-            )
-        }
+        for ranking in _retrievers.iterate_rankings(searcher, queries, search_request):
+            run[ranking.query] = ranking.scores
+            n_ignored += ranking.ignored_identical_id
     provenance = searcher.provenance
     if search_request.by == "document":
         # Passages were ranked, but the run names their documents.
         provenance = replace(provenance, passages=None)
-    _scores.save(
+    _scores.save_run(
         _scores.NamedRun("the run", run, searcher.provenance),
         provenance,
         path,
@@ -345,16 +343,16 @@ def _save_run(
     )
     n_empty = sum(not scores for scores in run.values())
     if n_empty:
-        note(f"{n_empty} of {len(run)} queries found no document, and have no line in the run")
+        note(f"{n_empty} of {len(run)} queries have no hit, and no line in the run")
     if request.ignore_identical_ids:
-        note(f"hits with the query's own id, ignored: {len(ignored_identical_ids)}")
+        note(f"hits with the query's own id, ignored: {n_ignored}")
     n_documents = sum(len(scores) for scores in run.values())
     result = {
         "output": str(path),
         "queries": len(run),
         "documents": n_documents,
         "empty": n_empty,
-        "ignored_identical_ids": len(ignored_identical_ids),
+        "ignored_identical_ids": n_ignored,
     }
     _common.print_result(
         result,
@@ -364,18 +362,18 @@ def _save_run(
 
 
 def _read_queries_with_ids(request: SearchCommandRequest) -> dict[str, str]:
-    """Read all queries by their ids, which a run needs to tell them apart.
+    """Read all queries by their ids, which must be unique in a run.
 
     Raises:
-        CommandError: for an id that occurs twice, or no query.
+        CommandError: if an id occurs twice, or there is no query.
     """
     queries: dict[str, str] = {}
-    for query, text in _read_queries(request):
-        if query in queries:
+    for query_id, text in _read_queries(request):
+        if query_id in queries:
             raise CommandError(
-                f"queries: the id {query!r} was given before; a run needs one for each query.",
+                f"queries: the id {query_id!r} occurs twice; each query of a run needs its own id.",
             )
-        queries[query] = text
+        queries[query_id] = text
     if not queries:
         raise CommandError("queries: expected at least one for --save-run, got none.")
     return queries
@@ -386,23 +384,24 @@ def _print_hits_of_queries(
     request: SearchCommandRequest,
     search_request: SearchRequest,
 ) -> None:
-    """Search each query when it is read, and print its hits.
+    """Search each query as it is read, and print its hits.
 
     With ``--json``, a single query is printed as an object over several lines. Several queries are
     printed as one object per line.
 
     Args:
-        searcher: searches the index.
-        request: options of the command.
-        search_request: options of the search.
+        searcher: the searcher.
+        request: the options of the command.
+        search_request: the options of the search.
     """
-    for query, text in _read_queries(request):
+    for query_id, text in _read_queries(request):
         with _options.option_errors(documents="--data", tokens="--rerank", queries="--model"):
             hits = searcher.search(text, search_request)
         if request.as_json and request.has_one_query:
             _common.print_json({"query": text, "hits": hits})
         elif request.as_json:
-            typer.echo(json.dumps({"id": query, "query": text, "hits": hits}, ensure_ascii=False))
+            record = {"id": query_id, "query": text, "hits": hits}
+            typer.echo(json.dumps(record, ensure_ascii=False))
         elif hits:
             _print_hits(text, hits)
         else:
@@ -411,13 +410,13 @@ def _print_hits_of_queries(
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
-    """Yield ids and texts of the queries: the argument, a file, standard input, or a prompt.
+    """Yield the ids and texts of the queries: an argument, a file, standard input or a prompt.
 
-    Lines of standard input are searched as they arrive. Their ids are the text before a tab, or the
+    A line of standard input is yielded as it arrives. Its id is the text before a tab, or the
     number of the line.
 
     Raises:
-        UsageError: with ``--ignore-identical-ids``, for queries without ids.
+        UsageError: if ``--ignore-identical-ids`` is given, and a query has no id.
     """
     if request.has_one_query:
         yield "query", str(request.query)
@@ -430,34 +429,34 @@ def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
         return
     read_line = sys.stdin.readline
     if request.query is None and sys.stdin.isatty():
-        note("a query per line; Ctrl-D ends")
+        note("one query per line; press Ctrl-D to finish")
         read_line = _read_line_at_prompt
     lines = iter(read_line, "")  # an empty string ends the input
     for number, line in enumerate(lines, 1):
         if line.strip():
             if request.ignore_identical_ids and "\t" not in line:
-                raise _queries_without_ids(f"line {number} is a text without a tab")
+                raise _missing_ids_error(f"line {number} is a text without a tab")
             yield retrieval.query_of_line(line, number)
 
 
 def _check_queries_have_ids(path: Path) -> None:
-    """Raise ``UsageError`` for a file with a query whose id would be the number of its line."""
+    """Raise ``UsageError`` for a file of queries without ids, whose ids are numbers of lines."""
     try:
         check_queries_have_ids(path)
     except DataError as error:
-        raise _queries_without_ids(str(error)) from error
+        raise _missing_ids_error(str(error)) from error
 
 
-def _queries_without_ids(reason: str) -> UsageError:
-    """Return the error for ``--ignore-identical-ids`` with queries that have no ids."""
+def _missing_ids_error(reason: str) -> UsageError:
+    """Return the error for ``--ignore-identical-ids`` with a query that has no id."""
     return UsageError(
-        "--ignore-identical-ids: expected queries with ids (id, tab, text), as the number of a "
-        f"line may be the id of another document; {reason}",
+        "--ignore-identical-ids: expected queries with ids (id, tab, text), because the number of "
+        f"a line may be the id of an unrelated document; {reason}",
     )
 
 
 def _read_line_at_prompt() -> str:
-    """Return the next line that is typed, and the empty string at the end."""
+    """Return the next line that the user types, or the empty string at the end."""
     try:
         return input("search> ") + "\n"
     except EOFError:
@@ -465,48 +464,54 @@ def _read_line_at_prompt() -> str:
 
 
 def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
-    """Print a table of the hits of a query, without columns that are empty.
+    """Print a table of the hits of a query, without empty columns.
 
     Args:
-        query: text of the query.
-        hits: hits as dictionaries, as the searcher returns them. After reranking, ``first`` has the
-            rank and the score before it.
+        query: the text of the query.
+        hits: the hits as dictionaries, as the searcher returns them. After reranking, ``first``
+            holds the rank and the score before it.
     """
     is_reranked = "first" in hits[0]
+    first_title = "before reranking: #, score"
     terms_title = "matched terms, share of the score"
     if is_reranked:
-        terms_title += " before"
-    # A title that ends in > aligns its column right.
+        terms_title += " before reranking"
     columns: dict[str, list[str]] = {
-        "#>": [str(hit["rank"]) for hit in hits],
+        "#": [str(hit["rank"]) for hit in hits],
         "id": [hit["id"] for hit in hits],
         "document": [_common.shorten(hit["title"], SHOWN_CELLS) for hit in hits],
         "passage": [_format_passage(hit.get("passage")) for hit in hits],
-        "score>": [f"{hit['score']:.2f}" for hit in hits],
-        "before: #, score>": [_format_first_ranking(hit.get("first")) for hit in hits],
+        "score": [f"{hit['score']:.2f}" for hit in hits],
+        first_title: [_format_first_ranking(hit.get("first")) for hit in hits],
         terms_title: [_format_terms(hit["terms"]) for hit in hits],
     }
-    shown = {title: cells for title, cells in columns.items() if any(cells)}
-    rows = zip(*shown.values(), strict=True)
-    _common.print_table(shown, rows, query, ("id", "document", "passage"), title_justify="left")
+    columns = {title: cells for title, cells in columns.items() if any(cells)}
+    _common.print_table(
+        columns,
+        zip(*columns.values(), strict=True),
+        query,
+        right_aligned=("#", "score", first_title),
+        wrapped=("id", "document", "passage"),
+        title_justify="left",
+    )
 
 
 def _format_passage(passage: dict[str, Any] | None) -> str:
-    """Return the number and the beginning of the passage that a document was found by."""
+    """Format the number and the beginning of the best passage of a hit."""
     if not passage:
         return ""
     return _common.shorten(f"{passage['number']}: {passage.get('text', '')}", SHOWN_CELLS)
 
 
 def _format_first_ranking(first_ranking: dict[str, Any] | None) -> str:
-    """Return rank and score of a hit before reranking; empty if it was not reranked."""
+    """Format the rank and the score of a hit before reranking; empty if it was not reranked."""
     if first_ranking is None:
         return ""
     return f"{first_ranking['rank']}, {first_ranking['score']:.2f}"
 
 
 def _format_terms(terms: list[dict[str, Any]]) -> str:
-    """Return the matched terms of a hit; ``+`` marks those that feedback added."""
+    """Format the matched terms of a hit; ``+`` marks terms that feedback added to the query."""
     cells = []
     for term in terms[:SHOWN_TERMS]:
         mark = "+" if term.get("feedback") else ""

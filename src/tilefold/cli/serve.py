@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tilefold import retrieval
 from tilefold._internal.typing import Model
@@ -43,7 +43,7 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     index: Annotated[
         Path | None,
         option(
-            "Index to search, with the --model that made it; BM25 needs none.",
+            "Index to search, with the --model that encoded it; BM25 needs no model.",
             panel="Index",
         ),
     ] = None
@@ -64,35 +64,36 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     bm25: Annotated[
         Path | None,
         option(
-            "BM25 index of the same collection, to fuse with.",
+            "BM25 index of the same collection, for fused searches.",
             panel="Index",
         ),
     ] = None
     tokens: Annotated[
         str | None,
         option(
-            "Token vectors or a multi-vector model that reranks (as search --rerank).",
+            "Token vectors of the documents, or a multi-vector model, for reranking (as search "
+            "--rerank).",
             panel="Index",
         ),
     ] = None
     tokens_model: Annotated[
         str | None,
         option(
-            "Multi-vector model that made --tokens, where it has moved.",
+            "Multi-vector model that encoded --tokens, if it has been moved.",
             panel="Index",
         ),
     ] = None
     name: Annotated[
         str | None,
         option(
-            "Name of --index in addresses; by default that of its folder.",
+            "Name of --index in URLs; by default the name of its folder.",
             panel="Index",
         ),
     ] = None
     max_length: Annotated[
         int | None,
         positive(
-            "Tokens read of a text, at most; by default as many as the model reads.",
+            "Maximum tokens per text; by default the maximum of the model.",
         ),
     ] = None
     host: Annotated[
@@ -114,48 +115,49 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     default_side: Annotated[
         Literal["query", "document"],
         option(
-            "How to encode inputs posted to the root routes.",
+            "How the root routes encode inputs: as queries or as documents.",
         ),
     ] = "document"
     api_key_file: Annotated[
         Path | None,
         option(
-            f"File with the key that requests must carry; or {KEY_VARIABLE} in the environment.",
+            "File with the API key that requests must carry; by default the environment variable "
+            f"{KEY_VARIABLE}, if it is set.",
             panel="Access",
         ),
     ] = None
     cors_allow_origin: Annotated[
         list[str] | None,
         option(
-            "Site whose pages may ask this server in a browser; * for all; may be repeated.",
+            "Site whose pages may send requests from a browser; * for all; may be repeated.",
             panel="Access",
         ),
     ] = None
     max_concurrent_requests: Annotated[
         int,
         option(
-            "Inputs in work or waiting; the next gets a 429.",
+            "Maximum inputs that are processed or waiting; any further request gets a 429.",
             panel="Limits",
         ),
     ] = Limits.max_concurrent_requests
     max_batch_tokens: Annotated[
         int,
         option(
-            "Tokens of a batch, padding included.",
+            "Maximum tokens per batch, including padding.",
             panel="Limits",
         ),
     ] = Limits.max_batch_tokens
     max_client_batch_size: Annotated[
         int,
         option(
-            "Inputs of a request.",
+            "Maximum inputs per request.",
             panel="Limits",
         ),
     ] = Limits.max_client_batch_size
     cached_queries: Annotated[
         int,
         option(
-            "Answers kept for queries asked again; 0 keeps none.",
+            "Number of cached responses to queries; 0 for no cache.",
             min=0,
             panel="Limits",
         ),
@@ -163,14 +165,14 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     payload_limit: Annotated[
         int,
         option(
-            "Bytes of a body.",
+            "Maximum bytes of a request body.",
             panel="Limits",
         ),
     ] = Limits.payload_limit
     auto_truncate: Annotated[
         bool,
         option(
-            "Cut inputs that are too long, or refuse them.",
+            "Truncate inputs that are too long, or refuse them.",
             "--auto-truncate/--no-auto-truncate",
             panel="Limits",
         ),
@@ -178,15 +180,19 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
     grace_seconds: Annotated[
         float,
         option(
-            "Seconds after SIGTERM in which requests are still taken, while /health answers 503.",
+            "Seconds after SIGTERM in which requests are still accepted, and /health returns 503.",
             min=0,
             panel="Limits",
         ),
     ] = Limits.grace_seconds
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for missing or conflicting options, and for options without effect.
+
+        A model is loaded for ``--model``, for ``--tokens``, or for both.
+        """
         super().validate()
+        has_model = self.model is not None or self.tokens is not None
         if self.index is None:
             refuse_options(
                 {
@@ -195,19 +201,17 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
                     "--bm25": self.bm25,
                     "--name": self.name,
                 },
-                "goes with --index",
+                "requires --index",
             )
-            self.refuse_index_options("goes with --index")
-            if self.model is None and self.tokens is None:
-                raise UsageError(
-                    "--model: expected a model, or --index with an index; got neither."
-                )
+            self.refuse_index_options("requires --index")
+            if not has_model:
+                raise UsageError("give a model with --model, or an index with --index.")
         elif not re.fullmatch(r"[\w.-]+", self.index_name):
             raise UsageError(
                 f"--name: expected letters, digits, dots and dashes, got {self.index_name!r}; it "
-                "is part of addresses.",
+                "becomes part of URLs.",
             )
-        if self.index is not None and self.model is None and self.tokens is None:
+        if not has_model:
             refuse_options(
                 {
                     "--default-side": self.default_side != "document",
@@ -215,20 +219,20 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
                     "--auto-truncate/--no-auto-truncate": not self.auto_truncate,
                     "--max-length": self.max_length,
                 },
-                "does nothing for an index of words alone, without a model: leave it out",
+                "has no effect without a model: leave it out",
             )
         if self.max_client_batch_size > self.max_concurrent_requests:
             raise UsageError(
                 "--max-client-batch-size: expected at most --max-concurrent-requests "
                 f"({self.max_concurrent_requests}), "
-                f"got {self.max_client_batch_size}: such a request would never be taken.",
+                f"got {self.max_client_batch_size}: such a request would never be accepted.",
             )
         if self.tokens is None:
-            refuse_options({"--tokens-model": self.tokens_model}, "goes with --tokens")
+            refuse_options({"--tokens-model": self.tokens_model}, "requires --tokens")
 
     @property
     def index_name(self) -> str:
-        """Name of the index in addresses; empty without one."""
+        """The name of the index in URLs; empty without an index."""
         if self.index is None:
             return ""
         return self.name or self.index.resolve().name
@@ -237,34 +241,26 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
         """Return the limits of the service.
 
         Raises:
-            UsageError: for a value out of range.
+            ArgumentError: if a value is out of range.
         """
-        with _options.option_errors(
-            max_concurrent_requests="--max-concurrent-requests",
-            max_batch_tokens="--max-batch-tokens",
-            max_client_batch_size="--max-client-batch-size",
-            cached_queries="--cached-queries",
-            payload_limit="--payload-limit",
-            grace_seconds="--grace-seconds",
-        ):
-            return Limits(
-                max_concurrent_requests=self.max_concurrent_requests,
-                max_batch_tokens=self.max_batch_tokens,
-                max_client_batch_size=self.max_client_batch_size,
-                cached_queries=self.cached_queries,
-                payload_limit=self.payload_limit,
-                auto_truncate=self.auto_truncate,
-                grace_seconds=self.grace_seconds,
-            )
+        return Limits(
+            max_concurrent_requests=self.max_concurrent_requests,
+            max_batch_tokens=self.max_batch_tokens,
+            max_client_batch_size=self.max_client_batch_size,
+            cached_queries=self.cached_queries,
+            payload_limit=self.payload_limit,
+            auto_truncate=self.auto_truncate,
+            grace_seconds=self.grace_seconds,
+        )
 
 
 def serve(request: ServeRequest) -> None:
-    """Serve a model and an index over HTTP, as text-embeddings-inference 1.9 does.
+    """Serve models and an index over HTTP, with the routes of text-embeddings-inference 1.9.
 
     POST /embed_sparse, /embed_all, /embed, /rerank, /score, /tokenize and /decode; GET /info,
-    /health and /metrics. The same routes below /query and /document encode queries and documents,
-    where a model tells them apart. With --index, GET and POST /v1/NAME/search and GET
-    /v1/NAME/doc/ID. Ctrl-C ends the server.
+    /health and /metrics. The same routes under /query and /document encode queries and documents,
+    if the model distinguishes them. With --index, GET and POST /v1/NAME/search and GET
+    /v1/NAME/doc/ID. Ctrl-C stops the server.
 
     Example:
         tilefold serve --index INDEX --model MODEL --data DATA
@@ -275,15 +271,16 @@ def serve(request: ServeRequest) -> None:
     origins = request.cors_allow_origin or []
     with _options.option_errors(origins="--cors-allow-origin"):
         check_origins(origins)
-    _models.find_models(
+    _models.check_model_names(
         {
             "--model": request.model,
             "--tokens": request.tokens,
             "--tokens-model": request.tokens_model,
         },
     )
-    # The port is bound first: loading the models takes long, and would be lost for a taken port.
-    with _bind(request.host, request.port) as bound:
+    # The port is bound first: loading the models takes long, and would be wasted if the port were
+    # taken.
+    with _listen(request.host, request.port) as listening_socket:
         from tilefold.serve.service import Service
 
         models, searchable = _load(request)
@@ -293,7 +290,7 @@ def serve(request: ServeRequest) -> None:
                 f"--host: anyone who can reach {request.host} may use this server; set "
                 "--api-key-file to require a key",
             )
-        _run(service, key, bound, request.host, origins)
+        _run(service, key, listening_socket, request.host, origins)
 
 
 def _check_packages() -> None:
@@ -308,15 +305,15 @@ def _check_packages() -> None:
         ) from error
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _listen(host: str, port: int) -> socket.socket:
     """Bind a socket to ``--host`` and ``--port``.
 
     Args:
-        host: name or address.
-        port: port; 0 takes any free one.
+        host: a host name or an address.
+        port: the port; 0 takes a free port.
 
     Raises:
-        CommandError: if the port is taken, or the host is none of this machine.
+        CommandError: if the port is taken, or the host is not an address of this machine.
     """
     from tilefold.serve.server import bind
 
@@ -332,18 +329,18 @@ def _bind(host: str, port: int) -> socket.socket:
 def _run(
     service: Service,
     key: str | None,
-    bound: socket.socket,
+    listening_socket: socket.socket,
     host: str,
     origins: Sequence[str],
 ) -> None:
-    """Encode a word with every model, and serve until Ctrl-C or SIGTERM.
+    """Encode a word with each model, and serve until Ctrl-C or SIGTERM.
 
     Args:
-        service: models and index.
-        key: that requests must carry; None requires none.
-        bound: socket of :func:`_bind`.
-        host: value of ``--host``.
-        origins: sites whose pages may send requests.
+        service: the models and the index.
+        key: the API key that requests must carry; None if they need no key.
+        listening_socket: the socket of ``--host`` and ``--port``.
+        host: the value of ``--host``.
+        origins: the sites whose pages may send requests.
     """
     from tilefold.serve.app import create_app
     from tilefold.serve.server import run
@@ -359,108 +356,133 @@ def _run(
         raise CommandError(
             f"--model: {served_names} cannot encode a word ({_common.first_line(error)}).",
         ) from error
-    # Requests that name another host are refused, so that pages of other sites have no access.
+    # Without a key, a private server refuses requests for the name of any other host. A page of
+    # another site could otherwise reach it by DNS rebinding.
     is_private = host in _LOOPBACK and key is None
     app = create_app(service, key, local=is_private, origins=origins)
     host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
-    port = bound.getsockname()[1]
+    port = listening_socket.getsockname()[1]
 
     def announce() -> None:
         note(f"{served_names} at http://{host_in_url}:{port}; Ctrl-C ends")
         for model in service.models.values():
             note(f"{model.name} computes in {model.precision}")
 
-    run(app, service, bound, announce)
+    run(app, service, listening_socket, announce)
 
 
 def _read_key(file: Path | None) -> str | None:
-    """Return the key that requests must carry, or None if no key is set.
+    """Return the API key that requests must carry, or None if no key is set.
 
     Args:
-        file: value of ``--api-key-file``; None reads the key from an environment variable.
+        file: the value of ``--api-key-file``; None reads the key from an environment variable.
 
     Raises:
-        UsageError: for a file without one line.
+        UsageError: unless the file has exactly one line.
     """
     if file is None:
         return os.environ.get(KEY_VARIABLE) or None
     key = _options.read_text(file, "--api-key-file").strip()
     n_lines = len(key.splitlines())
     if n_lines != 1:
-        got = f"{n_lines} lines" if key else "an empty one"
+        got = f"{n_lines} lines" if key else "an empty file"
         raise UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
     return key
 
 
+class _Reranker(NamedTuple):
+    """The multi-vector model of ``--tokens``, as it is served.
+
+    Attributes:
+        model: the served model.
+        tokens: the stored token vectors of the documents; None if the model encodes their texts.
+    """
+
+    model: Served
+    tokens: TokenStore | None
+
+
 def _load(request: ServeRequest) -> tuple[list[Served], Searchable | None]:
-    """Load the models, each once, and the index with its documents and vectors.
+    """Load the models and the index of a server.
 
     Args:
-        request: options of the command.
+        request: the options of the command.
 
     Returns:
         The models, at most one of each kind, and the index; None without ``--index``.
     """
+    if request.index is None:
+        return _load_models(request), None
+    return _load_with_index(request, request.index)
+
+
+def _load_models(request: ServeRequest) -> list[Served]:
+    """Load the models of a server without an index.
+
+    Args:
+        request: the options of the command.
+
+    Raises:
+        UsageError: if ``--model`` and ``--tokens`` both name a multi-vector model.
+    """
     from tilefold.serve.models import Served
 
-    if request.index is not None:
-        return _load_with_index(request, request.index)
     models: list[Served] = []
     if request.model is not None:
         kinds = ("sparse", "multi-vector", "dense")
         model, kind = _models.load_model(request.model, kinds=kinds)
-        _limit_length(model, request)
+        _limit_length(model, request.max_length)
         models.append(Served(model, kind, request.model))  # type: ignore[arg-type]
     if request.tokens is not None:
-        # Without an index, nothing reads the token vectors: only their model is served.
-        late, _ = _load_late(request, has_texts=True)
-        models.append(late)
+        # Stored token vectors need an index: here only their model is served.
+        reranker = _load_reranker(request, request.tokens, encodes_texts=True)
+        models.append(reranker.model)
     if len({model.kind for model in models}) < len(models):
         raise UsageError(
-            "--tokens: --model is a multi-vector model itself, which reranks: leave one out.",
+            "--tokens already loads a multi-vector model, and so does --model: leave one out.",
         )
-    return models, None
+    return models
 
 
 def _load_with_index(
     request: ServeRequest,
     index_path: Path,
 ) -> tuple[list[Served], Searchable]:
-    """Load the index with its model, documents, vectors, second ranking and reranker.
+    """Load an index with its model, documents, vectors, second ranking and reranker.
 
     Args:
-        request: options of the command.
-        index_path: value of ``--index``.
+        request: the options of the command.
+        index_path: the value of ``--index``.
 
     Returns:
-        The models to serve (that of the index, and that of ``--tokens``), and the index.
+        The models of the index and of ``--tokens``, and the index.
     """
     from tilefold.serve.searchable import Searchable
 
-    loaded = _retrievers.load_index(request, _common.texts_of(request.data))
+    loaded = _retrievers.load_index(request, _common.text_loader(request.data))
     index = loaded.index
-    model = loaded.model
+    _refuse_unused_options(request, index_path, index.backend)
     documents: Mapping[str, Document] = {}
     if request.data is not None:
         documents = _scores.open_documents(request.data, index_path, index.provenance)
     encoder = None
-    if model is None:
-        refuse_options(
-            {"--vectors": request.vectors, "--bm25": request.bm25},
-            f"does nothing here: {index_path} is a BM25 index",
-        )
-    else:
-        encoder = _served_encoder(request, index_path, index.backend, model)
+    if loaded.model is not None:
+        _limit_length(loaded.model, request.max_length)
+        encoder = _served_encoder(loaded.model, index.backend, str(request.model))
     vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
-    late = None
-    store = None
+    reranking_model = None
+    tokens = None
     if request.tokens is not None:
-        late, store = _load_late(request, has_texts=request.data is not None)
-        if model is None and store is not None:
+        reranking_model, tokens = _load_reranker(
+            request,
+            request.tokens,
+            encodes_texts=request.data is not None,
+        )
+        if encoder is None and tokens is not None:
             refuse_options(
                 {"--max-length": request.max_length},
-                "does nothing with token vectors, whose queries are read as they were: leave it "
-                "out",
+                "has no effect with stored token vectors, whose model has a fixed query length: "
+                "leave it out",
             )
     words = None if request.bm25 is None else _load_bm25(request.bm25)
     option_errors = _options.option_errors(
@@ -469,7 +491,7 @@ def _load_with_index(
         tokens="--tokens",
         model="--tokens-model",
     )
-    with option_errors, _common.noting_precisions():
+    with option_errors, _common.precision_warnings_as_notes():
         searchable = Searchable(
             request.index_name,
             index,
@@ -477,53 +499,63 @@ def _load_with_index(
             documents=documents,
             vectors=vectors,
             words=words,
-            late=late,
-            store=store,
+            late=reranking_model,
+            store=tokens,
             query_top_k=request.query_top_k,
             options=loaded.search_options,
         )
-    models = [served for served in (encoder, late) if served is not None]
+    models = [served for served in (encoder, reranking_model) if served is not None]
     return models, searchable
 
 
-def _served_encoder(
-    request: ServeRequest,
-    index_path: Path,
-    backend: str,
-    model: Model,
-) -> Served:
-    """Return the served model of an index of vectors, and refuse options of other indexes.
+def _refuse_unused_options(request: ServeRequest, index_path: Path, backend: str) -> None:
+    """Raise ``UsageError`` for options that an index of a backend does not use.
 
     Args:
-        request: options of the command.
-        index_path: folder of the index.
-        backend: backend of the index, which decides the kind of the model.
-        model: encodes queries for the index.
+        request: the options of the command.
+        index_path: the folder of the index, for messages.
+        backend: the backend of the index.
+    """
+    if backend == "bm25":
+        refuse_options(
+            {"--vectors": request.vectors, "--bm25": request.bm25},
+            f"has no effect: {index_path} is a BM25 index",
+        )
+    if backend == DENSE:
+        refuse_options(
+            {"--vectors": request.vectors},
+            f"has no effect: {index_path} holds its own vectors",
+        )
+    if backend == LATE:
+        refuse_options(
+            {"--tokens": request.tokens},
+            f"has no effect: {index_path} is an index of token vectors",
+        )
+
+
+def _served_encoder(model: Model, backend: str, name: str) -> Served:
+    """Wrap the model that encodes queries for an index, so that the server also offers it.
+
+    Args:
+        model: the model.
+        backend: the backend of the index, which determines the kind of the model.
+        name: the value of ``--model``.
     """
     from tilefold.serve.models import Served
 
-    _limit_length(model, request)
     kind: Kind = "sparse"
     if backend == DENSE:
         kind = "dense"
-        refuse_options(
-            {"--vectors": request.vectors},
-            f"does nothing here: {index_path} holds its own vectors",
-        )
-    if backend == LATE:
+    elif backend == LATE:
         kind = "multi-vector"
-        refuse_options(
-            {"--tokens": request.tokens},
-            f"does nothing here: {index_path} is an index of token vectors",
-        )
-    return Served(model, kind, str(request.model))
+    return Served(model, kind, name)
 
 
 def _load_bm25(path: Path) -> Any:
     """Open the BM25 index of ``--bm25``.
 
     Raises:
-        UsageError: for an index of vectors.
+        UsageError: if the index is of vectors.
     """
     from tilefold.retrieval.index.opening import open_index
 
@@ -535,41 +567,41 @@ def _load_bm25(path: Path) -> Any:
     return index
 
 
-def _limit_length(model: Model, request: ServeRequest) -> None:
-    """Let a model read at most ``--max-length`` tokens of a text."""
-    from tilefold.retrieval.encoding.truncation import limit_length
-
-    with _options.option_errors(max_length="--max-length"):
-        for side in ("query", "document"):
-            limit_length(model, side, request.max_length)
-
-
-def _load_late(
-    request: ServeRequest,
-    has_texts: bool,
-) -> tuple[Served, TokenStore | None]:
-    """Load the multi-vector model of ``--tokens``, and its token vectors if the option names them.
+def _limit_length(model: Model, max_length: int | None) -> None:
+    """Limit how many tokens a model reads per query and per document.
 
     Args:
-        request: options of the command.
-        has_texts: whether the server has the texts of documents, which a model without token
-            vectors encodes.
+        model: the model, which is changed in place.
+        max_length: the value of ``--max-length``; None changes nothing.
+    """
+    from tilefold.retrieval.encoding.truncation import limit_length
 
-    Returns:
-        The model, and the token vectors; None in their place if ``--tokens`` is a model.
+    for side in ("query", "document"):
+        limit_length(model, side, max_length)
+
+
+def _load_reranker(request: ServeRequest, source: str, *, encodes_texts: bool) -> _Reranker:
+    """Load the multi-vector model of ``--tokens``, with the stored token vectors if it names them.
+
+    Args:
+        request: the options of the command.
+        source: the value of ``--tokens``: a folder of token vectors, or a multi-vector model.
+        encodes_texts: whether the model may encode texts, because the server has the documents or
+            has no index to rerank.
     """
     from tilefold.serve.models import Served
 
-    model, store = _retrievers.load_late(
-        str(request.tokens),
+    model, tokens = _retrievers.load_reranking_model(
+        source,
         request.tokens_model,
-        has_texts=has_texts,
+        has_texts=encodes_texts,
         option="--tokens",
     )
-    # Queries for token vectors are read as they were when the vectors were made.
-    if store is None or request.index is None:
-        _limit_length(model, request)
-    name = request.tokens
-    if store is not None:
-        name = request.tokens_model or store.manifest.model_source
-    return Served(model, "multi-vector", str(name)), store
+    # A query must be encoded with the length that was set when the token vectors were made.
+    reranks_stored_vectors = tokens is not None and request.index is not None
+    if not reranks_stored_vectors:
+        _limit_length(model, request.max_length)
+    name = source
+    if tokens is not None:
+        name = request.tokens_model or str(tokens.manifest.model_source)
+    return _Reranker(Served(model, "multi-vector", name), tokens)

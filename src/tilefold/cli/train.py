@@ -1,4 +1,4 @@
-"""``tilefold train`` and ``tilefold recipes``: models by the recipes of published systems."""
+"""``tilefold train`` and ``tilefold recipes``: train models by the recipes of published systems."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 import textwrap
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 SAVE_MINUTES = 5.0
 # Documents in a file of at least this size are read one by one when they are needed.
 STREAMED_FILE_BYTES = 1 << 27
-PAGE_WIDTH = 80  # characters of a line of `tilefold recipes NAME`
+PAGE_WIDTH = 80  # width in characters of the page of `tilefold recipes NAME`
 _RECIPE_DEFAULT = "by default the recipe's"
-# Field of a recipe -> field of the request that sets it, where the two names differ. Empty for a
-# field of a recipe that no option sets, though an option has its name.
+# Field of a recipe -> field of the request that sets it, if the two names differ. Empty for a field
+# that shares its name with an option that does not set it.
 _REQUEST_FIELDS = {
     "negatives": "",
     "base_model": "model",
@@ -65,7 +66,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     recipe: Annotated[
         str,
         option(
-            "A name of tilefold recipes; colbert for one vector per token.",
+            "Name of a recipe, see tilefold recipes; colbert trains token vectors.",
         ),
     ] = "splade"
     data: Annotated[
@@ -77,20 +78,21 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     negatives: Annotated[
         Path | None,
         option(
-            "Mined negatives or teacher scores: Parquet of tilefold mine or score, or MS MARCO's "
-            "triples or JSON.",
+            "Mined negatives or teacher scores: a Parquet file of tilefold mine or score, or the "
+            "triples or JSON of MS MARCO.",
         ),
     ] = None
     model: Annotated[
         str | None,
         option(
-            "minilm (the usual default), a folder, or a Hugging Face name of a fitting model.",
+            "Model to start from: minilm (the default of most recipes), a folder, or a Hugging "
+            "Face name.",
         ),
     ] = None
     steps: Annotated[
         int | None,
         option(
-            "Training steps; by default --epochs decides, 0 saves the model as it starts.",
+            "Training steps; by default --epochs decides; 0 saves the initial model.",
             panel="Steps and batches",
         ),
     ] = None
@@ -111,8 +113,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     fill_batches: Annotated[
         bool,
         option(
-            "Fill short batches with pairs that an epoch has had already, as several GPUs always "
-            "do.",
+            "Fill short batches with pairs that the epoch has already used, as several GPUs "
+            "always do.",
             "--fill-batches",
             panel="Steps and batches",
         ),
@@ -120,7 +122,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     mini_batch_size: Annotated[
         int | None,
         option(
-            "Texts of each forward, for batches that do not fit: they are encoded twice.",
+            "Texts per forward pass, for batches that do not fit into memory; texts are then "
+            "encoded twice.",
             panel="Steps and batches",
         ),
     ] = None
@@ -135,21 +138,21 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     regularizer: Annotated[
         float | None,
         option(
-            "Sparse recipes: weight of the penalties, larger is sparser.",
+            "Sparse recipes: weight of the penalties; larger is sparser.",
             panel="Sparse recipes",
         ),
     ] = None
     fields: Annotated[
         list[str] | None,
         option(
-            "Any field of the recipe, such as document.pooling=sum; may be repeated.",
+            "Set any field of the recipe, such as document.pooling=sum; may be repeated.",
             "--set",
         ),
     ] = None
     dimension: Annotated[
         int | None,
         option(
-            "colbert: dimension of a vector; by default 128, 0 for the backbone's own.",
+            "colbert: dimension of a token vector; by default 128; 0 for that of the backbone.",
             panel="ColBERT",
         ),
     ] = None
@@ -163,7 +166,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     expand_queries: Annotated[
         bool,
         option(
-            "colbert: pad queries with mask tokens that are scored.",
+            "colbert: pad queries with mask tokens, which are scored.",
             "--expand-queries",
             panel="ColBERT",
         ),
@@ -179,7 +182,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     group_by_length: Annotated[
         bool,
         option(
-            "Sparse recipes: batches of documents of similar length.",
+            "Sparse recipes: form batches of documents with similar length.",
             "--group-by-length",
             panel="Sparse recipes",
         ),
@@ -194,28 +197,30 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     train_max_length: Annotated[
         int | None,
         option(
-            "The same while training; fewer are faster.",
+            "Maximum tokens per text in training; fewer are faster.",
             panel="Model",
         ),
     ] = None
     passages: Annotated[
         int | None,
         option(
-            "Train on passages of at most so many words; of a relevant document, the best by BM25.",
+            "Train on passages of at most so many words, and on the best passage by BM25 of each "
+            "relevant document.",
             panel="Passages",
         ),
     ] = None
     language: Annotated[
         str | None,
         option(
-            "Of the stop words and stemmer of that BM25, or none for neither; by default english.",
+            "Language of the stop words and the stemmer of that BM25, or none for neither; by "
+            "default english.",
             panel="Passages",
         ),
     ] = None
     attention: Annotated[
         Literal["softmax", "entmax"] | None,
         option(
-            "By default the model's own.",
+            "Attention of the encoder; by default that of the model.",
             panel="Model",
         ),
     ] = None
@@ -229,14 +234,14 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     anneal_alpha: Annotated[
         float,
         option(
-            "Share of the steps over which alpha rises from 1.",
+            "Share of the training steps over which alpha rises from 1.",
             panel="Model",
         ),
     ] = 0.0
     bf16: Annotated[
         bool | None,
         option(
-            "By default the faster one on this hardware.",
+            "Precision of the training; by default the faster one on this hardware.",
             "--bf16/--fp32",
             panel="Hardware",
         ),
@@ -244,7 +249,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     fused: Annotated[
         bool,
         option(
-            "Fused head (sparse) or similarity (colbert), or the stock one.",
+            "Use the fused head (sparse) or similarity (colbert), or the original one.",
             "--fused/--plain",
             panel="Hardware",
         ),
@@ -260,7 +265,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     devices: Annotated[
         str | None,
         option(
-            "GPUs to use, a number or all: a process for each, with a share of every step.",
+            "Number of GPUs to use, or all, with a process for each that trains on a share of "
+            "every step.",
             panel="Hardware",
         ),
     ] = None
@@ -274,14 +280,14 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     save_steps: Annotated[
         int | None,
         option(
-            "A checkpoint after so many steps; by default 25, more where it takes long.",
+            "Steps between checkpoints; by default 25, or more if saving takes long.",
             panel="Checkpoints and logs",
         ),
     ] = None
     save_minutes: Annotated[
         float,
         option(
-            "A checkpoint after this time at the latest.",
+            "Maximum minutes between checkpoints.",
             min=0,
             panel="Checkpoints and logs",
         ),
@@ -289,42 +295,43 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     evaluate_steps: Annotated[
         int | None,
         option(
-            "nDCG@10 of a split after every so many steps; the best model is kept.",
+            "Steps between evaluations (nDCG@10 of a split); the best model is kept.",
             panel="Evaluation while training",
         ),
     ] = None
     evaluate_split: Annotated[
         str | None,
         option(
-            "By default dev, or the one beside train and test.",
+            "Split to evaluate; by default dev, or the only split besides train and test.",
             panel="Evaluation while training",
         ),
     ] = None
     evaluate_documents: Annotated[
         int | None,
         option(
-            "Search its queries among so many documents; by default 10,000.",
+            "Number of documents to search for the queries of the split; by default 10,000.",
             panel="Evaluation while training",
         ),
     ] = None
     patience: Annotated[
         int | None,
         option(
-            "Stop after so many evaluations in a row that are not better.",
+            "Stop after so many evaluations in a row without an improvement.",
             panel="Evaluation while training",
         ),
     ] = None
     hours: Annotated[
         float | None,
         option(
-            "Stop after this time, with a checkpoint; the same command goes on.",
+            "Stop after this time with a checkpoint, from which the same command resumes.",
             panel="Steps and batches",
         ),
     ] = None
     report_to: Annotated[
         str,
         option(
-            "tensorboard (in OUTPUT.logs), wandb, or another name that the trainer knows.",
+            "Where to log: tensorboard (in OUTPUT.logs), wandb, or another integration of the "
+            "trainer.",
             panel="Checkpoints and logs",
         ),
     ] = "none"
@@ -353,7 +360,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     verbose: Annotated[
         bool,
         option(
-            "Show the libraries' own logs.",
+            "Show the logs of the libraries.",
             "--verbose",
             panel="Checkpoints and logs",
         ),
@@ -367,7 +374,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     ] = False
 
     def validate(self) -> None:
-        """Raise ``UsageError`` for options that exclude one another."""
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
         super().validate()
         if self.hours is not None and not self.hours > 0:
             raise UsageError(f"--hours: expected more than 0, got {self.hours:g}.")
@@ -380,23 +387,23 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
                     "--evaluate-documents": self.evaluate_documents,
                     "--patience": self.patience,
                 },
-                "goes together with --evaluate-steps",
+                "requires --evaluate-steps",
             )
         if self.steps is not None:
             refuse_options(
                 {"--epochs": self.epochs},
-                "does nothing with --steps, which says how many: leave it out",
+                "has no effect with --steps, which sets the number of steps: leave it out",
             )
         if self.passages is None:
-            refuse_options({"--language": self.language}, "goes with --passages")
+            refuse_options({"--language": self.language}, "requires --passages")
         else:
             refuse_options(
                 {"--negatives": self.negatives},
-                "names whole documents, and goes without --passages",
+                "cannot be combined with --passages, because it names whole documents",
             )
 
     def _refuse_options_of_training(self) -> None:
-        """Refuse options that do nothing if no step is trained."""
+        """Raise ``UsageError`` for options that have no effect if no step is trained."""
         refuse_options(
             {
                 "--epochs": self.epochs,
@@ -419,27 +426,28 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
                 "--report-to": self.report_to != "none",
                 "--evaluate-steps": self.evaluate_steps,
             },
-            "does nothing with --steps 0, which trains nothing: leave it out",
+            "has no effect with --steps 0, which trains nothing: leave it out",
         )
 
 
 def train(request: TrainRequest) -> None:
-    """Train a model by the recipe of a published system, saved for sentence-transformers.
+    """Train a model with the recipe of a published system, and save it for sentence-transformers.
 
-    tilefold recipes lists the recipes.
+    List the recipes with: tilefold recipes
 
-    The same command again resumes an interrupted run from its last checkpoint. With --devices, or
-    under torchrun or accelerate launch, several processes share the pairs of each step.
+    Run the same command again to resume an interrupted run from its last checkpoint. With
+    --devices, or under torchrun or accelerate launch, several processes share the pairs of each
+    step.
 
     Example:
         tilefold train --recipe splade --data DATA --output MODEL
     """
     splitter = request.passage_splitter()
     if splitter is not None:
-        _options.bm25_language(request.language)  # checked before anything is loaded
-    config = _configure(request.recipe, request)
+        _options.checked_bm25_language(request.language)  # raises an error before any work
+    config = _configure(request)
     if config.base_model != _models.PACKAGED:
-        _models.find_model(config.base_model, "--model")
+        _models.checked_model_name(config.base_model, "--model")
     exit_code = _options.run_on_devices(request.devices)
     if exit_code is not None:
         raise typer.Exit(exit_code)
@@ -459,27 +467,28 @@ def _train_on_rank(
 
     Args:
         config: the recipe.
-        request: options of the command.
-        splitter: how documents are split into passages; None trains on whole documents.
-        rank: rank of this process. Rank 0 shows the progress.
+        request: the options of the command.
+        splitter: the splitter of documents into passages; None trains on whole documents.
+        rank: the rank of this process. Rank 0 shows the progress.
     """
     from tilefold.recipes import catalogue
     from tilefold.recipes.loading import newest_step
 
-    negatives = _open_negatives(config, request)
+    negatives = _read_negatives_ahead(config, request) or request.negatives
     with first_rank_first():  # the other ranks read what rank 0 has downloaded
         collection = _load_collection(config, request)
     if splitter is not None:
         collection = _split_documents(collection, splitter, request.language, rank)
     output = request.output
+    # After an interruption, the user is told whether there is a checkpoint.
     _common.finished_work_checks.append(lambda: newest_step(output) is not None)
     resumed_step = 0
     if request.resume:
         resumed_step = newest_step(output) or 0
-    bar: Any = nullcontext()
+    progress_bar: Any = nullcontext()  # the other ranks show no progress
     if rank == 0:
-        bar = _common.progress_bar("training", resumes=_common.FRESH)
-    with bar as update:
+        progress_bar = _common.resumable_progress_bar("training", _common.FRESH_HINT)
+    with progress_bar as update:
         is_first_report = True
 
         def report_progress(step: int, steps: int, losses: Losses | None) -> None:
@@ -505,38 +514,36 @@ def _train_on_rank(
         )
 
 
-def _open_negatives(config: Any, request: TrainRequest) -> RowsAhead | Path | None:
-    """Begin to read the rows of ``--negatives`` in the background, while the documents are loaded.
+def _read_negatives_ahead(config: Any, request: TrainRequest) -> RowsAhead | None:
+    """Start reading ``--negatives`` in the background, while the documents are loaded.
 
-    Millions of rows take as long as the documents.
+    Reading millions of rows takes as long as loading the documents.
 
     Args:
         config: the recipe.
-        request: options of the command.
+        request: the options of the command.
 
     Returns:
-        The rows that are being read. The path of the file, which the training reads or refuses
-        later, if the recipe reads no negatives or the documents are missing. None without
-        ``--negatives``.
+        The rows that are being read. None if there are none to read, or if the training will raise
+        an error: for a recipe that reads no negatives, or a missing collection.
     """
     from tilefold.retrieval.training_data.rows import RowsAhead
 
-    if request.negatives is None:
+    has_collection = request.data == "pydocs" or Path(request.data).exists()
+    if request.negatives is None or not config.reads_negatives or not has_collection:
         return None
-    has_data = request.data == "pydocs" or Path(request.data).exists()
-    if config.reads_negatives and has_data:
-        return RowsAhead(request.negatives)
-    return request.negatives
+    return RowsAhead(request.negatives)
 
 
 def _load_collection(config: Any, request: TrainRequest) -> Collection:
-    """Load the collection of ``--data`` with the splits that are trained on and evaluated.
+    """Load the collection of ``--data`` with the splits for training and evaluation.
 
-    Documents of a large file are read when they are needed, unless they are split into passages.
+    Documents in a large file are read one by one when they are needed, unless they are split into
+    passages.
 
     Args:
         config: the recipe.
-        request: options of the command.
+        request: the options of the command.
     """
     splits = ["train"]
     if config.evaluate_steps is not None:
@@ -555,23 +562,26 @@ def _split_documents(
     language: str | None,
     rank: int,
 ) -> Collection:
-    """Return the collection with passages instead of documents.
+    """Split the documents of a collection into passages, and move judgements to passages.
+
+    A document that is judged relevant is replaced by its best passage by BM25.
 
     Args:
-        collection: of documents.
-        splitter: how documents are split.
-        language: value of ``--language``, for the BM25 that chooses relevant passages.
-        rank: rank of this process. Rank 0 notes the number of passages.
+        collection: the collection of documents.
+        splitter: the splitter.
+        language: the value of ``--language``, for BM25; None takes the default language.
+        rank: the rank of this process. Rank 0 prints the number of passages.
     """
     from tilefold.retrieval.training_data.passages import training_passages
 
-    language = _options.bm25_language(language)
-    passages = training_passages(splitter, collection, language=language)
+    bm25_language = _options.checked_bm25_language(language)
+    passages = training_passages(splitter, collection, language=bm25_language)
     if rank == 0:
         note(
-            f"{len(collection.documents):,} documents in {len(passages.documents):,} passages of "
-            f"at most {splitter.length} words; BM25 chooses relevant ones with stop words and "
-            f"stemmer of --language {language}",
+            f"{len(collection.documents):,} documents were split into "
+            f"{len(passages.documents):,} passages of at most {splitter.length} words; BM25 "
+            "chooses the relevant passages, with the stop words and the stemmer of --language "
+            f"{bm25_language}",
         )
     return passages
 
@@ -585,10 +595,10 @@ def _report(
     """Print the result of a training, its warnings, and the command that encodes with the model.
 
     Args:
-        result: of the training.
+        result: the result of the training.
         config: the recipe.
-        request: options of the command.
-        splitter: how documents were split into passages; None for whole documents.
+        request: the options of the command.
+        splitter: the splitter of documents into passages; None for whole documents.
     """
     from tilefold.recipes.loading import LOG, PLOT
 
@@ -596,31 +606,45 @@ def _report(
     output = request.output
     if result.loss is not None and not (output / PLOT).is_file():
         note(
-            f"the log of the training is {output / LOG}; with matplotlib (tilefold[plot]) there is "
-            "a plot, too",
+            f"the log of the training is {output / LOG}; if matplotlib is installed "
+            "(tilefold[plot]), a plot is drawn as well",
         )
-    vectors = "TOKENS, then search or evaluate with --rerank TOKENS" if config.late else "VECTORS"
-    encode = _common.next_command("encode", "--model", output, "--data", request.data, "--output")
     fields = asdict(result)
     if splitter is not None:
         fields["passages"] = {
             "length": splitter.length,
             "stride": splitter.stride,
-            "language": _options.bm25_language(request.language),
+            "language": _options.checked_bm25_language(request.language),
         }
     _common.print_result(
         fields,
         request.as_json,
         f"{_summary(result, config)}: {result.model_dir}",
-        f"{encode} {vectors}",
+        _next_step(request, trains_token_vectors=config.late),
     )
 
 
+def _next_step(request: TrainRequest, *, trains_token_vectors: bool) -> str:
+    """Return the line with the command that encodes the documents with the trained model."""
+    encode = _common.next_command(
+        "encode",
+        "--model",
+        request.output,
+        "--data",
+        request.data,
+        "--output",
+        "TOKENS" if trains_token_vectors else "VECTORS",
+    )
+    if trains_token_vectors:
+        return f"{encode}, then search or evaluate with --rerank TOKENS"
+    return encode
+
+
 def _note_warnings(result: TrainResult) -> None:
-    """Print notes about a diverged loss, truncated texts and other problems of a training.
+    """Print warnings about a finished training, such as a diverged loss or truncated texts.
 
     Args:
-        result: of the training.
+        result: the result of the training.
     """
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
@@ -636,49 +660,55 @@ def _note_warnings(result: TrainResult) -> None:
 
 
 def _summary(result: TrainResult, config: Any) -> str:
-    """Return in words how many steps were trained, the last losses, and the best evaluation.
+    """Summarise a training: its steps and time, the last losses, and the best evaluation.
 
     Args:
-        result: of the training.
+        result: the result of the training.
         config: the recipe.
     """
     from tilefold.recipes import Losses
 
-    if not result.steps:
-        summary = f"no step of training, {config.base_model} as the recipe starts from it"
-    elif result.reused:
-        summary = "already trained"
-    else:
-        summary = f"trained {result.steps} steps"
-        if result.resumed_from:
-            summary += f", those after step {result.resumed_from}"
-        summary += f" in {result.seconds:.0f} s"
-    if result.ranks > 1 and not result.reused:
-        summary += f" on {result.ranks} devices"
+    parts = [_summarise_steps(result, config.base_model)]
     if result.loss is not None:
-        summary += f", {Losses(result.loss, result.ranking_loss, result.penalties)}"
+        parts.append(str(Losses(result.loss, result.ranking_loss, result.penalties)))
     for evaluation in result.evaluations:
-        if evaluation["kept"]:  # of the checkpoint that became the model
-            summary += (
-                f", nDCG@10 {evaluation['nDCG@10']:.3f} of {result.evaluated} at step "
-                f"{evaluation['step']:,}, which was kept"
+        if evaluation["kept"]:  # its checkpoint became the model
+            parts.append(
+                f"kept step {evaluation['step']:,} with nDCG@10 {evaluation['nDCG@10']:.3f} on "
+                f"{result.evaluated}",
             )
-    return summary
+    return ", ".join(parts)
 
 
-def _configure(name: str, request: TrainRequest) -> Any:
-    """Create a recipe of the catalogue with the options and ``--set`` of a command.
+def _summarise_steps(result: TrainResult, base_model: str) -> str:
+    """Describe how many steps were trained, in which time, and on how many devices.
 
     Args:
-        name: name of the recipe.
-        request: the options, which take precedence over the fields of the recipe.
+        result: the result of the training.
+        base_model: the model that the recipe starts from.
+    """
+    if result.reused:
+        return "already trained"
+    devices = f" on {result.ranks} devices" if result.ranks > 1 else ""
+    if not result.steps:
+        return f"not trained: the initial model of the recipe, from {base_model}{devices}"
+    resumed = f", resumed after step {result.resumed_from}," if result.resumed_from else ""
+    return f"trained {result.steps} steps{resumed} in {result.seconds:.0f} s{devices}"
+
+
+def _configure(request: TrainRequest) -> Any:
+    """Create the recipe of ``--recipe``, whose fields the options and ``--set`` override.
+
+    Args:
+        request: the options of the command.
 
     Raises:
-        UsageError: for an unknown name or field, a value out of range, an option of other recipes,
-            or a field that is set twice.
+        UsageError: if a recipe or a field is unknown, a value is out of range, an option is for
+            other recipes, or a field is set twice.
     """
     from tilefold.recipes.catalogue import RECIPES, get_recipe
 
+    name = request.recipe
     _options.check_choice("--recipe", name, RECIPES)
     options: dict[str, object] = {
         "epochs": request.epochs,
@@ -717,14 +747,14 @@ def _configure(name: str, request: TrainRequest) -> Any:
                 _apply_sparse_options(values, request)
             _check_repetitions(request)
             for assignment in request.fields or []:
-                _set(values, assignment)
+                _apply_assignment(values, assignment)
             return type(recipe).from_dict(values)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
 
 def _option_of_field() -> dict[str, str]:
-    """Return the option that sets each field of a recipe, such as ``--model`` of ``base_model``."""
+    """Return recipe field -> option that sets it, such as ``base_model`` -> ``--model``."""
     option_of_request_field = spellings(TrainRequest)
     option_of_field = dict(option_of_request_field)
     for field, request_field in _REQUEST_FIELDS.items():
@@ -735,12 +765,12 @@ def _option_of_field() -> dict[str, str]:
 
 
 def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: bool) -> None:
-    """Refuse options of sparse recipes for a late-interaction recipe, and the other way round.
+    """Raise ``UsageError`` for an option of sparse recipes if the recipe is late, or vice versa.
 
     Args:
-        request: options of the command.
-        name: name of the recipe.
-        late: whether it trains a late-interaction model.
+        request: the options of the command.
+        name: the name of the recipe.
+        late: whether the recipe trains a late-interaction model.
     """
     if late:
         refuse_options(
@@ -748,7 +778,7 @@ def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: boo
                 "--regularizer": request.regularizer,
                 "--group-by-length": request.group_by_length,
             },
-            f"belongs to the sparse recipes: leave it out for {name}",
+            f"requires a sparse recipe: leave it out for {name}",
         )
     else:
         refuse_options(
@@ -758,12 +788,12 @@ def _refuse_options_of_other_recipes(request: TrainRequest, name: str, late: boo
                 "--expand-queries": request.expand_queries,
                 "--keep-punctuation": request.keep_punctuation,
             },
-            f"belongs to --recipe colbert: leave it out for {name}",
+            f"requires --recipe colbert: leave it out for {name}",
         )
 
 
 def _apply_colbert_options(recipe: dict[str, Any], request: TrainRequest) -> None:
-    """Set the fields of a late-interaction recipe whose options were given, in place."""
+    """Override fields of a late-interaction recipe, in place, by the given options."""
     if request.dimension is not None:
         # With 0, there is no projection: token vectors have the backbone's own dimension.
         recipe["dimension"] = None if request.dimension == 0 else request.dimension
@@ -776,14 +806,14 @@ def _apply_colbert_options(recipe: dict[str, Any], request: TrainRequest) -> Non
 
 
 def _apply_sparse_options(recipe: dict[str, Any], request: TrainRequest) -> None:
-    """Set the fields of a sparse recipe whose options were given, in place.
+    """Override fields of a sparse recipe, in place, by the given options.
 
     Args:
-        recipe: fields and values of the recipe.
-        request: options of the command.
+        recipe: field of the recipe -> value.
+        request: the options of the command.
 
     Raises:
-        UsageError: for ``--regularizer`` and a recipe without a penalty.
+        UsageError: if ``--regularizer`` is given for a recipe without a penalty.
     """
     if request.group_by_length:
         recipe["group_by_length"] = True
@@ -796,14 +826,14 @@ def _apply_sparse_options(recipe: dict[str, Any], request: TrainRequest) -> None
     ]
     if not penalties:
         raise UsageError(
-            "--regularizer does nothing for this recipe, which has no penalty: leave it out.",
+            "--regularizer has no effect on this recipe, which has no penalty: leave it out.",
         )
     for penalty in penalties:
         penalty["weight"] = request.regularizer
 
 
 def _check_repetitions(request: TrainRequest) -> None:
-    """Raise ``UsageError`` for a field of ``--set`` that is set twice, or by an option too."""
+    """Raise ``UsageError`` for a field that is set twice, by ``--set`` or also by an option."""
     option_of_request_field = spellings(TrainRequest)
     defaults = {field.name: field.default for field in dataclasses.fields(TrainRequest)}
     # Fields of the assignments FIELD=VALUE. A field of an encoder has a path, such as FIELD.FIELD.
@@ -811,37 +841,40 @@ def _check_repetitions(request: TrainRequest) -> None:
     for path in paths:
         request_field = _REQUEST_FIELDS.get(path, path)
         option = option_of_request_field.get(request_field)
-        is_set_by_option = (
-            option is not None and getattr(request, request_field) != defaults[request_field]
-        )
-        if is_set_by_option or paths.count(path) > 1:
-            sources = f" (--set and {option})" if is_set_by_option else ""
+        if option is not None and getattr(request, request_field) != defaults[request_field]:
             raise UsageError(
-                f"--set: {path}: expected once, got it twice{sources}: leave one out.",
+                f"--set: {path} was given twice, by --set and {option}: leave one out.",
             )
+        if paths.count(path) > 1:
+            raise UsageError(f"--set: {path} was given twice: leave one out.")
 
 
-def _set(recipe: dict[str, Any], assignment: str) -> None:
+def _apply_assignment(recipe: dict[str, Any], assignment: str) -> None:
     """Set a field of a recipe, or of an encoder or a penalty in it, in place.
 
-    Unknown fields of encoders and penalties are refused when the recipe is created.
+    Unknown fields of encoders and penalties are refused later, when the recipe is created.
 
     Args:
-        recipe: fields and values of the recipe.
-        assignment: ``FIELD=VALUE`` or ``FIELD.FIELD=VALUE``; the value is JSON, or a word.
+        recipe: field of the recipe -> value.
+        assignment: ``FIELD=VALUE`` or ``FIELD.FIELD=VALUE``; the value is JSON or plain text.
 
     Raises:
-        UsageError: for an unknown field, or text without a value.
+        UsageError: if the field is unknown, or the assignment has no value.
     """
     path, equals_sign, text = assignment.partition("=")
     *parent_names, field = path.split(".")
     if not equals_sign or not field:
         raise UsageError(f"--set: expected FIELD=VALUE, got {assignment!r}.")
+    unknown_field_error = UsageError(
+        f"--set: there is no field {path!r}; the fields are {', '.join(recipe)}.",
+    )
     settings: Any = recipe
     for name in parent_names:
-        settings = settings.get(name) if isinstance(settings, dict) else None
-    if not isinstance(settings, dict) or (settings is recipe and field not in recipe):
-        raise UsageError(f"--set: there is no field {path!r}; the fields are {', '.join(recipe)}.")
+        settings = settings.get(name)
+        if not isinstance(settings, dict):
+            raise unknown_field_error
+    if settings is recipe and field not in recipe:
+        raise unknown_field_error
     try:
         settings[field] = json.loads(text)
     except ValueError:
@@ -855,7 +888,7 @@ class RecipesRequest(Options):
     name: Annotated[
         str | None,
         argument(
-            "Only this one, as a page: its needs, its fields and the options that change them.",
+            "Show this recipe: what it needs, its fields, and the options that change them.",
         ),
     ] = None
     as_json: Annotated[
@@ -868,9 +901,9 @@ class RecipesRequest(Options):
 
 
 def recipes(request: RecipesRequest) -> None:
-    """List the published systems that can be trained by name.
+    """List the recipes of published systems, or show one.
 
-    The list says what they need and what their papers report.
+    The list says what the recipes need, and what their papers report.
 
     Example:
         tilefold recipes splade-v3
@@ -878,33 +911,36 @@ def recipes(request: RecipesRequest) -> None:
     from tilefold.recipes.catalogue import RECIPES
 
     _options.check_choice("recipe", request.name, RECIPES)
-    if request.name:
-        entry = RECIPES[request.name]
-        if request.as_json:
-            _common.print_json(entry.to_dict())
-        else:
-            _print_page(entry)
-        return
-    if request.as_json:
-        _common.print_json([entry.to_dict() for entry in RECIPES.values()])
-        return
+    entries = list(RECIPES.values())
+    if request.name and request.as_json:
+        _common.print_json(RECIPES[request.name].to_dict())
+    elif request.name:
+        _print_page(RECIPES[request.name])
+    elif request.as_json:
+        _common.print_json([entry.to_dict() for entry in entries])
+    else:
+        _print_list(entries)
+
+
+def _print_list(entries: Sequence[Entry]) -> None:
+    """Print a table of recipes."""
     rows = []
-    for entry in RECIPES.values():
+    for entry in entries:
         paper = f"arXiv {entry.paper}" if entry.paper else ""
         rows.append((entry.name, entry.summary, ", ".join(entry.needs), paper, entry.publishes))
     columns = ("recipe", "what it is", "needs", "paper", "published number")
-    _common.print_table(columns, rows, fold=columns, box=None)
+    _common.print_table(columns, rows, wrapped=columns, box=None)
 
 
 def _print_page(entry: Entry) -> None:
-    """Print a recipe for people: what it is, the commands that it takes, and its fields."""
+    """Print a recipe: a description, the commands that run it, and its fields."""
     from tilefold.recipes.catalogue import describe
 
     data = "DATA"  # stands for the user's collection in the commands
     commands = entry.recipe.preparation(data)
     negatives = ""
     if commands:
-        prepared_file = commands[-1].split()[-1]  # value of --output of the last command
+        prepared_file = commands[-1].split()[-1]  # the last command ends in --output FILE
         negatives = f" --negatives {prepared_file}"
     paper = f"arXiv {entry.paper}; " if entry.paper else ""
     lines = [
@@ -916,13 +952,13 @@ def _print_page(entry: Entry) -> None:
         *commands,
         f"tilefold train --recipe {entry.name} --data {data}{negatives} --output MODEL",
         "",
-        "Fields, their values in JSON, the option that changes each (else --set FIELD=VALUE), and "
-        "what it is:",
+        "Fields as JSON, with the option that changes a field (without an option: --set "
+        "FIELD=VALUE):",
     ]
-    option_of_request_field = spellings(TrainRequest)
+    option_of_field = _option_of_field()
     for field, value, description in describe(entry.recipe):
         line = f"{field} = {json.dumps(value)}"
-        option = option_of_request_field.get(_REQUEST_FIELDS.get(field, field))
+        option = option_of_field.get(field)
         if option:
             line += f" ({option})"
         lines.append(line)
