@@ -198,7 +198,11 @@ class Collection:
                 check_text_ids("qrels", grades)
 
     def whole_document_of(self, name: str) -> str:
-        """Return the id of the document that has the id `name`, or has a passage with it."""
+        """Return the id of a document in the original collection.
+
+        Args:
+            name: id of one of `documents`, which may be a passage.
+        """
         return name if self.passages is None else name.rpartition("#")[0]
 
     def contents(self) -> Mapping[str, str]:

@@ -290,7 +290,7 @@ def build_pydocs() -> Collection:
         name="pydocs",
         documents=documents,
         queries={f"q-{name}": summary for name, summary in queries.items()},
-        qrels=_qrels_by_split_summary(list(queries)),
+        qrels=_qrels_by_split(list(queries)),
     )
 
 
@@ -315,7 +315,7 @@ def _distinct_docstrings(root: Path) -> dict[str, str]:
     return texts
 
 
-def _qrels_by_split_summary(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:
+def _qrels_by_split(names: list[str]) -> dict[str, dict[str, dict[str, int]]]:
     """Divide queries into training and test queries, each with one relevant document.
 
     Args:

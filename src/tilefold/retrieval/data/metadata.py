@@ -752,7 +752,7 @@ class Metadata:
         return Metadata(self._with_documents(documents), len(rows))
 
     def _with_documents(self, documents: npt.NDArray[np.int64]) -> Any:
-        """Return the table with other numbers of documents.
+        """Return the table with new document numbers.
 
         Args:
             documents: new number of the document of each row; -1 removes the row.

@@ -151,7 +151,7 @@ class RankEncoder(Generic[M, V]):
             self.store.wait_for(FINISHED)  # raises the error of rank 0, which names the differences
 
     def _identity(self) -> Json:
-        """Return the settings of the folder as they are after a round trip through JSON."""
+        """Return the settings of the folder in the types that JSON has, to compare ranks."""
         identity: Json = json.loads(json.dumps(self._writer.manifest.identity))
         return identity
 
@@ -184,8 +184,8 @@ class RankEncoder(Generic[M, V]):
         """
         shard: PendingShard[V] = PendingShard(number, self._shard_ids[number], self.job.texts)
         if partial.get("shard") == number:
-            # A writer of its own, because the folder may not be open yet in this thread. It does
-            # not read the manifest, so it gets the entry that rank 0 has read.
+            # The folder may not be open yet, so a separate writer reads the part. It does not read
+            # the manifest, but gets the entry that rank 0 has read.
             writer: ShardWriter[M, V] = self.job.open_writer(writes_manifest=False)
             writer.manifest.partial = partial
             shard.restore(writer.read_partial(number))

@@ -189,7 +189,7 @@ class Manifest:
         counts = dict.fromkeys(self.TOTALS.values(), int)
         shard_types = {"file": str, "sha256": str, **counts}
         are_valid_shards = all(
-            _has(shard, shard_types) and _is_truncation(shard.get("truncated", {}))
+            _has_members(shard, shard_types) and _is_truncation(shard.get("truncated", {}))
             for shard in self.shards
         )
         if not are_valid_shards:
@@ -334,7 +334,7 @@ def check_not_all_failed(
         )
 
 
-def _check_unfinished(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
+def _check_replaceable(folder: Path, earlier: Manifest, manifest: Manifest) -> None:
     """Raise ``FileExistsError`` if the vectors in a folder may not be replaced without asking.
 
     Args:
@@ -451,7 +451,7 @@ class ShardWriter(ABC, Generic[M, V]):
             self._resume(earlier)
         else:
             if not overwrite:
-                _check_unfinished(self.path, earlier, self.manifest)
+                _check_replaceable(self.path, earlier, self.manifest)
             self._start_new()
 
     def _has_work(self, earlier: M) -> bool:
@@ -934,7 +934,7 @@ def _class_of(annotation: type | UnionType) -> type | UnionType:
     return get_origin(annotation) or annotation
 
 
-def _has(value: object, types: Mapping[str, type | UnionType]) -> bool:
+def _has_members(value: object, types: Mapping[str, type | UnionType]) -> bool:
     """Whether a value is a JSON object whose members have these types."""
     return isinstance(value, dict) and all(
         isinstance(value.get(name), expected) for name, expected in types.items()
@@ -944,7 +944,7 @@ def _has(value: object, types: Mapping[str, type | UnionType]) -> bool:
 def _is_truncation(value: Json) -> bool:
     """Whether an entry counts truncated texts, or is empty because they were not counted."""
     return value == {} or (
-        _has(value, _TRUNCATION_TYPES) and value.keys() == _TRUNCATION_TYPES.keys()
+        _has_members(value, _TRUNCATION_TYPES) and value.keys() == _TRUNCATION_TYPES.keys()
     )
 
 
