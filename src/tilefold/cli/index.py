@@ -935,8 +935,9 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, i
                 documents.check(collection.layout, collection.place)
                 if metadata is None and collection.has_metadata():
                     raise UsageError(
-                        "--data: expected the fields of the new documents, because the index stores "
-                        "metadata, got none. Without them, filters would not find the documents.",
+                        "--data: expected the fields of the new documents, because the index "
+                        "stores metadata, got none. Without them, filters would not find the "
+                        "documents.",
                     )
             n_deleted = collection.delete(_entries_to_delete(collection, deleted_ids, documents))
             if documents is not None:
