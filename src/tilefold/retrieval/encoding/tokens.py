@@ -335,7 +335,7 @@ class DenseEncoding(TokenEncoding):
         if self.dimension is not None and self.dimension > model_dimension:
             raise ArgumentError(
                 "dimension",
-                f"expected at most the model's dimension, {model_dimension}, got {self.dimension}.",
+                f"expected at most {model_dimension}, the model's dimension, got {self.dimension}.",
             )
         return DenseJob(
             encoding=self,
