@@ -328,7 +328,7 @@ def test_regularizers_can_be_copied_and_add_nothing_to_a_state_dict() -> None:
             (random_scores(rows=6),),
             {},
             ValueError,
-            "rows of 4 positions, as many of each, got 6",
+            "multiple of positions=4, got 6",
             id="incomplete groups",
         ),
         pytest.param(

@@ -347,7 +347,7 @@ def test_penalties_need_base_weights(bases: dict[str, Path]) -> None:
     ]
     ranking = SparseMultipleNegativesRankingLoss(model)
     loss = base_splade_loss(lambda features: {"sentence_embedding": 0}, ranking)
-    with pytest.raises(ValueError, match="model must give base_embedding"):
+    with pytest.raises(ValueError, match="model must return base_embedding"):
         loss(columns)
 
 

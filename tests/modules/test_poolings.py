@@ -637,12 +637,12 @@ def test_splate_loads_weights_that_were_saved_by_torch(
     [
         pytest.param(
             None,
-            r"config\.json must have options of HeadPooling, got none. Fetch the checkpoint whole",
+            r"config\.json must have options of HeadPooling, got none. Download the complete checkpoint",
             id="no file",
         ),
         pytest.param(
             '{"pooling": "cl',
-            r"config\.json must have options of HeadPooling, got no JSON: Unterminated",
+            r"config\.json must be JSON, got an error: Unterminated",
             id="truncated file",
         ),
         pytest.param(

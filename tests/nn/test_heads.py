@@ -131,7 +131,7 @@ def test_other_layers_are_refused_with_the_remedy() -> None:
         TokenWeightHead.from_linear(nn.Embedding(50, 16), 20)  # type: ignore[arg-type]
     with pytest.raises(
         ValueError,
-        match="layer must have one output, got 20; a decoder goes into LSRHead",
+        match="layer must have one output, got 20; for a decoder use LSRHead",
     ):
         TokenWeightHead.from_linear(nn.Linear(16, 20), 20)
 

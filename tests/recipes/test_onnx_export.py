@@ -227,7 +227,7 @@ def test_an_accelerated_model_is_not_exported(stock: SparseEncoder, tmp_path: Pa
 
 def test_a_graph_is_not_trained(graph: Any) -> None:
     graph.train()
-    refused(RuntimeError, "an ONNX graph is not trained", graph, graph.preprocess(["a"]))
+    refused(RuntimeError, "an ONNX graph cannot be trained", graph, graph.preprocess(["a"]))
 
 
 def test_a_graph_whose_file_was_exchanged_is_not_loaded(

@@ -37,6 +37,8 @@ class BaseSpladeLoss(SpladeLoss):
     ) -> dict[str, Tensor]:
         """Compute the ranking loss of the final vectors, and the penalties of the base vectors.
 
+        Base vectors are those before the literal residual, a window and a norm are applied.
+
         Args:
             sentence_features: the columns of the batch, queries first. Each column is the input of
                 one forward, which returns ``sentence_embedding`` and ``base_embedding`` ``[B, V]``.
@@ -49,9 +51,8 @@ class BaseSpladeLoss(SpladeLoss):
         for output in outputs:
             if "base_embedding" not in output:
                 raise ValueError(
-                    "model must give base_embedding for penalties on base weights, "
-                    f"got {sorted(map(str, output))}; use SpladeLoss for models without a "
-                    "literal residual.",
+                    "model must return base_embedding, on which the penalties are computed, "
+                    f"got {sorted(map(str, output))}; use SpladeLoss for a model without it.",
                 )
         final_vectors = [output["sentence_embedding"] for output in outputs]
         base_vectors = [output["base_embedding"] for output in outputs]
@@ -61,9 +62,9 @@ class BaseSpladeLoss(SpladeLoss):
             losses.update(ranking_loss)
         else:
             losses["base_loss"] = ranking_loss  # the name of SpladeLoss for the ranking loss
-        documents = base_vectors[1:]
-        if self.use_document_regularizer_only:
-            documents = base_vectors
+        # The document regulariser alone also penalises queries.
+        first_document = 0 if self.use_document_regularizer_only else 1
+        documents = base_vectors[first_document:]
         penalty = self.document_regularizer.compute_loss_from_embeddings(torch.cat(documents))
         losses["document_regularizer_loss"] = penalty * self.document_regularizer_weight
         if self.query_regularizer_weight is not None:
@@ -91,25 +92,20 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         sentence_features: Iterable[dict[str, Any]],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute the loss in mini-batches, over joined columns if the batch has them.
+        """Compute the loss in mini-batches. Columns that were tokenised together run as one.
 
         Args:
             sentence_features: the columns of the batch: queries, relevant documents and negatives.
             labels: labels of the ranking loss.
         """
         features = list(sentence_features)
-        joined_columns, _ = features[0].get(JOINED, (None, 0))
-        joined_features = None
-        # a limit of tokens per mini-batch applies to each column separately
-        if joined_columns is not None and not self.mini_batch_num_tokens:
-            # None if these are not all columns of the joined batch
-            joined_features = joined_columns.rows(features)
+        joined_features = self._joined_features(features)
         if joined_features is None:
             self._n_joined = 1
         else:
-            # The stock loss sees one column, whose mini-batches have the rows of all columns.
             self._n_joined = len(features)
             features = [joined_features]
+        # The stock loss sees one column, whose mini-batches have the rows of all joined columns.
         mini_batch_size = self.mini_batch_size
         self.mini_batch_size = mini_batch_size * self._n_joined
         try:
@@ -117,6 +113,19 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         finally:
             self.mini_batch_size = mini_batch_size
         return loss
+
+    def _joined_features(self, features: list[dict[str, Any]]) -> dict[str, Any] | None:
+        """Return the features of all columns as those of one, or ``None`` if they are not joined.
+
+        Args:
+            features: the columns of the batch.
+        """
+        if self.mini_batch_num_tokens or JOINED not in features[0]:
+            return None  # a limit of tokens per mini-batch applies to each column separately
+        joined_columns, _ = features[0][JOINED]
+        # None if these are not all columns of the joined batch
+        joined: dict[str, Any] | None = joined_columns.rows(features)
+        return joined
 
     def calculate_loss(
         self,
@@ -129,7 +138,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
 
         Args:
             reps: embeddings of each column, as a list with one tensor ``[rows, V]`` per mini-batch.
-                If columns are joined, there is only one, with the rows of all columns.
+                Joined columns are one column, in which the rows of all columns alternate.
             labels: labels of the ranking loss.
             with_backward: as in the stock loss.
         """

@@ -45,8 +45,8 @@ def flops(
     Args:
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head, whose columns
             stay there.
-        threshold: rows with at most this many nonzero scores count as zero, and stay in the mean
-            (the l0 mask of arXiv 2504.14839).
+        threshold: rows with at most this many nonzero scores contribute nothing, but stay in the
+            mean (the l0 mask of arXiv 2504.14839).
         weights: ``[V]`` factors of the columns (this rank's where scores are a DTensor):
             :func:`df_weights`.
         group: ranks that hold other rows of the batch: a process group, ``"world"``, or ``None``
@@ -61,7 +61,7 @@ def flops(
             not fit.
     """
     columns = columns_of(scores, group)
-    column_sums = _long_rows(columns, threshold).sum(dim=0)
+    column_sums = _zero_short_rows(columns, threshold).sum(dim=0)
     mean = _mean_over_rows(column_sums, columns)
     if weights is not None:
         if check_tensor("weights", weights).shape != mean.shape:
@@ -75,12 +75,12 @@ def flops(
 def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
     """Compute ``mean_b sum_v |scores[b, v]|``.
 
-    This is the query penalty of Efficient SPLADE (Lassance and Clinchant, arXiv 2207.03834).
-    Result and errors are the same as for :func:`flops`.
+    This is the query penalty of Efficient SPLADE (Lassance and Clinchant, arXiv 2207.03834). It
+    returns a scalar, and raises errors as :func:`flops` does.
 
     Args:
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
-        threshold: rows with at most this many nonzero scores count as zero.
+        threshold: rows with at most this many nonzero scores contribute nothing.
         group: ranks that hold other rows of the batch.
     """
     return _mean_row_sum(scores, Tensor.abs, threshold, group)
@@ -89,12 +89,12 @@ def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
 def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -> Tensor:
     """Compute ``mean_b sum_v scores[b, v]^2``.
 
-    This penalty shrinks large weights, and has little effect on small ones. Result and errors are
-    the same as for :func:`flops`.
+    This penalty shrinks large weights, and has little effect on small ones. It returns a scalar,
+    and raises errors as :func:`flops` does.
 
     Args:
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
-        threshold: rows with at most this many nonzero scores count as zero.
+        threshold: rows with at most this many nonzero scores contribute nothing.
         group: ranks that hold other rows of the batch.
     """
     return _mean_row_sum(scores, Tensor.square, threshold, group)
@@ -110,16 +110,16 @@ def _mean_row_sum(
 
     Args:
         scores: ``[B, V]``, or a DTensor with sharded columns.
-        term_penalty: elementwise function, such as the absolute value.
-        threshold: rows with at most this many nonzero scores count as zero.
+        term_penalty: penalty of each score, such as its absolute value.
+        threshold: rows with at most this many nonzero scores contribute nothing.
         group: ranks that hold other rows of the batch.
 
     Returns:
         A scalar.
     """
     columns = columns_of(scores, group)
-    local_sum = term_penalty(_long_rows(columns, threshold)).sum()
-    mean = _mean_over_rows(local_sum[None], columns)[0]
+    local_sum = term_penalty(_zero_short_rows(columns, threshold)).sum()
+    mean = _mean_over_rows(local_sum.view(1), columns).squeeze(0)
     return sum_over_columns(mean, columns.shards)
 
 
@@ -132,7 +132,7 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
 
     Args:
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
-        epsilon: bounds the value by ``1 / epsilon``; a batch of zeros has no gradient.
+        epsilon: bounds the value by ``1 / epsilon`` for a batch of zeros, where the gradient is 0.
         group: ranks that hold other rows of the batch, as in :func:`flops`.
 
     Raises:
@@ -147,24 +147,20 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
 def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 10.0) -> Tensor:
     """Compute the term weights of DF-FLOPS (Porco et al., arXiv 2505.15070).
 
-    ``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)`` is a logistic curve on [0, 1]: 0 for a term in no
-    document, 1/2 for one in a share ``alpha`` of them, 1 for one in all.
+    ``w(x) = 1 / (1 + (x^log_alpha(2) - 1)^beta)`` is a logistic curve on [0, 1]. The weight is 0
+    for a term that no document contains, 1/2 at the share ``alpha``, and 1 at the share 1.
 
     Args:
         document_frequency: ``[V]`` shares of documents that contain each term, in [0, 1].
-        alpha: the share at which the penalty is half, in (0, 1).
-        beta: how steep the curve is there, positive.
+        alpha: the share at which the weight is 1/2, in (0, 1).
+        beta: steepness of the curve at this share, positive.
 
     Raises:
-        TypeError: if ``document_frequency`` is not a tensor, or another argument no number.
-        ValueError: for ``alpha`` or ``beta`` out of range.
+        TypeError: if ``document_frequency`` is not a tensor, or if ``alpha`` or ``beta`` is not a
+            number.
+        ValueError: if ``alpha`` or ``beta`` is out of range.
     """
-    check_number("alpha", alpha)
-    check_number("beta", beta)
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta must be positive and finite, got {beta!r}.")
+    check_df_options(alpha, beta)
     check_tensor("document_frequency", document_frequency)
     compute_dtype = torch.promote_types(document_frequency.dtype, torch.float32)
     share = document_frequency.to(compute_dtype).clamp(0, 1)
@@ -172,6 +168,21 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
     # For the shares 0, alpha and 1 the base is infinite, 1 and 0, and so the weight 0, 1/2 and 1.
     base = share.pow(log_alpha_of_2) - 1
     return 1 / (1 + base.clamp(min=0).pow(beta))
+
+
+def check_df_options(alpha: float, beta: float) -> None:
+    """Raise an error unless alpha and beta are valid for :func:`df_weights`.
+
+    Raises:
+        TypeError: if one is not a number.
+        ValueError: if one is out of range.
+    """
+    check_number("alpha", alpha)
+    check_number("beta", beta)
+    if not 0 < alpha < 1:
+        raise ValueError(f"alpha must be between 0 and 1, exclusive, got {alpha!r}.")
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta must be positive and finite, got {beta!r}.")
 
 
 def check_threshold(threshold: object) -> None:
@@ -203,12 +214,12 @@ def check_epsilon(epsilon: float) -> None:
         raise ValueError(f"epsilon must be a number that is not negative, got {epsilon!r}.")
 
 
-def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
-    """Return the scores of this rank, with zeros in rows of at most `threshold` nonzero scores.
+def _zero_short_rows(columns: Columns, threshold: float | None) -> Tensor:
+    """Return the scores of this rank, with rows of at most `threshold` nonzero scores set to 0.
 
     Args:
         columns: the scores of this rank, and the ranks that hold other columns of the same rows.
-        threshold: the number; ``None`` returns the scores unchanged.
+        threshold: nonzero scores that a row must exceed; ``None`` returns the scores unchanged.
     """
     check_threshold(threshold)
     if threshold is None:
@@ -216,22 +227,22 @@ def _long_rows(columns: Columns, threshold: float | None) -> Tensor:
     n_nonzero = (columns.local != 0).sum(dim=1)
     if columns.shards is not None:
         dist.all_reduce(n_nonzero, group=columns.shards)
-    is_long = (n_nonzero > threshold).to(columns.local.dtype)
-    return columns.local * is_long[:, None]
+    is_kept = (n_nonzero > threshold).to(columns.local.dtype)
+    return columns.local * is_kept[:, None]
 
 
 def _mean_over_rows(sums: Tensor, columns: Columns) -> Tensor:
     """Turn sums over this rank's rows into means over the rows of all ranks.
 
     Args:
-        sums: n sums over the rows of this rank, ``[n]``.
+        sums: ``[n]`` sums over the rows of this rank, of n quantities.
         columns: the scores of this rank, and the ranks that hold other rows of the batch.
 
     Returns:
         Means ``[n]``.
     """
     n_local_rows = columns.local.size(0)
-    if columns.rows is None:
+    if columns.rows is None:  # no other rank holds rows of the batch
         return sums / n_local_rows
     # One all-reduce of the sums and of the number of rows.
     sums_and_count = torch.cat([sums, sums.new_full((1,), n_local_rows)])
@@ -325,7 +336,7 @@ def activated_lm_loss(
             preserve_rng_state=False,
         )
     count = (labels != ignore_index).sum().clamp(min=1)
-    plain, activated, alive = (sums / count).unbind()
+    plain, activated, alive = (sums / count).unbind()  # in the order of _loss_sums
     return ActivatedLmLoss(
         plain + activated_weight * activated,
         plain.detach(),
@@ -341,14 +352,14 @@ def _loss_sums(
     labels: Tensor,
     ignore_index: int,
 ) -> Tensor:
-    """Sum the next-token losses of N positions.
+    """Return three sums over N positions: two losses of the next token, and a count.
 
     Args:
         hidden: states ``[N, D]`` before the LM head.
         weight: weight ``[V, D]`` of the head.
         bias: ``[V]`` or None.
         labels: ids ``[N]`` of the next tokens.
-        ignore_index: label of positions that do not count.
+        ignore_index: label of positions that are left out.
 
     Returns:
         ``[3]``: the sum of the cross-entropies of the logits, the sum of the cross-entropies of
@@ -364,5 +375,6 @@ def _loss_sums(
         ignore_index=ignore_index,
         reduction="sum",
     )
-    alive = ((logits > 0).any(dim=1) & (labels != ignore_index)).sum()
-    return torch.stack([plain, activated, alive.to(plain.dtype)])
+    has_positive_logit = (logits > 0).any(dim=1)
+    n_alive = (has_positive_logit & (labels != ignore_index)).sum()
+    return torch.stack([plain, activated, n_alive.to(plain.dtype)])

@@ -36,10 +36,10 @@ class WeightedTerms(nn.Module):
         """Store the terms of a weighted sum.
 
         Args:
-            terms: pairs of a module with ``compute_loss_from_embeddings``, and its weight.
+            terms: pairs of a module with ``compute_loss_from_embeddings`` and its weight.
 
         Raises:
-            TypeError: for anything else.
+            TypeError: if a term is not such a pair.
             ValueError: if there is no term.
         """
         super().__init__()
@@ -52,7 +52,7 @@ class WeightedTerms(nn.Module):
         for pair in pairs:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise TypeError(
-                    f"terms: expected pairs of {self.kind} and its weight, got "
+                    f"terms must be pairs of {self.kind} and its weight, got "
                     f"{type(pair).__name__}; pass [(term, weight)].",
                 )
             term, weight = pair
@@ -72,7 +72,13 @@ class WeightedTerms(nn.Module):
 
 
 def check_term(name: str, term: object, remedy: str) -> None:
-    """Raise ``TypeError`` for a module that is no term of ``SpladeLoss``."""
+    """Raise ``TypeError`` if a module is not a loss or regulariser that ``SpladeLoss`` can call.
+
+    Args:
+        name: name of the argument.
+        term: the module.
+        remedy: what to pass instead, for the error message.
+    """
     if not callable(getattr(term, "compute_loss_from_embeddings", None)):
         raise TypeError(
             f"{name} must have compute_loss_from_embeddings, got {type(term).__name__}; "
@@ -115,15 +121,20 @@ class PairwiseSoftmaxLoss(nn.Module):
     ) -> Tensor:
         """Compute the mean probability of the negatives, a scalar in [0, 1].
 
-        In the softmax of the two scores of a pair, a negative with score n has the probability
-        ``sigmoid(n - s)``, where s is the score of the relevant document.
+        In the softmax of a pair of scores, a negative with score n has the probability
+        ``sigmoid(n - s)``, where s is the score of the relevant document. The loss is the mean of
+        these probabilities.
 
         Args:
             embeddings: vectors ``[B, V]`` of the queries, the relevant documents, and each column
                 of negatives.
-            labels: not read.
+            labels: ignored.
         """
-        queries, *documents = _columns(embeddings, 3, "a query, a relevant document and negatives")
+        queries, *documents = _checked_columns(
+            embeddings,
+            at_least=3,
+            description="a query, a relevant document and negatives",
+        )
         scores = [(queries * document).sum(dim=1) for document in documents]  # [B] each
         relevant_scores, *negative_scores = scores
         return sigmoid(torch.stack(negative_scores) - relevant_scores).mean()
@@ -144,23 +155,27 @@ class TermRecallLoss(nn.Module):
         embeddings: list[Tensor],
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Compute the mean squared error of the weights of the relevant documents' terms.
+        """Compute the mean squared error of the weights of the documents' active terms.
 
-        The target of a term is 1 if the query has it, and 0 otherwise.
+        The target of a term is 1 if the query contains it, and 0 otherwise.
 
         Args:
             embeddings: vectors ``[B, V]`` of the queries, then of their relevant documents.
-                Negatives are not read.
-            labels: not read.
+                Negatives are ignored.
+            labels: ignored.
 
         Returns:
             A scalar.
         """
-        queries, documents, *_ = _columns(embeddings, 2, "a query and a relevant document")
-        is_in_document = (documents != 0).to(documents.dtype)
-        is_in_query = (queries.detach() != 0).to(documents.dtype)
-        squared_errors = is_in_document * (documents - is_in_query).square()
-        n_terms = is_in_document.sum()
+        queries, documents, *_ = _checked_columns(
+            embeddings,
+            at_least=2,
+            description="a query and a relevant document",
+        )
+        document_mask = (documents != 0).to(documents.dtype)
+        targets = (queries.detach() != 0).to(documents.dtype)
+        squared_errors = document_mask * (documents - targets).square()
+        n_terms = document_mask.sum()
         ranks = resolve_group("world")
         if ranks is not None:
             # the mean over ranks, because DDP averages the gradients of the ranks
@@ -168,21 +183,25 @@ class TermRecallLoss(nn.Module):
         return squared_errors.sum() / n_terms.clamp(min=1)
 
 
-def _columns(embeddings: Sequence[Tensor], n_min: int, description: str) -> list[Tensor]:
-    """Return the columns of a batch in fp32 or fp64, and refuse a batch with too few columns.
+def _checked_columns(
+    embeddings: Sequence[Tensor],
+    at_least: int,
+    description: str,
+) -> list[Tensor]:
+    """Check the number of columns of a batch, and cast them to fp32; fp64 stays.
 
     Args:
         embeddings: vectors ``[B, V]`` of each column of texts: queries, relevant documents, and
             negatives.
-        n_min: the smallest number of columns that a loss can read.
+        at_least: the smallest number of columns that the loss can use.
         description: what these columns are, for the error message.
 
     Raises:
-        ValueError: for fewer columns.
+        ValueError: if there are fewer columns.
     """
-    if len(embeddings) < n_min:
+    if len(embeddings) < at_least:
         raise ValueError(
-            f"embeddings must have at least {n_min} columns ({description}), "
+            f"embeddings must have at least {at_least} columns ({description}), "
             f"got {len(embeddings)}.",
         )
     return [column.to(torch.promote_types(column.dtype, torch.float32)) for column in embeddings]

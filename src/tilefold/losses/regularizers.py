@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tilefold.distributed.collectives import Group, columns_of
 from tilefold.losses.functional import (
     anti_zero,
+    check_df_options,
     check_epsilon,
     check_threshold,
     df_weights,
@@ -158,12 +159,13 @@ class DFFlopsLoss(Regularizer):
         """Check the options. All weights are 1 until document frequencies are known.
 
         Args:
-            alpha: share of documents at which the weight of a term is half, in (0, 1).
+            alpha: share of documents at which the weight of a term is 0.5, in (0, 1).
             beta: steepness of the weights as a function of the share.
             refresh_every: training steps between estimates of document frequencies; ``None`` for no
                 estimates.
             group: ranks that hold other rows of the batch.
-            threshold: rows with at most this many nonzero scores count as zero.
+            threshold: rows with at most this many nonzero scores contribute nothing to FLOPS. They
+                still count for document frequencies.
         """
         super().__init__(group)
         if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
@@ -171,8 +173,7 @@ class DFFlopsLoss(Regularizer):
                 f"refresh_every must be a positive number of steps or None, got {refresh_every!r}.",
             )
         check_threshold(threshold)
-        # The result is not used: the call raises an error for numbers out of range.
-        df_weights(torch.zeros(1), alpha=alpha, beta=beta)
+        check_df_options(alpha, beta)
         self.alpha = alpha
         self.beta = beta
         self.refresh_every = refresh_every
@@ -196,29 +197,32 @@ class DFFlopsLoss(Regularizer):
         In training mode the rows are also counted for the next estimate.
         """
         if self.training and self.refresh_every is not None and torch.is_grad_enabled():
-            self._count_documents(embeddings)
+            self._count_documents(embeddings, self.refresh_every)
         return flops(embeddings, threshold=self.threshold, weights=self.weights, group=self.group)
 
     @torch.no_grad()
-    def _count_documents(self, embeddings: Tensor) -> None:
-        """Count the documents of each term, and refresh the weights every `refresh_every` steps.
+    def _count_documents(self, embeddings: Tensor, refresh_every: int) -> None:
+        """Count the documents of each term, and refresh the weights after some steps.
 
         Args:
             embeddings: scores ``[B, V]`` of the documents of a training step.
+            refresh_every: number of steps.
         """
         columns = columns_of(embeddings.detach(), self.group)
         n_documents_of_term = (columns.local > 0).sum(dim=0)
-        n_documents = n_documents_of_term.new_full((1,), columns.local.size(0))
+        n_local_documents = n_documents_of_term.new_full((1,), columns.local.size(0))
         # one tensor [V + 1], so that one all-reduce suffices
-        counts = torch.cat([n_documents_of_term, n_documents])
+        counts = torch.cat([n_documents_of_term, n_local_documents])
         self._counts = counts if self._counts is None else self._counts + counts
         self._steps += 1
-        if self._steps % (self.refresh_every or 1) == 0:
-            if columns.rows is not None:  # other ranks hold other documents
-                dist.all_reduce(self._counts, group=columns.rows)
-            document_frequency = self._counts[:-1] / self._counts[-1].clamp(min=1)
-            self.set_document_frequency(document_frequency)
-            self._counts = None
+        if self._steps % refresh_every != 0:
+            return
+        row_group = columns.rows
+        if row_group is not None:  # its other ranks hold other documents
+            dist.all_reduce(self._counts, group=row_group)
+        n_documents = self._counts[-1].clamp(min=1)
+        self.set_document_frequency(self._counts[:-1] / n_documents)
+        self._counts = None
 
 
 class RegularizerSum(WeightedTerms, Regularizer):
@@ -240,8 +244,9 @@ class RegularizerSum(WeightedTerms, Regularizer):
 
 
 class PositionSum(Regularizer):
-    """Sum of a regulariser over the positions of a group of documents.
+    """Sum of a regulariser over the relevant documents, the first negatives, and so on.
 
+    The documents of a query have positions: the relevant document, then its negatives.
     ``SpladeLoss`` passes one tensor with the relevant documents of a batch, then its first
     negatives, its second negatives and so on. Other regularisers take means over all rows. This one
     computes ``sum_p term(documents of position p)``, as OpenSearch's trainer of inference-free
@@ -250,28 +255,29 @@ class PositionSum(Regularizer):
     as the mean: divide the weight by n.
 
     Args:
-        term: a module with ``compute_loss_from_embeddings``, ours or sentence-transformers'; no
-            DFFlopsLoss, which counts its calls as steps.
-        positions: documents in a group: 1, and the negatives of each query.
+        term: a module with ``compute_loss_from_embeddings``, ours or sentence-transformers', but
+            not a DFFlopsLoss, which counts its calls as steps.
+        positions: number of documents per query: the relevant one and its negatives.
 
     Raises:
         TypeError: if the term has no ``compute_loss_from_embeddings``, or is a DFFlopsLoss.
-        ValueError: if ``positions`` is not a positive number; in the call, if rows do not make up
-            this number of positions.
+        ValueError: if ``positions`` is not a positive number; in the call, if the number of rows is
+            not a multiple of it.
     """
 
     def __init__(self, term: nn.Module, positions: int) -> None:
-        """Check and store the regulariser that is summed.
+        """Check and store the regulariser and the number of documents per query.
 
         Args:
             term: a module with ``compute_loss_from_embeddings``.
-            positions: documents in a group: 1, and the negatives of each query.
+            positions: number of documents per query: the relevant one and its negatives.
         """
         super().__init__(None)
         check_term("term", term, "a regulariser of tilefold.losses or of sentence-transformers")
         if isinstance(term, DFFlopsLoss):
             raise TypeError(
-                "term must not be a DFFlopsLoss, which estimates frequencies once a step.",
+                "term must not be a DFFlopsLoss, got one: its frequency estimate must be updated "
+                "only once per step, not once per position.",
             )
         if isinstance(positions, bool) or not isinstance(positions, int) or positions < 1:
             raise ValueError(f"positions must be a whole number of at least 1, got {positions!r}.")
@@ -279,7 +285,7 @@ class PositionSum(Regularizer):
         self.positions = positions
 
     def compute_loss_from_embeddings(self, embeddings: Tensor) -> Tensor:
-        """Compute the penalty of the documents of each position, and add the penalties.
+        """Sum the penalties of the relevant documents, of the first negatives, and so on.
 
         Args:
             embeddings: scores ``[positions * B, V]``: B relevant documents, then B first negatives,
@@ -290,8 +296,8 @@ class PositionSum(Regularizer):
         """
         if embeddings.size(0) % self.positions:
             raise ValueError(
-                f"embeddings must have rows of {self.positions} positions, as many of each, "
-                f"got {embeddings.size(0)}.",
+                f"the number of rows of embeddings must be a multiple of positions="
+                f"{self.positions}, got {embeddings.size(0)}.",
             )
         penalties = [
             self.term.compute_loss_from_embeddings(scores)

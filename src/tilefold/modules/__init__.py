@@ -49,7 +49,7 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
 
     Args:
         name_or_path: the checkpoint.
-        kwargs: further arguments of ``SparseEncoder``.
+        kwargs: other arguments of ``SparseEncoder``.
 
     Warns:
         UserWarning: for a model with :class:`EpicPooling` but without ``max_active_dims``. Its
@@ -60,14 +60,14 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     from tilefold._internal.arguments import path_of
     from tilefold.modules.epic_pooling import EpicPooling
 
-    path_of("name_or_path", name_or_path)  # a name or a path
+    path_of("name_or_path", name_or_path)  # raises an error unless it is a name or a path
     model = SparseEncoder._load_with_module_classes(name_or_path, module_classes(), **kwargs)
     is_epic = any(isinstance(module, EpicPooling) for module in model.modules())
     if is_epic and model.max_active_dims is None:
         warnings.warn(
-            f"{name_or_path}: expected max_active_dims of a model with EpicPooling, got none, so "
-            "that each vector has a weight for every term. Releases of sentence-transformers "
-            "before 6.2 did not save it: set it (1,000 in the paper) and save the model again.",
+            f"{name_or_path}: the model has EpicPooling but no max_active_dims, so its vectors "
+            "have a weight for every term. sentence-transformers did not save it before 6.2: set "
+            "it (1,000 in the paper) and save the model again.",
             stacklevel=2,
         )
     return model
@@ -77,8 +77,8 @@ def to_stock(model: nn.Module) -> int:
     """Replace modules in place by stock modules that compute the same vectors.
 
     A :class:`StaticQuery` becomes a frozen ``SparseStaticEmbedding`` if its vocabulary is the
-    tokenizer's, and a :class:`HeadPooling` a ``SpladePooling`` if that has all its options. Do this
-    when training is over: a model without modules of this package loads without tilefold.
+    tokenizer's. A :class:`HeadPooling` becomes a ``SpladePooling`` if that supports its options. Do
+    this when training is over: a model without modules of this package loads without tilefold.
 
     Args:
         model: a loaded model, changed in place.
@@ -87,20 +87,22 @@ def to_stock(model: nn.Module) -> int:
         The number of modules that were replaced.
 
     Raises:
-        TypeError: for anything but a loaded model.
+        TypeError: if it is not a loaded model.
         ValueError: if the model is accelerated.
     """
     if not callable(getattr(model, "modules", None)) or isinstance(model, type):
         raise TypeError(
-            f"model: expected a loaded model, got {type(model).__name__}; pass "
+            f"model must be a loaded model, got {type(model).__name__}; pass "
             "load_encoder(name_or_path).",
         )
     n_replaced = 0
     # a list, because children are replaced during the loop
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
             stock = stock_module(child)
-            if child is None or stock is None:
+            if stock is None:
                 continue
             if "forward" in vars(child):  # accelerate replaces the method of the instance
                 raise ValueError(
@@ -119,11 +121,11 @@ def stock_module(module: Any) -> nn.Module | None:
 
     Returns:
         A frozen ``SparseStaticEmbedding`` for a :class:`StaticQuery`, a ``SpladePooling`` for a
-        :class:`HeadPooling`; ``None`` for other modules, and for options that they do not have.
+        :class:`HeadPooling`; ``None`` for other modules, and if these classes lack an option.
     """
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
-    from tilefold.modules.fused_pooling import STOCK_ACTIVATIONS
+    from tilefold.modules.fused_pooling import STOCK_NAMES
     from tilefold.modules.head_pooling import HeadPooling
     from tilefold.modules.static_query import StaticQuery
 
@@ -132,8 +134,7 @@ def stock_module(module: Any) -> nn.Module | None:
         return embedding
     if not isinstance(module, HeadPooling) or module.pooling not in ("max", "sum"):
         return None
-    stock_names = {activation: stock for stock, activation in STOCK_ACTIVATIONS.items()}
-    activation = stock_names.get(module.activation)
+    activation = STOCK_NAMES.get(module.activation)
     has_other_options = (
         module.logit_scale != 1 or module.ignore_ids or module.top_k or module.normalize
     )

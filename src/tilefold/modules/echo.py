@@ -24,6 +24,7 @@ _UNLIMITED = 2**30
 class EchoTransformer(Transformer):
     """A ``Transformer`` that reads every text twice in a template, and pools the second copy.
 
+    In the second copy, causal attention has seen all of the text (echo embeddings).
     Tokens are joined before padding: ``bos, before, t_1..t_n, between, t_1..t_n, after, eos``. A
     text is cut to ``n = (max_seq_length - others) // 2`` tokens first, so both copies are equal
     whatever its length. The ``attention_mask`` that leaves this module marks the second copy only,
@@ -58,6 +59,8 @@ class EchoTransformer(Transformer):
         **options: Any,
     ) -> None:
         """Load the model, and check the templates.
+
+        A template repeats the text, so that causal attention sees all of it in the second copy.
 
         Args:
             model_name_or_path: a folder or a Hugging Face name.
@@ -134,14 +137,14 @@ class EchoTransformer(Transformer):
         return features
 
     def _copy_limit(self, n_template_tokens: int, max_tokens: int | None) -> int | None:
-        """Return the maximum number of tokens of one of the two copies of a text.
+        """Return the maximum number of tokens of a text, which a row holds twice.
 
         Args:
-            n_template_tokens: number of tokens around the copies.
-            max_tokens: maximum number of tokens of a row, with both copies; None for no limit.
+            n_template_tokens: number of tokens of the template, besides the two copies.
+            max_tokens: maximum number of tokens of a row; None for no limit.
 
         Returns:
-            The number; None without a limit.
+            Maximum number of tokens per copy, or None for no limit.
 
         Raises:
             ValueError: if the limit leaves no token for each copy.
@@ -159,15 +162,16 @@ class EchoTransformer(Transformer):
     def forward(self, features: Features, **kwargs: Any) -> Features:
         """Run the ``Transformer``, and let the pooling after it see the second copy only.
 
-        The Transformer attends to both copies. The ``attention_mask`` of its output is then
-        replaced by a mask of the second copy. The input is not changed.
+        A row holds the text twice, and the Transformer attends to both copies. The
+        ``attention_mask`` of its output is then replaced by a mask of the second copy. The input is
+        not changed.
 
         Args:
             features: ``input_ids``, ``attention_mask`` and ``pooling_mask``, each ``[B, S]``.
             kwargs: arguments of the ``Transformer``.
 
         Raises:
-            ValueError: for features that :meth:`preprocess` did not make.
+            ValueError: if :meth:`preprocess` did not make the features.
         """
         if "pooling_mask" not in features:
             raise ValueError(
@@ -208,16 +212,16 @@ class EchoTransformer(Transformer):
         return bos, eos
 
     def _max_tokens(self, task: str | None, max_length: int | None) -> int | None:
-        """Return the maximum number of tokens of a row: both copies and the template together.
+        """Return the maximum number of tokens of a row, which holds the text twice.
 
-        Limits of 2^30 and more do not count: tokenizers without a limit have such a number.
+        Limits from 2^30 on are placeholders of tokenizers without a limit, and are ignored.
 
         Args:
             task: ``"query"`` or ``"document"``, which may have a limit of its own; or None.
-            max_length: limit of this call, which replaces that of the task; or None.
+            max_length: limit of this call, which replaces the task's limit; or None.
 
         Returns:
-            The smallest limit; None without a limit.
+            The smallest limit, or None for no limit.
         """
         task_lengths = {"query": self.query_length, "document": self.document_length}
         requested = max_length if max_length is not None else task_lengths.get(task or "")

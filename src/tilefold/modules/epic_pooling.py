@@ -69,11 +69,14 @@ class EpicPooling(PoolingModule):
         ignore_ids: Iterable[int] = (),
         embedding_dimension: int | None = None,
     ) -> None:
-        """Create the linear layers of importance and quality, with random weights.
+        """Create two linear layers with random weights.
+
+        One computes the importance of each token, a factor of its logits. The other computes the
+        quality of each text, a factor of its scores.
 
         Args:
             hidden_size: D.
-            ignore_ids: token ids whose positions have the importance 0.
+            ignore_ids: token ids whose positions have zero importance.
             embedding_dimension: V, if it is known before the first forward.
         """
         super().__init__()
@@ -94,13 +97,21 @@ class EpicPooling(PoolingModule):
         Returns:
             The features, with the vectors ``[B, V]`` in ``sentence_embedding``.
         """
-        states, importance = self._importance(features)
+        states = _pop_states(features)
+        importance = self._token_importance(states, features)
         logits: Tensor = features["token_embeddings"]
         if fused.autocast_applies(logits):
             logits = logits.float()  # scores are fp32 under autocast
-        weighted = logits * importance.view(logits.shape[:2])[..., None]
-        largest = pool_selected_tokens(weighted, fused.select_tokens(features), "max", "none")
-        features["sentence_embedding"] = self._scores(largest, states, features)
+        # Packed logits are [1, T, V], with an importance [T].
+        weighted_logits = logits * importance.view(*logits.shape[:2], 1)
+        max_logits = pool_selected_tokens(
+            weighted_logits,
+            fused.select_tokens(features),
+            pooling="max",
+            activation="none",
+        )
+        self.embedding_dimension = max_logits.size(1)
+        features["sentence_embedding"] = self._scores(max_logits, states, features)
         return features
 
     def fused_scores(
@@ -111,8 +122,8 @@ class EpicPooling(PoolingModule):
     ) -> Tensor:
         """Compute the sparse vectors of a batch without its logits ``[B, S, V]``.
 
-        The importance of a token is a factor on its logits. It is therefore applied to the states
-        before the LM head, and the fused head computes the maximum of the weighted logits.
+        Each token's logits are multiplied by its importance. That is done by a factor of the states
+        before the LM head. The fused head then computes the maximum of the weighted logits.
 
         Args:
             features: the input of the module, with hidden states but without logits.
@@ -124,57 +135,44 @@ class EpicPooling(PoolingModule):
         """
         if head is None:
             raise ValueError("EpicPooling must follow an LM head, got no head.")
-        states, importance = self._importance(features)
-        largest = fused.head_scores(
+        states = _pop_states(features)
+        importance = self._token_importance(states, features)
+        max_logits = fused.head_scores(
             _weight_by_importance(head, importance),
             fused.select_tokens(features),
-            # all weights are positive, so that sparse rows would save nothing
+            # all weights are positive, so sparse rows would save nothing
             score_options._replace(sparse=None),
-            activation="none",
+            activation="none",  # it follows in _scores
         )
-        return self._scores(largest, states, features)
+        self.embedding_dimension = max_logits.size(1)
+        return self._scores(max_logits, states, features)
 
-    def _importance(self, features: Features) -> tuple[Tensor, Tensor]:
-        """Take the hidden states out of the features, and compute the importance of each token.
+    def _token_importance(self, states: Tensor, features: Features) -> Tensor:
+        """Compute the importance of each token, ``[B, S]`` or packed ``[T]``.
 
-        The importance is ``log1p(softplus(linear(state)))``, and 0 for ignored and padding tokens.
+        It is ``log1p(softplus(linear(state)))``, and 0 for ignored and padding tokens.
 
         Args:
-            features: the input of the module; ``all_layer_embeddings`` is removed.
-
-        Returns:
-            The last hidden states, ``[B, S, D]`` or packed ``[T, D]``, and the importance, ``[B,
-            S]`` or ``[T]``.
-
-        Raises:
-            ValueError: if the Transformer did not return its hidden states.
+            states: last hidden states, ``[B, S, D]`` or packed ``[T, D]``.
+            features: the input of the module.
         """
-        layers = features.pop("all_layer_embeddings", None)
-        if layers is None:
-            raise ValueError(
-                f"features must have all_layer_embeddings for EpicPooling, got {sorted(features)}; "
-                'load the Transformer with config_kwargs={"output_hidden_states": True}.',
-            )
-        states: Tensor = layers[-1]
-        if "cu_seq_lens_q" in features:  # packed: [1, T, D]
-            states = states.squeeze(0)
         selection = fused.select_tokens(features, tuple(self.ignore_ids))
         product = self.importance(states).squeeze(-1)
         if fused.autocast_applies(states):
             product = product.float()  # scores are fp32 under autocast
         importance = fused.activate(product, "log1p_softplus")
-        if selection.keep is not None:
+        if selection.keep is not None:  # a bool mask of the tokens that take part
             importance = importance * selection.keep
-        return states, importance
+        return importance
 
-    def _scores(self, largest: Tensor, states: Tensor, features: Features) -> Tensor:
+    def _scores(self, max_logits: Tensor, states: Tensor, features: Features) -> Tensor:
         """Turn the largest weighted logit of each term into scores.
 
         A score is ``log1p(softplus(max(0, logit)))`` times the quality of the text. The quality is
         a sigmoid of a linear function of the first token's state.
 
         Args:
-            largest: ``[B, V]``, the largest weighted logit of each term.
+            max_logits: ``[B, V]``, the largest weighted logit of each term.
             states: last hidden states ``[B, S, D]`` or packed ``[T, D]``.
             features: the input of the module.
 
@@ -186,9 +184,32 @@ class EpicPooling(PoolingModule):
         if fused.autocast_applies(states):
             logit = logit.float()  # scores are fp32 under autocast
         quality = sigmoid(logit) * has_tokens[:, None]
-        self.embedding_dimension = largest.size(1)
-        scores: Tensor = fused.activate(largest.relu(), "log1p_softplus") * quality
+        scores: Tensor = fused.activate(max_logits.relu(), "log1p_softplus") * quality
         return scores
+
+
+def _pop_states(features: Features) -> Tensor:
+    """Remove the hidden states of all layers from the features, and return the last ones.
+
+    Args:
+        features: the input of the module; ``all_layer_embeddings`` is removed.
+
+    Returns:
+        Last hidden states, ``[B, S, D]`` or packed ``[T, D]``.
+
+    Raises:
+        ValueError: if the Transformer did not return its hidden states.
+    """
+    layers = features.pop("all_layer_embeddings", None)
+    if layers is None:
+        raise ValueError(
+            f"features must have all_layer_embeddings for EpicPooling, got {sorted(features)}; "
+            'load the Transformer with config_kwargs={"output_hidden_states": True}.',
+        )
+    states: Tensor = layers[-1]
+    if "cu_seq_lens_q" in features:  # packed: [1, T, D]
+        states = states.squeeze(0)
+    return states
 
 
 def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
@@ -204,36 +225,54 @@ def _first_states(states: Tensor, features: Features) -> tuple[Tensor, Tensor]:
     """
     offsets = features.get("cu_seq_lens_q")
     if offsets is not None:
-        has_tokens = offsets.diff() > 0
-        n_tokens = states.size(0)
-        if n_tokens == 0:
-            return states.new_zeros(len(has_tokens), states.size(1)), has_tokens
-        # An empty text at the end begins at n_tokens, where there is no state.
-        positions = offsets[:-1].long().clamp(max=n_tokens - 1)
-        return states[positions], has_tokens
+        return _first_states_of_packed(states, offsets), offsets.diff() > 0
     mask = features["attention_mask"] != 0
-    has_tokens = mask.any(dim=1)
+    return _first_states_of_padded(states, mask), mask.any(dim=1)
+
+
+def _first_states_of_packed(states: Tensor, offsets: Tensor) -> Tensor:
+    """Return the state ``[B, D]`` of the first token of each packed text.
+
+    Args:
+        states: ``[T, D]``.
+        offsets: ``[B + 1]`` offsets of the texts.
+    """
+    n_tokens = states.size(0)
+    if n_tokens == 0:
+        return states.new_zeros(offsets.numel() - 1, states.size(1))
+    # An empty text at the end begins at n_tokens, where there is no state.
+    positions = offsets[:-1].long().clamp(max=n_tokens - 1)
+    return states[positions]
+
+
+def _first_states_of_padded(states: Tensor, mask: Tensor) -> Tensor:
+    """Return the state ``[B, D]`` of the first token of each padded text.
+
+    Args:
+        states: ``[B, S, D]``.
+        mask: bool ``[B, S]``.
+    """
     if mask.size(1) == 0:
-        # an empty sum: zeros of shape [B, D]
-        return states.sum(1), has_tokens
+        return states.new_zeros(states.size(0), states.size(2))
     texts = torch.arange(states.size(0), device=states.device)
     first_positions = mask.int().argmax(dim=1)  # argmax returns the first of equal values
-    return states[texts, first_positions], has_tokens
+    return states[texts, first_positions]
 
 
 def _weight_by_importance(head: Head, importance: Tensor) -> Head:
     """Return an LM head whose logits are multiplied by the importance of the token.
 
-    The logits ``m * (h @ W.T + b)`` are ``[m * h, m] @ [W, b].T``. So the bias becomes a column of
-    the weight, and the importance the matching column of the states.
+    The logits ``m * (h @ W.T + b)`` are ``[m * h, m] @ [W, b].T``. The bias becomes a column of the
+    weight, and the importance the matching column of the states. Columns of zeros follow, so that
+    rows stay aligned.
 
     Args:
         head: the original head: states ``[..., D]``, weight ``[V, D]`` and bias ``[V]`` or None.
         importance: ``[...]``, the factor m of each token.
 
     Returns:
-        A head without bias. If `head` has a bias, its states and weight have D + 8 columns. The
-        last 7 are zero, and keep the rows aligned.
+        A head without bias. If `head` has a bias, its states and weight have ``D + _ALIGNMENT``
+        columns.
     """
     hidden, weight, bias = head
     factor = importance.to(hidden.dtype)[..., None]

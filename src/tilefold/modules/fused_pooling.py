@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,6 +22,7 @@ check_sentence_transformers()
 __all__ = [
     "ACTIVATIONS",
     "STOCK_ACTIVATIONS",
+    "STOCK_NAMES",
     "Features",
     "FusedPooling",
     "Head",
@@ -42,42 +44,49 @@ Dtype: TypeAlias = torch.dtype
 # arguments of ``load`` that locate a file
 _LOCATION_ARGUMENTS = ("token", "cache_folder", "revision", "local_files_only")
 
-# activation -> the activation that the operators apply, and the number of log1p after it
+# activation -> the activation that the operators apply, and whether log1p follows it
 FUSED_ACTIVATIONS = {
-    "log1p_relu": ("log1p_relu", 0),
-    "log1p_log1p_relu": ("log1p_log1p_relu", 0),
-    "relu": ("relu", 0),
-    "softplus": ("softplus", 0),
-    "log1p_softplus": ("softplus", 1),
-    "none": ("none", 0),
+    "log1p_relu": ("log1p_relu", False),
+    "log1p_log1p_relu": ("log1p_log1p_relu", False),
+    "relu": ("relu", False),
+    "softplus": ("softplus", False),
+    "log1p_softplus": ("softplus", True),
+    "none": ("none", False),
 }
 ACTIVATIONS = tuple(FUSED_ACTIVATIONS)
 
 # activation of the stock SpladePooling -> the operator's name for it
 STOCK_ACTIVATIONS = {"relu": "log1p_relu", "log1p_relu": "log1p_log1p_relu"}
+# the other direction
+STOCK_NAMES = {activation: stock for stock, activation in STOCK_ACTIVATIONS.items()}
 
 # above this value softplus(x) equals x in fp64
 _SOFTPLUS_THRESHOLD = 40.0
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    """Apply an activation elementwise. All activations are monotone.
-
-    The name lists the steps from the outermost to the innermost: ``"log1p_log1p_relu"`` is
-    ``log1p(log1p(relu(x)))``.
+    """Apply an activation elementwise.
 
     Args:
         x: logits of any shape.
-        name: one of :data:`ACTIVATIONS`.
+        name: one of :data:`ACTIVATIONS`. It lists the steps from the outermost to the innermost:
+            ``"log1p_log1p_relu"`` is ``log1p(log1p(relu(x)))``.
     """
-    if "softplus" in name:
-        x = softplus(x, threshold=_SOFTPLUS_THRESHOLD)
-    elif name != "none":
-        x = x.relu()
-    n_log1p = name.count("log1p")
-    for _ in range(n_log1p):
-        x = x.log1p()
-    return x
+    return _ACTIVATION_FUNCTIONS[name](x)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    return softplus(x, threshold=_SOFTPLUS_THRESHOLD)
+
+
+_ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "log1p_relu": lambda x: x.relu().log1p(),
+    "log1p_log1p_relu": lambda x: x.relu().log1p().log1p(),
+    "relu": Tensor.relu,
+    "softplus": _softplus,
+    "log1p_softplus": lambda x: _softplus(x).log1p(),
+    "none": lambda x: x,
+}
 
 
 class Head(NamedTuple):
@@ -163,8 +172,8 @@ class FusedPooling(ABC):
         """
         module_class: Any = cls
         config_path = Path(subfolder, module_class.config_file_name)
-        # Beginning of all error messages.
-        expected = f"{model_name_or_path}: {config_path} must have options of {cls.__name__}"
+        place = f"{model_name_or_path}: {config_path}"
+        remedy = "Download the complete checkpoint."
         try:
             config = super().load_config(  # type: ignore[misc]
                 model_name_or_path,
@@ -172,16 +181,16 @@ class FusedPooling(ABC):
                 **location,
             )
         except ValueError as error:
-            raise ValueError(
-                f"{expected}, got no JSON: {error}. Fetch the checkpoint whole.",
-            ) from error
+            raise ValueError(f"{place} must be JSON, got an error: {error}. {remedy}") from error
         if not config or not isinstance(config, dict):
-            raise ValueError(f"{expected}, got {config or 'none'}. Fetch the checkpoint whole.")
+            raise ValueError(
+                f"{place} must have options of {cls.__name__}, got {config or 'none'}. {remedy}",
+            )
         unknown = sorted(set(config) - set(module_class.config_keys))
         if unknown:
             raise ValueError(
-                f"{expected}, got {', '.join(unknown)} of a newer release: "
-                "pip install -U tilefold.",
+                f"{place} must have options of {cls.__name__}, got {', '.join(unknown)} of a newer "
+                "release: pip install -U tilefold.",
             )
         return config
 
@@ -195,8 +204,7 @@ class FusedPooling(ABC):
         """Compute the scores of ``forward`` without storing the logits ``[B, S, V]``.
 
         Args:
-            features: the input of the module. If there is a head, it has no logits in
-                ``token_embeddings``.
+            features: the input of the module. With a head, ``token_embeddings`` is not computed.
             head: states, weight and bias of the LM head whose logits are pooled; None for a module
                 that reads no logits.
             score_options: data type, implementation and layout of the result.
@@ -232,9 +240,9 @@ class PoolingModule(FusedPooling, Module):
 
         Args:
             output_path: folder of the module.
-            args: other arguments of sentence-transformers; not used.
+            args: ignored.
             safe_serialization: whether weights are written as safetensors.
-            kwargs: other arguments of sentence-transformers; not used.
+            kwargs: ignored.
         """
         self.save_config(output_path)
         if self.state_dict():
@@ -242,13 +250,14 @@ class PoolingModule(FusedPooling, Module):
 
     @classmethod
     def load(cls, model_name_or_path: str, subfolder: str = "", **kwargs: Any) -> Any:
-        """Create a saved module from the files with its options and weights.
+        """Load a saved module: its options, then its weights if it has any.
 
         Args:
             model_name_or_path: the checkpoint.
             subfolder: folder of the module in the checkpoint.
             kwargs: arguments of sentence-transformers, some of which locate files.
         """
+        # The inherited method reads the options only.
         module = super().load(model_name_or_path, subfolder=subfolder, **kwargs)
         if module.state_dict():
             cls.load_torch_weights(
@@ -293,8 +302,8 @@ class TokenSelection(NamedTuple):
     keep: Tensor | None
     cu_seqlens: Tensor | None
 
-    def packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values of the selected tokens, still packed.
+    def select_packed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the packed values of the selected tokens.
 
         Args:
             tokens: a value for each token, ``[T, ...]``, packed text after text.
@@ -316,6 +325,7 @@ class TokenSelection(NamedTuple):
                 self.keep.cumsum(0).to(self.cu_seqlens.dtype),
             ],
         )
+        # An offset becomes the number of selected tokens before it.
         return tokens[self.keep], n_selected_before[self.cu_seqlens.long()]
 
 
@@ -323,14 +333,16 @@ def select_tokens(features: Features, ignore_ids: tuple[int, ...] = ()) -> Token
     """Select the tokens of a batch that take part in pooling.
 
     A token takes part if it is attended to, is not in `ignore_ids`, and is nonzero in the pooling
-    mask if there is one. By this mask, a module before the pooling confines it to a part of the
-    text.
+    mask if there is one. An earlier module sets this mask to pool only a part of each text.
 
     Args:
         features: padded texts have an ``attention_mask`` ``[B, S]``, and packed ones the offsets
             ``cu_seq_lens_q`` ``[B + 1]``. Both may have a ``pooling_mask``. ``input_ids`` are read
             if there are `ignore_ids`.
         ignore_ids: token ids that do not take part.
+
+    Returns:
+        The selection, whose ``keep`` is ``None`` if all tokens of packed texts take part.
     """
     cu_seqlens = features.get("cu_seq_lens_q")
     conditions = []
@@ -367,7 +379,7 @@ def head_scores(
     hidden, weight, bias = head
     mask, cu_seqlens = selection
     if cu_seqlens is not None:
-        hidden, cu_seqlens = selection.packed(hidden)
+        hidden, cu_seqlens = selection.select_packed(hidden)
         mask = None
     out_dtype = torch.float32 if autocast_applies(hidden) else score_options.out_dtype
     if bias is not None and logit_scale != 1:

@@ -18,7 +18,7 @@ from tilefold.modules.fused_pooling import (
     ScoreOptions,
     TokenSelection,
 )
-from tilefold.modules.window import apply_window, check_window
+from tilefold.modules.window import check_pruning_options, prune_and_normalize
 
 __all__ = ["HeadPooling"]
 
@@ -85,8 +85,8 @@ class HeadPooling(PoolingModule):
             pooling: ``"max"``, ``"sum"``, ``"mean"``, ``"cls"`` or ``"last"``.
             activation: name of the activation, such as ``"log1p_relu"``.
             logit_scale: factor on the logits, bias included.
-            ignore_ids: token ids whose positions do not count.
-            top_k: number of weights that are kept of each text; ``None`` keeps all.
+            ignore_ids: token ids whose positions are not pooled.
+            top_k: number of weights that are kept per text; ``None`` keeps all.
             normalize: ``"l2"`` scales vectors to length 1; ``None`` does not scale.
             embedding_dimension: V, if it is known before the first forward.
         """
@@ -98,7 +98,7 @@ class HeadPooling(PoolingModule):
         self.top_k = top_k
         self.normalize = normalize
         self.embedding_dimension = embedding_dimension
-        check_window(top_k, normalize)
+        check_pruning_options(top_k, normalize)
         if pooling not in POOLINGS:
             raise ValueError(f"pooling must be one of {POOLINGS}, got {pooling!r}.")
         if activation not in fused.ACTIVATIONS:
@@ -111,7 +111,7 @@ class HeadPooling(PoolingModule):
             raise ValueError(f"logit_scale must be a number greater than 0, got {logit_scale!r}.")
         if self.ignore_ids and pooling == "cls":
             raise ValueError(
-                "ignore_ids must be empty with pooling 'cls', which reads one, "
+                "ignore_ids must be empty with pooling 'cls', which reads a single position, "
                 f"got {self.ignore_ids}.",
             )
 
@@ -123,7 +123,8 @@ class HeadPooling(PoolingModule):
         """Compute the sparse vectors of a batch from the logits of an LM head.
 
         Args:
-            features: logits in ``token_embeddings``, and the mask or offsets of the tokens.
+            features: logits in ``token_embeddings``, and the attention mask of padded tokens or the
+                offsets of packed ones.
 
         Returns:
             The features, with the vectors ``[B, V]`` in ``sentence_embedding``.
@@ -139,8 +140,8 @@ class HeadPooling(PoolingModule):
             self.logit_scale,
         )
         if fused.autocast_applies(logits):
-            scores = scores.float()  # also where autocast computed logits in half precision
-        features["sentence_embedding"] = self._apply_window(scores)
+            scores = scores.float()  # even if autocast computed the logits in half precision
+        features["sentence_embedding"] = self._prune_and_normalize(scores)
         return features
 
     def fused_scores(
@@ -162,14 +163,13 @@ class HeadPooling(PoolingModule):
         if head is None:
             raise ValueError("HeadPooling must follow an LM head, got no head.")
         # The operator lacks log1p_softplus: it applies softplus, and log1p follows here.
-        activation, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]
+        activation, needs_log1p = fused.FUSED_ACTIVATIONS[self.activation]
         # The operator can only prune rows if no step changes the weights after it.
-        sparse = None
-        if n_log1p == 0 and self.normalize is None:
-            sparse = score_options.sparse
-        if sparse is not None:
-            limits = [top_k for top_k in (self.top_k, sparse.top_k) if top_k is not None]
-            sparse = sparse._replace(top_k=min(limits, default=None))
+        can_prune = not needs_log1p and self.normalize is None
+        sparse = score_options.sparse if can_prune else None
+        if sparse is not None and self.top_k is not None:
+            top_k = self.top_k if sparse.top_k is None else min(self.top_k, sparse.top_k)
+            sparse = sparse._replace(top_k=top_k)
         scores = fused.head_scores(
             head,
             fused.select_tokens(features, tuple(self.ignore_ids)),
@@ -180,14 +180,14 @@ class HeadPooling(PoolingModule):
         )
         if sparse is not None:
             return scores
-        for _ in range(n_log1p):
+        if needs_log1p:
             scores = scores.log1p()
-        return self._apply_window(scores)
+        return self._prune_and_normalize(scores)
 
     def check_fusable(self) -> None:
         """Refuse ``log1p_softplus`` with ``sum`` or ``mean``, which the operator lacks."""
-        _, n_log1p = fused.FUSED_ACTIVATIONS[self.activation]
-        if n_log1p > 0 and self.pooling in ("sum", "mean"):
+        _, needs_log1p = fused.FUSED_ACTIVATIONS[self.activation]
+        if needs_log1p and self.pooling in ("sum", "mean"):
             raise ValueError(
                 f"activation {self.activation!r} with pooling {self.pooling!r} cannot be fused: "
                 "log1p has to be taken of every token before the sum; leave the model stock, or "
@@ -197,10 +197,10 @@ class HeadPooling(PoolingModule):
     def __repr__(self) -> str:
         return f"HeadPooling({self.get_config_dict()})"
 
-    def _apply_window(self, scores: Tensor) -> Tensor:
-        """Apply ``top_k`` and ``normalize`` to dense scores ``[B, V]``."""
+    def _prune_and_normalize(self, scores: Tensor) -> Tensor:
+        """Apply ``top_k`` and ``normalize`` to dense scores ``[B, V]``, and remember V."""
         self.embedding_dimension = scores.size(1)
-        return apply_window(scores, self.top_k, self.normalize)
+        return prune_and_normalize(scores, self.top_k, self.normalize)
 
 
 def pool_selected_tokens(
@@ -229,7 +229,7 @@ def pool_selected_tokens(
         if keep is None:
             keep = _all_tokens(logits)
         return pool_logits(logits, keep, pooling, activation)
-    token_logits, offsets = selection.packed(logits.squeeze(0))
+    token_logits, offsets = selection.select_packed(logits.squeeze(0))
     # An empty tensor comes first, so that a batch without texts has a result, too.
     rows = [token_logits.new_zeros(0, token_logits.size(1))]
     # One text at a time. Padding the logits would need more memory than anything else.
@@ -247,8 +247,8 @@ def _all_tokens(logits: Tensor) -> Tensor:
 def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> Tensor:
     """Reduce padded logits over the tokens of each text, and apply the activation.
 
-    Activations are monotone: a maximum is taken before them, which saves work. Sums and means are
-    taken after them.
+    Sums and means are taken over activated logits. A maximum is taken before the activation, which
+    is monotone, to save work.
 
     Args:
         logits: ``[B, S, V]``.
@@ -259,18 +259,13 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     Returns:
         Scores ``[B, V]``, 0 for a text in which no token takes part.
     """
-    is_masked = ~keep[..., None]
     if pooling in ("sum", "mean"):
-        # The activation of 0 may be positive, such as softplus(0). Hence the second mask.
-        activated = fused.activate(logits.masked_fill(is_masked, 0), activation)
-        total = activated.masked_fill(is_masked, 0).sum(dim=1)
-        if pooling == "sum":
-            return total
-        return total / keep.sum(dim=1, keepdim=True).clamp(min=1)
+        total = _sum_of_activated(logits, keep, activation)
+        return total if pooling == "sum" else total / keep.sum(dim=1, keepdim=True).clamp(min=1)
     if logits.size(1) == 0:
         return logits.new_zeros(logits.size(0), logits.size(2))
     if pooling == "max":
-        pooled = logits.masked_fill(is_masked, -torch.inf).max(dim=1).values
+        pooled = logits.masked_fill(~keep[..., None], -torch.inf).max(dim=1).values
     else:
         texts = torch.arange(logits.size(0), device=keep.device)
         pooled = logits[texts, _end_positions(keep, pooling)]
@@ -279,6 +274,21 @@ def pool_logits(logits: Tensor, keep: Tensor, pooling: str, activation: str) -> 
     has_no_token = ~keep.any(dim=1, keepdim=True)
     activated = fused.activate(pooled.masked_fill(has_no_token, 0), activation)
     return activated.masked_fill(has_no_token, 0)
+
+
+def _sum_of_activated(logits: Tensor, keep: Tensor, activation: str) -> Tensor:
+    """Return the sum of the activated logits of the tokens that take part, ``[B, V]``.
+
+    Args:
+        logits: ``[B, S, V]``.
+        keep: bool ``[B, S]``, the tokens that take part.
+        activation: name of the activation.
+    """
+    is_masked = ~keep[..., None]
+    # Masked before the activation, in which NaN would spread, and after it, because the activation
+    # of 0 may be positive, such as softplus(0).
+    activated = fused.activate(logits.masked_fill(is_masked, 0), activation)
+    return activated.masked_fill(is_masked, 0).sum(dim=1)
 
 
 def _end_positions(keep: Tensor, pooling: str) -> Tensor:

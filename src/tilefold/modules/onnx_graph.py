@@ -72,15 +72,23 @@ class OnnxGraph(FusedPooling, InputModule):
         "error",
     ]
 
-    def __init__(self, tokenizer: Tokenizer, path: str | Path, **settings: Any) -> None:
-        """Store the settings as attributes, and check the file by its digest.
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        path: str | Path,
+        *,
+        sha256: str | None = None,
+        **settings: Any,
+    ) -> None:
+        """Check the file by its digest, and store the settings as attributes.
 
         The graph is opened by the first call.
 
         Args:
-            tokenizer: of the model.
+            tokenizer: tokenizer of the exported model.
             path: file of the graph.
-            settings: values of ``config_keys``, such as ``vocab_size`` and ``sha256``.
+            sha256: SHA-256 of the file that was exported.
+            settings: values of the other ``config_keys``, such as ``vocab_size``.
         """
         super().__init__()
         self.tokenizer = tokenizer
@@ -88,11 +96,12 @@ class OnnxGraph(FusedPooling, InputModule):
         self._session = None
         for name in self.config_keys:
             setattr(self, name, settings.get(name))
-        sha256 = sha256_file(self.path)
-        if sha256 != self.sha256:
+        self.sha256 = sha256
+        file_sha256 = sha256_file(self.path)
+        if file_sha256 != sha256:
             raise ValueError(
-                f"{path}: expected the graph with SHA-256 {str(self.sha256)[:12]}, "
-                f"got {sha256[:12]}. Export the model again: tilefold export --to onnx.",
+                f"{path}: expected the graph with SHA-256 {str(sha256)[:12]}, "
+                f"got {file_sha256[:12]}. Export the model again: tilefold export --to onnx.",
             )
 
     def preprocess(self, inputs: Any, prompt: str | None = None, **kwargs: Any) -> Features:
@@ -129,19 +138,19 @@ class OnnxGraph(FusedPooling, InputModule):
 
         Args:
             features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
-            head: not used, because the graph contains the head.
-            score_options: not used.
+            head: ignored, because the graph contains the head.
+            score_options: ignored; the graph was exported with its options.
 
         Returns:
             Scores ``[B, V]`` in fp32, on the device of the ids.
 
         Raises:
-            RuntimeError: in training.
+            RuntimeError: in training mode, since a graph has no gradients.
         """
         if torch.is_grad_enabled() and self.training:
             raise RuntimeError(
-                "an ONNX graph is not trained, got a forward in training; train the model it is "
-                "of.",
+                "an ONNX graph cannot be trained, got a forward in training mode; train the model "
+                "that it was exported from.",
             )
         ids = features["input_ids"]
         inputs = {
@@ -191,13 +200,13 @@ class OnnxGraph(FusedPooling, InputModule):
         """Write the tokenizer and the settings, and copy the graph.
 
         Args:
-            output_path: folder of the module. A graph that is there already is not copied.
-            args: other arguments of sentence-transformers; not used.
-            kwargs: likewise.
+            output_path: folder of the module. A graph that is already in it is not copied.
+            args: ignored.
+            kwargs: ignored.
         """
         self.save_tokenizer(output_path)
         self.save_config(output_path)
-        for name in (GRAPH, WEIGHTS):
+        for name in (GRAPH, WEIGHTS):  # large graphs keep their weights in a second file
             source = self.path.with_name(name)
             is_in_output = source.parent.resolve() == Path(output_path).resolve()
             if source.exists() and not is_in_output:
@@ -217,14 +226,13 @@ class OnnxGraph(FusedPooling, InputModule):
         """
         location = location_arguments(kwargs)
         config = cls.load_config(model_name_or_path, subfolder=subfolder, **location)
-        # The result is not used: the call downloads the weights of a large graph next to it, and
-        # the graph refers to them by name.
+        # Large graphs keep their weights in a separate file: download it next to the graph.
         load_file_path(model_name_or_path, os.fspath(Path(subfolder, WEIGHTS)), **location)
         path = load_file_path(model_name_or_path, os.fspath(Path(subfolder, GRAPH)), **location)
         if path is None:
             raise ValueError(
-                f"{model_name_or_path}: expected {GRAPH} beside its settings, got none. "
-                "Export it again.",
+                f"{model_name_or_path}: expected {GRAPH} beside its settings, found no such file. "
+                "Export the model again.",
             )
         tokenizer = load_tokenizer(model_name_or_path, subfolder, location)
         return cls(tokenizer, path, **config)

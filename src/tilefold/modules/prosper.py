@@ -77,14 +77,15 @@ class ProsperTransformer(Transformer):
         logit_scale: float = 1.0,
         **options: Any,
     ) -> None:
-        """Load the model, and create its literal residual network with random weights.
+        """Load the model, and create the weight of its literal residual, with random values.
 
-        This network is a matrix ``[V, D]`` that adds weight to the terms that occur in a text.
+        The literal residual adds weight to the terms that occur in a text. It multiplies the pooled
+        hidden state with a matrix ``[V, D]``, and reads the results at the tokens of the text.
 
         Args:
             model_name_or_path: a folder or a Hugging Face name.
             pooling: ``"last"``, ``"cls"`` or ``"max"``.
-            literal_residual: whether there is a literal residual network.
+            literal_residual: whether vectors get the literal residual.
             logit_scale: factor on the logits, bias included.
             options: arguments of ``Transformer``.
         """
@@ -165,7 +166,7 @@ class ProsperTransformer(Transformer):
         safe_serialization: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Write the model and, in a file of its own, the literal residual network.
+        """Write the model and, in a separate file, the weight of the literal residual.
 
         Args:
             output_path: folder of the module.

@@ -149,14 +149,14 @@ class SplateHead(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute the sparse vectors of a batch from the token states of the frozen ColBERT.
+        """Compute the sparse vectors of a batch from the token states of a ColBERT model.
 
-        The states pass the adapter and the layers of the MLM head before its decoder. The fused
-        head then computes logits, activation and maximum together.
+        The states pass through the adapter and the layers of the MLM head before its decoder. The
+        fused head then computes logits, activation and maximum together.
 
         Args:
             features: token states ``[B, S, D]``, or packed ``[1, T, D]``, in ``token_embeddings``.
-            head: not used, because the module has a head of its own.
+            head: ignored, because the module has a head of its own.
             score_options: data type, implementation and layout of the result.
 
         Returns:

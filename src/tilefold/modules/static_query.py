@@ -22,18 +22,15 @@ from tilefold.modules.fused_pooling import (
 from tilefold.ops import token_scatter, token_scatter_sparse
 from tilefold.ops.checks import check_tensor
 
-__all__ = ["StaticQuery", "counted_tokens"]
+__all__ = ["StaticQuery", "mask_without_padding"]
 
 
-def counted_tokens(features: Features, tokenizer: Tokenizer) -> Tensor:
-    """Return the attention mask with 0 at every padding token, also at one in a text.
-
-    A text that contains the padding token would otherwise count it, depending on the other texts of
-    its batch.
+def mask_without_padding(features: Features, tokenizer: Tokenizer) -> Tensor:
+    """Return the attention mask with 0 at every padding token, even one that a text contains.
 
     Args:
         features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
-        tokenizer: knows the id of the padding token.
+        tokenizer: the tokenizer, for the id of its padding token.
 
     Returns:
         The mask ``[B, S]``.
@@ -41,8 +38,8 @@ def counted_tokens(features: Features, tokenizer: Tokenizer) -> Tensor:
     mask: Tensor = features["attention_mask"]
     if tokenizer.pad_token_id is None:
         return mask
-    counted: Tensor = mask * (features["input_ids"] != tokenizer.pad_token_id)
-    return counted
+    is_text: Tensor = features["input_ids"] != tokenizer.pad_token_id
+    return mask * is_text
 
 
 class StaticQuery(FusedPooling, SparseStaticEmbedding):
@@ -51,21 +48,21 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     A query has the weight ``max(0, weight[v])`` at each of its distinct tokens v except padding,
     and 0 elsewhere.
 
-    Unlike the stock module, it never counts a padding token in a text (see :func:`counted_tokens`),
-    and it has one learned number for all terms (the binary encoder of the unified framework, arXiv
-    2303.13416), weights that never become negative (the trained IDF of arXiv 2411.04403), and a
-    vocabulary whose matrix may have more rows than the tokenizer has tokens. :meth:`stock` gives
-    the stock module that computes the same.
+    Unlike the stock module, it gives no weight to a padding token that a text contains
+    (:func:`mask_without_padding`), its weights never become negative (the trained IDF of arXiv
+    2411.04403), all terms may share one learned number (the binary encoder of the unified
+    framework, arXiv 2303.13416), and the vocabulary may be larger than the tokenizer's.
+    :meth:`stock` returns the ``SparseStaticEmbedding`` that computes the same.
 
     Args:
-        tokenizer: of the texts; special tokens are not added.
+        tokenizer: tokenizer of the queries; special tokens are not added.
         weight: ``[V]``, or ``[1]`` for one number for all terms; ones by default. ``frozen`` ones
             are not trained.
         vocab_size: V; by default the length of ``weight``, or the smallest number above all ids of
             the tokenizer.
 
     Raises:
-        ValueError: for a ``weight`` of another shape.
+        ValueError: if ``weight`` has another shape.
     """
 
     reads_logits = False
@@ -84,7 +81,7 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         """Check the weight, and derive the vocabulary size if it is not given.
 
         Args:
-            tokenizer: of the texts.
+            tokenizer: tokenizer of the queries.
             weight: weight of each term, ``[V]``, or ``[1]`` for all terms; ones by default.
             frozen: whether the weights are not trained.
             vocab_size: V.
@@ -94,11 +91,10 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             check_tensor("weight", weight)
         if vocab_size is not None:
             check_count("vocab_size", vocab_size)
-        if vocab_size is None:
-            if weight is None or weight.numel() == 1:
-                vocab_size = id_bound(tokenizer.get_vocab())  # one more than the largest id
-            else:
-                vocab_size = weight.numel()
+        elif weight is None or weight.numel() == 1:
+            vocab_size = id_bound(tokenizer.get_vocab())  # one more than the largest id
+        else:
+            vocab_size = weight.numel()
         if weight is None:
             weight = torch.ones(vocab_size)
         if weight.dim() != 1 or weight.numel() not in (1, vocab_size):
@@ -107,7 +103,8 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
             )
         super().__init__(tokenizer, weight, frozen)
         self.vocab_size = vocab_size
-        self.num_dimensions = vocab_size  # the stock class takes it from the weight
+        # The stock class takes this from the length of the weight, which may be 1.
+        self.num_dimensions = vocab_size
 
     def fused_scores(
         self,
@@ -117,16 +114,18 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
     ) -> Tensor:
         """Look up the weight of each token, and scatter the weights to vectors of V terms.
 
+        Terms have one weight each, or a single one for all.
+
         Args:
             features: ``input_ids`` and ``attention_mask``, ``[B, S]``.
-            head: not used.
+            head: ignored, because a static query has no network.
             score_options: data type, implementation and layout of the result.
 
         Returns:
             Scores ``[B, V]``, dense or CSR.
         """
         ids = features["input_ids"]
-        mask = counted_tokens(features, self.tokenizer)
+        mask = mask_without_padding(features, self.tokenizer)
         is_shared = self.weight.numel() == 1
         weights = self.weight.expand(ids.shape) if is_shared else self.weight[ids]
         if score_options.sparse is not None:
@@ -149,25 +148,25 @@ class StaticQuery(FusedPooling, SparseStaticEmbedding):
         )
 
     def fits_stock(self) -> bool:
-        """Whether a ``SparseStaticEmbedding`` can have these weights: one for each token's id."""
+        """Return whether ``SparseStaticEmbedding`` can hold these weights: one per token id."""
         vocabulary = self.tokenizer.get_vocab()
         return self.vocab_size == len(vocabulary) == id_bound(vocabulary)
 
     def stock(self) -> SparseStaticEmbedding:
         """Create a frozen ``SparseStaticEmbedding`` that computes the same vectors.
 
-        A model with it loads without tilefold.
+        A model that uses it loads without tilefold installed.
 
         Raises:
-            ValueError: if the vocabulary is not that of the tokenizer; stock cannot load such
-                weights.
+            ValueError: if there is not exactly one weight per token of the tokenizer.
+                ``SparseStaticEmbedding`` cannot load other weights.
         """
         if not self.fits_stock():
             vocabulary = self.tokenizer.get_vocab()
             raise ValueError(
-                f"vocab_size must be {len(vocabulary)}, the tokens, whose ids must have no gaps, "
-                f"for stock, got {self.vocab_size} and ids up to {id_bound(vocabulary) - 1}; "
-                "keep the StaticQuery.",
+                f"SparseStaticEmbedding needs vocab_size={len(vocabulary)}, the number of tokens, "
+                f"and token ids without gaps, got vocab_size={self.vocab_size} and ids up to "
+                f"{id_bound(vocabulary) - 1}; keep the StaticQuery.",
             )
         embedding = SparseStaticEmbedding(
             self.tokenizer,

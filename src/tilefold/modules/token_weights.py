@@ -121,8 +121,9 @@ class TokenWeights(PoolingModule):
     def weights(self, features: Features) -> Tensor:
         """Compute the weight of each token from its hidden state.
 
-        In evaluation mode, weights above 0 are saturated if the module has a saturation c: a weight
-        u becomes ``u / (u + c)``.
+        The weight is the activation of a linear function of the state, times ``scale`` if the
+        module has one. With a saturation c, in evaluation mode only, a negative weight becomes 0
+        and another weight u becomes ``u / (u + c)``.
 
         Args:
             features: hidden states in ``token_embeddings``.
@@ -174,8 +175,8 @@ class TokenWeights(PoolingModule):
         mask = selection.keep
         cu_seqlens = selection.cu_seqlens
         if cu_seqlens is not None:
-            ids, _ = selection.packed(ids.reshape(-1))
-            weights, cu_seqlens = selection.packed(weights)
+            ids, _ = selection.select_packed(ids.reshape(-1))
+            weights, cu_seqlens = selection.select_packed(weights)
             mask = None
         ignore_ids = self.ignore_ids if ignore_in_operator else None
         if score_options.sparse is not None:

@@ -45,12 +45,12 @@ class LexicalWindow(PoolingModule):
         """Check and store the options; the module has no weights.
 
         Args:
-            top_k: terms that are kept of each row; ``None`` keeps all.
+            top_k: number of terms that are kept per row; ``None`` keeps all.
             normalize: ``"l2"`` scales each row to length 1; ``None`` does not scale.
             embedding_dimension: V, if it is known before the first forward.
         """
         super().__init__()
-        check_window(top_k, normalize)
+        check_pruning_options(top_k, normalize)
         self.top_k = top_k
         self.normalize = normalize
         self.embedding_dimension = embedding_dimension
@@ -61,12 +61,12 @@ class LexicalWindow(PoolingModule):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Prune and normalise the vectors that the module before has computed.
+        """Prune and normalise the vectors of the preceding module.
 
         Args:
             features: vectors ``[B, V]``, dense or CSR, in ``sentence_embedding``.
-            head: not used.
-            score_options: not used.
+            head: ignored, because this module pools no logits.
+            score_options: ignored.
 
         Returns:
             Dense vectors ``[B, V]``.
@@ -74,14 +74,14 @@ class LexicalWindow(PoolingModule):
         rows: Tensor = features["sentence_embedding"]
         if rows.layout != torch.strided:
             rows = rows.to_dense()
-        self.embedding_dimension = rows.size(1)
-        return apply_window(rows, self.top_k, self.normalize)
+        self.embedding_dimension = rows.size(1)  # known from the first vectors on
+        return prune_and_normalize(rows, self.top_k, self.normalize)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, normalize={self.normalize!r}"
 
 
-def check_window(top_k: int | None, normalize: str | None) -> None:
+def check_pruning_options(top_k: int | None, normalize: str | None) -> None:
     """Raise ``ValueError`` unless the options are valid for :class:`LexicalWindow`."""
     if top_k is not None and (isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1):
         raise ValueError(f"top_k must be a whole number of at least 1 or None, got {top_k!r}.")
@@ -89,8 +89,8 @@ def check_window(top_k: int | None, normalize: str | None) -> None:
         raise ValueError(f"normalize must be 'l2' or None, got {normalize!r}.")
 
 
-def apply_window(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
-    """Keep the heaviest entries of each row, then scale the row to length 1.
+def prune_and_normalize(rows: Tensor, top_k: int | None, normalize: str | None) -> Tensor:
+    """Keep the largest entries of each row, then scale the row to length 1.
 
     Both steps are optional.
 
@@ -98,8 +98,8 @@ def apply_window(rows: Tensor, top_k: int | None, normalize: str | None) -> Tens
         rows: term weights of B texts, ``[B, V]``, not negative.
         top_k: number of entries that are kept of each row; the others become zero. ``None`` keeps
             all.
-        normalize: ``"l2"`` divides each row by its Euclidean length after the first step. ``None``
-            leaves lengths unchanged.
+        normalize: ``"l2"`` divides each row by its Euclidean length after pruning. ``None`` leaves
+            lengths unchanged.
 
     Returns:
         Rows ``[B, V]``. A row of zeros stays zero.
@@ -126,8 +126,8 @@ def keep_heaviest(rows: Tensor, count: int) -> Tensor:
         A new tensor ``[B, V]``; `rows` itself if it has at most `count` columns.
 
     Raises:
-        TypeError: if `rows` is no tensor.
-        ValueError: if `count` is no integer of at least 1.
+        TypeError: if `rows` is not a tensor.
+        ValueError: if `count` is not an integer of at least 1.
     """
     check_tensor("rows", rows)
     check_count("count", count)

@@ -20,8 +20,8 @@ class LinearParameters(nn.Module):
     """Base class of heads with the parameters of an ``nn.Linear``.
 
     Attributes:
-        weight: ``[rows, D]``.
-        bias: ``[rows]`` or None.
+        weight: ``[out_features, D]``.
+        bias: ``[out_features]`` or None.
         option_names: attributes that are options of the operator. They are printed by ``repr``.
     """
 
@@ -32,23 +32,25 @@ class LinearParameters(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        rows: int,
+        out_features: int,
         bias: bool,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        """Create the parameters as ``nn.Linear(hidden_size, rows)`` does.
+        """Create the parameters as ``nn.Linear(hidden_size, out_features)`` does.
 
         Args:
             hidden_size: D.
-            rows: number of outputs.
+            out_features: number of outputs.
             bias: whether there is a bias.
-            device, dtype: of the parameters.
+            device: device of the parameters.
+            dtype: dtype of the parameters.
         """
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, hidden_size, device=device, dtype=dtype))
+        weight = torch.empty(out_features, hidden_size, device=device, dtype=dtype)
+        self.weight = nn.Parameter(weight)
         if bias:
-            self.bias = nn.Parameter(torch.empty(rows, device=device, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -218,7 +220,7 @@ class TokenWeightHead(LinearParameters):
         reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
         activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
             ``"none"``.
-        ignore_ids: ids whose tokens do not count, for instance those of CLS, SEP, PAD and UNK.
+        ignore_ids: ids whose tokens get no score, for instance those of CLS, SEP, PAD and UNK.
     """
 
     option_names = ("reduce", "activation", "ignore_ids", "impl")
@@ -235,15 +237,15 @@ class TokenWeightHead(LinearParameters):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Create random parameters ``[1, D]`` and ``[1]``, and store the operator's options.
+        """Create a linear layer that weights tokens, with the options of ``token_scatter``.
 
         Args:
             hidden_size: D, the width of the hidden states.
             vocab_size: V, the number of terms of the scores.
-            bias: whether the weight of a token has a bias.
+            bias: whether to add a bias to the weight of a token.
             reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
             activation: name of the activation.
-            ignore_ids: ids whose tokens do not count.
+            ignore_ids: ids whose tokens get no score.
             impl: implementation of the operator.
             device: device of the parameters.
             dtype: dtype of the parameters.
@@ -272,12 +274,11 @@ class TokenWeightHead(LinearParameters):
         _check_linear(
             "layer",
             layer,
-            "call tilefold.token_scatter on the weights that other layers give.",
+            "call tilefold.token_scatter on the output of another layer.",
         )
         if layer.out_features != 1:
             raise ValueError(
-                f"layer must have one output, got {layer.out_features}; "
-                "a decoder goes into LSRHead.",
+                f"layer must have one output, got {layer.out_features}; for a decoder use LSRHead.",
             )
         head = cls(
             layer.in_features,
@@ -366,11 +367,11 @@ class EntmaxAlpha(nn.Module):
         initial: alpha at the start, strictly between 1 and 2.
 
     Raises:
-        ValueError: for no heads, or an ``initial`` outside (1, 2).
+        ValueError: if there are no heads, or ``initial`` is outside (1, 2).
     """
 
     def __init__(self, heads: int, initial: float = 1.5) -> None:
-        """Create one parameter ``theta`` per head, all for the same alpha.
+        """Create one learnable ``theta`` per head, such that each alpha is ``initial``.
 
         Args:
             heads: number of heads.
@@ -382,7 +383,7 @@ class EntmaxAlpha(nn.Module):
         if not 1 < initial < 2:
             raise ValueError(
                 f"initial must lie strictly between 1 and 2, got {initial}; "
-                "the ends cannot be learned.",
+                "theta would be infinite at 1 and 2.",
             )
         # Solves initial = 1 + sigmoid(theta).
         initial_theta = math.log((initial - 1) / (2 - initial))

@@ -41,7 +41,7 @@ class VocabularyParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = False,
     ) -> None:
-        """Store the form of the scores.
+        """Store the layout of the head's output.
 
         Args:
             output_layouts: placement of the scores ``[B, V]``; by default columns are sharded.

@@ -20,9 +20,9 @@ __all__ = ["fast_linear"]
 def fast_linear(model: nn.Module, device: torch.device) -> AbstractContextManager[Any]:
     """Return a context in which oneDNN computes linear layers of fp32 on the CPU.
 
-    The results are equal up to the order of sums. The model is not changed, and no copy of a weight
-    is made. Torch computes as before with gradients, autocast, other dtypes and devices, and few
-    rows. Models that ``torch.compile`` was asked to compile get a context without effect.
+    The results are equal up to the order of sums. The model is not changed, and no weight is
+    copied. Torch's own kernel still computes layers with few rows, gradients, autocast, or other
+    dtypes and devices. The context does nothing for a model that ``torch.compile`` compiles.
 
     Args:
         model: the model that runs within the context.
@@ -46,24 +46,24 @@ class _FastLinear(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is linear and not kwargs and _is_faster_by_onednn(*args):
-            rows, weight, *rest = args
-            bias = rest[0] if rest else None
-            return onednn_linear(rows, weight, bias)
+        """Replace ``linear`` by oneDNN if that is faster, and call any other function as it is."""
+        if func is linear and not kwargs and _should_use_onednn(*args):
+            return onednn_linear(*args, *[None] * (3 - len(args)))  # no bias is None
         return func(*args, **kwargs or {})
 
 
-def _is_faster_by_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether oneDNN computes ``linear(rows, weight, bias)`` faster than torch, and exactly so.
+def _should_use_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether oneDNN computes ``linear(rows, weight, bias)`` faster, with the same result.
 
-    Subclasses of tensors, gradients, autocast and traces need torch's own function.
+    Tensor subclasses, gradients, autocast and traces need torch's own function.
     """
     operands = (rows, weight) if bias is None else (rows, weight, bias)
+    n_rows = rows.numel() // max(1, rows.size(-1)) if rows.dim() > 1 else 1
     return (
         not torch.is_grad_enabled()
         and all(type(tensor) in (Tensor, nn.Parameter) for tensor in operands)
         and rows.dim() > 1
-        and onednn_is_faster(rows, rows.numel() // max(1, rows.size(-1)), weight, bias)
+        and onednn_is_faster(rows, n_rows, weight, bias)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )

@@ -73,22 +73,22 @@ def packed_softmax_attention(
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
-    operands = _dense_heads(query), _dense_heads(key), _dense_heads(value)
+    qkv = _dense_heads(query), _dense_heads(key), _dense_heads(value)
     cu_seqlens = cu_seqlens.contiguous()
     if query.is_cuda and torch.version.cuda is not None:
-        out = _attend_on_cuda(operands, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        out = _attend_on_cuda(qkv, cu_seqlens, max_seqlen, dropout_p, scale, window)
         if out is not None:
             return out
     attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     if query.device.type == "cpu":
-        return _attend_by_sequence(operands, cu_seqlens, window, attend)
-    return _attend_padded(operands, cu_seqlens, max_seqlen, window, attend)
+        return _attend_by_sequence(qkv, cu_seqlens, window, attend)
+    return _attend_padded(qkv, cu_seqlens, max_seqlen, window, attend)
 
 
 def token_positions(cu_seqlens: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
     """Return the sequence of each packed token, and its position in the sequence.
 
-    This does not wait for the device.
+    This does not synchronise with the device.
 
     Args:
         cu_seqlens: ``[B + 1]`` offsets.
@@ -111,7 +111,7 @@ def _dense_heads(tensor: Tensor) -> Tensor:
 
 
 def _attend_on_cuda(
-    operands: Heads,
+    qkv: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
     dropout_p: float,
@@ -121,40 +121,48 @@ def _attend_on_cuda(
     """Compute attention by a variable-length kernel of torch, or return ``None`` if none can.
 
     Args:
-        operands: query, key and value, ``[T, H, D]`` each.
+        qkv: query, key and value, ``[T, H, D]`` each.
         cu_seqlens: int32 ``[B + 1]``, contiguous.
         max_seqlen: at least the length of the longest sequence.
         dropout_p: probability that a weight is dropped.
-        scale: of the scores; ``D ** -0.5`` for ``None``.
-        window: largest distance between a query and a key that it sees; ``None`` is no limit.
+        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
+        window: largest distance at which a query attends to a key; ``None`` for no limit.
     """
-    query = operands[0]
-    if query.size(2) % 8 != 0:
+    query = qkv[0]
+    if query.size(2) % 8 != 0:  # the kernels need head sizes that are multiples of 8
         return None
     if query.dtype in _HALF and _flash_runs_on(query):
-        out = _flash_attention(operands, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        out = _flash_attention(qkv, cu_seqlens, max_seqlen, dropout_p, scale, window)
         if out is not None:
             return out
     if window is None and query.dtype in (*_HALF, torch.float32):
-        return efficient_attention_varlen(operands, cu_seqlens, max_seqlen, dropout_p, scale)
+        return efficient_attention_varlen(qkv, cu_seqlens, max_seqlen, dropout_p, scale)
     return None
 
 
 def _flash_attention(
-    operands: Heads,
+    qkv: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
     dropout_p: float,
     scale: float | None,
     window: int | None,
 ) -> Tensor | None:
-    """Compute attention by torch's flash attention, or by the one that was activated in its place.
+    """Compute flash attention, or return ``None`` if the activated replacement cannot run.
 
-    Torch's kernels support every call. FlashAttention-3 and -4, which can replace them, have no
-    dropout, and run on some generations of GPUs only. The result is ``None`` if they do not run.
-    Args are as in :func:`_attend_on_cuda`.
+    ``torch.nn.attention.activate_flash_attention_impl`` makes torch's operator run FlashAttention-3
+    or -4. They have no dropout, and run on some generations of GPUs only. Torch's own kernels
+    support every call.
+
+    Args:
+        qkv: query, key and value, ``[T, H, D]`` each.
+        cu_seqlens: int32 ``[B + 1]``, contiguous.
+        max_seqlen: at least the length of the longest sequence.
+        dropout_p: probability that a weight is dropped.
+        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
+        window: largest distance at which a query attends to a key; ``None`` for no limit.
     """
-    arguments = operands, cu_seqlens, max_seqlen, dropout_p, scale, window
+    arguments = qkv, cu_seqlens, max_seqlen, dropout_p, scale, window
     replacement = _activated_flash_attention()
     if replacement is None:
         return flash_attention_varlen(*arguments)
@@ -181,39 +189,39 @@ def _warn_of_replacement(name: str, reason: str) -> None:
     """Warn, once per reason, that the activated flash attention does not run."""
     warnings.warn(
         f"The flash attention {name!r}, which was activated in torch, cannot run this packed "
-        f"attention: {reason}. Torch's memory-efficient attention runs instead: the same results "
-        "within rounding, slower. torch.nn.attention.restore_flash_attention_impl() brings torch's "
-        "own flash attention back.",
+        f"attention: {reason}. Torch's memory-efficient attention runs instead, which gives the "
+        "same results up to rounding, but is slower. "
+        "torch.nn.attention.restore_flash_attention_impl() restores torch's own flash attention.",
         FallbackWarning,
-        stacklevel=5,
+        stacklevel=5,  # the caller of the public function
     )
 
 
 def _flash_runs_on(query: Tensor) -> bool:
-    """Whether the device has flash attention for the head dimension of the query."""
+    """Return whether the device has flash attention for the head dimension of the query."""
     capability = torch.cuda.get_device_capability(query.get_device())
     return query.size(2) <= _FLASH_HEAD_DIM and capability >= (8, 0)
 
 
 def _attend_by_sequence(
-    operands: Heads,
+    qkv: Heads,
     cu_seqlens: Tensor,
     window: int | None,
     attend: Callable[..., Tensor],
 ) -> Tensor:
     """Compute attention sequence by sequence, without padding.
 
-    This reads the offsets, for which a GPU would have to be waited for.
+    Reading the offsets would synchronise with a GPU, so this is for the CPU.
 
     Args:
-        operands: query, key and value, ``[T, H, D]`` each.
+        qkv: query, key and value, ``[T, H, D]`` each.
         cu_seqlens: int32 ``[B + 1]``.
-        window: largest distance of a query and a key; ``None`` is no limit.
-        attend: attention of ``[1, H, L, D]`` operands and a mask.
+        window: largest distance at which a query attends to a key; ``None`` for no limit.
+        attend: attention of ``[1, H, L, D]`` query, key and value, and a mask.
     """
     lengths = cu_seqlens.diff().tolist()
     queries, keys, values = (  # [H, L, D] of each sequence
-        torch.split(operand.transpose(0, 1), lengths, dim=1) for operand in operands
+        torch.split(operand.transpose(0, 1), lengths, dim=1) for operand in qkv
     )
     outputs = []
     for length, query, key, value in zip(lengths, queries, keys, values, strict=True):
@@ -225,12 +233,12 @@ def _attend_by_sequence(
             mask = _window_mask(window, length, query.device)
         outputs.append(attend(query[None], key[None], value[None], mask)[0])
     if not outputs:
-        return torch.zeros_like(operands[0])
+        return torch.zeros_like(qkv[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
 def _attend_padded(
-    operands: Heads,
+    qkv: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
     window: int | None,
@@ -239,13 +247,13 @@ def _attend_padded(
     """Pad the sequences, compute attention under a mask, and pack the result.
 
     Args:
-        operands: query, key and value, ``[T, H, D]`` each.
+        qkv: query, key and value, ``[T, H, D]`` each.
         cu_seqlens: int32 ``[B + 1]``.
         max_seqlen: at least the length of the longest sequence.
-        window: largest distance of a query and a key; ``None`` is no limit.
-        attend: attention of ``[B, H, S, D]`` operands and a mask.
+        window: largest distance at which a query attends to a key; ``None`` for no limit.
+        attend: attention of ``[B, H, S, D]`` query, key and value, and a mask.
     """
-    query, key, value = operands
+    query, key, value = qkv
     batch = cu_seqlens.numel() - 1
     if query.size(0) == 0 or batch == 0:
         return query.new_zeros(query.shape)

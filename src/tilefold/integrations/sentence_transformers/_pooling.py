@@ -23,7 +23,7 @@ from tilefold.modules.fused_pooling import (
     ScoreOptions,
     SparseOptions,
 )
-from tilefold.modules.static_query import counted_tokens
+from tilefold.modules.static_query import mask_without_padding
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.lsr_head import lsr_head_rows
 
@@ -291,7 +291,7 @@ class StaticTokens(Replacement):
 
     def __call__(self, features: Features) -> Features:
         """Run the stock forward with a mask that leaves out padding tokens."""
-        features["attention_mask"] = counted_tokens(features, self.owner.tokenizer)
+        features["attention_mask"] = mask_without_padding(features, self.owner.tokenizer)
         outputs: Features = type(self.owner).forward(self.owner, features)
         return outputs
 

@@ -13,10 +13,12 @@ ACTIVATIONS = ("log1p_relu", "log1p_log1p_relu", "relu", "softplus", "none")
 # Beyond this softplus(x) and x differ by e^-40 / 40 of x, which is less than the precision of fp64.
 # Torch's default is 20.
 LINEAR_FROM = 40.0
+# Number of log1p that follow the ReLU of an activation.
+N_LOG1P = {"relu": 0, "log1p_relu": 1, "log1p_log1p_relu": 2}
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """Apply the monotone ``activation`` elementwise. NaN stays NaN."""
+    """Apply a monotone activation, one of :data:`ACTIVATIONS`, elementwise. NaN stays NaN."""
     if activation == "log1p_relu":
         return x.relu().log1p()
     if activation == "log1p_log1p_relu":
@@ -29,23 +31,24 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def activate_in_place(x: Tensor, activation: str) -> Tensor:
-    """Like :func:`activate`, in the memory of ``x`` where torch can.
+    """Apply an activation in place, except softplus, which torch can only compute anew.
 
-    A tile then needs no memory for a second one.
+    This avoids a second buffer of the size of a tile.
     """
     if activation == "softplus":
         return activate(x, activation)
-    if activation != "none":
-        x.relu_()
-    for _ in range(activation.count("log1p")):
+    if activation == "none":
+        return x
+    x.relu_()
+    for _ in range(N_LOG1P[activation]):
         x.log1p_()
     return x
 
 
 def differentiable_activate(x: Tensor, activation: str) -> Tensor:
-    """Like :func:`activate`, with a slope for autograd that is NaN at NaN.
+    """Apply an activation whose derivative by autograd is NaN at NaN.
 
-    Torch's own slope of ``relu``, and of no activation, is 1 there.
+    Torch's derivative of ``relu`` and of the identity is 1 there.
     """
     y = activate(x, activation)
     if activation in ("relu", "none"):
@@ -54,9 +57,9 @@ def differentiable_activate(x: Tensor, activation: str) -> Tensor:
 
 
 def gradient_from_score(grad: Tensor, score: Tensor, activation: str) -> Tensor:
-    """Return ``grad * act'(x)`` in terms of ``score = act(x)``, so that backward needs no logits.
+    """Return ``grad * act'(x)``, computed from ``score = act(x)``, so that backward needs no logits.
 
-    A NaN score gives NaN. Where the activation is flat the result is 0, also for an infinite or NaN
+    A NaN score gives NaN. Where the activation is flat the result is 0, even for an infinite or NaN
     ``grad``, as in torch's own gradient of ``relu``.
 
     Args:
@@ -64,30 +67,30 @@ def gradient_from_score(grad: Tensor, score: Tensor, activation: str) -> Tensor:
         score: activated logit, in the shape of ``grad``.
         activation: name of the activation.
     """
-    if activation == "softplus":  # y = log(1 + e^x), y' = 1 - e^-y
-        return grad * -torch.expm1(-score)
     if activation == "none":
         return grad * _one_or_nan(score)
+    if activation == "softplus":  # y = log(1 + e^x), y' = 1 - e^-y
+        return grad * -torch.expm1(-score)
     if activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
         gradient = grad * torch.exp(-score)
     elif activation == "log1p_log1p_relu":  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
         gradient = grad * torch.exp(-score - torch.expm1(score))
-    else:
+    else:  # relu
         gradient = grad
-    # where() alone would silently turn a NaN score into a gradient of zero
+    # Without the inner where(), a NaN score would silently get a gradient of zero.
     zero_or_nan = torch.where(score.isnan(), score, torch.zeros_like(score))
     return torch.where(score > 0, gradient, zero_or_nan)
 
 
 def gradient_from_logit(grad: Tensor, logit: Tensor, activation: str) -> Tensor:
-    """Return ``grad * act'(logit)``, see :func:`gradient_from_logit_in_place`."""
+    """Return ``grad * act'(logit)``; see :func:`gradient_from_logit_in_place`."""
     return gradient_from_logit_in_place(grad, logit.clone(), activation)
 
 
 def gradient_from_logit_in_place(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Compute ``grad * act'(x)`` in the memory of the logits ``x``.
+    """Overwrite the logits ``x`` with ``grad * act'(x)``.
 
-    A NaN logit gives NaN. Where the activation is flat the result is 0, also for an infinite or NaN
+    A NaN logit gives NaN. Where the activation is flat the result is 0, even for an infinite or NaN
     ``grad``, as in torch's own gradient of ``relu``.
 
     Args:
@@ -95,22 +98,21 @@ def gradient_from_logit_in_place(grad: Tensor, x: Tensor, activation: str) -> Te
         x: logits, which are overwritten.
         activation: name of the activation.
     """
-    if activation == "softplus":
-        return x.sigmoid_().mul_(grad)
     if activation == "none":
         return x.masked_fill_(~x.isnan(), 1).mul_(grad)
+    if activation == "softplus":  # y = log(1 + e^x), y' = sigmoid(x)
+        return x.sigmoid_().mul_(grad)
     is_flat = x <= 0
     if activation == "relu":
         x.masked_fill_(x > 0, 1)
-    else:
-        inner = x.log1p().add_(1) if activation == "log1p_log1p_relu" else None
-        x.add_(1)
-        if inner is not None:  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
-            x.mul_(inner)
-        x.reciprocal_()
+    elif activation == "log1p_relu":  # y = log1p(x), y' = 1 / (1 + x)
+        x.add_(1).reciprocal_()
+    else:  # y = log1p(u), u = log1p(x): y' = 1 / ((1 + u) (1 + x))
+        one_plus_u = x.log1p().add_(1)
+        x.add_(1).mul_(one_plus_u).reciprocal_()
     return x.mul_(grad).masked_fill_(is_flat, 0)
 
 
 def _one_or_nan(x: Tensor) -> Tensor:
-    """1, but NaN where ``x`` is."""
+    """Return 1 for each entry of ``x``, and NaN for an entry that is NaN."""
     return torch.where(x.isnan(), x, 1)

@@ -107,32 +107,22 @@ def impl_with_fallback(impl: str, chosen: str) -> str:
 
 
 def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
-    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``, whatever the dtype.
+    """Turn ``impl`` into ``"reference"``, ``"tiled"`` or ``"triton"``, for any dtype.
 
     Args:
         impl: one of :data:`IMPLS`.
         device: device of the tensors.
-        operator: name under which kernels are given up.
+        operator: name of the operator, to find out whether its kernels failed to build.
 
     Raises:
-        RuntimeError: for ``"triton"`` where it cannot run, and for any but ``"reference"`` where
-            ``torch.func`` or forward mode differentiates. A registered operator would silently
-            have a tangent of zeros there.
-        ValueError: for an unknown name.
+        RuntimeError: for ``"triton"`` if it cannot run; see also :func:`_check_transforms`.
+        ValueError: if the name is unknown.
     """
     check_choice("impl", impl, IMPLS)
-    if impl != "reference" and in_forward_mode():
-        raise RuntimeError(
-            "impl must be 'reference' in forward-mode differentiation (torch.func.jvp, "
-            f"forward_ad), got {impl!r}; the other implementations have gradients only.",
-        )
-    if impl != "reference" and in_function_transform():
-        raise RuntimeError(
-            f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; "
-            "torch.autograd.grad and backward() serve every implementation.",
-        )
+    _check_transforms(impl)
     if impl == "auto":
-        return "triton" if takes_kernels(device) and given_up(operator, device) is None else "tiled"
+        has_kernels = takes_kernels(device) and given_up(operator, device) is None
+        return "triton" if has_kernels else "tiled"
     reason = why_not_triton(device) if impl == "triton" else None
     if reason is not None:
         raise RuntimeError(
@@ -141,22 +131,39 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
     return impl
 
 
+def _check_transforms(impl: str) -> None:
+    """Raise ``RuntimeError`` if ``torch.func`` or forward mode differentiates an operator.
+
+    Only ``"reference"`` supports them. A registered operator would silently have tangents of zeros.
+    """
+    if impl != "reference" and in_forward_mode():
+        raise RuntimeError(
+            "impl must be 'reference' in forward-mode differentiation (torch.func.jvp, "
+            f"forward_ad), got {impl!r}; the other implementations have gradients only.",
+        )
+    if impl != "reference" and in_function_transform():
+        raise RuntimeError(
+            f"impl must be 'reference' under torch.func.grad, vjp and jacrev, got {impl!r}; "
+            "torch.autograd.grad and backward() work with every implementation.",
+        )
+
+
 def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") -> str:
     """Return the implementation that runs: ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     ``"auto"`` chooses ``"triton"`` for fp16, bf16 and fp32 on a CUDA device that can run the
-    kernels, unless they were given up there, and else ``"tiled"``.
+    kernels, unless they failed to build there before, and ``"tiled"`` otherwise.
 
     Args:
-        operator: name under which kernels are given up.
+        operator: name of the operator, to find out whether its kernels failed to build.
         name: name of the argument ``tensor``, for the error's text.
-        tensor: the tensor whose device and dtype choose.
+        tensor: the tensor whose device and dtype decide.
         impl: one of :data:`IMPLS`.
 
     Raises:
         RuntimeError: if ``impl`` cannot run here; see :func:`resolve_impl`.
         TypeError: for ``"triton"`` with another dtype.
-        ValueError: for an unknown name.
+        ValueError: if the name is unknown.
     """
     resolved = resolve_impl(impl, tensor.device, operator)
     if resolved == "triton" and tensor.dtype not in TRITON_DTYPES:
@@ -171,29 +178,30 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
 
 
 def host_may_read(device: torch.device, impl: str) -> bool:
-    """Whether the CPU may read values of tensors on ``device``.
+    """Return whether the CPU may read values of tensors on a device.
 
-    On a GPU only the tiled path waits for values, and not while a CUDA graph is captured.
+    On a GPU this synchronises, which only the tiled path does, and not while a CUDA graph is
+    captured.
     """
     if device.type != "cuda":
         return True
     return impl == "tiled" and not torch.cuda.is_current_stream_capturing()
 
 
-def check_interpreted(setting: Setting, *dtypes: torch.dtype) -> None:
+def check_interpreter_dtypes(setting: Setting, *dtypes: torch.dtype) -> None:
     """Raise ``RuntimeError`` for dtypes that Triton's interpreter silently computes wrongly.
 
     Args:
-        setting: says whether kernels are interpreted.
+        setting: the device; compiled kernels support all of their dtypes.
         *dtypes: dtypes of the tensors.
     """
-    if setting.capability != (0, 0):
+    if not setting.is_interpreted:
         return
     for dtype in dtypes:
         fault = INTERPRETER_FAULTS.get(dtype)
         if fault is not None:
             raise RuntimeError(
-                "dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, got "
-                f"{dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or "
+                "dtypes must be float16 or float32 for impl='triton' under TRITON_INTERPRET=1, "
+                f"got {dtype_name(dtype)}: {fault} (Triton {release_name()}). Use those, or "
                 "impl='tiled'.",
             )

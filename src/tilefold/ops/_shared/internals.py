@@ -139,12 +139,24 @@ def has_launch_hooks() -> bool:
     return bool(getattr(enter_hook, "calls", enter_hook) or getattr(exit_hook, "calls", exit_hook))
 
 
-def launch_facts(compiled: Any) -> tuple[str, list[str], Sequence[Any]] | None:
-    """Return what a launch through the CUDA driver needs to know of a kernel.
+class LaunchFacts(NamedTuple):
+    """What the CUDA driver needs to launch a kernel.
 
-    Returns:
-        PTX, types of the parameters, and metadata of the TMA descriptors; ``None`` if only Triton's
-        own call can launch the kernel.
+    Attributes:
+        ptx: the kernel's PTX.
+        types: types of the kernel's parameters.
+        descriptors: Triton's metadata of the TMA descriptors among the parameters.
+    """
+
+    ptx: str
+    types: list[str]
+    descriptors: Sequence[Any]
+
+
+def launch_facts(compiled: Any) -> LaunchFacts | None:
+    """Return what the CUDA driver needs to launch a kernel.
+
+    The result is ``None`` if only Triton's own call can launch it.
     """
     metadata = compiled.metadata
     unsupported = (
@@ -161,16 +173,19 @@ def launch_facts(compiled: Any) -> tuple[str, list[str], Sequence[Any]] | None:
     ):
         return None
     types = [str(type_) for type_ in compiled.src.signature.values()]
-    descriptions = getattr(metadata, "tensordesc_meta", None) or ()
-    return ptx, types, descriptions
+    descriptors = getattr(metadata, "tensordesc_meta", None) or ()
+    return LaunchFacts(ptx, types, descriptors)
 
 
 def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None:
-    """Return the bytes of a descriptor's TMA map.
+    """Copy the 128-byte ``CUtensorMap`` out of the object that Triton makes of a descriptor.
+
+    Triton 3.4 has a method for the map's address. In later releases the map is inside the object,
+    at a fixed offset. The address of the matrix, with which a map begins, is checked.
 
     Args:
         descriptor: Triton's descriptor of a tensor.
-        description: Triton's metadata of the parameter.
+        description: Triton's metadata of the kernel's parameter.
 
     Returns:
         The map, or ``None`` if the kernel reads the tensor by pointers.
@@ -183,15 +198,16 @@ def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None
     if not description:
         return None
     make = driver.make_tensordesc_arg
-    # From 3.8 on there are parameters for Gluon's barriers.
-    n_barrier_parameters = len(inspect.signature(make).parameters) - 2
-    owner = make(descriptor, description, *[None] * n_barrier_parameters)[0]
+    # Its parameters are a descriptor, its metadata and, from 3.8 on, barriers of Gluon, which are
+    # None here.
+    n_barriers = len(inspect.signature(make).parameters) - 2
+    owner = make(descriptor, description, *[None] * n_barriers)[0]
     if hasattr(owner, "tma_desc_cpu_ptr"):  # 3.4
         tma_map_address = owner.tma_desc_cpu_ptr()
     elif type(owner).__basicsize__ == TMA_MAP_OFFSET + TMA_MAP_BYTES:
         tma_map_address = id(owner) + TMA_MAP_OFFSET
     else:
-        raise ValueError(f"{type(owner).__name__} holds no TMA map where it is looked for")
+        raise ValueError(f"{type(owner).__name__} holds no TMA map at the expected offset")
     tma_map_bytes = ctypes.string_at(tma_map_address, TMA_MAP_BYTES)
     if int.from_bytes(tma_map_bytes[:8], "little") != descriptor.base.data_ptr():
         raise ValueError("a TMA map does not begin with the address of its matrix")
@@ -206,15 +222,15 @@ def flash_attention_varlen(
     scale: float | None,
     window: int | None,
 ) -> Tensor:
-    """Torch's flash attention within packed sequences, differentiable, for 16 bits.
+    """Compute torch's flash attention within packed sequences, differentiably, for 16 bits.
 
     Args:
         qkv: query, key and value, ``[T, H, D]`` each.
         cu_seqlens: int32 ``[B + 1]`` offsets.
         longest: at least the length of the longest sequence.
         dropout_p: probability that a weight is dropped.
-        scale: factor of the scores; ``D ** -0.5`` for ``None``.
-        window: largest distance of a query and a key; ``None`` is no limit.
+        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
+        window: largest distance at which a query attends to a key; ``None`` for no limit.
     """
     window_size = -1 if window is None else window
     out: Tensor = torch.ops.aten._flash_attention_forward.default(
@@ -240,13 +256,13 @@ def efficient_attention_varlen(
     dropout_p: float,
     scale: float | None,
 ) -> Tensor:
-    """Torch's memory-efficient attention within packed sequences, differentiable, also for fp32.
+    """Compute torch's memory-efficient attention within packed sequences, differentiably.
 
-    Args are as in :func:`flash_attention_varlen`.
+    It supports fp32 too. The arguments are those of :func:`flash_attention_varlen`.
     """
     query, key, value = qkv
     out: Tensor = torch.ops.aten._efficient_attention_forward.default(
-        query[None],
+        query[None],  # the operator takes a batch, of one pack here
         key[None],
         value[None],
         None,  # bias
@@ -283,43 +299,44 @@ def has_int8_products() -> bool:
 
 
 def int8_products(rows: Tensor, columns: Tensor) -> Tensor:
-    """Product ``rows @ columns.T`` of int8 matrices, exact, in int32.
+    """Return the exact product ``rows @ columns.T`` of int8 matrices, in int32.
 
     oneDNN takes the leading dimension of a matrix from its strides. Strides of 0, and strides of
-    dimensions of size 1, mislead it: it then reads outside the memory of the matrix. It is
-    therefore given row-major matrices only.
+    dimensions of size 1, make it read outside the memory of the matrix. It is therefore given
+    row-major matrices only.
 
     Args:
-        rows: int8 ``[M, K]`` of any strides.
-        columns: int8 ``[N, K]`` of any strides.
+        rows: int8 ``[M, K]`` with any strides.
+        columns: int8 ``[N, K]`` with any strides.
 
     Returns:
         int32 ``[M, N]``.
     """
-    if rows.size(1) < 2:  # a matrix of one column and its transpose have the same strides
+    # A matrix of one column has the strides of its transpose, which oneDNN may take it for.
+    if rows.size(1) < 2:
         return rows.int() @ columns.int().T
     product: Tensor = torch._int_mm(_row_major(rows), _row_major(columns).T)
     return product
 
 
 def _row_major(matrix: Tensor) -> Tensor:
-    """Matrix ``[M, K]`` with strides ``(K, 1)``, which is copied only where it has others.
+    """Return a matrix ``[M, K]`` with strides ``(K, 1)``, a copy if it has others.
 
     ``contiguous()`` alone keeps any stride of a dimension of size 1.
     """
     return matrix.contiguous().view(-1).view(matrix.shape)
 
 
-def takes_onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether :func:`onednn_linear` computes this product as ``torch.nn.functional.linear`` does.
+def can_use_onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether :func:`onednn_linear` computes what ``torch.nn.functional.linear`` does.
 
-    oneDNN reads a bias as consecutive numbers whatever its strides, and has no product over an
-    empty dimension.
+    oneDNN reads a bias as consecutive numbers for any strides, and does not support empty
+    dimensions.
 
     Args:
-        rows: ``[.., K]`` of any strides.
+        rows: ``[..., K]`` with any strides.
         weight: ``[N, K]``.
-        bias: ``[N]``, or what else ``linear`` accepts.
+        bias: ``[N]``, or anything else that ``linear`` accepts.
     """
     return (
         all(
@@ -338,21 +355,28 @@ def takes_onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> bo
 
 
 def onednn_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Product ``rows @ weight.T + bias`` in fp32 on the CPU.
+    """Compute ``rows @ weight.T + bias`` in fp32 on the CPU.
 
     Args:
-        rows: ``[.., K]``; :func:`takes_onednn_linear` must hold.
-        weight: ``[N, K]``, or what :func:`onednn_packed` made of it.
+        rows: ``[..., K]``; :func:`can_use_onednn_linear` must hold.
+        weight: ``[N, K]``, or a weight packed by :func:`onednn_packed`.
         bias: ``[N]`` or ``None``.
 
     Returns:
-        ``[.., N]``.
+        ``[..., N]``.
     """
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        rows,
+        weight,
+        bias,
+        "none",  # no activation, hence no scalars and no algorithm for it
+        [],
+        "",
+    )
     return product
 
 
 def onednn_packed(weight: Tensor, rows: int) -> Tensor:
-    """Weight in the blocks that suit this number of rows."""
+    """Return a weight in the memory layout that is fast for this number of rows."""
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return packed

@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def sequences_of_rows(offsets: Tensor, rows: int, *, int32: bool = False) -> Tensor:
-    """Index of the sequence that holds each row of a pack, without waiting for the device.
+    """Return the index of the sequence of each packed row, without a synchronisation.
 
     Args:
-        offsets: int32 or int64 ``[B + 1]``, rising from 0, of any stride.
-        rows: rows of the pack, T.
+        offsets: int32 or int64 ``[B + 1]``, ascending from 0, with any stride.
+        rows: number of packed rows, T.
         int32: whether the result is int32 instead of int64.
 
     Returns:

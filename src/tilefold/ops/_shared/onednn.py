@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.internals import (
+    can_use_onednn_linear,
     has_onednn_linear,
     onednn_linear,
     onednn_packed,
-    takes_onednn_linear,
 )
 
 # A product with fewer rows is as fast in torch.
@@ -34,41 +34,40 @@ def onednn_is_faster(
     oneDNN is faster for many rows, if it has a kernel for these tensors and is enabled.
 
     Args:
-        rows: Inputs of the layer. Only dtype, device and last dimension are read, so that any
-            tensor that shares them will do.
-        n_rows: Number of rows that are multiplied at once.
+        rows: inputs of the layer, or any tensor with their dtype, device and last dimension.
+        n_rows: number of rows that are multiplied at once.
         weight: ``[N, K]``.
-        bias: ``[N]``, or what else ``torch.nn.functional.linear`` accepts.
+        bias: ``[N]``, or anything else that ``torch.nn.functional.linear`` accepts.
     """
     is_enabled = bool(getattr(torch.backends.mkldnn, "enabled", True))
     return (
         n_rows >= FEWEST_ROWS
-        and takes_onednn_linear(rows, weight, bias)
+        and can_use_onednn_linear(rows, weight, bias)
         and is_enabled
         and has_onednn_linear()
     )
 
 
-def tile_product(like: Tensor, count: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
+def fast_product(like: Tensor, max_rows: int, weight: Tensor) -> Callable[[Tensor], Tensor] | None:
     """Return a function that multiplies rows by one weight faster than torch does, if there is one.
 
     Args:
         like: tensor with the dtype, device and last dimension of the rows.
-        count: largest number of rows of a product.
+        max_rows: maximum number of rows of a product.
         weight: ``[N, K]``, which is packed once.
 
     Returns:
-        ``rows -> rows @ weight.T``, or ``None`` where torch is as fast.
+        ``rows -> rows @ weight.T``, or ``None`` if torch is as fast.
     """
-    if _mkl_is_fast() or not onednn_is_faster(like, count, weight):
+    if _mkl_is_fast() or not onednn_is_faster(like, max_rows, weight):
         return None
-    packed = onednn_packed(weight, count)
+    packed = onednn_packed(weight, max_rows)
     return lambda rows: onednn_linear(rows, packed, None)
 
 
 @functools.cache
 def _mkl_is_fast() -> bool:
-    """Whether this is a CPU of Intel and torch has MKL.
+    """Return whether this is an Intel CPU and torch has MKL.
 
     MKL is an eighth faster there if it writes to memory that was written before.
     """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
-from tilefold.ops._shared.impl import check_interpreted
+from tilefold.ops._shared.impl import check_interpreter_dtypes
 from tilefold.ops._shared.plan import (
     Constants,
     Plan,
@@ -87,7 +87,7 @@ def forward(
         setting: facts about the device.
     """
     x, alpha = tensors
-    check_interpreted(setting, x.dtype)
+    check_interpreter_dtypes(setting, x.dtype)
     if x.numel() == 0:
         return Plan(fills={"support": 0})
     builder = PlanBuilder()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.entmax_root import kernel_kind, tolerance
-from tilefold.ops._shared.impl import check_interpreted
+from tilefold.ops._shared.impl import check_interpreter_dtypes
 from tilefold.ops._shared.philox import dropout_threshold
 from tilefold.ops._shared.plan import Plan, PlanBuilder, Setting, cdiv, one_byte, power_of_two
 from tilefold.ops.entmax_attention._problem import (
@@ -74,7 +74,7 @@ def forward(
     """
     q = tensors.q
     packed = tensors.packed
-    check_interpreted(setting, q.dtype)
+    check_interpreter_dtypes(setting, q.dtype)
     strategy = row_strategy(tensors, options, setting.capability)
     config = config_of(
         tensors,

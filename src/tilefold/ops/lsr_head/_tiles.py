@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.onednn import tile_product
-from tilefold.ops._shared.winners import max_over_tokens
+from tilefold.ops._shared.onednn import fast_product
+from tilefold.ops._shared.winners import max_and_winners, max_over_tokens
 from tilefold.ops.lsr_head._problem import Tokens
 
 # Logits of one tile: 16 MiB in fp32, so that it stays in the last-level cache.
@@ -166,7 +166,7 @@ def vocabulary_tiles(
     for first_column in range(0, weight.size(0), BLOCK_V):
         tile_weight = weight[first_column : first_column + BLOCK_V].to(packed.rows.dtype)
         width = tile_weight.size(0)
-        product = tile_product(packed.rows, max_rows, tile_weight) if by_onednn else None
+        product = fast_product(packed.rows, max_rows, tile_weight) if by_onednn else None
         if product is None:
             if scratch is None:
                 scratch = packed.rows.new_empty(max_rows * width)
@@ -254,13 +254,17 @@ def update_maximum(
         logits: ``[n, L, C]`` logits of the tokens.
         n_before: number of tokens that ``scores`` already covers. Ties keep the earlier winner.
     """
-    maxima, tokens = max_over_tokens(logits, winners is not None)
+    if winners is None:
+        maxima = max_over_tokens(logits)
+        if n_before == 0:
+            scores.copy_(maxima)
+        else:
+            torch.maximum(scores, maxima, out=scores)
+        return
+    maxima, tokens = max_and_winners(logits)
     if n_before == 0:
         scores.copy_(maxima)
-        if winners is not None:
-            winners.copy_(tokens)
-    elif winners is None:
-        torch.maximum(scores, maxima, out=scores)
+        winners.copy_(tokens)
     else:
         # The first NaN wins.
         is_larger = (maxima > scores) | (maxima.isnan() & ~scores.isnan())

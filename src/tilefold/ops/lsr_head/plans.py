@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared.fallback import KernelUnavailableError
-from tilefold.ops._shared.impl import check_interpreted
+from tilefold.ops._shared.impl import check_interpreter_dtypes
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.plan import (
     Constants,
@@ -135,10 +135,10 @@ def forward(tensors: HeadTensors, options: HeadOptions, training: bool, setting:
         setting: the device and its precision settings.
     """
     tokens = tensors.tokens
+    builder = HeadPlanBuilder(tensors, options, setting)
+    check_interpreter_dtypes(setting, builder.dtype, options.out_dtype)
     if tokens.batch == 0 or (tokens.cu_seqlens is None and tokens.length == 0):
         return Plan(fills={"scores": 0, "winners": no_winner(winner_dtype(tokens.length_bound))})
-    builder = HeadPlanBuilder(tensors, options, setting)
-    check_interpreted(setting, builder.dtype, options.out_dtype)
     builder.make_contiguous({"hidden": tensors.hidden}, dtype=builder.dtype)
     builder.make_contiguous(
         {"weight": tensors.weight},

@@ -15,7 +15,7 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared._triton.launch import rows_fit_descriptor
 from tilefold.ops._shared.calls import ALIGNMENT
 from tilefold.ops._shared.fallback import KernelFallback
-from tilefold.ops._shared.impl import check_interpreted
+from tilefold.ops._shared.impl import check_interpreter_dtypes
 from tilefold.ops._shared.internals import Tma
 from tilefold.ops._shared.offsets import sequences_of_rows
 from tilefold.ops._shared.plan import (
@@ -226,7 +226,7 @@ def forward(
         setting: facts about the device.
     """
     problem = Problem.of(tensors, options)
-    check_interpreted(setting, problem.queries.dtype)
+    check_interpreter_dtypes(setting, problem.queries.dtype)
     if problem.empty or 0 in problem.score_shape:
         return Plan(fills={"scores": 0}, skipped_results=frozenset(RESULTS[1:]))
     builder = MaxSimPlanBuilder(problem, setting, tensors._asdict())
@@ -612,7 +612,7 @@ def xtr_forward(
     setting: Setting,
 ) -> None:
     """Return no plan: XTR scores are computed by torch operations."""
-    check_interpreted(setting, tensors.queries.dtype)
+    check_interpreter_dtypes(setting, tensors.queries.dtype)
 
 
 # Gradients
