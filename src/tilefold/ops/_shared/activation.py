@@ -57,7 +57,7 @@ def differentiable_activate(x: Tensor, activation: str) -> Tensor:
 
 
 def gradient_from_score(grad: Tensor, score: Tensor, activation: str) -> Tensor:
-    """Return ``grad * act'(x)``, computed from ``score = act(x)``, so that backward needs no logits.
+    """Return ``grad * act'(x)``, computed from ``score = act(x)``. Backward then needs no logits.
 
     A NaN score gives NaN. Where the activation is flat the result is 0, even for an infinite or NaN
     ``grad``, as in torch's own gradient of ``relu``.
