@@ -346,7 +346,7 @@ def test_an_epoch_has_as_many_steps_on_two_ranks_as_in_one_process(
     [
         pytest.param(
             7,
-            "batch_size: must be a multiple of the 2 ranks, got 7; take 6",
+            "batch_size: must be a multiple of the 2 ranks, got 7; use 6",
             id="no multiple of the ranks",
         ),
         pytest.param(
