@@ -315,7 +315,7 @@ def _check_late_search(
         packed, offsets = index.files.take(positions.cpu().numpy())
         return maxsim(
             query_vectors.cpu(),
-            packed.decoded(),
+            packed.for_maxsim(),
             cu_seqlens_d=offsets,
             impl="reference",
         ).to(device)
@@ -400,7 +400,7 @@ class _SparseSearch:
         index = rows.on_device()
         n_queries = BATCH_QUERIES if n_documents > TINY_DOCUMENTS else SEVERAL_QUERIES
         queries = make_queries(rows.first(min(n_documents, QUERIED_DOCUMENTS)), n_queries, 0)
-        terms, weights = index._padded(queries)
+        terms, weights = index._pad_on_cpu(queries)
         return cls(rows, index, queries, terms.to(device), weights.to(device))
 
     @property
@@ -467,7 +467,7 @@ def _single_query_methods(search: _SparseSearch, goal: float) -> dict[str, Searc
     # without the padding of the batch
     padded_singles: list[tuple[Tensor, Tensor]] = []
     for single in singles:
-        terms, weights = index._padded(single)
+        terms, weights = index._pad_on_cpu(single)
         padded_singles.append((terms.to(device), weights.to(device)))
     dense = search.dense_queries
     matrix = search.matrix

@@ -321,7 +321,7 @@ def test_qdrant_has_exact_figures(
     refused = call("search", "csv files", "--model", masked_lm, "--index", tmp_path / "server")
     assert (
         refused.code,
-        "answered 401 to the key given" in refused.err,
+        "refused the API key (status 401)" in refused.err,
         "sesame" in refused.err,
     ) == (1, True, False)
     http.stop()

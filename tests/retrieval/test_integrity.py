@@ -324,7 +324,7 @@ def test_an_embedded_collection_without_checksums_is_read_with_a_warning_and_get
     (folder / "checksums.json").unlink()
     with pytest.warns(
         RuntimeWarning,
-        match="its files have no checksums, so that damage is not noticed",
+        match="has no checksums, so damage cannot be detected",
     ):
         assert use("qdrant", folder) == expected
     assert use("qdrant", folder) == expected
@@ -409,7 +409,7 @@ def test_a_collection_that_changes_and_a_copy_of_it_have_their_own_checksums(
             stream.truncate(4096)
         refused(
             DataError,
-            r"damaged; its checksum is not the one in checksums.json",
+            r"damaged; its size or checksum is not that in checksums.json",
             r.load_index,
             place,
         )

@@ -600,7 +600,7 @@ def test_feedback_that_exceeds_float32_is_refused_and_not_logged(
     with serving(service) as client:
         reply = search_with_feedback(client, {"beta": 1000})
     assert reply.status == 422
-    message = "`prf`: alpha, beta, gamma: expected weights that keep a query below"
+    message = "`prf`: alpha, beta, gamma: expected weights that keep the entries of a query below"
     assert message in reply.json["error"]
     assert not caplog.records
 

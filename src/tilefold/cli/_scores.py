@@ -626,7 +626,7 @@ def compare_feedback(
     Returns:
         Split -> comparison, for ``--json``.
     """
-    plain_run = searcher.rank_plainly(queries, request, ranking)
+    plain_run = searcher.rank_without_feedback(queries, request, ranking)
     measure = scores.measures[0]
     comparisons: dict[str, object] = {}
     for split, table in scores.tables.items():

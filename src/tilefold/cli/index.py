@@ -932,7 +932,7 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, i
         with index.collection as collection:
             if documents is not None:
                 # All checks come before the first change.
-                documents.check(collection.layout, collection.place)
+                documents.check_compatible(collection.layout, collection.location)
                 if metadata is None and collection.has_metadata():
                     raise UsageError(
                         "--data: expected the fields of the new documents, because the index "

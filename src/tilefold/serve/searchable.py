@@ -188,9 +188,9 @@ class Searchable:
         tokenizer = self.encoder.tokenizer
         marked_query = query[:_MAX_MARKED_CHARACTERS]
         query_tokens = tokenizer.token_ids(marked_query)
-        terms_before_feedback, _ = ranking.before.row(0)
+        terms_before_feedback, _ = ranking.vectors_before_feedback.row(0)
         original_terms = set(terms_before_feedback.tolist())
-        terms, weights = ranking.after.row(0)
+        terms, weights = ranking.vectors.row(0)
         weight_of_term = dict(zip(terms.tolist(), weights.tolist(), strict=True))
         by_weight = sorted(weight_of_term, key=lambda term: (-weight_of_term[term], term))
         listed_terms = [term for term in by_weight if term not in tokenizer.special_ids]
@@ -256,7 +256,7 @@ class Searchable:
             return explanation
         tokenizer = self.encoder.tokenizer
         matched = matched_terms(
-            ranking.after.row(0),
+            ranking.vectors.row(0),
             self.vectors.row(row),
             without=tokenizer.special_ids,
         )

@@ -577,12 +577,12 @@ def test_a_plain_ranking_of_a_filtered_search_has_as_many_documents(
     searcher = r.Searcher(words, documents=bilingual_documents, second=words, late=late)
     request = r.SearchRequest(3, where=IN_ENGLISH, fusion=r.Fusion(), reranking=r.Reranking(5))
     ranking = searcher.rank(BILINGUAL_QUERIES, replace(request, by="passage"))
-    assert len(searcher.rank_plainly(BILINGUAL_QUERIES, request, ranking)["q"]) >= 3
+    assert len(searcher.rank_without_feedback(BILINGUAL_QUERIES, request, ranking)["q"]) >= 3
 
 
 def test_a_run_is_not_fused_with_a_filtered_ranking(words: r.BM25Index) -> None:
     searcher = r.Searcher(words, second={"q": {"d1": 1.0}})
-    message = "second: expected a BM25 index with metadata beside where"
+    message = "second: expected a BM25 index with metadata to filter by where"
     with pytest.raises(ValueError, match=message):
         searcher.rank(BILINGUAL_QUERIES, r.SearchRequest(fusion=r.Fusion(), where=IN_ENGLISH))
 

@@ -111,7 +111,7 @@ def test_a_step_that_does_not_divide_1_is_refused(step: float) -> None:
 
 
 def test_weights_are_not_chosen_for_a_run_of_other_queries() -> None:
-    message = r"runs\[1\]: expected results for a judged query, got .* '2', .* '1'"
+    message = r"runs\[1\]: expected results for a judged query, but .* '2', .* '1'"
     with pytest.raises(ValueError, match=message):
         choose_weights([{"1": {"a": 1.0}}, {"2": {"a": 1.0}}], {"1": {"a": 1}})
 
@@ -134,19 +134,19 @@ def test_weights_are_not_chosen_for_a_run_of_other_queries() -> None:
         pytest.param(
             RUN,
             {"q": {"a": 1 << 62}},
-            "qrels: expected grades of at most 1,000,000 for query 'q', got 4611686018",
+            "qrels: expected grades between -1,000,000 and 1,000,000 for query 'q', got 4611686018",
             id="grade that overflows",
         ),
         pytest.param(
             RUN,
             {"q": {}},
-            r"judged query, got no grade for any of 1, \['q'\] first",
+            "judged query, got only queries without grades, such as 'q'",
             id="query without a grade",
         ),
         pytest.param(
             {"1": {"a": 1.0}},
             {"2": {"a": 1}},
-            "got those of others: its first query is '1', .* judgements '2'",
+            "its first query is '1', and the first judged query is '2'",
             id="run of other queries",
         ),
     ],
@@ -162,7 +162,7 @@ def test_input_that_would_crash_or_mislead_the_evaluating_library_is_refused(
 
 @pytest.mark.parametrize("score", [math.nan, "high", None, [1.0]])
 def test_a_score_that_is_not_a_number_is_refused(score: Any) -> None:
-    message = "run: query 'q' has a score that is not a number: .* for 'a'"
+    message = "run: expected a number as each score, got .* for 'a' of query 'q'"
     with pytest.raises(ValueError, match=message):
         r.evaluate({"q": {"a": score}}, QRELS)
 
@@ -216,7 +216,7 @@ def test_an_unknown_measure_is_refused(name: str) -> None:
 
 
 def test_a_measure_with_a_gain_that_overflows_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"grades and gains are at most 1,000,000"):
+    with pytest.raises(ValueError, match=r"grades and gains must be at most 1,000,000"):
         check_measures(["nDCG(gains={1: 4611686018427387904})@10"])
 
 

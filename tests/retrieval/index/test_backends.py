@@ -179,7 +179,7 @@ def test_vectors_without_any_positive_weight_cannot_be_indexed(
         pytest.param(
             "exact",
             {"n_postings": 3},
-            "the exact index has none, got n_postings",
+            "the exact index takes no options, got n_postings",
             id="exact has no options",
         ),
         pytest.param(
@@ -287,13 +287,13 @@ def test_a_missing_or_shortened_file_of_an_index_is_named(
         pytest.param(
             "qdrant",
             {"url": 6333},
-            "expected a text as url of the options, got 6333",
+            "expected a string for the option url, got 6333",
             id="qdrant: number as url",
         ),
         pytest.param(
             "qdrant",
             {"url": "http://localhost"},
-            "expected a text as collection of the options, got None",
+            "expected a string for the option collection, got None",
             id="qdrant: url without a collection",
         ),
     ],

@@ -137,7 +137,7 @@ def test_search_on_a_device_refuses_unknown_ids_and_queries_of_another_vocabular
 ) -> None:
     index = ExactIndex.build(make_vectors(300)).on(device)
 
-    message = "expected ids of documents of the index, got 'nobody'"
+    message = "expected ids of documents in the index, got 'nobody'"
     with pytest.raises(ValueError, match=message):
         index.mask(["nobody"])
     with pytest.raises(ValueError, match=r"queries: expected \[\.\., 500\], got \[2, 3\]"):
@@ -157,7 +157,7 @@ def test_damaged_postings_are_not_copied_to_a_device(
     weights.write_bytes(weights.read_bytes()[:-4] + np.float32(1.0).tobytes())
     damaged = ExactIndex.load(tmp_path)
 
-    message = "the postings of term 499 are not those that were saved"
+    message = "the postings of term 499 have changed"
     with pytest.raises(DataError, match=message):
         damaged.on(device)
 
@@ -280,10 +280,10 @@ def add_with_another_signature(scores: Any, lists: Any, values: Any) -> None:
 
 
 def test_a_sum_is_used_only_if_it_rounds_every_product() -> None:
-    assert exact._has_bits_of_numpy(add_with_numpy)
-    assert exact._has_bits_of_numpy(exact.with_rounded_products(add_with_fused_products))
-    assert not exact._has_bits_of_numpy(add_with_fused_products)
-    assert not exact._has_bits_of_numpy(add_with_another_signature)
+    assert exact._matches_numpy_bitwise(add_with_numpy)
+    assert exact._matches_numpy_bitwise(exact.with_rounded_products(add_with_fused_products))
+    assert not exact._matches_numpy_bitwise(add_with_fused_products)
+    assert not exact._matches_numpy_bitwise(add_with_another_signature)
 
 
 @pytest.fixture
@@ -303,10 +303,10 @@ def test_a_scipy_that_rounds_otherwise_is_replaced_by_numpy_with_one_warning(
     queries = make_vectors(3, seed=1)
     assert choose_add_postings() is not add_with_numpy, "scipy is installed here"
     expected = index.search(queries, 5)
-    monkeypatch.setattr(exact, "_has_bits_of_numpy", lambda add: False)
+    monkeypatch.setattr(exact, "_matches_numpy_bitwise", lambda add: False)
     choose_add_postings.cache_clear()
 
-    with pytest.warns(RuntimeWarning, match="numpy searches exact indexes, more slowly"):
+    with pytest.warns(RuntimeWarning, match="exact indexes are searched with numpy"):
         assert index.search(queries, 5) == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -329,16 +329,16 @@ def test_postings_built_in_pieces_equal_those_built_at_once(
 ) -> None:
     documents = make_vectors(100)
     documents.data[::7] = 0
-    expected = Postings.of(documents)
+    expected = Postings.from_vectors(documents)
     assert expected.offsets[-1] == (documents.data > 0).sum()
     for start, end in itertools.pairwise(expected.offsets):
         assert (np.diff(expected.documents[start:end]) > 0).all()
 
     monkeypatch.setattr(exact, "_WEIGHTS_PER_PIECE", 64)  # three rows
-    in_pieces_of_rows = Postings.of(documents)
+    in_pieces_of_rows = Postings.from_vectors(documents)
     monkeypatch.setattr(exact, "_WEIGHTS_PER_PIECE", 1)  # less than a row
     monkeypatch.setattr(exact, "_MAX_SHORT_TERMS", 0)
-    in_smallest_pieces = Postings.of(documents)
+    in_smallest_pieces = Postings.from_vectors(documents)
 
     for postings in (in_pieces_of_rows, in_smallest_pieces):
         assert np.array_equal(postings.offsets, expected.offsets)
@@ -439,7 +439,7 @@ def test_damaged_postings_are_refused_by_queries_that_read_them(
         pytest.param(
             "id_offsets.npy",
             lambda id_offsets: np.r_[0, 0, np.arange(2, 31)],
-            "id_offsets.npy: expected ids of one byte at least",
+            "id_offsets.npy: an id is empty",
             id="an empty id",
         ),
         pytest.param(

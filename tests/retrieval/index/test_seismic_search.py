@@ -111,19 +111,9 @@ class DocumentsOneByOne:
         self.dataset.add_document(name, tokens, weights)
 
 
-def test_terms_that_seismic_numbers_by_itself_are_stored_in_the_order_of_the_vocabulary(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    vectors = SparseVectors.from_rows(
-        {
-            "a": {7: 1.0, 20: 0.5},
-            "empty": {},
-            "b": {3: 2.0, 20: 0.25},
-            "c": {1: 4.0, 7: 0.125},
-        },
-        vocab_size=30,
-    )
+@pytest.fixture
+def names_in_the_dataset(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the documents that a build passes to an engine with the interface of 0.5.2."""
     engine_type: Any = seismic.SeismicIndex
     names: list[str] = []
 
@@ -139,10 +129,25 @@ def test_terms_that_seismic_numbers_by_itself_are_stored_in_the_order_of_the_voc
         ),
         get_seismic_string=seismic.get_seismic_string,
     )
-    monkeypatch.setattr("tilefold.retrieval.index.seismic._package", lambda: package)
+    monkeypatch.setattr("tilefold.retrieval.index.seismic._import_seismic", lambda: package)
+    return names
 
+
+def test_terms_that_seismic_numbers_by_itself_are_stored_in_the_order_of_the_vocabulary(
+    tmp_path: Path,
+    names_in_the_dataset: list[str],
+) -> None:
+    vectors = SparseVectors.from_rows(
+        {
+            "a": {7: 1.0, 20: 0.5},
+            "empty": {},
+            "b": {3: 2.0, 20: 0.25},
+            "c": {1: 4.0, 7: 0.125},
+        },
+        vocab_size=30,
+    )
     built = build_index(vectors, "seismic")
-    assert names == ["0", "2", "3"]
+    assert names_in_the_dataset == ["0", "2", "3"]
     built.save(tmp_path / "index")
 
     query = SparseVectors.from_rows({"q": {1: 1.0, 20: 1.0}}, vocab_size=30)
@@ -153,3 +158,16 @@ def test_terms_that_seismic_numbers_by_itself_are_stored_in_the_order_of_the_voc
         assert np.array_equal(stored.data, vectors.data)
         (hits,) = index.search(query, 3)
         assert [(hit.id, hit.score) for hit in hits] == [("c", 4.0), ("a", 0.5), ("b", 0.25)]
+
+
+@pytest.mark.usefixtures("names_in_the_dataset")
+def test_a_document_that_small_weights_add_keeps_its_other_weights() -> None:
+    # 16 bits represent 1e-4 beside 3e4, but not 5e-5. Seismic meets term 7 before term 2.
+    vectors = SparseVectors.from_rows(
+        {"large": {7: 3e4}, "added": {1: 5e-5, 2: 1e-4}, "retrieved": {2: 1.2e-4}},
+        vocab_size=8,
+    )
+    index = build_index(vectors, "seismic")
+    query = SparseVectors.from_rows({"q": {1: 1.0, 2: 1.0}}, vocab_size=8)
+    ((hit,),) = index.search(query, 1)
+    assert hit == ("added", pytest.approx(1.5e-4, rel=1e-3))

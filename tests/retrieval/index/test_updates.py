@@ -381,7 +381,9 @@ def test_an_updated_seismic_index_says_that_it_searches_on_the_cpu_only(tmp_path
     r.build_index(r.SparseVectors.from_rows({"a": {0: 1.0}}, 2), "seismic").save(path)
     r.update_index(path, r.SparseVectors.from_rows({"b": {1: 1.0}}, 2))
     index: Any = r.load_index(path)
-    with pytest.raises(ValueError, match=r"index\.on: expected an exact, dense or late index, got"):
+    with pytest.raises(
+        ValueError, match=r"index\.on: expected an index of backend 'exact', 'dense' or 'late', got"
+    ):
         index.on("cpu")
 
 

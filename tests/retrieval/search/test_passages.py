@@ -277,17 +277,17 @@ def test_stages_of_different_passages_share_documents(
     [
         pytest.param(
             r.SearchRequest(3, by="passage", reranking=r.Reranking()),
-            "tokens: expected those of the passages",
+            "tokens: expected token vectors of the index's passages",
             id="reranked passages",
         ),
         pytest.param(
             r.SearchRequest(3, by="passage", fusion=r.Fusion()),
-            "second: .*as passages are asked for, got 4/4/",
+            "second: .*because passages are ranked, got 4/4/",
             id="fused passages",
         ),
         pytest.param(
             r.SearchRequest(3, r.Feedback(), r.Interpolation("before")),
-            "second: .*whose best ones feedback reads, got 4/4/",
+            "second: .*because feedback reads the best passages, got 4/4/",
             id="passages for feedback",
         ),
     ],
@@ -308,14 +308,14 @@ def test_vectors_of_other_passages_are_refused(
     parts_of_other_passages: SearchParts,
 ) -> None:
     searched = replace(parts, vectors=parts_of_other_passages.vectors)
-    message = "vectors: .*passages 4/4/sentences, those of the index 6/3"
+    message = "vectors: .*passages: 4/4/sentences, of the index: 6/3"
     with pytest.raises(ValueError, match=message):
         searched.searcher()
 
 
 def test_passages_of_an_index_of_whole_documents_are_refused() -> None:
     searcher = r.Searcher(r.BM25Index.build(CONTENTS))
-    with pytest.raises(ValueError, match="by: expected 'document', the index is of whole"):
+    with pytest.raises(ValueError, match="by: expected 'document' for an index of whole"):
         searcher.search("csv", r.SearchRequest(3, by="passage"))
 
 

@@ -7,10 +7,9 @@ import math
 import operator
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,9 +51,12 @@ __all__ = [
 ]
 
 DEFAULT_MEASURES = ("nDCG@10", "R@100", "RR@10")
+# Largest number of combinations of weights that `choose_weights` evaluates.
 MAX_TRIALS = 300
-MAX_GRADE = 1_000_000  # trec_eval has a table of documents that is as long as the highest grade
-_N_RUN_FIELDS = 6  # of a line of a TREC run: query, Q0, document, rank, score, tag
+# trec_eval allocates a table with an entry for each grade up to the highest one.
+MAX_GRADE = 1_000_000
+# A line of a TREC run has the fields query, Q0, document, rank, score and tag.
+_N_RUN_FIELDS = 6
 
 _RunLike = Mapping[str, Mapping[str, float]]
 _QrelsLike = Mapping[str, Mapping[str, int]]
@@ -69,26 +71,31 @@ def evaluate(
 ) -> dict[str, float]:
     """Return the mean of each measure over **all** judged queries.
 
-    A query without results counts as 0. Equal scores are ranked as the original programs do. The
-    measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off) rank them by
-    descending document id, after rounding to fp32. ``RR@k``, which is MS MARCO's, and ``Judged@k``
-    rank them by ascending id. One table may therefore rank a tie in two ways.
+    A query without results counts as 0. Equal scores are ranked as the original programs rank
+    them. The measures of trec_eval (``nDCG``, ``AP``, ``R``, ``RR`` without a cut-off) rank them
+    by descending document id, after rounding to fp32. ``RR@k``, which is MS MARCO's measure, and
+    ``Judged@k`` rank them by ascending id. Two measures may therefore rank a tie differently.
 
     Args:
         run: query id -> document id -> score. Queries that `qrels` does not judge are ignored.
-        qrels: query id -> document id -> grade. A document is relevant from grade 1 on. Negative
-            grades are read as trec_eval does: the document belongs to the pool without a judgement.
-            It is not relevant, and is left out by ``infAP``, ``Bpref`` and measures with
+        qrels: query id -> document id -> grade. A document is relevant from grade 1 on. A negative
+            grade means, as in trec_eval, that the document was pooled but not judged. Such a
+            document is not relevant, and is left out by ``infAP``, ``Bpref`` and measures with
             ``judged_only=True``. Only ``Judged@k`` counts it as judged.
-        measures: names as ir-measures writes them, such as ``nDCG@10``, ``R@100``, ``RR@10``,
-            ``AP``.
-        ignore_identical_ids: leave out hits whose document has the query's id, as BEIR does for
-            collections whose queries are documents (ArguAna, Quora). None does so unless a document
-            with its query's id is relevant in `qrels`. :func:`conventions` counts these hits.
+        measures: names of measures in the syntax of ir-measures, such as ``nDCG@10``, ``R@100``,
+            ``RR@10`` or ``AP``.
+        ignore_identical_ids: whether to leave out hits whose document has the query's id, as BEIR
+            does for collections whose queries are documents (ArguAna, Quora). None leaves them out
+            if no document with its query's id is relevant in `qrels`. :func:`conventions` counts
+            these hits.
+
+    Returns:
+        Name of the measure -> mean.
 
     Raises:
         ValueError: if `qrels` is empty, the run has none of its queries, a measure is unknown, a
-            score is not a number, a grade is above 1,000,000, or UTF-8 or C cannot hold an id.
+            score is not a number, a grade is above 1,000,000, or an id contains a NUL character
+            or a lone surrogate.
         TypeError: if an id is not a string, or a grade is not an integer.
     """
     table = evaluate_per_query(
@@ -123,29 +130,52 @@ def evaluate_per_query(
         run = without_identical_ids(run)
     metrics = _parse_measures(measures)
     table = {query_id: dict.fromkeys(measures, 0.0) for query_id in grades}
-    # trec_eval, which remembers the last query, would take a query with the id "no query" for one
-    # that it has evaluated. Queries get numbers as ids.
-    query_of_number = {str(number): query_id for number, query_id in enumerate(grades)}
-    numbered_run: dict[str, dict[str, float]] = {}
-    numbered_grades: dict[str, dict[str, int]] = {}
-    for number, query_id in query_of_number.items():
-        scores = run.get(query_id)
-        if scores:
-            check_scores("run", query_id, scores, finite=False)
-            numbered_run[number] = {document: float(score) for document, score in scores.items()}
-        numbered_grades[number] = _with_nonnegative_grade(grades[query_id], scores or {})
-    if not numbered_run:
+    numbered = _number_queries(grades, run)
+    if not numbered.run:
         return table
-    for result in _compute(metrics, numbered_grades, numbered_run):
-        # Two names may denote one measure.
+    for result in _compute(metrics, numbered.grades, numbered.run):
+        query_id = numbered.query_of_number[result.query_id]
+        # Several names may denote the same measure.
         for name, metric in zip(measures, metrics, strict=True):
             if metric == result.measure:
-                table[query_of_number[result.query_id]][name] = float(result.value)
+                table[query_id][name] = float(result.value)
     return table
 
 
+class _NumberedQueries(NamedTuple):
+    """Judgements and a run whose queries have numbers as ids.
+
+    Attributes:
+        query_of_number: number, as a string -> query id.
+        grades: number -> document id -> grade.
+        run: number -> document id -> score, for queries with results.
+    """
+
+    query_of_number: dict[str, str]
+    grades: dict[str, dict[str, int]]
+    run: dict[str, dict[str, float]]
+
+
+def _number_queries(grades: Mapping[str, dict[str, int]], run: _RunLike) -> _NumberedQueries:
+    """Number the judged queries, because trec_eval mishandles a query with the id "no query".
+
+    Args:
+        grades: query id -> document id -> grade, at least one per query.
+        run: query id -> document id -> score. Queries without grades are left out.
+    """
+    query_of_number = {str(number): query_id for number, query_id in enumerate(grades)}
+    numbered = _NumberedQueries(query_of_number, grades={}, run={})
+    for number, query_id in query_of_number.items():
+        scores = run.get(query_id) or {}
+        if scores:
+            check_scores("run", query_id, scores, finite=False)
+            numbered.run[number] = {document: float(score) for document, score in scores.items()}
+        numbered.grades[number] = _with_nonnegative_grade(grades[query_id], scores)
+    return numbered
+
+
 def _check_scores_by_query(run: _RunLike) -> None:
-    """Raise ``TypeError`` unless `run` maps queries to mappings."""
+    """Raise ``TypeError`` if `run` does not map queries to mappings."""
     check_mapping("run", run, "query id -> scores by document")
     for query_id, scores in run.items():
         check_mapping(f"run[{query_id!r}]", scores, "document id -> score")
@@ -158,21 +188,22 @@ def _judged_queries(qrels: _QrelsLike) -> dict[str, dict[str, int]]:
         qrels: query id -> document id -> grade.
 
     Returns:
-        Query id -> document id -> grade, at least one of each query.
+        Query id -> document id -> grade, with at least one grade per query.
 
     Raises:
-        ValueError: if no query has a grade.
+        TypeError: if a grade is not an integer, or an id is not a string.
+        ValueError: if no query has a grade, or a grade is too large.
     """
     judged = {
         query_id: _checked_grades(query_id, grades) for query_id, grades in qrels.items() if grades
     }
     if not judged:
-        problem = "no query"
+        queries = "no queries"
         if qrels:
-            problem = f"no grade for any of {len(qrels)}, {list(qrels)[:3]} first"
+            queries = f"only queries without grades, such as {next(iter(qrels))!r}"
         raise ArgumentError(
             "qrels",
-            f"expected at least one judged query, got {problem}. Check the split.",
+            f"expected at least one judged query, got {queries}. Check the split.",
         )
     check_text_ids("qrels", judged)
     return judged
@@ -182,17 +213,20 @@ def _with_nonnegative_grade(
     grades: dict[str, int],
     scores: Mapping[str, float],
 ) -> dict[str, int]:
-    """Add a document of grade 0 that no run has, if all grades of a query are negative.
+    """Add an unretrieved document of grade 0 to a query whose grades are all negative.
 
-    Without a grade of 0 or more, trec_eval writes outside of its table of grades.
+    Without a grade of at least 0, trec_eval writes out of the bounds of its table of grades.
 
     Args:
-        grades: document id -> grade of the query.
-        scores: document id -> score of the query's results.
+        grades: document id -> grade, for the query.
+        scores: document id -> score, for the documents that were retrieved for the query.
+
+    Returns:
+        Document id -> grade.
     """
     if max(grades.values()) >= 0:
         return grades
-    # An id that is longer than all others equals none of them.
+    # An id longer than every other id cannot be equal to one of them.
     longest_id = max((*grades, *scores), key=len)
     return {**grades, f"{longest_id}+": 0}
 
@@ -204,21 +238,27 @@ def conventions(
     *,
     ignore_identical_ids: bool | None = None,
 ) -> dict[str, float]:
-    """Count how often each convention of evaluation was needed for a run.
+    """Count the cases in a run for which evaluation needs a convention.
 
     Args:
         run: query id -> document id -> score.
         qrels: query id -> document id -> grade.
-        depth: documents per query among which equal scores are counted.
-        ignore_identical_ids: as for :func:`evaluate`.
+        depth: number of documents per query among which ties are counted.
+        ignore_identical_ids: whether hits with the query's own id are left out, as for
+            :func:`evaluate`.
 
     Returns:
-        ``judged@10``: mean share of the first 10 documents of a query that are judged; others are
-        not relevant. ``negative``: judgements with a grade below 0, which are not relevant either.
-        ``tied``: judged queries with equal scores, in fp32, among their best `depth` documents and
-        the next one; :func:`evaluate` has their order. ``ignored_identical_ids`` and
-        ``counted_identical_ids``: hits of judged queries with the query's own id, which are left
-        out, or count as any other.
+        A dictionary with these keys:
+
+        - ``judged@10``: mean share of a query's first 10 documents that are judged. Documents that
+          are not judged count as not relevant.
+        - ``negative``: number of judgements with a grade below 0, which also count as not relevant.
+        - ``tied``: number of judged queries with a tie, in fp32, among their best `depth` + 1
+          documents. :func:`evaluate` says how ties are ranked.
+        - ``ignored_identical_ids``: number of judged queries whose hit with their own id is left
+          out.
+        - ``counted_identical_ids``: number of judged queries whose hit with their own id counts
+          like any other hit.
     """
     ignores = ignores_identical_ids(qrels, ignore_identical_ids)
     n_identical = len(queries_with_identical_ids(run) & qrels.keys())
@@ -258,16 +298,16 @@ def choose_weights(
     """Choose the weights of :func:`tilefold.retrieval.interpolate` on judged queries.
 
     All weights that are multiples of `step` and sum to 1 are evaluated. Of equal results, the one
-    with the largest weights for the first runs is chosen. The result is in sample: report the
+    with the largest weights for the first runs is chosen. The result is in sample, so report the
     measure on other queries.
 
     Args:
-        runs: rankings to fuse, each query id -> document id -> score.
+        runs: the runs to fuse, each query id -> document id -> score.
         qrels: query id -> document id -> grade.
         measure: the measure to maximise.
-        step: difference of neighbouring weights, 1 divided by an integer.
+        step: difference between neighbouring weights, 1 divided by an integer.
         normalization: how scores are normalised.
-        k: documents per query of the fused run.
+        k: number of documents per query in the fused run.
         ignore_identical_ids: whether hits with the query's own id are left out of the runs before
             scores are normalised, as for :func:`evaluate`.
 
@@ -275,8 +315,8 @@ def choose_weights(
         The weights, one per run, and the value of the measure.
 
     Raises:
-        ValueError: if `step` does not divide 1, there are more than 300 combinations or no run, or
-            a run has no judged query.
+        ValueError: if `step` does not divide 1, if there are more than 300 combinations or no run,
+            or if a run has no judged query.
     """
     ignores = ignores_identical_ids(qrels, ignore_identical_ids)
     for number, run in enumerate(runs):
@@ -298,20 +338,21 @@ def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
 
     Args:
         n_runs: number of runs.
-        step: difference of neighbouring weights, 1 divided by an integer.
+        step: difference between neighbouring weights, 1 divided by an integer.
 
     Returns:
         Tuples of `n_runs` weights.
 
     Raises:
-        ValueError: for another step, and for no or more than ``MAX_TRIALS`` combinations.
+        ValueError: if `step` does not divide 1, or if there is no combination or more than
+            ``MAX_TRIALS``.
     """
     n_steps = round(1 / step) if 0 < step <= 1 else 0
     if not math.isclose(n_steps * step, 1):
         raise ArgumentError(
             "step", f"expected 1 divided by a whole number, such as 0.1, got {step!r}."
         )
-    # A weight is a count of steps, so that sums are exact.
+    # Weights are counted in steps, so that their sums are exact.
     grid = [
         counts
         for counts in itertools.product(range(n_steps + 1), repeat=n_runs)
@@ -321,7 +362,7 @@ def _weight_grid(n_runs: int, step: float) -> list[tuple[float, ...]]:
         raise ArgumentError(
             "runs",
             f"expected 1 to {MAX_TRIALS} combinations of weights, got {len(grid)} for "
-            f"{n_runs} runs at a step of {step:g}. Fuse fewer runs, or take a larger step in "
+            f"{n_runs} runs at a step of {step:g}. Fuse fewer runs, or use a larger step in "
             "Python (choose_weights).",
         )
     return [tuple(count / n_steps for count in counts) for counts in grid]
@@ -331,7 +372,7 @@ def _compute(metrics: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]
     """Compute measures with the package ir-measures.
 
     Args:
-        metrics: measures of ir-measures. A repeated one is computed once.
+        metrics: measures of ir-measures. A repeated measure is computed once.
         grades: query id -> document id -> grade.
         run: query id -> document id -> score.
 
@@ -344,24 +385,25 @@ def _compute(metrics: list[Any], grades: _QrelsLike, run: _RunLike) -> list[Any]
     distinct_metrics = list(dict.fromkeys(metrics))
     try:
         return list(_import_ir_measures().iter_calc(distinct_metrics, grades, run))
-    except subprocess.CalledProcessError as error:  # gdeval.pl
+    except subprocess.CalledProcessError as error:
+        # ERR and nDCG(dcg='exp-log2') are the only measures that run a program, gdeval.pl.
         raise ArgumentError(
             "measures",
-            "TREC's program for ERR and nDCG(dcg='exp-log2') failed with code "
-            f"{error.returncode}; it takes grades up to 4, and ids without white space. Leave "
-            "these measures out, or change grades or ids.",
+            "gdeval.pl, TREC's program for ERR and nDCG(dcg='exp-log2'), failed with code "
+            f"{error.returncode}; it accepts grades up to 4, and ids without white space. Leave "
+            "out these measures, or use such grades and ids.",
         ) from error
 
 
 def check_has_judged_query(name: str, run: _RunLike, qrels: _QrelsLike) -> None:
-    """Raise ``ValueError`` for a run that has queries, but none of those in `qrels`."""
+    """Raise ``ValueError`` if a run has queries, but none of them is in `qrels`."""
     check_text_ids(name, run)
     if run and not any(query_id in qrels for query_id in run):
         raise ArgumentError(
             name,
-            f"expected results for a judged query, got those of others: its first query is "
-            f"{next(iter(run))!r}, that of the judgements {next(iter(qrels), None)!r}. Give the "
-            "same.",
+            "expected results for a judged query, but none of its queries is judged: its first "
+            f"query is {next(iter(run))!r}, and the first judged query is "
+            f"{next(iter(qrels), None)!r}. Use judgements of the same queries.",
         )
 
 
@@ -369,12 +411,12 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
     """Check the grades of a query, and return them as Python integers.
 
     Args:
-        query_id: id of the query, for errors.
+        query_id: the id of the query, for errors.
         grades: document id -> grade, at least one.
 
     Raises:
-        TypeError: for a grade that is not an integer, or an id that is not a string.
-        ValueError: for a grade above ``MAX_GRADE`` in size.
+        TypeError: if a grade is not an integer, or an id is not a string.
+        ValueError: if the absolute value of a grade exceeds ``MAX_GRADE``.
     """
     check_mapping(f"qrels[{query_id!r}]", grades, "document id -> grade")
     check_text_ids("qrels", grades)
@@ -383,20 +425,21 @@ def _checked_grades(query_id: str, grades: Mapping[str, int]) -> dict[str, int]:
     except TypeError:
         invalid = next(grade for grade in grades.values() if not hasattr(grade, "__index__"))
         raise TypeError(
-            f"qrels: expected integer grades for query {query_id!r}, got {invalid!r}. Round them.",
+            f"qrels: expected integer grades for query {query_id!r}, got {invalid!r}. Round the "
+            "grades.",
         ) from None
     largest = max(integers.values(), key=abs)
     if abs(largest) > MAX_GRADE:
         raise ArgumentError(
             "qrels",
-            f"expected grades of at most {MAX_GRADE:,} for query {query_id!r}, got "
-            f"{largest}. Map them.",
+            f"expected grades between -{MAX_GRADE:,} and {MAX_GRADE:,} for query {query_id!r}, "
+            f"got {largest}. Map them to smaller grades.",
         )
     return integers
 
 
 def check_measures(measures: Sequence[str]) -> int:
-    """Return the deepest cut-off of measures, 0 if there is none.
+    """Check the names of measures, and return their deepest cut-off, 0 if there is none.
 
     Raises:
         ValueError: if a measure is unknown, or has wrong parameters.
@@ -409,7 +452,7 @@ def _import_ir_measures() -> ModuleType:
 
 
 def _parse_measures(measures: Sequence[str]) -> list[Any]:
-    """Return the objects of ir-measures with these names."""
+    """Return the measures with these names as objects of ir-measures."""
     if not measures or isinstance(measures, str):
         raise ArgumentError(
             "measures",
@@ -426,30 +469,46 @@ def _parse_measure(ir_measures: ModuleType, name: str) -> Any:
 
     Args:
         ir_measures: the module ``ir_measures``.
-        name: name of the measure.
+        name: the name of the measure.
 
     Returns:
         The measure, an object of ir-measures.
 
     Raises:
-        ValueError: for an unknown measure, or a parameter out of range.
+        ValueError: if the measure is unknown, or a parameter is out of range.
     """
-    problem: object = "no installed package computes it"
     try:
         measure = ir_measures.parse_measure(name)
-        cutoff = measure.params.get("cutoff", 1)
-        min_grade = measure.params.get("rel", 1)
-        recall = measure.params.get("recall", 1)
-        highest_grade = max([min_grade, *measure.params.get("gains", {}).values()])
-        if cutoff < 1 or min_grade < 1 or not 0 <= recall <= 1:
-            problem = "cut-offs and grades begin at 1, a recall lies in [0, 1]"
-        elif highest_grade > MAX_GRADE:
-            problem = f"grades and gains are at most {MAX_GRADE:,}"
-        elif ir_measures.DefaultPipeline.supports(measure):
-            return measure
+        _check_parameters(measure.params)
+        is_supported = ir_measures.DefaultPipeline.supports(measure)
     except (NameError, ValueError, SyntaxError, TypeError, AssertionError) as error:
-        problem = error
-    raise ArgumentError(
+        raise _measure_error(name, str(error)) from error
+    if not is_supported:
+        raise _measure_error(name, "no installed package computes it")
+    return measure
+
+
+def _check_parameters(parameters: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a parameter of a measure is out of range.
+
+    Args:
+        parameters: name -> value. Parameters that are not set are in range.
+    """
+    cutoff = parameters.get("cutoff", 1)
+    min_grade = parameters.get("rel", 1)
+    recall = parameters.get("recall", 1)
+    highest_grade = max([min_grade, *parameters.get("gains", {}).values()])
+    if cutoff < 1 or min_grade < 1:
+        raise ValueError("cut-offs and grades must be at least 1")
+    if not 0 <= recall <= 1:
+        raise ValueError("a recall must be in [0, 1]")
+    if highest_grade > MAX_GRADE:
+        raise ValueError(f"grades and gains must be at most {MAX_GRADE:,}")
+
+
+def _measure_error(name: str, problem: str) -> ArgumentError:
+    """Return the error about a measure that cannot be computed."""
+    return ArgumentError(
         "measures",
         f"expected names such as nDCG@10, R@100, RR@10 or AP, got {name!r} ({problem}).",
     )
@@ -468,13 +527,13 @@ def write_trec_run(
 
     Args:
         run: query id -> document id -> score.
-        path: the file.
-        tag: name of the run, one word.
-        overwrite: replace a file that exists.
+        path: path of the file.
+        tag: the name of the run, one word.
+        overwrite: whether to replace an existing file.
 
     Raises:
-        FileExistsError: if the file exists, without `overwrite`.
-        TypeError: if an id or the tag is no string.
+        FileExistsError: if the file exists and `overwrite` is False.
+        TypeError: if an id or the tag is not a string.
         ValueError: if an id or the tag is empty or has white space, or a score is not finite.
     """
     check_mapping("run", run, "query id -> scores by document")
@@ -494,7 +553,7 @@ def write_trec_run(
 
 
 def check_word(name: str, value: str) -> None:
-    """Raise an error unless a line of a TREC run can hold `value`, a string of one word."""
+    """Raise an error if `value` is not one word, as a line of a TREC run requires."""
     check_instance(name, value, str, "a word")
     if not value or len(value.split()) != 1:
         raise ArgumentError(
@@ -532,13 +591,13 @@ def _parse_run_line(fields: list[str], location: str) -> tuple[str, str, float]:
 
     Args:
         fields: ``query Q0 document rank score tag``. Q0, the rank and the tag are not used.
-        location: file and line, for errors.
+        location: the file and the line, for errors.
 
     Returns:
         Query id, document id and score.
 
     Raises:
-        DataError: for another number of fields, or a score that is not finite.
+        DataError: if the number of fields is wrong, or the score is not a finite number.
     """
     remedy = "Fix that line, or remove it if it names columns."
     if len(fields) != _N_RUN_FIELDS:
@@ -547,9 +606,10 @@ def _parse_run_line(fields: list[str], location: str) -> tuple[str, str, float]:
             f"{len(fields)}. {remedy}",
         )
     query_id, _, document_id, _, score_text, _ = fields
-    score = math.nan  # of a text that is no number
-    with suppress(ValueError):
+    try:
         score = float(score_text)
+    except ValueError:
+        score = math.nan
     if not math.isfinite(score):
         raise DataError(f"{location}: expected a finite score, got {score_text!r}. {remedy}")
     return query_id, document_id, score
@@ -558,7 +618,7 @@ def _parse_run_line(fields: list[str], location: str) -> tuple[str, str, float]:
 def read_trec_provenance(path: str | Path) -> Provenance:
     """Return the provenance of a run, from the tag of its first line.
 
-    Runs of other programs have an empty provenance.
+    The provenance of a run that another program wrote is empty.
     """
     for _, line in numbered_lines(_existing_run(path)):
         fields = line.split()

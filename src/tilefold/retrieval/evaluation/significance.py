@@ -26,11 +26,12 @@ __all__ = ["Difference", "Mean", "compare", "mean_of"]
 
 RESAMPLES = 9_999
 CONFIDENCE = 0.95
-# Decimal digits of a difference. Values of a measure are in [0, 1], and smaller differences are
-# errors of rounding.
+# Differences are rounded to this number of decimal digits. Values of a measure are in [0, 1], and
+# smaller differences are rounding errors.
 DIGITS = 12
 MIN_RESAMPLES = 99
-_NUMBERS_PER_BATCH = 1 << 21  # resampled numbers in memory
+# Resampled numbers in memory at a time.
+_NUMBERS_PER_BATCH = 1 << 21
 
 _Floats = npt.NDArray[np.float64]
 # Query id -> measure -> value, as :func:`tilefold.retrieval.evaluate_per_query` returns it.
@@ -39,12 +40,14 @@ Table = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Mean:
-    """Mean over queries. The error and the interval of a single query are None.
+    """Mean over queries, with its standard error and its bootstrap interval.
 
     Attributes:
         mean: the arithmetic mean.
-        standard_error: sample standard deviation over the square root of the number of queries.
-        low, high: ends of the 95% percentile bootstrap interval over queries.
+        standard_error: sample standard deviation divided by the square root of the number of
+            queries; None for a single query.
+        low, high: ends of the 95% percentile bootstrap interval over queries; None for a single
+            query.
     """
 
     mean: float
@@ -58,10 +61,11 @@ class Difference:
     """Paired difference between two runs in one measure, `run` minus `over`.
 
     Attributes:
-        run, over: names of the runs.
+        run, over: names of the two runs.
         measure: name of the measure.
         difference: mean of the difference over queries.
-        wins, losses, ties: queries in which `run` is higher, lower or equal, to 12 digits.
+        wins, losses, ties: numbers of queries in which `run` is higher, lower or equal, to 12
+            digits.
         p_randomisation: two-sided p-value of the paired randomisation test, which flips the signs
             of differences.
         p_t: two-sided p-value of the paired t-test.
@@ -101,9 +105,9 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
     """
     array = np.asarray(list_of("values", values, ordered=False), np.float64)
     if not array.size:
-        raise ArgumentError("values", "expected one query at least, got none.")
+        raise ArgumentError("values", "expected at least one value, got none.")
     if array.size < 2:
-        return Mean(float(array[0]), None, None, None)
+        return Mean(float(array[0]), standard_error=None, low=None, high=None)
     interval = (
         _import_scipy_stats()
         .bootstrap(
@@ -118,14 +122,20 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
         )
         .confidence_interval
     )
-    # The error of equal values is exactly 0. Computed from their rounded mean, it may differ.
-    are_equal = bool((array == array[0]).all())
-    error = 0.0 if are_equal else float(array.std(ddof=1) / math.sqrt(array.size))
-    return Mean(fmean(array.tolist()), error, float(interval.low), float(interval.high))
+    standard_error = 0.0
+    # The error of equal values is 0. Rounding of their mean could make it nonzero.
+    if not (array == array[0]).all():
+        standard_error = float(array.std(ddof=1) / math.sqrt(array.size))
+    return Mean(
+        fmean(array.tolist()),
+        standard_error,
+        low=float(interval.low),
+        high=float(interval.high),
+    )
 
 
 def _batch_size(values: _Floats) -> int:
-    """Return how many resamples of `values` are computed at a time."""
+    """Return how many resamples of `values` to compute at a time."""
     return max(1, _NUMBERS_PER_BATCH // values.size)
 
 
@@ -140,28 +150,28 @@ def compare(
 ) -> list[Difference]:
     """Compare runs over the same queries, and test each difference.
 
-    By default, every other run is compared with the first one. Fisher's randomisation test decides
-    (Smucker, Allan and Carterette, CIKM 2007). Under the hypothesis that two runs do not differ,
-    the sign of each query's difference is random. The p-value is the share of random sign flips
-    whose mean difference has at least the same magnitude; all flips are tried if there are no more
-    than `resamples`. Holm's step-down correction bounds by `alpha` the probability that any two
-    equal runs of the call are called different.
+    By default, every other run is compared with the first one. The test is Fisher's randomisation
+    test (Smucker, Allan and Carterette, CIKM 2007). Under the hypothesis that two runs do not
+    differ, the sign of each query's difference is random. The p-value is the share of random sign
+    flips whose mean difference has at least the same magnitude. All flips are tried if there are no
+    more than `resamples`. With Holm's step-down correction, the probability that any two equal runs
+    of the call are called different is at most `alpha`.
 
     Args:
         tables: name of a run -> its values by query
             (:func:`tilefold.retrieval.evaluate_per_query`).
         measures: names of measures in the tables; None compares all of them.
-        all_pairs: compare every two runs, the later minus the earlier one.
+        all_pairs: whether to compare every two runs, the later minus the earlier one.
         alpha: significance level, in (0, 1).
-        resamples: number of sign flips, and of samples of each bootstrap.
-        seed: equal seeds give equal numbers.
+        resamples: number of sign flips, and number of samples of each bootstrap.
+        seed: seed of the sign flips and of the bootstrap.
 
     Returns:
         The differences, by measure and then by pair of runs.
 
     Raises:
-        ValueError: if there are fewer than two runs or queries, tables have different queries, or a
-            table lacks a measure.
+        ValueError: if there are fewer than two runs or queries, if tables have different queries,
+            or if a measure is missing from a table.
     """
     check_mapping("tables", tables, "name of a run -> values by query")
     for name, table in tables.items():
@@ -230,13 +240,16 @@ def _common_queries(tables: Mapping[str, Table]) -> list[str]:
             "tables",
             f"expected at least 2 queries to compare runs on, got {len(queries)}.",
         )
+    first_run = runs[0]
     for run, table in tables.items():
         unshared = table.keys() ^ set(queries)
         if unshared:
+            query = next(iter(unshared))
+            having, lacking = (run, first_run) if query in table else (first_run, run)
             raise ArgumentError(
                 "tables",
-                f"expected the same queries in all, but {next(iter(unshared))!r} is not "
-                f"both in {runs[0]!r} and in {run!r}. Evaluate them with the same judgements.",
+                f"expected the same queries in all runs, but {query!r} is in {having!r} and not "
+                f"in {lacking!r}. Evaluate the runs with the same judgements.",
             )
     return queries
 
@@ -262,22 +275,22 @@ def _values_of_measure(
     """Return the values of a measure for some queries.
 
     Args:
-        table: query id -> measure -> value.
+        table: query id -> measure -> value, with the same measures for each query.
         queries: ids of Q queries of the table.
-        run: name of the run, for the error.
-        measure: name of the measure.
+        run: the name of the run, for the error.
+        measure: the name of the measure.
 
     Returns:
-        float64 ``[Q]``.
+        The values, float64 ``[Q]``.
 
     Raises:
-        ValueError: for a measure that the table lacks.
+        ValueError: if the measure is missing from the table.
     """
-    available = table[queries[0]]
-    if measure not in available:
+    measures = table[queries[0]]
+    if measure not in measures:
         raise ArgumentError(
             "measures",
-            f"expected some of {', '.join(available)}, which {run!r} has, got {measure!r}.",
+            f"expected measures that run {run!r} has ({', '.join(measures)}), got {measure!r}.",
         )
     return np.array([table[query][measure] for query in queries], np.float64)
 
@@ -286,8 +299,8 @@ def _p_values(differences: _Floats, resamples: int, seed: int) -> tuple[float, f
     """Test whether the mean difference of two runs is 0.
 
     Args:
-        differences: value of one run minus that of the other, for each query, ``[Q]``.
-        resamples: number of random changes of signs in the randomisation test.
+        differences: value of one run minus value of the other run, for each query, ``[Q]``.
+        resamples: number of random sign flips in the randomisation test.
         seed: seed of the randomisation test.
 
     Returns:
@@ -307,7 +320,7 @@ def _p_values(differences: _Floats, resamples: int, seed: int) -> tuple[float, f
         rng=np.random.default_rng(seed),
     )
     with np.errstate(all="ignore"), warnings.catch_warnings():
-        # The t-test warns of equal differences, whose p-value is 0.
+        # The t-test warns if all differences are equal, and then returns 0.
         warnings.simplefilter("ignore", RuntimeWarning)
         p_t = float(stats.ttest_1samp(differences, 0.0).pvalue)
     return float(randomisation.pvalue), p_t

@@ -53,20 +53,21 @@ def build_index(
         vectors: sparse vectors of the documents.
         backend: ``"exact"``, ``"seismic"`` or ``"qdrant"``.
         metadata: document id -> fields, which ``search(where=...)`` filters by.
-        options: options of the backend. ``"exact"`` has none. ``"seismic"`` has the fields of
-            :class:`tilefold.retrieval.index.seismic.SeismicOptions`, and ``"qdrant"`` the options
-            of :meth:`tilefold.retrieval.index.qdrant.index.QdrantIndex.build`.
+        options: options of the backend. ``"exact"`` has no options. Those of ``"seismic"`` are the
+            fields of :class:`tilefold.retrieval.index.seismic.SeismicOptions`. Those of
+            ``"qdrant"`` are the arguments of
+            :meth:`tilefold.retrieval.index.qdrant.index.QdrantIndex.build`.
 
     Raises:
-        ValueError: for an unknown backend or option, and vectors without a positive weight.
+        ValueError: if the backend or an option is unknown, or if no weight is positive.
         MissingPackageError: if the package of the backend is not installed.
-        TypeError: for vectors other than :class:`tilefold.retrieval.SparseVectors`.
+        TypeError: if `vectors` are not :class:`tilefold.retrieval.SparseVectors`.
     """
     check_vectors("vectors", vectors)
     check_choice("backend", backend, BACKENDS)
     index_type = _index_type(backend)
-    # A Qdrant collection stores the metadata itself, as payloads of its documents.
     if backend == "qdrant":
+        # The build of a Qdrant collection stores the metadata as payloads of its documents.
         return cast("SparseIndex", index_type.build(vectors, metadata=metadata, **options))
     index = index_type.build(vectors, **options)
     index.metadata = Metadata.from_fields(metadata, vectors.ids, vectors.provenance.passages)
@@ -77,29 +78,35 @@ def load_index(path: str | Path) -> SparseIndex:
     """Open a saved index of sparse vectors.
 
     Args:
-        path: folder of the index.
+        path: the folder of the index.
 
     Raises:
         DataError: if the index is damaged, was written by a newer release, or has dense vectors,
             token vectors or words (BM25) instead.
     """
     backend = read_description(path)["backend"]
-    # Backend -> what it indexes and the class that opens it, as the error says it.
+    # Backend -> what its indexes contain, and the class that opens them.
     other_backends = {
-        "bm25": "BM25. Use BM25Index",
-        DENSE: "dense vectors. Use DenseIndex",
-        LATE: "tokens. Use LateIndex",
+        "bm25": ("BM25", "BM25Index"),
+        DENSE: ("dense vectors", "DenseIndex"),
+        LATE: ("tokens", "LateIndex"),
     }
     if backend in other_backends:
+        contents, class_name = other_backends[backend]
         raise DataError(
-            f"{path}: expected an index of sparse vectors, got one of "
-            f"{other_backends[backend]}.load.",
+            f"{path}: expected an index of sparse vectors, got one of {contents}. "
+            f"Use {class_name}.load.",
         )
     check_choice(f"{path}: backend", backend, BACKENDS)
-    return cast("SparseIndex", open_parts(path, backend))
+    return cast("SparseIndex", open_with_segments(path, backend))
 
 
-def open_parts(path: str | Path, backend: str) -> Any:
-    """Open a saved index of any backend of vectors, with its segments."""
+def open_with_segments(path: str | Path, backend: str) -> Any:
+    """Open a saved index and its segments.
+
+    Args:
+        path: the folder of the index.
+        backend: a backend of sparse, dense or token vectors.
+    """
     load = _index_type(backend).load
     return open_segments(Path(path), load(path), load)

@@ -1,7 +1,7 @@
-"""Positive float32 weights as 16-bit floats.
+"""Conversion of positive float32 weights to 16-bit floats.
 
-All weights are multiplied by one power of two. Entries that are still too small are stored in 32
-bits.
+All weights are multiplied by one power of two. Weights that are still too small for 16 bits are
+kept apart, in 32 bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tilefold.retrieval.vectors.sparse import SparseVectors
 
 # Largest finite float16.
 _LARGEST_HALF = 65504.0
-# Smallest float16 with all 11 bits of precision, and its exponent as math.frexp returns it.
+# Smallest normal float16. Smaller ones have less than 11 bits of precision.
 _SMALLEST_NORMAL = 2.0**-14
+# The same as an exponent of math.frexp, which is e for numbers in [2^(e - 1), 2^e).
 _SMALLEST_NORMAL_EXPONENT = -13
 # Scaled weights are below 2^15.
 _LARGEST_EXPONENT = 15
@@ -33,11 +34,11 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass
 class SmallWeights:
-    """Entries of documents that are too small for 16 bits beside their largest weights.
+    """Weights that are too small for 16 bits with the scale of the largest weights.
 
     Attributes:
-        rows: ascending rows ``[M]`` of the documents that have such entries.
-        vectors: the entries of these documents, in float32.
+        rows: ascending rows ``[M]`` of the documents that have such weights.
+        vectors: ``[M, V]``, the small weights of these documents, in float32.
     """
 
     rows: Rows
@@ -45,14 +46,19 @@ class SmallWeights:
 
     @cached_property
     def _postings(self) -> Postings:
-        return Postings.of(self.vectors)
+        return Postings.from_vectors(self.vectors)
 
     def scores(
         self,
         terms: npt.NDArray[np.int32],
         weights: npt.NDArray[np.float32],
     ) -> npt.NDArray[np.float32]:
-        """Return inner products ``[M]`` of a query with the small entries."""
+        """Return the inner products ``[M]`` of a query with the small weights.
+
+        Args:
+            terms: terms of the query.
+            weights: weights of these terms.
+        """
         products = np.zeros(len(self.rows), np.float32)
         self._postings.add(products, terms, weights)
         return products
@@ -64,8 +70,7 @@ class HalfWeights:
 
     Attributes:
         exponent: weights are multiplied by ``2 ** exponent``, which is exact.
-        small: entries that would still lose bits, and are stored in 32 bits; None if there are
-            none.
+        small: weights that are still too small after that; None if there are none.
     """
 
     exponent: int = 0
@@ -73,29 +78,19 @@ class HalfWeights:
 
     @classmethod
     def split(cls, vectors: SparseVectors) -> tuple[HalfWeights, SparseVectors]:
-        """Choose the scale of the weights, and separate entries that are too small for 16 bits.
-
-        The scale is the smallest power of two that brings the smallest weight to 2^-14, from where
-        float16 has its full precision. It is limited so that the largest weight stays below 2^15.
+        """Scale the weights for 16 bits, and split off weights that are still too small.
 
         Args:
             vectors: sparse vectors with at least one positive weight. Zeros are dropped.
 
         Returns:
-            The conversion, and the scaled vectors (float32) without entries that are too small.
-            They are not scaled if 16 bits represent all weights.
+            The conversion, and the scaled vectors in float32, without weights that are too small.
         """
         positive = vectors.above(0.0)
-        smallest = float(positive.data.min())
-        largest = float(positive.data.max())
-        if smallest >= _SMALLEST_NORMAL and largest <= _LARGEST_HALF:
-            return cls(), positive
-        # A number with the exponent e of frexp is in [2^(e - 1), 2^e).
-        _, smallest_exponent = math.frexp(smallest)
-        _, largest_exponent = math.frexp(largest)
-        exponent_for_smallest = max(0, _SMALLEST_NORMAL_EXPONENT - smallest_exponent)
-        exponent = min(exponent_for_smallest, _LARGEST_EXPONENT - largest_exponent)
-        scaled = replace(positive, data=np.ldexp(positive.data, exponent))
+        exponent = _choose_exponent(float(positive.data.min()), float(positive.data.max()))
+        scaled = positive
+        if exponent:
+            scaled = replace(positive, data=np.ldexp(positive.data, exponent))
         is_small = scaled.data < _SMALLEST_NORMAL
         if not is_small.any():
             return cls(exponent), scaled
@@ -110,21 +105,21 @@ class HalfWeights:
         return self.exponent == 0 and self.small is None
 
     def unscaled(self, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return stored weights, or scores from them, without the scale."""
+        """Divide scaled weights, or scores that were computed from them, by the scale."""
         return np.ldexp(values, -self.exponent)
 
-    def joined(self, vectors: SparseVectors) -> SparseVectors:
-        """Add the small entries, which are stored in 32 bits, to vectors of the other entries.
+    def with_small_weights(self, vectors: SparseVectors) -> SparseVectors:
+        """Add the small weights, which are kept apart, to the vectors of all documents.
 
         Args:
-            vectors: the vectors of all documents without their small entries, unscaled.
+            vectors: the vectors without small weights, divided by the scale.
 
         Returns:
             The complete vectors. The terms of a row are not sorted.
         """
         if self.small is None:
             return vectors
-        # Rows of all entries, first those of `vectors`. A stable sort brings each row together.
+        # A stable sort by row puts the small weights of each row behind its other weights.
         rows = np.concatenate(
             [
                 np.repeat(np.arange(len(vectors)), np.diff(vectors.indptr)),
@@ -140,7 +135,7 @@ class HalfWeights:
         )
 
     def save(self, file: Path) -> None:
-        """Write the conversion, which is needed unless it :attr:`is_default`."""
+        """Write the conversion to a ``.npz`` file."""
         small = self.small
         np.savez(
             file,
@@ -153,15 +148,15 @@ class HalfWeights:
 
     @classmethod
     def load(cls, file: Path, n_documents: int, vocab_size: int) -> HalfWeights:
-        """Read a conversion that :meth:`save` wrote.
+        """Read the conversion that :meth:`save` wrote.
 
         Args:
             file: the ``.npz`` file.
-            n_documents: number of documents of the index, which limits the rows.
-            vocab_size: number of terms of the vocabulary, which limits the terms.
+            n_documents: number of documents of the index. Rows must be below it.
+            vocab_size: number of terms of the vocabulary. Terms must be below it.
 
         Raises:
-            DataError: if rows, offsets, terms or weights do not fit together or exceed a limit.
+            DataError: if rows, offsets, terms or weights are inconsistent or out of range.
         """
         with np.load(file, allow_pickle=False) as arrays:
             exponent = int(arrays["exponent"])
@@ -179,3 +174,24 @@ class HalfWeights:
         ids = [str(row) for row in rows.tolist()]
         vectors = SparseVectors(ids, indptr, terms, weights, vocab_size)
         return cls(exponent, SmallWeights(rows, vectors))
+
+
+def _choose_exponent(smallest: float, largest: float) -> int:
+    """Choose the power of two that weights are multiplied by before a conversion to 16 bits.
+
+    It is the smallest one that brings the smallest weight to 2^-14, the smallest normal float16,
+    but keeps the largest weight below 2^15.
+
+    Args:
+        smallest: the smallest weight, above 0.
+        largest: the largest weight.
+
+    Returns:
+        The exponent of 2. It is 0 if 16 bits represent all weights without a scale.
+    """
+    if smallest >= _SMALLEST_NORMAL and largest <= _LARGEST_HALF:
+        return 0
+    _, smallest_exponent = math.frexp(smallest)
+    _, largest_exponent = math.frexp(largest)
+    exponent_for_smallest = max(0, _SMALLEST_NORMAL_EXPONENT - smallest_exponent)
+    return min(exponent_for_smallest, _LARGEST_EXPONENT - largest_exponent)

@@ -44,7 +44,14 @@ from tilefold.retrieval.common.provenance import (
     texts_digest,
 )
 from tilefold.retrieval.common.runs import Run
-from tilefold.retrieval.data.metadata import Fields, Metadata, Where, allowed_by, check_metadata
+from tilefold.retrieval.data.metadata import (
+    Fields,
+    Mask,
+    Metadata,
+    Where,
+    allowed_by,
+    check_metadata,
+)
 from tilefold.retrieval.data.scripts import UNSPACED
 from tilefold.retrieval.errors import ArgumentDataError, DataError
 from tilefold.retrieval.index.exact import Postings, top_positive
@@ -62,8 +69,8 @@ __all__ = ["LANGUAGES", "BM25Index", "BM25Options", "Tokenizer"]
 _WORD = re.compile(rf"[{UNSPACED}]+|[^\W{UNSPACED}]+")
 _UNSPACED_CHARACTER = re.compile(rf"[{UNSPACED}]")
 _IDENTIFIER_BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|_")
-# Languages with stop words in bm25s, and their two letters. Snowball stems more languages, which
-# then have no stop words.
+# Languages with stop words in bm25s, and their two-letter codes. Snowball stems more languages, for
+# which there are no stop words.
 _STOPWORD_LANGUAGES = {
     "danish": "da",
     "dutch": "nl",
@@ -80,11 +87,12 @@ _STOPWORD_LANGUAGES = {
 }
 Counts = npt.NDArray[np.int32]
 LANGUAGES = (*_STOPWORD_LANGUAGES, "none")
-# Arrays of bm25s's scores: weights, documents, and offsets of the words.
+# The scores of bm25s are an inverted index in CSC layout: weights, documents, and offsets of words.
 _ARRAYS = ("data", "indices", "indptr")
 _COUNTS = "counts.npy"
 _STEMMING = "stemming.json"
-_MAX_STEMS = 2000  # words of an index whose stems are recorded
+# Number of words of an index whose stems are recorded.
+_MAX_STEMS = 2000
 _OWN_NAMES = (
     _COUNTS,
     _STEMMING,
@@ -99,12 +107,12 @@ class BM25Options:
     """Options of BM25.
 
     Attributes:
-        language: language of the stop words and the Snowball stemmer: one of `LANGUAGES`, its two
-            letters, or another language that Snowball stems, then without stop words. ``"none"``
-            uses neither.
+        language: language of the stop words and the Snowball stemmer: one of `LANGUAGES`, its
+            two-letter code, or another language that Snowball stems, which has no stop words.
+            ``"none"`` uses neither stop words nor a stemmer.
         k1: saturation of term frequency; 0 ignores repetitions.
         b: normalisation by document length, in [0, 1].
-        identifiers: also split words at underscores and capitals (``move_to_end``,
+        identifiers: whether to split words at underscores and capitals, too (``move_to_end``,
             ``OrderedDict``), for texts about programs.
     """
 
@@ -126,13 +134,13 @@ class BM25Options:
 class Stemming:
     """Record of the stop words and the stemmer that an index was built with.
 
-    Another release of bm25s may have other stop words, and one of PyStemmer other stems. Queries
-    that are cut in another way than the documents would miss words of the index.
+    Another release of bm25s may have other stop words, and another release of PyStemmer other
+    stems. Queries would then miss words of the index.
 
     Attributes:
         stopwords: the stop words, sorted.
         stems: word -> stem, for at most 2,000 words of the documents.
-        version: of PyStemmer.
+        version: version of PyStemmer.
     """
 
     stopwords: list[str]
@@ -141,10 +149,10 @@ class Stemming:
 
     @classmethod
     def load(cls, file: Path) -> Stemming:
-        """Read the record that an index has in `file`.
+        """Load the record from a file of an index.
 
         Raises:
-            DataError: for a file that is no such record.
+            DataError: if the file does not hold such a record.
         """
         record = read_json_object(file, REMEDY)
         stopwords, stems, version = (record.get(name) for name in ("stopwords", "stems", "version"))
@@ -164,14 +172,15 @@ class Stemming:
 class Tokenizer:
     """Splits a text into lower-cased, stemmed words of at least two characters.
 
-    Stop words are left out. Scripts without spaces give overlapping pairs of characters.
+    Stop words are left out. A text in a script without spaces is split into overlapping pairs of
+    characters.
 
     Args:
         options: options of the index.
-        stopwords: stop words of an index that was built before; by default those of the language.
+        stopwords: stop words of an existing index; None uses those of the language.
 
     Raises:
-        ValueError: for a language that Snowball does not stem.
+        ValueError: if Snowball does not stem the language.
     """
 
     def __init__(self, options: BM25Options, stopwords: Iterable[str] | None = None) -> None:
@@ -185,49 +194,50 @@ class Tokenizer:
         for word in self._words(text):
             if _UNSPACED_CHARACTER.match(word):
                 n_pairs = max(1, len(word) - 1)
-                tokens.extend(word[begin : begin + 2] for begin in range(n_pairs))
+                tokens.extend(word[start : start + 2] for start in range(n_pairs))
             elif self._is_stemmed(word):
                 tokens.append(self._stem(word))
         return tokens
 
     def _is_stemmed(self, word: str) -> bool:
-        """Whether the stem of a word is a token."""
+        """Return whether the stem of a word is a token."""
         is_unspaced = _UNSPACED_CHARACTER.match(word) is not None
         return len(word) > 1 and not is_unspaced and word not in self._stopwords
 
     def _words(self, text: str) -> Iterator[str]:
-        """Yield the lower-cased words of a text, also stop words and single characters."""
+        """Iterate over the lower-cased words of a text, with stop words and single characters."""
         if self._identifiers:
             text = _IDENTIFIER_BOUNDARY.sub(" ", text)
         for match in _WORD.finditer(text.lower()):
             yield match.group()
 
-    def stemming(
+    def record_stemming(
         self,
         texts: Iterable[str],
         earlier_stems: Mapping[str, str] | None = None,
     ) -> Stemming:
-        """Return a record of the stop words and of sample stems, to recognize another stemmer.
+        """Record the stop words and sample stems, by which an index detects another stemmer.
 
         Args:
             texts: texts of the index. Their first words are stemmed, until there are 2,000 stems.
             earlier_stems: word -> stem of an earlier record, to which the words are added.
         """
         stems = dict(earlier_stems or {})
-        for text in texts:
+        stemmed_words = (
+            word for text in texts for word in self._words(text) if self._is_stemmed(word)
+        )
+        for word in stemmed_words:
             if len(stems) >= _MAX_STEMS:
                 break
-            words = filter(self._is_stemmed, self._words(text))
-            stems.update((word, self._stem(word)) for word in words)
-        first_stems = dict(list(stems.items())[:_MAX_STEMS])
-        return Stemming(sorted(self._stopwords), first_stems, package_version("PyStemmer"))
+            stems[word] = self._stem(word)
+        return Stemming(sorted(self._stopwords), stems, package_version("PyStemmer"))
 
     def check_stems(self, stemming: Stemming, folder: Path) -> None:
-        """Raise ``DataError`` unless the installed stemmer gives the stems that an index has.
+        """Raise ``DataError`` if the installed stemmer gives other stems than an index has.
 
         Args:
-            stemming: stems that were recorded when the index was built.
-            folder: folder of the index, for the error.
+            stemming: the record of the index.
+            folder: the folder of the index, for the error.
         """
         for word, stem in stemming.stems.items():
             installed_stem = self._stem(word)
@@ -244,21 +254,21 @@ def _stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], s
     """Return the stop words and the stemmer of a language.
 
     Args:
-        name: a language of Snowball such as ``"english"``, its two letters such as ``"en"``, or
-            ``"none"``, which has no stop words and returns words unchanged.
+        name: a language of Snowball such as ``"english"``, its two-letter code such as ``"en"``, or
+            ``"none"`` for no stop words and no stemming.
 
     Returns:
-        The stop words, which are empty for languages without a list in bm25s, and a function from
-        a word to its stem.
+        The stop words, and a function from a word to its stem. There are no stop words for
+        languages without a list in bm25s.
 
     Raises:
-        ValueError: for a language that Snowball does not stem.
+        ValueError: if Snowball does not stem the language.
     """
     if name == "none":
         return frozenset(), str
     snowball = require("Stemmer", "PyStemmer", "BM25 with stemming")
-    language_by_letters = {letters: language for language, letters in _STOPWORD_LANGUAGES.items()}
-    language = language_by_letters.get(name, name)
+    language_by_code = {code: language for language, code in _STOPWORD_LANGUAGES.items()}
+    language = language_by_code.get(name, name)
     try:
         stem: Callable[[str], str] = snowball.Stemmer(language).stemWord
     except KeyError:
@@ -266,6 +276,7 @@ def _stopwords_and_stemmer(name: str) -> tuple[frozenset[str], Callable[[str], s
         raise ArgumentError("language", f"expected one of {languages}, got {name!r}.") from None
     if language not in _STOPWORD_LANGUAGES:
         return frozenset(), stem
+    # Importing the submodule imports bm25s, which must be imported without JAX.
     _import_bm25s()
     stopwords = require("bm25s.stopwords", "bm25s", "BM25")
     # bm25s abbreviates English only: STOPWORDS_EN, but STOPWORDS_GERMAN.
@@ -291,7 +302,7 @@ def _import_bm25s() -> ModuleType:
 
 
 class BM25Index(FolderIndex):
-    """BM25 (Lucene's variant) over texts, in memory or stored as a directory."""
+    """BM25 (Lucene's variant) over texts, in memory or stored in a folder."""
 
     backend = "bm25"
     package = "bm25s"
@@ -301,18 +312,18 @@ class BM25Index(FolderIndex):
         self,
         engine: Any,
         ids: Sequence[str],
-        counts: Counts,
+        term_frequencies: Counts,
         options: BM25Options,
         provenance: Provenance,
         stemming: Stemming | None = None,
     ) -> None:
-        """Create an index of an engine that bm25s has built or loaded.
+        """Wrap an engine that was built or loaded by bm25s.
 
         Args:
             engine: ``bm25s.BM25`` with the weights of the words in the documents.
             ids: ids of the documents.
-            counts: int32, occurrences of a word in a document, in the order of the engine's
-                weights. :meth:`updated` restores the documents from them.
+            term_frequencies: int32, for each weight of the engine, how often the word occurs in the
+                document. :meth:`updated` restores the documents from them.
             options: options of the build.
             provenance: digest of the texts, and how they were divided into passages.
             stemming: record of the stop words and the stemmer; None if they are unknown.
@@ -320,7 +331,7 @@ class BM25Index(FolderIndex):
         self._engine = engine
         self.ids = ids
         self.vocab_size = len(engine.vocab_dict)
-        self._counts = counts
+        self._term_frequencies = term_frequencies
         self.options = options
         self.provenance = provenance
         self._stemming = stemming
@@ -337,44 +348,48 @@ class BM25Index(FolderIndex):
         identifiers: bool = False,
         metadata: Mapping[str, Fields] | None = None,
     ) -> BM25Index:
-        """Index texts.
+        """Build an index of texts.
 
         Args:
-            documents: id -> contents of documents or passages; at least one has a word.
-            language: see :class:`BM25Options`.
-            k1: see :class:`BM25Options`.
-            b: see :class:`BM25Options`.
-            identifiers: see :class:`BM25Options`.
-            metadata: as in :func:`tilefold.retrieval.build_index`.
+            documents: id -> text of a document or passage. At least one must have a word.
+            language: language of the stop words and the stemmer, as in :class:`BM25Options`.
+            k1: saturation of term frequency.
+            b: normalisation by document length, in [0, 1].
+            identifiers: whether to split words at underscores and capitals, too.
+            metadata: document id -> fields, which ``search(where=...)`` filters by.
+
+        Raises:
+            ValueError: if there is no word, or an option is wrong.
         """
         check_texts_by_id("documents", documents)
+        check_text_ids("documents", documents)
         options = BM25Options(language, k1, b, identifiers)
         tokenize = Tokenizer(options)
         if not documents:
             raise ArgumentError("documents", "expected at least one, got an empty mapping.")
-        check_text_ids("documents", documents)
-        corpus = {name: tokenize(text) for name, text in documents.items()}
+        corpus = {document_id: tokenize(text) for document_id, text in documents.items()}
         if not any(corpus.values()):
             raise ArgumentError(
-                "documents", "expected at least one with a word, got only empty ones."
+                "documents",
+                "expected at least one document with a word, got only documents without words.",
             )
-        stemming = tokenize.stemming(documents.values())
-        index = cls._of_words(corpus, options, provenance_of(documents), stemming)
+        stemming = tokenize.record_stemming(documents.values())
+        index = cls._build_from_words(corpus, options, provenance_of(documents), stemming)
         index.metadata = Metadata.from_fields(metadata, index.ids, index.provenance.passages)
         return index
 
     @classmethod
-    def _of_words(
+    def _build_from_words(
         cls,
         corpus: Mapping[str, list[str]],
         options: BM25Options,
         provenance: Provenance,
         stemming: Stemming | None,
     ) -> BM25Index:
-        """Index documents that are split into words.
+        """Build an index of documents that are split into words.
 
         Args:
-            corpus: id -> words of the document.
+            corpus: document id -> words of the document.
             options: options of the build.
             provenance: digest of the texts, and how they were divided into passages.
             stemming: record of the stop words and the stemmer; None if they are unknown.
@@ -389,18 +404,18 @@ class BM25Index(FolderIndex):
             backend="numpy",
         )
         if any(corpus.values()):
+            # The empty token is a word without postings, which bm25s adds to every vocabulary.
             engine.index(list(corpus.values()), create_empty_token=True, show_progress=False)
         else:
-            _make_wordless(engine, len(corpus))
-        # One number for each pair of a word and a document, in the order of the engine's weights.
-        # A number that repeats is a word that occurs several times in the document.
-        occurrences = [
-            engine.vocab_dict[word] * len(corpus) + row
-            for row, words in enumerate(corpus.values())
-            for word in words
-        ]
-        _, counts = np.unique(np.array(occurrences, np.int64), return_counts=True)
-        return cls(engine, list(corpus), counts.astype(np.int32), options, provenance, stemming)
+            _fill_without_words(engine, len(corpus))
+        return cls(
+            engine,
+            list(corpus),
+            _count_terms(corpus, engine.vocab_dict),
+            options,
+            provenance,
+            stemming,
+        )
 
     def updated(
         self,
@@ -410,19 +425,19 @@ class BM25Index(FolderIndex):
     ) -> BM25Index:
         """Return an index with documents added, replaced or deleted.
 
-        Weights depend on all documents, so the index is built again from the stored words and those
-        of the new texts. Scores equal those of :meth:`build` with all documents. The texts of the
-        result have no fingerprint. It may have no documents, or no words.
+        Weights depend on all documents, so the index is built again from the stored words and the
+        words of the new texts. Scores equal those of :meth:`build` with all documents. The texts of
+        the new index have no fingerprint. The new index may have no documents, or no words.
 
         Args:
-            documents: id -> contents; replace documents with the same ids.
+            documents: id -> text of the new documents, which replace documents with the same ids.
             delete: ids of documents to delete.
-            metadata: of the new documents. Required if the index has metadata; an empty mapping
-                will do.
+            metadata: document id -> fields of the new documents. It is required if the index has
+                metadata, but may be empty.
 
         Raises:
-            ValueError: without metadata for an index that has metadata.
-            DataError: for passages that are divided in another way than those of the index.
+            ValueError: if `metadata` is required and missing.
+            DataError: if the documents are divided into other passages than those of the index.
         """
         check_texts_by_id("documents", documents)
         delete = set(list_of_ids("delete", delete))
@@ -438,14 +453,21 @@ class BM25Index(FolderIndex):
             )
         stored_words = self._stored_words()
         removed = ids_to_delete((*stored_words, *documents), delete, documents, passages)
-        retained_rows = [row for row, name in enumerate(self.ids) if name not in removed]
+        retained_rows = [
+            row for row, document_id in enumerate(self.ids) if document_id not in removed
+        ]
         corpus = {self.ids[row]: stored_words[self.ids[row]] for row in retained_rows}
-        for name, text in documents.items():
-            corpus[name] = self._tokenize(text)
+        for document_id, text in documents.items():
+            corpus[document_id] = self._tokenize(text)
         stemming = self._stemming
         if stemming is not None:
-            stemming = self._tokenize.stemming(documents.values(), stemming.stems)
-        index = self._of_words(corpus, self.options, Provenance(passages=passages), stemming)
+            stemming = self._tokenize.record_stemming(documents.values(), stemming.stems)
+        index = self._build_from_words(
+            corpus,
+            self.options,
+            Provenance(passages=passages),
+            stemming,
+        )
         retained_metadata = self.metadata and self.metadata.take(retained_rows)
         new_metadata = Metadata.from_fields(metadata, list(documents), passages)
         index.metadata = Metadata.concatenate(
@@ -455,14 +477,16 @@ class BM25Index(FolderIndex):
         return index
 
     def _stored_words(self) -> dict[str, list[str]]:
-        """Return id -> words of the documents, in the order of the vocabulary."""
+        """Return document id -> words of the document, in the order of the vocabulary."""
         _, rows, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
-        word_of = {number: word for word, number in self._engine.vocab_dict.items()}
-        words: dict[str, list[str]] = {name: [] for name in self.ids}
+        word_of_number = {number: word for word, number in self._engine.vocab_dict.items()}
+        words: dict[str, list[str]] = {document_id: [] for document_id in self.ids}
         for number in range(len(offsets) - 1):
             span = slice(offsets[number], offsets[number + 1])
-            for row, count in zip(rows[span].tolist(), self._counts[span].tolist(), strict=True):
-                words[self.ids[row]].extend([word_of[number]] * count)
+            word_rows = rows[span].tolist()
+            frequencies = self._term_frequencies[span].tolist()
+            for row, frequency in zip(word_rows, frequencies, strict=True):
+                words[self.ids[row]].extend([word_of_number[number]] * frequency)
         return words
 
     def content_digest(self) -> str:
@@ -474,86 +498,134 @@ class BM25Index(FolderIndex):
         return texts_digest({name: " ".join(sorted(words)) for name, words in stored_words.items()})
 
     def search(self, queries: Mapping[str, str], k: int, *, where: Where = None) -> Run:
-        """Search the best documents that share a word with each query.
+        """Return the `k` best documents that share a word with each query.
 
         Args:
-            queries: id -> text.
-            k: documents per query.
+            queries: query id -> text.
+            k: number of documents per query.
             where: filter of the documents' metadata.
+
+        Returns:
+            Query id -> document id -> score, best first.
         """
         check_texts_by_id("queries", queries)
         check_k(k)
         allowed = allowed_by(self.metadata, where)
-        run: Run = {}
-        for query_id, text in queries.items():
-            run[query_id] = {}
-            tokens = self._indexed_tokens(text)
-            if not tokens:
-                continue
-            scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
-            if allowed is not None:
-                scores = np.where(allowed, scores, np.float32(0))
-            run[query_id] = {
-                self.ids[position]: float(scores[position]) for position in top_positive(scores, k)
-            }
-        return run
+        return {query_id: self._search_text(text, k, allowed) for query_id, text in queries.items()}
+
+    def _search_text(self, text: str, k: int, allowed: Mask | None) -> dict[str, float]:
+        """Return the scores of the `k` best documents for one query, best first.
+
+        Args:
+            text: text of the query.
+            k: number of documents.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
+        """
+        tokens = self._indexed_tokens(text)
+        if not tokens:
+            return {}
+        scores = np.asarray(self._engine.get_scores(tokens), dtype=np.float32)
+        if allowed is not None:
+            # Documents with a score of 0 are not returned.
+            scores = np.where(allowed, scores, np.float32(0))
+        return {self.ids[position]: float(scores[position]) for position in top_positive(scores, k)}
 
     def document_vectors(self) -> SparseVectors:
-        """Return BM25's weight of each word in each document.
+        """Return BM25's weights of the words in the documents, as sparse vectors.
 
-        Inner products with :meth:`query_vectors` are the scores.
+        Their inner products with :meth:`query_vectors` are the scores.
         """
         weights, documents, offsets = (np.asarray(self._engine.scores[name]) for name in _ARRAYS)
         postings = Postings(offsets, documents, weights, len(self.ids))
         return postings.vectors(self.ids, None, self.provenance)
 
     def query_vectors(self, queries: Mapping[str, str]) -> SparseVectors:
-        """Return term frequencies of queries, without words that the index lacks."""
+        """Return the term frequencies of queries, without words that are not in the index."""
         check_texts_by_id("queries", queries)
         number_of = self._engine.vocab_dict
-        counts: dict[str, Counter[int]] = {}
+        frequencies: dict[str, Counter[int]] = {}
         for query_id, text in queries.items():
             tokens = self._indexed_tokens(text)
-            counts[query_id] = Counter(number_of[token] for token in tokens)
-        return SparseVectors.from_rows(counts, len(self._engine.scores["indptr"]) - 1)
+            frequencies[query_id] = Counter(number_of[token] for token in tokens)
+        return SparseVectors.from_rows(frequencies, len(self._engine.scores["indptr"]) - 1)
 
     def _indexed_tokens(self, text: str) -> list[str]:
-        """Tokens of a text that are in the index."""
+        """Return the tokens of a text that are in the index."""
         return [token for token in self._tokenize(text) if token in self._engine.vocab_dict]
 
     def _write(self, folder: Path) -> None:
         self._engine.save(folder)
-        np.save(folder / _COUNTS, self._counts)
+        np.save(folder / _COUNTS, self._term_frequencies)
         if self._stemming is not None:
             write_json_object(folder / _STEMMING, asdict(self._stemming))
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> BM25Index:
-        """Load the engine of a saved index, and compare its stems with the installed stemmer's."""
+        """Load the engine of a saved index, and check that the installed stemmer fits.
+
+        Args:
+            folder: the folder of the index.
+            manifest: the manifest of the index.
+            ids: ids of the documents.
+
+        Raises:
+            DataError: if the files are damaged, or the stemmer gives other stems.
+        """
         bm25s = _import_bm25s()
         # bm25s does not check its files, and would fail in a search.
         with naming_versions(folder, manifest, cls.package):
             engine = bm25s.BM25.load(folder, mmap=True)
             options = BM25Options(**manifest["options"])
-            _check_arrays(engine, len(ids))
-        counts = read_array(folder / _COUNTS, np.int32, engine.scores["data"].size)
+            _check_postings(engine, len(ids))
+            _check_vocabulary(engine)
         stemming = None
         # Earlier releases wrote no such record.
         if _STEMMING in manifest["files"]:
             stemming = Stemming.load(folder / _STEMMING)
-        provenance = Provenance.from_dict(manifest)
-        index = cls(engine, list(ids), counts, options, provenance, stemming)
+        index = cls(
+            engine=engine,
+            ids=list(ids),
+            term_frequencies=read_array(folder / _COUNTS, np.int32, engine.scores["data"].size),
+            options=options,
+            provenance=Provenance.from_dict(manifest),
+            stemming=stemming,
+        )
         if stemming is not None:
             index._tokenize.check_stems(stemming, folder)
         return index
 
 
-def _make_wordless(engine: Any, n_documents: int) -> None:
+def _count_terms(corpus: Mapping[str, list[str]], vocabulary: Mapping[str, int]) -> Counts:
+    """Count how often each word occurs in each document that has it.
+
+    Args:
+        corpus: document id -> words of the document.
+        vocabulary: word -> number of the word.
+
+    Returns:
+        The term frequencies, ordered by word and then by document, as the weights of bm25s are.
+    """
+    # Each pair of a word and a document is packed into one integer, whose order is that of the
+    # pairs. An integer that repeats is a word that occurs several times.
+    occurrences = [
+        vocabulary[word] * len(corpus) + row
+        for row, words in enumerate(corpus.values())
+        for word in words
+    ]
+    _, frequencies = np.unique(np.array(occurrences, np.int64), return_counts=True)
+    return frequencies.astype(np.int32)
+
+
+def _fill_without_words(engine: Any, n_documents: int) -> None:
     """Fill an engine with documents that have no words, which bm25s cannot index.
 
-    Vectors need a vocabulary, so the engine gets one word that no text can have.
+    Args:
+        engine: an empty ``bm25s.BM25``.
+        n_documents: number of documents.
     """
-    engine.vocab_dict = {" ": 0, "": 1}  # every engine has "", without postings
+    # The vocabulary needs a word with an offset. No text has the word " ", and "" is the empty
+    # token of every engine.
+    engine.vocab_dict = {" ": 0, "": 1}
     engine.unique_token_ids_set = {0, 1}
     engine.nonoccurrence_array = None
     engine.scores = {
@@ -564,40 +636,42 @@ def _make_wordless(engine: Any, n_documents: int) -> None:
     }
 
 
-def _check_arrays(engine: Any, n_documents: int) -> None:
-    """Raise ``DataError`` unless the arrays of a loaded engine are consistent.
-
-    The arrays are an inverted index in CSC: weights, documents and the offset of each word.
+def _check_postings(engine: Any, n_documents: int) -> None:
+    """Raise ``DataError`` if the weights, documents and offsets of an engine are inconsistent.
 
     Args:
-        engine: ``bm25s.BM25``.
+        engine: a ``bm25s.BM25`` that was loaded from files.
         n_documents: number of documents of the index.
     """
     weights, documents, offsets = (np.asarray(engine.scores[name]) for name in _ARRAYS)
     kinds = (weights.dtype.kind, documents.dtype.kind, offsets.dtype.kind)
-    if (
-        kinds != ("f", "i", "i")
-        or weights.shape != documents.shape
-        or weights.ndim != 1
-        or offsets.ndim != 1
-    ):
+    are_flat = weights.ndim == documents.ndim == offsets.ndim == 1
+    if kinds != ("f", "i", "i") or not are_flat or weights.size != documents.size:
         raise DataError(
-            "expected weights, documents and offsets of words, "
-            f"got arrays of {weights.dtype} {weights.shape}.",
+            "expected float weights, as many integer documents, and integer offsets, got "
+            f"{weights.dtype} {weights.shape}, {documents.dtype} {documents.shape} and "
+            f"{offsets.dtype} {offsets.shape}.",
         )
     if engine.scores["num_docs"] != n_documents:
         raise DataError(f"num_docs: expected {n_documents}, got {engine.scores['num_docs']!r}.")
     check_offsets(offsets, weights.size)
     check_positions("indices", documents, n_documents)
     check_weights("data", weights)
-    n_words = offsets.size - 1
-    # The word "" has no postings.
+
+
+def _check_vocabulary(engine: Any) -> None:
+    """Raise ``DataError`` if the numbers of an engine's words do not match its offsets.
+
+    Args:
+        engine: a ``bm25s.BM25`` that was loaded from files.
+    """
+    n_words = len(engine.scores["indptr"]) - 1
+    # The empty token has no postings.
     numbers = np.array([number for word, number in engine.vocab_dict.items() if word], np.int64)
-    outside = first_outside(numbers, numbers.size)
     if numbers.size != n_words:
-        problem = f"{numbers.size}"
-    elif outside is not None:
-        problem = f"one at {numbers[outside]}"
-    else:
-        return
-    raise DataError(f"vocab_dict: expected {n_words} words in [0, {n_words}), got {problem}.")
+        raise DataError(f"vocab_dict: expected {n_words} words, got {numbers.size}.")
+    invalid = first_outside(numbers, n_words)
+    if invalid is not None:
+        raise DataError(
+            f"vocab_dict: expected numbers of words in [0, {n_words}), got {numbers[invalid]}.",
+        )

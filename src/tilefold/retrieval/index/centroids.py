@@ -1,7 +1,7 @@
 """Candidates of late interaction: documents by the centroids nearest to their token vectors.
 
-A document is the set of centroids that are nearest to its tokens, a learned sparse vector
-(ColBERTSaR, SMVE), and an exact index holds these sets. A query token compares itself with its
+A document is represented by the set of centroids that are nearest to its tokens, as a learned
+sparse vector (ColBERTSaR, SMVE). An exact index has these sets. A query token is compared with its
 ``n`` nearest centroids only. A document without any of them gets the similarity of the ``n``-th one
 (WARP, arXiv 2501.17788)::
 
@@ -27,12 +27,13 @@ from tilefold.retrieval.index.exact import ExactIndex
 from tilefold.retrieval.index.protocol import read_array
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-# Iterates over a collection: lengths of some documents, and fp32 vectors of all their tokens.
+# A function that iterates over a collection. It yields the lengths of some documents, and the fp32
+# vectors of all their tokens.
 Blocks = Callable[[], Iterator[tuple[npt.NDArray[np.int64], Tensor]]]
 
 _CENTROIDS_FILE = "centroids.npy"
-_LISTS_FOLDER = "candidates"
-FILES = (_CENTROIDS_FILE, _LISTS_FOLDER)
+_DOCUMENTS_FOLDER = "candidates"
+CENTROID_FILES = (_CENTROIDS_FILE, _DOCUMENTS_FOLDER)
 # Smaller collections have no centroids, because their tokens are read in milliseconds.
 FEWEST_TOKENS = 1 << 18
 
@@ -41,13 +42,14 @@ _CENTROIDS_PER_CELL = 128
 _TOKENS_PER_CENTROID = 208
 _MIN_LOG2_CELLS = 3
 _MAX_LOG2_CELLS = 9
-# Sampled tokens per centroid, and how many of them per cell find the cells.
+# Number of sampled tokens per centroid, and the number of them per cell that the cells are computed
+# from.
 _SAMPLES_PER_CENTROID = 16
 _SAMPLES_PER_CELL = 64
 _K_MEANS_ROUNDS = 5
-# Rows of a product with centroids.
+# Number of rows of a product with centroids.
 _PRODUCT_ROWS = 1 << 14
-# Nearest centroids that a query token is compared with, n above.
+# Number of nearest centroids that a query token is compared with, n above.
 _CENTROIDS_PER_QUERY_TOKEN = 32
 
 
@@ -55,21 +57,21 @@ class Centroids:
     """Centroids of the token vectors of a collection, and the documents near each centroid.
 
     Attributes:
-        vectors: centroids of length 1, fp32 ``[C, D]``.
-        lists: index of N documents over C terms; a document has the term of each centroid that is
-            nearest to one of its tokens.
+        vectors: the centroids, normalized to unit length, fp32 ``[C, D]``.
+        documents: an exact index of N documents whose C terms are the centroids. A document has the
+            term of each centroid that is nearest to one of its tokens.
     """
 
-    def __init__(self, vectors: Tensor, lists: ExactIndex) -> None:
+    def __init__(self, vectors: Tensor, documents: ExactIndex) -> None:
         self.vectors = vectors
-        self.lists = lists
+        self.documents = documents
 
     @classmethod
-    def of(cls, blocks: Blocks, n_documents: int, n_tokens: int) -> Centroids:
-        """Find the centroids of a collection by k-means in two levels on a sample of its tokens.
+    def fit(cls, blocks: Blocks, n_documents: int, n_tokens: int) -> Centroids:
+        """Find the centroids of a collection by two-level k-means on a sample of its tokens.
 
         Args:
-            blocks: iterates over the documents; it is called twice.
+            blocks: a function that iterates over the documents. It is called twice.
             n_documents: number of documents, N.
             n_tokens: number of tokens of all documents.
         """
@@ -89,7 +91,7 @@ class Centroids:
         sample_cells = _nearest(sample, cells)
         centroids_of_cells = []
         for cell in range(n_cells):
-            # The cell's own vector is first, so that an empty cell has centroids too.
+            # The center of the cell comes first, so that an empty cell has centroids, too.
             rows = torch.cat([cells[cell, None], sample[sample_cells == cell]])
             centroids_of_cells.append(_k_means(rows, _CENTROIDS_PER_CELL))
         centroids = torch.stack(centroids_of_cells)
@@ -99,7 +101,7 @@ class Centroids:
         for lengths, vectors in blocks():
             documents = np.repeat(np.arange(len(lengths), dtype=np.int64), lengths)
             nearest = _nearest_of_cells(vectors, cells, centroids).numpy()
-            # Each pair of a document and a centroid once, by document.
+            # Each pair of a document and a centroid once, ordered by document.
             keys = np.unique(documents * n_centroids + nearest)
             counts.append(np.bincount(keys // n_centroids, minlength=len(lengths)))
             terms.append((keys % n_centroids).astype(np.int32))
@@ -114,28 +116,30 @@ class Centroids:
         return cls(centroids.flatten(0, 1), ExactIndex.build(documents_as_sets))
 
     def save(self, folder: Path) -> None:
-        """Write the centroids and lists into the folder of an index."""
+        """Write the centroids and their documents into the folder of an index."""
         np.save(folder / _CENTROIDS_FILE, self.vectors.numpy())
-        self.lists.save(folder / _LISTS_FOLDER)
+        self.documents.save(folder / _DOCUMENTS_FOLDER)
 
     @classmethod
     def load(cls, folder: Path, dimension: int) -> Centroids | None:
         """Open the centroids in the folder of an index.
 
-        The lists are memory-mapped, and checked when they are read.
+        The documents of each centroid are memory-mapped, and checked when they are read.
 
         Args:
-            folder: of the index.
-            dimension: D, the length of a token vector.
+            folder: the folder of the index.
+            dimension: number of entries of a token vector, D.
 
         Returns:
             The centroids, or None if the index has none.
         """
         if not (folder / _CENTROIDS_FILE).exists():
             return None
-        lists = ExactIndex.load(folder / _LISTS_FOLDER)
-        vectors = read_array(folder / _CENTROIDS_FILE, np.float32, lists.vocab_size, dimension)
-        return cls(torch.from_numpy(vectors.copy()), lists)
+        documents = ExactIndex.load(folder / _DOCUMENTS_FOLDER)
+        # The terms of this index are the centroids.
+        n_centroids = documents.vocab_size
+        vectors = read_array(folder / _CENTROIDS_FILE, np.float32, n_centroids, dimension)
+        return cls(torch.from_numpy(vectors.copy()), documents)
 
     def candidates(
         self,
@@ -143,14 +147,11 @@ class Centroids:
         count: int,
         allowed: npt.NDArray[np.bool_],
     ) -> npt.NDArray[np.int64]:
-        """Find the documents with the highest estimates for a query.
+        """Find the documents with the highest estimated scores for a query.
 
         A document's estimate is a sum over the tokens of the query. A token contributes its largest
-        similarity to a centroid of the document among the token's ``n`` nearest centroids. If the
-        document has none of these, the token contributes the ``n``-th similarity.
-
-        The ``n``-th similarity is subtracted from every similarity here. The difference is the gain
-        of a centroid. Estimates of all documents fall by the same sum, so the order stays.
+        similarity to a centroid of the document, among the token's ``n`` nearest centroids. If the
+        document has none of these, the token contributes the ``n``-th largest similarity.
 
         Args:
             query: token vectors, ``[L, D]``.
@@ -162,39 +163,43 @@ class Centroids:
         """
         n_nearest = min(_CENTROIDS_PER_QUERY_TOKEN, len(self.vectors))
         similarities, nearest = (query.float() @ self.vectors.T).topk(n_nearest, dim=1)
+        # The n-th similarity is subtracted, so that documents without a nearest centroid gain 0.
+        # All estimates decrease by the same amount, so the ranking does not change.
         gains = similarities - similarities[:, -1:]
-        # A document may be near several centroids. In the order of rising gains, its largest gain
-        # is assigned last and stays.
-        rising_gains = gains.flip(1).numpy()
-        rising_terms = nearest.flip(1).numpy().astype(np.int32)
-        estimates = np.zeros(self.lists.n_documents, np.float32)
+        # A document may have several of the centroids. In ascending order, its largest gain is
+        # assigned last, and replaces the smaller ones.
+        ascending_gains = gains.flip(1).numpy()
+        ascending_centroids = nearest.flip(1).numpy().astype(np.int32)
+        estimates = np.zeros(self.documents.n_documents, np.float32)
         token_gains = np.empty_like(estimates)
-        for gains_of_token, terms in zip(rising_gains, rising_terms, strict=True):
+        for gains_of_token, centroids in zip(ascending_gains, ascending_centroids, strict=True):
             token_gains.fill(0.0)
-            document_lists = self.lists.documents_of(terms)
-            for gain, documents in zip(gains_of_token, document_lists, strict=True):
-                token_gains[documents] = gain
+            rows_by_centroid = self.documents.documents_of(centroids)
+            for gain, rows in zip(gains_of_token, rows_by_centroid, strict=True):
+                token_gains[rows] = gain
             estimates += token_gains
-        estimates[~allowed] = -1.0  # below all estimates, which are sums of gains of at least 0
+        # Estimates are at least 0, so these documents come last.
+        estimates[~allowed] = -1.0
         count = min(count, estimates.size)
         # argpartition moves the `count` highest estimates to the end.
         first_of_highest = estimates.size - count
-        rows = np.argpartition(estimates, first_of_highest)[first_of_highest:]
-        rows.sort()
-        return rows[allowed[rows]]
+        best_rows = np.argpartition(estimates, first_of_highest)[first_of_highest:]
+        best_rows.sort()
+        return best_rows[allowed[best_rows]]
 
 
 def _k_means(rows: Tensor, count: int) -> Tensor:
     """Find centroids by spherical k-means, which compares vectors by inner products.
 
-    It starts from evenly spaced rows. A centroid that is nearest to no row stays as it is.
+    It starts from evenly spaced rows. A centroid that is nearest to no row does not change.
 
     Args:
         rows: at least one vector, ``[M, D]``.
         count: number of centroids.
 
     Returns:
-        ``[count, D]`` of length 1. With fewer rows than `count`, the rows themselves, repeated.
+        Centroids ``[count, D]``, normalized to unit length. If there are fewer rows than `count`,
+        they are the rows themselves, repeated.
     """
     stride = max(1, len(rows) // count)
     centroids = normalize(rows[torch.arange(count) * stride % len(rows)])
@@ -229,7 +234,7 @@ def _nearest_of_cells(rows: Tensor, cells: Tensor, centroids: Tensor) -> Tensor:
     if not len(rows):
         return torch.zeros(0, dtype=torch.int64)
     nearest_cells = _nearest(rows, cells)
-    # Rows of one cell are consecutive in `rows_by_cell`, and end at the cell's entry of `ends`.
+    # The rows of a cell are consecutive in `rows_by_cell`. `ends` has their exclusive ends.
     rows_by_cell = nearest_cells.argsort(stable=True)
     ends = torch.bincount(nearest_cells, minlength=len(cells)).cumsum(0).tolist()
     nearest = torch.empty_like(nearest_cells)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,14 @@ from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
-from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, hits_of
+from tilefold.retrieval.index.protocol import (
+    REMEDY,
+    FolderIndex,
+    GrowingIndex,
+    Hit,
+    StoredIds,
+    hits_of,
+)
 from tilefold.retrieval.vectors.tokens import (
     DenseManifest,
     TokenStore,
@@ -36,7 +43,7 @@ __all__ = ["DenseIndex"]
 
 SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
 _FILE = "vectors.safetensors"
-# Documents and queries of a block of scores, which takes 64 MB.
+# Numbers of documents and queries of a block of scores, which takes 64 MB.
 _BLOCK_DOCUMENTS = 1 << 16
 _BLOCK_QUERIES = 256
 T = TypeVar("T", bound="TorchIndex")
@@ -46,8 +53,8 @@ class TorchIndex(FolderIndex):
     """Base of the indexes that torch searches, on a CPU or a GPU.
 
     Attributes:
-        device: device of a search; None takes a GPU if there is one.
-        dimension: D, the length of a vector.
+        device: the device of a search; None uses a GPU if there is one.
+        dimension: number of entries of a vector, D.
     """
 
     package = "torch"
@@ -56,19 +63,21 @@ class TorchIndex(FolderIndex):
     dimension: int
 
     def on(self: T, device: str = "cuda") -> T:
-        """Return the index with `device` as the device of its searches."""
+        """Return a copy of the index that searches on a device."""
         index = copy.copy(self)
         index.device = torch.device(device)
-        torch.empty(1, device=index.device)  # raises an error if there is no such device
+        # Raises an error if there is no such device.
+        torch.empty(1, device=index.device)
         return index
 
 
-class DenseIndex(TorchIndex):
+class DenseIndex(TorchIndex, GrowingIndex):
     """Exact search of dense vectors by the similarity that they were trained for.
 
-    Scores are computed in float32 for every storage. Those of a GPU and a CPU differ in the order
-    of sums only. Equal scores are in document order. Every document has a score, so that a query
-    has `k` results. A GPU keeps the vectors if they fit into half of its free memory.
+    Scores are computed in float32 for every storage. The scores of a GPU and a CPU differ only by
+    the order of sums. Equal scores are in document order. Every document has a score, so a query
+    has `k` results if there are `k` documents. A GPU caches the vectors if they fit into half of
+    its free memory.
     """
 
     backend = "dense"
@@ -92,7 +101,7 @@ class DenseIndex(TorchIndex):
             provenance: model and texts that the vectors were computed from.
 
         Raises:
-            DataError: without documents, or for another number of vectors than ids.
+            DataError: if there are no documents, or if the numbers of vectors and ids differ.
         """
         ids = ids if isinstance(ids, StoredIds) else list_of("ids", ids)
         check_choice("similarity", similarity, SIMILARITIES)
@@ -100,17 +109,18 @@ class DenseIndex(TorchIndex):
         if not values.numel() or len(values) != len(ids):
             raise ArgumentDataError(
                 "vectors",
-                f"expected [{len(ids)}, D], at least one, got {list(values.shape)}.",
+                f"expected [{len(ids)}, D] with at least one vector, got {list(values.shape)}.",
             )
         self.ids = ids
         self.similarity = similarity
         self.provenance = provenance
         self.options = {"similarity": similarity}
         self.dimension = int(values.size(1))
+        # The manifests of all indexes have a vocab_size. Dense vectors store their dimension in it.
         self.vocab_size = self.dimension
         self._values = values
         self._scales = scales
-        # Values and scales by the device that searches them.
+        # Values and scales per device.
         self._copies: dict[torch.device, tuple[Tensor, Tensor | None]] = {}
 
     @classmethod
@@ -120,17 +130,24 @@ class DenseIndex(TorchIndex):
         similarity: str = "cosine",
         metadata: Mapping[str, Fields] | None = None,
     ) -> DenseIndex:
-        """Index dense vectors.
+        """Build an index of dense vectors.
 
         Args:
             vectors: a folder of vectors that ``open_dense`` opened, or vectors in memory, with one
                 vector per document.
-            similarity: similarity of vectors in memory. A folder records its own, which is used.
-            metadata: as in :func:`tilefold.retrieval.build_index`.
+            similarity: similarity of vectors in memory. It is ignored for a folder, which records
+                the similarity.
+            metadata: document id -> fields, which ``search(where=...)`` filters by.
+
+        Raises:
+            DataError: if the vectors are not dense vectors of documents.
+            ValueError: if there are no vectors, or the similarity is unknown.
         """
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_dense(folder)")
         provenance = Provenance()
-        if isinstance(vectors, TokenStore):
+        if isinstance(vectors, TokenVectors):
+            in_memory = vectors
+        else:
             manifest = vectors.manifest
             if not isinstance(manifest, DenseManifest) or manifest.kind != "document":
                 raise ArgumentDataError(
@@ -141,16 +158,34 @@ class DenseIndex(TorchIndex):
             if not len(vectors):
                 raise ArgumentError(
                     "vectors",
-                    f"expected at least one, got none in {vectors.folder}. Check the texts.",
+                    f"expected at least one vector, got none in {vectors.folder}. Check the texts.",
                 )
             similarity = manifest.similarity
             provenance = manifest.provenance
-            vectors = TokenVectors.concatenate(
+            in_memory = TokenVectors.concatenate(
                 [vectors.shard(number) for number in range(len(manifest.shards))],
             )
-        index = cls(vectors.ids, vectors.values, vectors.scales, similarity, provenance)
+        index = cls(
+            in_memory.ids,
+            in_memory.values,
+            in_memory.scales,
+            similarity,
+            provenance,
+        )
         index.metadata = Metadata.from_fields(metadata, index.ids, provenance.passages)
         return index
+
+    @classmethod
+    def build_unchecked(
+        cls,
+        vectors: TokenStore | TokenVectors,
+        **options: Any,
+    ) -> DenseIndex:
+        """Build an index of dense vectors with the arguments of :meth:`build`.
+
+        An update needs no other checks, because dense vectors are never empty.
+        """
+        return cls.build(vectors, **options)
 
     def search(
         self,
@@ -161,18 +196,20 @@ class DenseIndex(TorchIndex):
         where: Where = None,
         allowed: Mask | None = None,
     ) -> list[list[Hit]]:
-        """Search the `k` best documents of each query, best first.
+        """Return the `k` best documents of each query, best first.
+
+        If both `where` and `allowed` are passed, documents must match both.
 
         Args:
-            queries: ``[Q, D]``; longer vectors are truncated to the dimension of the documents.
-            k: documents per query.
-            device: device that computes the scores. None takes the index's device, and without one
-                a GPU if there is one.
+            queries: ``[Q, D]``. Longer vectors are truncated to the dimension of the documents.
+            k: number of documents per query.
+            device: the device that computes the scores. None uses the device of the index or, if
+                the index has none, a GPU if there is one.
             where: filter of the documents' metadata.
-            allowed: bool ``[N]``, False for documents that are left out.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
 
         Raises:
-            ValueError: for queries that are shorter than the documents, or not finite.
+            ValueError: if the queries have fewer dimensions than the documents, or are not finite.
         """
         check_instance("queries", queries, Tensor, "encode_dense(model, {id: text}, kind='query')")
         check_k(k)
@@ -183,7 +220,7 @@ class DenseIndex(TorchIndex):
             raise ArgumentError(
                 "queries",
                 f"expected finite vectors [Q, {self.dimension}], "
-                f"got {list(queries.shape)}{suffix}. Take the same model.",
+                f"got {list(queries.shape)}{suffix}. Use the model of the documents.",
             )
         allowed = allowed_by(self.metadata, where, allowed)
         default_device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -192,7 +229,7 @@ class DenseIndex(TorchIndex):
         if self.similarity == "cosine":
             queries = torch.nn.functional.normalize(queries)
         hits: list[list[Hit]] = []
-        # Scores are fp32 also where the caller is within autocast.
+        # Scores are computed in fp32, even if the caller has enabled autocast.
         with torch.autocast(search_device.type, enabled=False):
             for block in torch.split(queries, _BLOCK_QUERIES):
                 scores, rows = self._search_block(block, k, allowed)
@@ -205,34 +242,34 @@ class DenseIndex(TorchIndex):
         k: int,
         allowed: Mask | None,
     ) -> tuple[Tensor, Tensor]:
-        """Score all documents for a block of queries, block by block of documents.
+        """Find the best of all documents for a block of queries.
 
         Args:
             queries: ``[Q, D]`` float32, on the device of the search.
-            k: documents per query.
-            allowed: bool ``[N]``, False for documents that are left out, with a score of -infinity.
-                None allows all.
+            k: number of documents per query.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
 
         Returns:
-            The scores and the rows ``[Q, min(k, N)]`` of the best documents, best first.
+            The scores and the rows of the best documents, both ``[Q, min(k, N)]``, best first. A
+            document that is left out has a score of -infinity.
         """
         device = queries.device
         best_scores = queries.new_empty(len(queries), 0)
         best_rows = torch.empty(len(queries), 0, dtype=torch.int64, device=device)
         values, scales = self._vectors_for(device)
-        for begin in range(0, len(values), _BLOCK_DOCUMENTS):
-            end = begin + _BLOCK_DOCUMENTS
-            documents = values[begin:end].to(device).float()
+        for start in range(0, len(values), _BLOCK_DOCUMENTS):
+            end = start + _BLOCK_DOCUMENTS
+            documents = values[start:end].to(device).float()
             if scales is not None:
-                documents = documents * scales[begin:end, None].to(device)
+                documents = documents * scales[start:end, None].to(device)
             scores = self._scores(queries, documents)
             if allowed is not None:
-                left_out = torch.from_numpy(~allowed[begin:end]).to(device)
+                left_out = torch.from_numpy(~allowed[start:end]).to(device)
                 scores = scores.masked_fill(left_out, -float("inf"))
-            block_scores, block_columns = top_columns(scores, k)
-            # The best so far come first, so that equal scores stay in document order.
-            candidate_scores = torch.cat([best_scores, block_scores], 1)
-            candidate_rows = torch.cat([best_rows, block_columns + begin], 1)
+            new_scores, new_columns = top_columns(scores, k)
+            # Earlier documents come first, so that equal scores stay in document order.
+            candidate_scores = torch.cat([best_scores, new_scores], 1)
+            candidate_rows = torch.cat([best_rows, new_columns + start], 1)
             best_scores, columns = top_columns(candidate_scores, k)
             best_rows = candidate_rows.gather(1, columns)
         return best_scores, best_rows
@@ -244,10 +281,10 @@ class DenseIndex(TorchIndex):
         return -torch.cdist(queries, documents, p=2 if self.similarity == "euclidean" else 1)
 
     def _vectors_for(self, device: torch.device) -> tuple[Tensor, Tensor | None]:
-        """Return the values and scales for a search on a device, and cache copies on a GPU.
+        """Return the values and scales for a search on a device.
 
-        Values that do not fit into half of a GPU's free memory stay on the CPU. The search then
-        copies them block by block.
+        Copies on a GPU are cached. Values that do not fit into half of the GPU's free memory stay
+        on the CPU, and the search copies them block by block.
         """
         if device.type == "cpu":
             return self._values, self._scales
@@ -261,11 +298,11 @@ class DenseIndex(TorchIndex):
 
     @cached_property
     def _row_of(self) -> dict[str, int]:
-        return {name: row for row, name in enumerate(self.ids)}
+        return {document_id: row for row, document_id in enumerate(self.ids)}
 
-    def holds(self, name: str) -> bool:
-        """Whether the index has a document."""
-        return name in self._row_of
+    def holds(self, document_id: str) -> bool:
+        """Return whether the index has a document."""
+        return document_id in self._row_of
 
     def stored(self) -> TokenVectors:
         """Return the vectors of the documents in their storage, one vector per document."""
@@ -276,14 +313,17 @@ class DenseIndex(TorchIndex):
             self._scales,
         )
 
-    def vectors(self, names: Iterable[str]) -> Tensor:
-        """Return the vectors of documents, float32 ``[n, D]``.
+    def vectors(self, document_ids: Iterable[str]) -> Tensor:
+        """Return the vectors of n documents, float32 ``[n, D]``.
 
         Raises:
-            MissingDocumentError: for the first document that the index does not have.
+            MissingDocumentError: if the index does not have a document.
         """
         try:
-            rows = torch.tensor([self._row_of[name] for name in names], dtype=torch.int64)
+            rows = torch.tensor(
+                [self._row_of[document_id] for document_id in document_ids],
+                dtype=torch.int64,
+            )
         except KeyError as error:
             raise MissingDocumentError("vectors", str(error.args[0])) from error
         values = self._values[rows].float()
@@ -294,7 +334,16 @@ class DenseIndex(TorchIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> DenseIndex:
-        """Read the vectors of a saved index, see :meth:`FolderIndex._read`."""
+        """Read the vectors of a saved index.
+
+        Args:
+            folder: the folder of the index.
+            manifest: the manifest of the index.
+            ids: ids of the documents.
+
+        Raises:
+            DataError: if the vectors are damaged.
+        """
         tensors = read_tensors(folder / _FILE, "values", optional=("scales",))
         try:
             return cls(
@@ -311,23 +360,23 @@ class DenseIndex(TorchIndex):
 def top_columns(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the `k` largest values of each row and their columns, largest first.
 
-    Among equal values, lower columns come first and are preferred.
+    Lower columns win ties.
 
     Args:
         scores: ``[R, C]``.
-        k: number of values per row; all C values if `k` is larger.
+        k: number of values per row. If it exceeds C, all values are returned.
 
     Returns:
         The values and their columns, both ``[R, min(k, C)]``.
     """
     values, columns = scores.topk(min(k, scores.size(1)), dim=1)
-    # If more columns than k reach the k-th value, topk has chosen any of them. A stable sort of
-    # such a row chooses the lowest columns.
+    # If more than k columns reach the k-th value, topk chooses arbitrarily among the tied ones. A
+    # stable sort of such a row chooses the lowest columns.
     n_selected = values.size(1)
     has_ties = (scores >= values[:, -1:]).sum(1) > n_selected
     for row in has_ties.nonzero().flatten().tolist():
         columns[row] = scores[row].sort(descending=True, stable=True).indices[:n_selected]
-    # Columns ascend before the stable sort by value, which keeps their order among equal values.
+    # Sorting by column first makes the stable sort by value keep ties in the order of columns.
     columns = columns.sort(dim=1).values
     values, order = scores.gather(1, columns).sort(dim=1, descending=True, stable=True)
     return values, columns.gather(1, order)

@@ -27,7 +27,7 @@ from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.protocol import (
     REMEDY,
-    FolderIndex,
+    GrowingIndex,
     Hit,
     StoredIds,
     read_array,
@@ -46,20 +46,22 @@ _WEIGHTS = "weights.npy"
 _CHECKSUMS = "checksums.npy"
 # Files that are checked term by term, when a query reads them.
 _LARGE_FILES = (_DOCUMENTS, _WEIGHTS)
-# Sizes of blocks of scores that are tried to find the best ones. Large blocks come first, since
-# there are fewer of them. With too few blocks, the bound that they give is low.
+# Sizes of the blocks of scores in a search for the highest scores, largest first. Fewer blocks are
+# faster, but give a lower bound of the k-th highest score.
 _BLOCK_SIZES = (256, 64, 16)
-# Weights that are transposed at a time.
+# Number of blocks per wanted score below which the bound would be too low.
+_MIN_BLOCKS_PER_SCORE = 4
+# Number of weights that are transposed at a time.
 _WEIGHTS_PER_PIECE = 1 << 22
-# Vocabulary size up to which terms are sorted as 16-bit integers, which numpy does by radix sort.
+# Largest vocabulary whose terms are sorted as 16-bit integers, for which numpy has a radix sort.
 _MAX_SHORT_TERMS = 1 << 16
 
 Scores = npt.NDArray[np.float32]
 Lists = list[tuple[npt.NDArray[np.int32], Scores]]
-"""Postings of some terms: documents and weights of each."""
+"""Posting lists of some terms: the documents of each term, and its weights in them."""
 AddPostings = Callable[[Scores, Lists, Scores], None]
 """A function of ``(scores, lists, values)`` that adds ``value * weights`` to the scores of the
-documents, for each list of postings and its value."""
+documents, for each posting list and its value."""
 
 
 @dataclass
@@ -67,12 +69,12 @@ class Postings:
     """Postings of all terms: the documents that have a term, and its weights in them.
 
     Attributes:
-        offsets: ``[V + 1]``; the postings of term ``t`` are those from ``offsets[t]`` to
+        offsets: ``[V + 1]``; the postings of term ``t`` begin at ``offsets[t]`` and end before
             ``offsets[t + 1]``.
         documents: ``[nnz]``, positions of documents, ascending for each term.
-        weights: ``[nnz]``, positive.
+        weights: ``[nnz]``, all positive.
         n_documents: number of documents of the index.
-        checksums: ``[V]``, CRC-32 of the documents and weights of each term; None for postings that
+        checksums: ``[V]``, CRC-32 of the documents and weights of each term; None if the postings
             were not read from files.
         trusted: ``[V]``, whether the postings of a term were checked.
     """
@@ -92,68 +94,78 @@ class Postings:
         return len(self.offsets) - 1
 
     @classmethod
-    def of(cls, vectors: SparseVectors) -> Postings:
+    def from_vectors(cls, vectors: SparseVectors) -> Postings:
         """Transpose the positive weights of sparse vectors.
 
         A first pass over the vectors counts the postings of each term, and a second pass writes
-        them to their positions. Each pass reads the vectors piece by piece. This takes 8 bytes per
-        weight for the result and 200 MB for a piece.
+        them to their positions. Both read the vectors piece by piece. This needs 8 bytes per weight
+        for the result and 200 MB for a piece.
         """
-        counts = np.zeros(vectors.vocab_size, np.int64)
-        for row_begin, row_end in row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE):
+        vocab_size = vectors.vocab_size
+        pieces = list(row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE))
+        term_counts = np.zeros(vocab_size, np.int64)
+        for row_begin, row_end in pieces:
             span = slice(vectors.indptr[row_begin], vectors.indptr[row_end])
             positive_terms = vectors.indices[span][vectors.data[span] > 0]
-            counts += np.bincount(positive_terms, minlength=vectors.vocab_size)
-        offsets = offsets_of(counts)
-        documents = np.empty(offsets[-1], np.int32)
-        weights = np.empty(offsets[-1], np.float32)
-        next_positions = offsets[:-1].copy()  # of the next posting of each term
-        has_short_terms = vectors.vocab_size <= _MAX_SHORT_TERMS
-        for row_begin, row_end in row_ranges(vectors.indptr, _WEIGHTS_PER_PIECE):
-            span = slice(vectors.indptr[row_begin], vectors.indptr[row_end])
-            is_positive = vectors.data[span] > 0
-            row_lengths = np.diff(vectors.indptr[row_begin : row_end + 1])
-            rows = np.repeat(np.arange(row_begin, row_end, dtype=np.int32), row_lengths)
-            rows = rows[is_positive]
-            terms = vectors.indices[span][is_positive]
-            values = vectors.data[span][is_positive]
-            sort_keys = terms.astype(np.uint16) if has_short_terms else terms
-            order = np.argsort(sort_keys, kind="stable")
-            counts = np.bincount(terms, minlength=vectors.vocab_size)
-            # In the sorted piece, the entries of a term are consecutive and begin at first_entries.
-            # They go to consecutive positions of the result, from the term's next position on.
-            first_entries = np.cumsum(counts) - counts
-            shifts = np.repeat(next_positions - first_entries, counts)
-            positions = np.arange(terms.size) + shifts
-            documents[positions] = rows[order]
-            weights[positions] = values[order]
-            next_positions += counts
-        postings = cls(offsets, documents, weights, len(vectors))
+            term_counts += np.bincount(positive_terms, minlength=vocab_size)
+        offsets = offsets_of(term_counts)
+        postings = cls(
+            offsets,
+            np.empty(offsets[-1], np.int32),
+            np.empty(offsets[-1], np.float32),
+            len(vectors),
+        )
+        # Where the next posting of each term is written.
+        next_positions = offsets[:-1].copy()
+        for row_begin, row_end in pieces:
+            piece = _postings_of_rows(vectors, row_begin, row_end)
+            postings._insert(piece, next_positions, row_begin)
         postings.trusted[:] = True
         return postings
 
     @classmethod
-    def joined(cls, parts: Sequence[Postings]) -> Postings:
+    def concatenate(cls, parts: Sequence[Postings]) -> Postings:
         """Concatenate the documents of several indexes with the same vocabulary.
 
         The documents of a part are numbered after those of the parts before it, so that the
         documents of each term stay ascending.
         """
-        part_counts = [np.diff(part.offsets) for part in parts]
-        offsets = offsets_of(sum(part_counts[1:], part_counts[0]))
-        documents = np.empty(offsets[-1], np.int32)
-        weights = np.empty(offsets[-1], np.float32)
-        next_positions = offsets[:-1].copy()  # of the next posting of each term
-        n_documents = 0
-        for part, counts in zip(parts, part_counts, strict=True):
-            # The part's postings of a term move from its offset in the part to its next position.
-            shifts = np.repeat(next_positions - part.offsets[:-1], counts)
-            positions = np.arange(part.offsets[-1]) + shifts
-            documents[positions] = part.documents + np.int32(n_documents)
-            weights[positions] = part.weights
-            next_positions += counts
-            n_documents += part.n_documents
-        return cls(offsets, documents, weights, n_documents)
+        offsets = np.sum([part.offsets for part in parts], axis=0)
+        postings = cls(
+            offsets,
+            np.empty(offsets[-1], np.int32),
+            np.empty(offsets[-1], np.float32),
+            sum(part.n_documents for part in parts),
+        )
+        # Where the next posting of each term is written.
+        next_positions = offsets[:-1].copy()
+        first_document = 0
+        for part in parts:
+            postings._insert(part, next_positions, first_document)
+            first_document += part.n_documents
+        return postings
+
+    def _insert(
+        self,
+        part: Postings,
+        next_positions: npt.NDArray[np.int64],
+        first_document: int,
+    ) -> None:
+        """Write the postings of consecutive documents into these postings.
+
+        Args:
+            part: the postings to write.
+            next_positions: ``[V]``, where the next posting of each term is written. It is advanced
+                in place.
+            first_document: number of the first document of the part in these postings.
+        """
+        counts = np.diff(part.offsets)
+        # The postings of a term move from its offset in the part to its next position.
+        shifts = np.repeat(next_positions - part.offsets[:-1], counts)
+        positions = np.arange(part.offsets[-1]) + shifts
+        self.documents[positions] = part.documents + np.int32(first_document)
+        self.weights[positions] = part.weights
+        next_positions += counts
 
     def vectors(
         self,
@@ -168,7 +180,7 @@ class Postings:
             fingerprint: digest of the vocabulary; None if it is unknown.
             provenance: model and texts that the vectors were computed from.
         """
-        # Postings by document. The sort is stable, so the terms of a document ascend.
+        # A stable sort by document keeps the terms of each document ascending.
         order = np.argsort(self.documents, kind="stable")
         terms = np.repeat(np.arange(self.n_terms, dtype=np.int32), np.diff(self.offsets))[order]
         indptr = offsets_of(np.bincount(self.documents, minlength=self.n_documents))
@@ -193,7 +205,7 @@ class Postings:
             values: weights of the query's terms.
 
         Raises:
-            DataError: for postings that are not those that were saved.
+            DataError: if the postings have changed since they were saved.
         """
         self.check(terms)
         lists = [(self.documents[span], self.weights[span]) for span in self._spans(terms)]
@@ -204,7 +216,7 @@ class Postings:
         """Return the documents of each term, ascending.
 
         Raises:
-            DataError: for postings that are not those that were saved.
+            DataError: if the postings have changed since they were saved.
         """
         self.check(terms)
         return [self.documents[span] for span in self._spans(terms)]
@@ -216,35 +228,63 @@ class Postings:
         return list(map(slice, begins, ends))
 
     def check(self, terms: npt.NDArray[np.int32]) -> None:
-        """Raise ``DataError`` if the postings of any of the terms are not those that were saved.
+        """Check the postings of terms that have not been checked before.
 
-        Postings of a term are checked once, when a query first reads them.
+        Raises:
+            DataError: if the postings have changed since they were saved.
         """
         is_trusted = self.trusted[terms]
         if is_trusted.all():
             return
         for term in terms[~is_trusted].tolist():
-            span = slice(self.offsets[term], self.offsets[term + 1])
-            try:
-                if self.checksums is not None and self.checksum(term) != self.checksums[term]:
-                    raise DataError("Their checksum is another.")
-                check_positions("documents", self.documents[span], self.n_documents)
-                check_weights("weights", self.weights[span])
-            except DataError as error:
-                raise DataError(
-                    f"documents.npy, weights.npy: damaged; the postings of term {term} are not "
-                    f"those that were saved. {error} {REMEDY}",
-                ) from error
+            self._check_term(term)
             self.trusted[term] = True
 
+    def _check_term(self, term: int) -> None:
+        """Raise ``DataError`` if the postings of a term have changed since they were saved."""
+        damage = f"{_DOCUMENTS}, {_WEIGHTS}: damaged; the postings of term {term} have changed"
+        if self.checksums is not None and self.checksum(term) != self.checksums[term]:
+            raise DataError(f"{damage}. Their checksum does not match. {REMEDY}")
+        span = slice(self.offsets[term], self.offsets[term + 1])
+        try:
+            check_positions("documents", self.documents[span], self.n_documents)
+            check_weights("weights", self.weights[span])
+        except DataError as error:
+            raise DataError(f"{damage}. {error} {REMEDY}") from error
+
     def checksum(self, term: int) -> int:
-        """CRC-32 of the documents and weights of a term."""
+        """Return the CRC-32 of the documents and weights of a term."""
         span = slice(self.offsets[term], self.offsets[term + 1])
         return zlib.crc32(self.weights[span].data, zlib.crc32(self.documents[span].data))
 
 
+def _postings_of_rows(vectors: SparseVectors, row_begin: int, row_end: int) -> Postings:
+    """Transpose the positive weights of some rows of sparse vectors, numbered from 0.
+
+    Args:
+        vectors: the sparse vectors.
+        row_begin: the first row.
+        row_end: the row after the last one.
+    """
+    span = slice(vectors.indptr[row_begin], vectors.indptr[row_end])
+    row_lengths = np.diff(vectors.indptr[row_begin : row_end + 1])
+    rows = np.repeat(np.arange(row_end - row_begin, dtype=np.int32), row_lengths)
+    is_positive = vectors.data[span] > 0
+    rows = rows[is_positive]
+    terms = vectors.indices[span][is_positive]
+    weights = vectors.data[span][is_positive]
+    has_short_terms = vectors.vocab_size <= _MAX_SHORT_TERMS
+    order = np.argsort(terms.astype(np.uint16) if has_short_terms else terms, kind="stable")
+    return Postings(
+        offsets_of(np.bincount(terms, minlength=vectors.vocab_size)),
+        rows[order],
+        weights[order],
+        row_end - row_begin,
+    )
+
+
 def add_with_numpy(scores: Scores, lists: Lists, values: Scores) -> None:
-    """Add ``value * weights`` to the scores of the documents of each list, in numpy."""
+    """Add ``value * weights`` to the scores of the documents of each posting list, with numpy."""
     for (documents, weights), value in zip(lists, values, strict=True):
         np.add.at(scores, documents, value * weights)
 
@@ -252,9 +292,9 @@ def add_with_numpy(scores: Scores, lists: Lists, values: Scores) -> None:
 def with_rounded_products(add: AddPostings) -> AddPostings:
     """Wrap `add` so that each product is rounded to float32 before it is added.
 
-    A compiler may turn a multiplication and an addition into one fused multiply-add, as on ARM. It
-    does not round the product, so the sum may differ from numpy's in the last bit. Here numpy
-    multiplies, and `add` multiplies the rounded products by 1, which is exact.
+    A compiler may turn a multiplication and an addition into one fused multiply-add, as on ARM,
+    which does not round the product. The sum may then differ from numpy's in the last bit. In the
+    wrapper, numpy multiplies, and `add` multiplies the rounded products by 1, which is exact.
     """
     one = np.ones(1, np.float32)
 
@@ -267,7 +307,7 @@ def with_rounded_products(add: AddPostings) -> AddPostings:
 
 @cache
 def choose_add_postings() -> AddPostings:
-    """Return the fastest function that adds postings with the same bits as numpy does.
+    """Return the fastest function that adds postings and is bit-identical to numpy.
 
     scipy's compiled product of a sparse matrix and a vector takes a third of numpy's time. The
     function is private to scipy, so its result is compared with :func:`add_with_numpy` before it is
@@ -279,10 +319,11 @@ def choose_add_postings() -> AddPostings:
         return add_with_numpy
 
     def add_with_scipy(scores: Scores, lists: Lists, values: Scores) -> None:
-        """Add ``value * weights`` to the scores of the documents of each list, in scipy.
+        """Add ``value * weights`` to the scores of the documents of each list, with scipy.
 
-        The postings of a term are a sparse matrix ``[N, 1]`` in CSC, whose column begins at 0 and
-        ends at the number of postings. The matrix is multiplied by the vector ``[value]``.
+        scipy's ``csc_matvec`` adds the product of a sparse matrix and a vector to an array, without
+        a temporary array. A posting list is a matrix ``[N, 1]`` in CSC layout, and its value is the
+        vector.
         """
         column_offsets = np.zeros((len(lists), 2), np.int32)
         column_offsets[:, 1] = [len(documents) for documents, _ in lists]
@@ -298,25 +339,26 @@ def choose_add_postings() -> AddPostings:
             )
 
     for add in (add_with_scipy, with_rounded_products(add_with_scipy)):
-        if _has_bits_of_numpy(add):
+        if _matches_numpy_bitwise(add):
             return add
     warnings.warn(
-        "scipy: its product of sparse matrices does not add as expected, so that numpy searches "
-        "exact indexes, more slowly. Scores are the same.",
+        "scipy's product of sparse matrices gives unexpected results, so exact indexes are "
+        "searched with numpy, which is slower. Scores are the same.",
         RuntimeWarning,
         stacklevel=4,
     )
     return add_with_numpy
 
 
-def _has_bits_of_numpy(add: AddPostings) -> bool:
-    """Return whether `add` gives the same bits as :func:`add_with_numpy`.
+def _matches_numpy_bitwise(add: AddPostings) -> bool:
+    """Return whether a function that adds postings is bit-identical to :func:`add_with_numpy`.
 
-    The test adds ``value * value`` to ``-rounded(value * value)``, where the square is not exact in
-    float32. The sum is 0 with a rounded product, and the rounding error with a fused multiply-add.
+    The test adds ``value * value`` to ``-rounded(value * value)``, for a value whose square is not
+    exact in float32. The sum is exactly 0 if the product is rounded. With a fused multiply-add, it
+    is the rounding error.
     """
     value = np.array([1 + 2**-12], np.float32)
-    # One list of three of four documents, so that the score of document 1 must not change.
+    # The posting list skips document 1, whose score must not change.
     lists = [(np.array([0, 2, 3], np.int32), np.repeat(value, 3))]
     expected = -np.repeat(value * value, 4)
     scores = expected.copy()
@@ -331,66 +373,69 @@ def _has_bits_of_numpy(add: AddPostings) -> bool:
 def top_positive(scores: npt.NDArray[np.float32], k: int) -> list[int]:
     """Return the positions of the `k` highest positive scores, best first.
 
-    Among equal scores, lower positions come first and are preferred.
+    Lower positions win ties.
 
     Args:
         scores: float32 ``[N]``.
         k: number of positions. There are fewer if fewer scores are positive.
     """
+    # Ascending positions, among them those of all scores that are at least the k-th highest.
     candidates = _high_positions(scores, k)
     if candidates.size > k:
-        # `threshold` is the k-th highest score. Scores above it are all taken.
         values = scores[candidates]
-        threshold = np.partition(values, candidates.size - k)[candidates.size - k]
-        above = candidates[values > threshold]
-        equal = candidates[values == threshold]
-        candidates = np.concatenate([above, equal[: k - above.size]])
+        kth_highest = np.partition(values, candidates.size - k)[candidates.size - k]
+        above = candidates[values > kth_highest]
+        tied = candidates[values == kth_highest]
+        candidates = np.concatenate([above, tied[: k - above.size]])
     order = np.lexsort((candidates, -scores[candidates]))
     positions: list[int] = candidates[order].tolist()
     return positions
 
 
 def _high_positions(scores: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
-    """Return the positions of the `k` highest positive scores and of a few others, ascending.
+    """Return a superset of the positions of the `k` highest positive scores, ascending.
 
-    This saves a sort of all scores. The scores are divided into blocks. At least `k` scores reach
-    the `k`-th highest of the blocks' maxima, which is therefore a lower bound of the `k`-th highest
-    score. Only blocks whose maximum reaches the bound are searched. All positive scores are
-    returned if there are too few blocks or too few positive ones.
+    It includes every score that ties with the `k`-th highest one.
+
+    This avoids a sort of all scores. The scores are divided into blocks. The `k`-th highest block
+    maximum is a lower bound of the `k`-th highest score, because at least `k` scores reach it. Only
+    blocks whose maximum reaches the bound are searched. If there are too few blocks or too few
+    positive scores, all positive scores are returned.
     """
     for block_size in _BLOCK_SIZES:
         n_blocks = scores.size // block_size
-        # With fewer blocks, many scores would reach the bound. Smaller blocks are tried then.
-        if n_blocks < 4 * k:
+        if n_blocks < _MIN_BLOCKS_PER_SCORE * k:
             continue
         n_in_blocks = n_blocks * block_size
         blocks = scores[:n_in_blocks].reshape(n_blocks, block_size)
         maxima = blocks.max(axis=1)
         bound = np.partition(maxima, n_blocks - k)[n_blocks - k]
-        if not bound > 0:  # fewer than k blocks have a positive score
+        if not bound > 0:
+            # Fewer than k blocks have a positive score.
             break
         high_blocks = np.flatnonzero(maxima >= bound)
-        # Positions within the concatenation of the high blocks, then within all scores.
         entries = np.flatnonzero(blocks[high_blocks] >= bound)
-        in_blocks = high_blocks[entries // block_size] * block_size + entries % block_size
+        high_block, position_in_block = np.divmod(entries, block_size)
+        in_blocks = high_blocks[high_block] * block_size + position_in_block
         # The last scores do not fill a block.
         after_blocks = n_in_blocks + np.flatnonzero(scores[n_in_blocks:] >= bound)
         return np.concatenate([in_blocks, after_blocks])
     return np.flatnonzero(scores > 0)
 
 
-class ExactIndex(FolderIndex):
-    """Term-at-a-time exact inner products: the ground truth for approximate backends.
+class ExactIndex(GrowingIndex):
+    """An inverted index that computes exact inner products, term by term.
 
     A query adds the postings of its terms, ascending, to one float32 score per document. Results do
-    not depend on batch, threads or packages. Equal scores are in document order. Time grows with
-    the postings read and the number of documents. An index takes 8 bytes per weight on disk. Memory
-    holds the part that queries have read, and 4 bytes per document.
+    not depend on the batch, threads or packages. Equal scores are in document order. The time of a
+    search grows with the postings read and the number of documents. An index takes 8 bytes per
+    weight on disk. In memory, it takes the postings that queries have read, and 4 bytes per
+    document.
     """
 
     backend = "exact"
     own_files = (_OFFSETS, _CHECKSUMS, *_LARGE_FILES)
-    unread = _LARGE_FILES
+    checked_lazily = _LARGE_FILES
 
     def __init__(
         self,
@@ -399,7 +444,7 @@ class ExactIndex(FolderIndex):
         fingerprint: str | None,
         provenance: Provenance,
     ) -> None:
-        """Create an index of postings.
+        """Wrap postings as an index.
 
         Args:
             ids: ids of the documents, in the order of their positions in the postings.
@@ -419,23 +464,33 @@ class ExactIndex(FolderIndex):
 
         Args:
             vectors: sparse vectors of the documents.
-            options: none are accepted. Other backends have some, and are built by the same call.
+            options: must be empty. Other backends, which are built by the same call, have options.
 
         Raises:
-            ValueError: for vectors without a positive weight, or any option.
+            ValueError: if no weight is positive, or an option is passed.
+        """
+        check_buildable(vectors)
+        return cls.build_unchecked(vectors, **options)
+
+    @classmethod
+    def build_unchecked(cls, vectors: SparseVectors, **options: object) -> ExactIndex:
+        """Build an index of vectors, which may all be empty after an update.
+
+        Args:
+            vectors: sparse vectors of the documents.
+            options: must be empty.
         """
         if options:
             raise ArgumentError(
                 "options",
-                f"the exact index has none, got {', '.join(sorted(options))}.",
+                f"the exact index takes no options, got {', '.join(sorted(options))}.",
             )
-        check_buildable(vectors)
-        return cls.of_any(vectors)
-
-    @classmethod
-    def of_any(cls, vectors: SparseVectors) -> ExactIndex:
-        """Build an index of vectors, which may all be empty, as after an update."""
-        return cls(list(vectors.ids), Postings.of(vectors), vectors.fingerprint, vectors.provenance)
+        return cls(
+            list(vectors.ids),
+            Postings.from_vectors(vectors),
+            vectors.fingerprint,
+            vectors.provenance,
+        )
 
     def stored(self) -> SparseVectors:
         """Return the vectors of the documents, without zero weights, in memory."""
@@ -452,16 +507,17 @@ class ExactIndex(FolderIndex):
         """Return the `k` documents with the highest inner products, best first, for each query.
 
         Documents that share no term with the query are not returned. A product that underflows to 0
-        does not count as a shared term.
+        does not count as a shared term. If both `where` and `allowed` are passed, documents must
+        match both.
 
         Args:
             queries: sparse vectors over the vocabulary of the index.
-            k: documents per query.
+            k: number of documents per query.
             where: filter of the documents' metadata.
-            allowed: bool ``[N]``, False for documents that are left out.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
 
         Raises:
-            DataError: for postings that are not those that were saved.
+            DataError: if the postings on disk are damaged.
         """
         check_search(self, queries, k)
         allowed = allowed_by(self.metadata, where, allowed)
@@ -489,12 +545,16 @@ class ExactIndex(FolderIndex):
         return self._postings
 
     def documents_of(self, terms: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
-        """Return the positions of the documents of each term, see :meth:`Postings.documents_of`."""
+        """Return the positions of the documents of each term, ascending.
+
+        Raises:
+            DataError: if the postings on disk are damaged.
+        """
         return self._postings.documents_of(terms)
 
     def on(self, device: str = "cuda") -> DeviceIndex:
-        """Check all postings, and copy them to a GPU for :meth:`DeviceIndex.search`."""
-        from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
+        """Return an index whose postings are checked and copied to a GPU."""
+        from tilefold.retrieval.index.on_device import DeviceIndex  # needs torch
 
         return DeviceIndex(self.ids, self.postings(), self, device)
 
@@ -510,13 +570,19 @@ class ExactIndex(FolderIndex):
         """Map the postings of a saved index into memory.
 
         Documents and weights of a term are checked when a query first reads them.
+
+        Args:
+            folder: the folder of the index.
+            manifest: the manifest of the index.
+            ids: ids of the documents.
         """
         vocab_size = manifest["vocab_size"]
         offsets = read_offsets(folder / _OFFSETS, vocab_size)
-        choose_add_postings()  # imports scipy here, so that the first query does not wait for it
+        # This imports scipy, so that the first query does not wait for it. The result is cached.
+        choose_add_postings()
         n_postings = int(offsets[-1])
         postings = Postings(
-            offsets,
+            offsets=offsets,
             documents=read_array(folder / _DOCUMENTS, np.int32, n_postings),
             weights=read_array(folder / _WEIGHTS, np.float32, n_postings),
             n_documents=len(ids),

@@ -27,8 +27,8 @@ from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.index import centroids, token_blocks
-from tilefold.retrieval.index.centroids import Centroids
+from tilefold.retrieval.index import token_blocks
+from tilefold.retrieval.index.centroids import CENTROID_FILES, FEWEST_TOKENS, Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
 from tilefold.retrieval.index.token_blocks import (
@@ -45,23 +45,23 @@ from tilefold.retrieval.vectors.tokens import TokenManifest, TokenStore, TokenVe
 
 __all__ = ["LateIndex"]
 
-# Tokens of a block on a CPU.
+# Number of tokens of a block on a CPU.
 _CPU_BLOCK_TOKENS = 1 << 17
-# Queries that share a pass over the documents.
+# Largest number of queries that share a pass over the documents.
 _PASS_QUERIES = 64
-# Scores of a pass, which is queries times documents.
+# Largest number of scores of a pass: queries times documents.
 _PASS_SCORES = 1 << 29
 # Fraction of a GPU's free memory that documents may take.
 _MEMORY_FRACTION = 0.75
-# Documents that are copied at a time while segments are merged.
+# Number of documents that are copied at a time while segments are merged.
 _MERGED_DOCUMENTS = 1024
 
-# How the number of candidates is chosen: the least of these numbers with which a mean recall of
-# the ten best documents is reached.
+# The number of candidates is the smallest of these with which the mean recall of the ten best
+# documents is high enough.
 _CANDIDATE_COUNTS = (250, 500, 1000, 2000, 4000)
 _RECALL_DEPTH = 10
 _MIN_RECALL = 0.985
-# Queries that recall is measured on, and tokens of each that is a piece of a document.
+# Number of queries that recall is measured on, and tokens of a query that is a piece of a document.
 _MEASURED_QUERIES = 32
 _PIECE_TOKENS = 16
 
@@ -75,37 +75,37 @@ class LateIndex(TorchIndex):
     from the stored vectors, as :func:`tilefold.ops.maxsim` computes it. A CPU and a GPU give the
     same scores within rounding.
 
-    A GPU scores every document, and so does a CPU without candidates. With candidates, a CPU scores
-    the documents that :class:`Centroids` estimates to be the best. Documents without tokens are
-    never returned, and a query without tokens has no results.
+    A GPU scores every document. A CPU scores the candidates that :class:`Centroids` estimates to be
+    the best, or every document of a small collection. Documents without tokens are never returned,
+    and a query without tokens has no results.
 
     Attributes:
-        n_candidates: documents that a CPU scores for a query. It was chosen when the index was
-            built, so that .985 of the ten best documents are among them. 0 for a small collection,
-            which has no centroids.
+        n_candidates: number of documents that a CPU scores for a query. It was chosen when the
+            index was built, so that 98.5% of the ten best documents are among them. 0 for a small
+            collection, which has no centroids.
         recall: fraction of the ten best documents that were among the candidates, on held-out
-            queries. None without centroids.
+            queries; None without centroids.
     """
 
     backend = "late"
-    own_files = (*token_blocks.FILES, *centroids.FILES)
-    # Their documents have checksums, which are compared when a query reads them.
-    unread = (token_blocks.VALUES, token_blocks.SCALES)
+    own_files = (*token_blocks.FILES, *CENTROID_FILES)
+    # Each document has a checksum in them, which is compared when a query reads it.
+    checked_lazily = (token_blocks.VALUES, token_blocks.SCALES)
 
     def __init__(
         self,
         ids: Sequence[str],
         files: TokenFiles,
-        candidate_lists: Centroids | None,
+        centroids: Centroids | None,
         options: Json,
         provenance: Provenance,
     ) -> None:
-        """Create an index of token files.
+        """Wrap token files as an index.
 
         Args:
             ids: ids of the documents.
             files: token vectors of the documents.
-            candidate_lists: centroids that find candidates; None for a small collection.
+            centroids: centroids that find candidates; None for a small collection.
             options: storage, pooling, dimension, number of candidates and their recall.
             provenance: model and texts that the vectors were computed from.
         """
@@ -114,10 +114,11 @@ class LateIndex(TorchIndex):
         self.provenance = provenance
         self.options: Json = options
         self.dimension = files.dimension
-        self.vocab_size = files.dimension
-        self._centroids = candidate_lists
+        # The manifests of all indexes have a vocab_size. Token vectors store their dimension in it.
+        self.vocab_size = self.dimension
+        self._centroids = centroids
         self._has_tokens = files.lengths > 0
-        # Names of devices that search together -> the part of the documents of each device.
+        # Names of devices that search together -> the documents of each device.
         self._device_documents: dict[tuple[str, ...], list[DeviceDocuments]] = {}
 
     @classmethod
@@ -135,22 +136,26 @@ class LateIndex(TorchIndex):
         """Write an index of token vectors into `folder`, shard by shard, and open it.
 
         Args:
-            vectors: of documents, from :func:`tilefold.retrieval.open_tokens` or in memory.
-            folder: to write, new or empty.
+            vectors: token vectors of documents, from :func:`tilefold.retrieval.open_tokens` or in
+                memory.
+            folder: the folder to write, new or empty.
             storage: ``"int8"``; ``"fp16"``, twice as large; or ``"int4"``, half as large (see
                 :func:`tilefold.retrieval.index.token_blocks.to_storage`).
-            pool_factor: tokens of a document per stored vector, on average. A stored vector is the
-                mean of a cluster of tokens by Ward's method, as ``HierarchicalTokenPooling`` of
-                sentence-transformers computes it (arXiv 2409.14683). All vectors are then brought
-                to length 1. The first token of a document is in no cluster.
-            queries: on which the number of candidates is chosen and recall is measured. By default
-                pieces of documents, whose own documents do not count.
-            metadata: as in :func:`tilefold.retrieval.build_index`.
-            overwrite: replace an earlier index of this backend in `folder`.
+            pool_factor: number of tokens of a document per stored vector, on average. A stored
+                vector is the mean of a cluster of tokens by Ward's method, as
+                ``HierarchicalTokenPooling`` of sentence-transformers computes it (arXiv
+                2409.14683). All vectors are then normalized to unit length. The first token of a
+                document is kept as it is.
+            queries: token vectors of queries, on which the number of candidates is chosen and
+                recall is measured. None uses pieces of documents, and ignores the document that a
+                piece was taken from.
+            metadata: document id -> fields, which ``search(where=...)`` filters by.
+            overwrite: whether to replace an existing index of this backend in `folder`.
 
         Raises:
-            ValueError: for vectors of queries, no vectors, and an unknown storage or factor.
-            DataError: for damaged vectors.
+            ValueError: if the vectors are those of queries, if there are no vectors, or if the
+                storage or the factor is unknown.
+            DataError: if the vectors are damaged.
             FileExistsError: if `folder` has an index and `overwrite` is False.
         """
         check_instance("vectors", vectors, (TokenStore, TokenVectors), "open_tokens(folder)")
@@ -175,7 +180,8 @@ class LateIndex(TorchIndex):
         if storage == "int4" and vectors.dimension % 2:
             raise ArgumentError(
                 "storage",
-                f"int4 packs two entries to a byte, got vectors of {vectors.dimension}.",
+                f"expected vectors of an even dimension for 'int4', which packs two entries into a "
+                f"byte, got dimension {vectors.dimension}.",
             )
         options: Json = {
             "storage": storage,
@@ -200,24 +206,24 @@ class LateIndex(TorchIndex):
         folder: Path,
         metadata: Mapping[str, Fields] | None,
     ) -> LateIndex:
-        """Write an index of further documents with the storage and pooling of this one.
+        """Write an index of new documents with the storage and pooling of this index.
 
         Args:
             vectors: token vectors of the documents.
-            folder: where the index is written.
-            metadata: as in :meth:`build`.
+            folder: the folder of the new index.
+            metadata: document id -> fields of the new documents.
 
         Raises:
-            DataError: the vectors of this index were pooled in another way, or in an unknown one.
+            DataError: if the vectors of this index were pooled in another or an unknown way.
         """
         pool_factor = self.options["pool_factor"]
         pooling = self.options.get("pooling")
         if pool_factor > 1 and pooling != token_blocks.POOLING:
-            expected = f"an index of documents that were pooled as {token_blocks.POOLING}"
-            got = "one that does not tell how" if pooling is None else f"{pooling}"
+            recorded = "no record of the pooling" if pooling is None else f"{pooling}"
             raise DataError(
-                f"{self.files.folder}: expected {expected}, got {got}; new documents would have "
-                "other scores. Build the index again, from the token vectors of all documents.",
+                f"{self.files.folder}: expected vectors that were pooled as "
+                f"{token_blocks.POOLING}, got {recorded}; the scores of new documents would not be "
+                "comparable. Build the index again, from the token vectors of all documents.",
             )
         return self.build(
             vectors,
@@ -242,29 +248,29 @@ class LateIndex(TorchIndex):
         """Write an index atomically, and open it.
 
         Args:
-            folder: of the index.
-            chunks: all documents.
-            options: of the index, without the number of candidates and their recall.
-            provenance: of the vectors.
-            metadata: of the documents.
-            queries: see :meth:`build`.
-            overwrite: replace an earlier index.
+            folder: the folder of the index.
+            chunks: all documents, a few at a time.
+            options: options of the index, without the number of candidates and their recall.
+            provenance: model and texts that the vectors were computed from.
+            metadata: metadata of the documents, by id or as another index stores them.
+            queries: queries that recall is measured on, as in :meth:`build`.
+            overwrite: whether to replace an existing index.
         """
         with cls._new_folder(folder, overwrite=overwrite) as new_folder:
             ids = _write_chunks(new_folder, chunks)
             files = TokenFiles(new_folder, len(ids), options["dimension"], options["storage"])
-            candidate_lists = None
-            if files.n_tokens >= centroids.FEWEST_TOKENS:
-                candidate_lists = Centroids.of(
+            index_centroids = None
+            if files.n_tokens >= FEWEST_TOKENS:
+                index_centroids = Centroids.fit(
                     lambda: files.blocks(_CPU_BLOCK_TOKENS),
                     len(ids),
                     files.n_tokens,
                 )
-                candidate_lists.save(new_folder)
+                index_centroids.save(new_folder)
             index_options = {**options, "n_candidates": 0, "recall": None}
-            index = cls(ids, files, candidate_lists, index_options, provenance)
-            if candidate_lists is not None:
-                n_candidates, recall = index._choose_candidates(candidate_lists, queries)
+            index = cls(ids, files, index_centroids, index_options, provenance)
+            if index_centroids is not None:
+                n_candidates, recall = index._choose_candidates(index_centroids, queries)
                 index.options["n_candidates"] = n_candidates
                 index.options["recall"] = recall
             if isinstance(metadata, Metadata):
@@ -276,18 +282,36 @@ class LateIndex(TorchIndex):
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> LateIndex:
-        """Map the token files of a saved index into memory, and open its centroids."""
+        """Map the token files of a saved index into memory, and open its centroids.
+
+        Args:
+            folder: the folder of the index.
+            manifest: the manifest of the index.
+            ids: ids of the documents.
+
+        Raises:
+            DataError: if an option is wrong, or a file is damaged.
+        """
         options = manifest["options"]
         storage = options.get("storage")
-        dimension = options.get("dimension")
-        if storage not in STORAGES or dimension != manifest["vocab_size"]:
+        if storage not in STORAGES:
             raise DataError(
-                f"{folder}: expected a storage of {', '.join(STORAGES)} and a dimension, "
-                f"got {options}. {REMEDY}",
+                f"{folder}: expected a storage of {', '.join(STORAGES)}, got {storage!r}. {REMEDY}",
             )
-        files = TokenFiles(folder, len(ids), dimension, storage)
-        candidate_lists = Centroids.load(folder, dimension)
-        return cls(ids, files, candidate_lists, options, Provenance.from_dict(manifest))
+        dimension = options.get("dimension")
+        # The vocab_size of a manifest is the dimension of token vectors.
+        if dimension != manifest["vocab_size"]:
+            raise DataError(
+                f"{folder}: expected the dimension {manifest['vocab_size']} among the options, "
+                f"got {dimension!r}. {REMEDY}",
+            )
+        return cls(
+            ids,
+            TokenFiles(folder, len(ids), dimension, storage),
+            Centroids.load(folder, dimension),
+            options,
+            Provenance.from_dict(manifest),
+        )
 
     def _write(self, folder: Path) -> None:
         shutil.copytree(
@@ -300,14 +324,14 @@ class LateIndex(TorchIndex):
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Copy the index to another folder, or do nothing if it is in that folder.
 
-        See :meth:`FolderIndex.save`.
+        The arguments and errors are those of :meth:`FolderIndex.save`.
         """
         if path_of("path", path).resolve() != self.files.folder.resolve():
             with self._new_folder(path, overwrite=overwrite) as folder:
                 self._write(folder)
 
     @classmethod
-    def merged(
+    def merge(
         cls,
         parts: Sequence[LateIndex],
         rows_by_part: Sequence[Sequence[int]],
@@ -319,8 +343,8 @@ class LateIndex(TorchIndex):
 
         Args:
             parts: the indexes, built with the same options.
-            rows_by_part: for each part, the rows of the documents that are copied.
-            folder: folder of the new index. An index in it is replaced.
+            rows_by_part: the rows of the documents that are copied from each part.
+            folder: the folder of the new index. An index in it is replaced.
             provenance: model and texts that the vectors were computed from.
             metadata: metadata of the copied documents; None if there are none.
         """
@@ -328,8 +352,7 @@ class LateIndex(TorchIndex):
         options: Json = {
             name: first_options[name] for name in ("storage", "pool_factor", "dimension")
         }
-        # An index that does not record how it was pooled has no pooling, or is an old one. The new
-        # index then records nothing either.
+        # The pooling is recorded only if all parts record it. Old indexes do not.
         if all(part.options.get("pooling") == token_blocks.POOLING for part in parts):
             options["pooling"] = token_blocks.POOLING
         chunks = itertools.chain.from_iterable(
@@ -338,7 +361,11 @@ class LateIndex(TorchIndex):
         return cls._write_index(folder, chunks, options, provenance, metadata, overwrite=True)
 
     def _chunks(self, rows: Sequence[int]) -> Iterator[Chunk]:
-        """Iterate over some documents of this index, with their vectors as they are stored."""
+        """Iterate over some documents of this index, with their vectors as they are stored.
+
+        Args:
+            rows: rows of the documents.
+        """
         for low in range(0, len(rows), _MERGED_DOCUMENTS):
             documents = np.array(rows[low : low + _MERGED_DOCUMENTS], np.int64)
             vectors, _ = self.files.take(documents)
@@ -367,27 +394,29 @@ class LateIndex(TorchIndex):
         """Return the `k` best documents of each query, best first.
 
         If fewer than `k` documents have tokens, all of them are returned. Equal scores are in
-        document order. A GPU may return any of the documents whose scores equal the last one.
+        document order. A GPU chooses arbitrarily among documents that tie for the last place. If
+        both `where` and `allowed` are passed, documents must match both.
 
         Args:
             queries: token vectors in fp16 or fp32, of the index's dimension.
-            k: documents per query.
-            device: by default a GPU if there is one. Documents that do not fit into its free memory
-                are spread over all GPUs of the machine, or else copied there block by block during
-                the computation. A list names several devices.
-            candidates: on a CPU, documents that are scored for each query, at least ten times `k`;
-                0 scores all. By default :attr:`n_candidates`.
+            k: number of documents per query.
+            device: a device, or a list of names of devices. None uses a GPU if there is one.
+                Documents that do not fit into its free memory are spread over all GPUs of the
+                machine. If they do not fit there either, they are copied block by block during the
+                search.
+            candidates: number of documents that a CPU scores for each query, at least ten times
+                `k`; 0 scores all. None uses :attr:`n_candidates`.
             where: filter of the documents' metadata.
-            allowed: bool ``[N]``, False for documents that are left out.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"``, or ``"mean"`` over the tokens of a query.
 
         Raises:
-            ValueError: for vectors of another dimension, or with NaN or infinity.
-            DataError: if the vectors that are read are damaged.
+            ValueError: if the vectors have another dimension, or contain NaN or infinity.
+            DataError: if the vectors of a document are damaged.
         """
         check_k(k)
         self._check_queries(queries)
-        mask = allowed_by(self.metadata, where, allowed)
+        allowed = allowed_by(self.metadata, where, allowed)
         devices = self._devices(device or self.device)
         n_candidates = self.n_candidates if candidates is None else candidates
         if n_candidates:
@@ -405,69 +434,66 @@ class LateIndex(TorchIndex):
                 query_vectors,
                 k,
                 n_candidates,
-                mask,
+                allowed,
                 reduction,
             )
         else:
-            hits_of_queries = self._search_all(query_vectors, k, devices, mask, reduction)
+            hits_of_queries = self._search_all(query_vectors, k, devices, allowed, reduction)
         hits: list[list[Hit]] = [[] for _ in range(len(queries))]
         for row, query_hits in zip(query_rows, hits_of_queries, strict=True):
             hits[row] = query_hits
         return hits
 
     def _check_queries(self, queries: TokenVectors) -> None:
-        """Raise an error unless queries are finite floats of the index's dimension.
+        """Raise an error if queries are not finite floats of the index's dimension.
 
         Raises:
             TypeError: if `queries` are not ``TokenVectors``.
-            ValueError: for quantized vectors, NaN, infinity, or another dimension.
+            ValueError: if the vectors are quantized, have another dimension, or are not finite.
         """
         check_instance("queries", queries, TokenVectors, _QUERIES_REMEDY)
-        # numpy checks the values, because torch would wake all its threads, which takes
-        # milliseconds.
-        all_finite = bool(np.isfinite(queries.values.detach().cpu().numpy()).all())
-        is_quantized = queries.scales is not None
-        if queries.dimension == self.dimension and all_finite and not is_quantized:
-            return
-        suffix = "" if is_quantized or all_finite else " with NaN or infinity"
-        raise ArgumentError(
-            "queries",
-            f"expected finite fp16 or fp32 of dimension {self.dimension}, "
-            f"got {queries.values.dtype} of dimension {queries.dimension}{suffix}.",
-        )
+        expected = f"expected finite fp16 or fp32 of dimension {self.dimension}"
+        if queries.scales is not None:
+            raise ArgumentError("queries", f"{expected}, got {queries.values.dtype}.")
+        if queries.dimension != self.dimension:
+            raise ArgumentError("queries", f"{expected}, got dimension {queries.dimension}.")
+        # numpy is used because torch would wake all its threads, which takes milliseconds.
+        if not np.isfinite(queries.values.detach().cpu().numpy()).all():
+            raise ArgumentError("queries", f"{expected}, got NaN or infinity.")
 
     def _search_candidates(
         self,
-        candidate_lists: Centroids,
+        centroids: Centroids,
         queries: Sequence[Tensor],
         k: int,
         n_candidates: int,
-        mask: Mask | None,
+        allowed: Mask | None,
         reduction: str,
     ) -> list[list[Hit]]:
         """Return the `k` best candidates of each query, scored on a CPU.
 
         Args:
-            candidate_lists: centroids that find the candidates of a query.
+            centroids: centroids that find the candidates of a query.
             queries: token vectors of each query, ``[L, D]``.
-            k: documents per query.
-            n_candidates: number of candidates, which are scored exactly. If there are no more
-                documents than this, all are scored.
-            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            k: number of documents per query.
+            n_candidates: number of candidates to score exactly.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
         """
-        usable = self._has_tokens if mask is None else mask & self._has_tokens
-        usable_rows = np.flatnonzero(usable)
+        can_be_returned = self._has_tokens if allowed is None else allowed & self._has_tokens
+        all_rows = np.flatnonzero(can_be_returned)
         hits = []
         for query in queries:
-            documents = usable_rows
-            if len(usable_rows) > n_candidates:
-                documents = candidate_lists.candidates(query, n_candidates, usable)
-            vectors, offsets = self.files.take(documents)
+            candidate_rows = all_rows
+            if len(all_rows) > n_candidates:
+                candidate_rows = centroids.candidates(query, n_candidates, can_be_returned)
+            vectors, offsets = self.files.take(candidate_rows)
             batch = QueryBatch.pad([query], torch.device("cpu"))
             scores = maxsim_scores(batch, vectors, offsets, reduction)
-            top_scores, columns = top_columns(scores, k)
-            hits += hits_of(self.ids, documents[columns.numpy()], top_scores.numpy())
+            best_scores, best_columns = top_columns(scores, k)
+            # Column i of the scores is the i-th candidate.
+            best_rows = candidate_rows[best_columns.numpy()]
+            hits += hits_of(self.ids, best_rows, best_scores.numpy())
         return hits
 
     def _search_all(
@@ -475,28 +501,27 @@ class LateIndex(TorchIndex):
         queries: Sequence[Tensor],
         k: int,
         devices: Sequence[torch.device],
-        mask: Mask | None,
+        allowed: Mask | None,
         reduction: str,
     ) -> list[list[Hit]]:
         """Return the `k` best of all documents for each query.
 
-        Several queries share a pass over the documents. Their number is limited by the memory that
-        the scores of a pass take.
+        As many queries share a pass over the documents as their scores fit in memory.
 
         Args:
             queries: token vectors of each query, ``[L, D]``.
-            k: documents per query.
+            k: number of documents per query.
             devices: devices among which the documents are divided.
-            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
         """
-        most_queries = _PASS_SCORES // max(1, self.n_documents)
-        queries_per_pass = max(1, min(_PASS_QUERIES, most_queries))
+        queries_that_fit = _PASS_SCORES // max(1, self.n_documents)
+        queries_per_pass = max(1, min(_PASS_QUERIES, queries_that_fit))
         hits = []
-        for low in range(0, len(queries), queries_per_pass):
-            pass_queries = queries[low : low + queries_per_pass]
-            scores, documents = self._top_documents(pass_queries, k, devices, mask, reduction)
-            hits += hits_of(self.ids, documents, scores)
+        for start in range(0, len(queries), queries_per_pass):
+            pass_queries = queries[start : start + queries_per_pass]
+            scores, rows = self._top_documents(pass_queries, k, devices, allowed, reduction)
+            hits += hits_of(self.ids, rows, scores)
         return hits
 
     def _top_documents(
@@ -504,36 +529,37 @@ class LateIndex(TorchIndex):
         queries: Sequence[Tensor],
         k: int,
         devices: Sequence[torch.device],
-        mask: Mask | None = None,
+        allowed: Mask | None = None,
         reduction: str = "sum",
     ) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Score all documents for all queries in one pass.
+        """Find the best of all documents for some queries in one pass.
 
         Args:
             queries: token vectors of Nq queries.
-            k: documents per query.
+            k: number of documents per query.
             devices: devices among which the documents are divided.
-            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
 
         Returns:
             Scores and rows of the best documents, both ``[Nq, min(k, N)]``, best first.
         """
         scans = [
-            self._scan(documents, queries, k, mask, reduction)
+            self._scan(documents, queries, k, allowed, reduction)
             for documents in self._documents_on(devices)
         ]
-        best_by_device: dict[int, tuple[Tensor, Tensor]] = {}
-        # Each scan yields the best documents of a device after each of its blocks. A step starts
-        # one block on every device without waiting, so that the devices work at the same time.
+        # Number of the scan -> its last result, which is the best of all its documents.
+        last_results: dict[int, tuple[Tensor, Tensor]] = {}
+        # Each iteration starts one block on every device without waiting for it, so that the
+        # devices work at the same time. A scan that has ended yields None.
         for results in itertools.zip_longest(*scans):
             for number, result in enumerate(results):
-                if result is not None:  # a scan that has ended gives None
-                    best_by_device[number] = result
-        best = best_by_device.values()
+                if result is not None:
+                    last_results[number] = result
+        best = last_results.values()
         scores = np.concatenate([device_scores.cpu().numpy() for device_scores, _ in best], 1)
         rows = np.concatenate([device_rows.cpu().numpy() for _, device_rows in best], 1)
-        # By falling score, then by rising row.
+        # By descending score, then by ascending row.
         order = np.lexsort((rows, -scores))[:, :k]
         return np.take_along_axis(scores, order, 1), np.take_along_axis(rows, order, 1)
 
@@ -542,7 +568,7 @@ class LateIndex(TorchIndex):
         documents: DeviceDocuments,
         queries: Sequence[Tensor],
         k: int,
-        mask: Mask | None,
+        allowed: Mask | None,
         reduction: str,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Score the documents of a device block by block, without waiting for a GPU.
@@ -550,8 +576,8 @@ class LateIndex(TorchIndex):
         Args:
             documents: the documents that the device searches.
             queries: token vectors of Nq queries.
-            k: documents per query.
-            mask: bool ``[N]``, False for documents that are left out; None allows all.
+            k: number of documents per query.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
 
         Yields:
@@ -560,22 +586,23 @@ class LateIndex(TorchIndex):
         """
         batch = QueryBatch.pad(queries, documents.device)
         on_cpu = documents.device.type == "cpu"
+        first = documents.first_document
         left_out = documents.without_tokens
-        if mask is not None:
-            usable = (mask & self._has_tokens)[documents.low : documents.high]
-            left_out = torch.from_numpy(~usable).to(documents.device)
+        if allowed is not None:
+            can_be_returned = (allowed & self._has_tokens)[first : documents.end_document]
+            left_out = torch.from_numpy(~can_be_returned).to(documents.device)
         best: tuple[Tensor, Tensor] | None = None
         for block in documents.blocks(_CPU_BLOCK_TOKENS if on_cpu else STREAMED_TOKENS):
             scores = maxsim_scores(batch, block.vectors, block.offsets, reduction)
             if left_out is not None:
-                block_left_out = left_out[block.low - documents.low : block.high - documents.low]
+                block_left_out = left_out[block.first_document - first : block.end_document - first]
                 scores = scores.masked_fill_(block_left_out, -float("inf"))
             if on_cpu:
                 top_scores, rows = top_columns(scores, k)
             else:
-                # topk chooses any of equal scores. top_columns would wait for the GPU.
-                top_scores, rows = scores.topk(min(k, block.high - block.low), dim=1)
-            rows += block.low
+                # topk breaks ties arbitrarily, but top_columns would wait for the GPU.
+                top_scores, rows = scores.topk(min(k, scores.size(1)), dim=1)
+            rows += block.first_document
             if best is not None:
                 best_scores, best_rows = best
                 both_scores = torch.cat([best_scores, top_scores], 1)
@@ -590,24 +617,27 @@ class LateIndex(TorchIndex):
         """Choose the devices of a search.
 
         Args:
-            device: one device, a list of names, or None for a GPU if there is one. ``"cuda"``
-                becomes all GPUs if the documents do not fit into the free memory of one.
+            device: one device, a list of names, or None for a GPU if there is one. ``"cuda"`` is
+                spread over all GPUs if the documents do not fit into the free memory of one GPU.
         """
         if device is not None and not isinstance(device, str | torch.device):
             return [torch.device(name) for name in device]
         default_device = "cuda" if torch.cuda.is_available() else "cpu"
         chosen = torch.device(device or default_device)
-        # "cuda:1" names one GPU. Documents that "cuda" has searched before stay on that GPU.
-        may_spread = str(chosen) == "cuda" and ("cuda",) not in self._device_documents
+        # "cuda:1" names one GPU, and "cuda" any number of GPUs.
+        names_one_device = str(chosen) != "cuda"
+        already_on_one_gpu = ("cuda",) in self._device_documents
         n_gpus = torch.cuda.device_count()
-        if may_spread and n_gpus > 1 and not self._fits(chosen, self.files.nbytes):
-            return [torch.device("cuda", number) for number in range(n_gpus)]
-        return [chosen]
+        if names_one_device or already_on_one_gpu or n_gpus < 2:
+            return [chosen]
+        if self._fits(chosen, self.files.nbytes):
+            return [chosen]
+        return [torch.device("cuda", number) for number in range(n_gpus)]
 
     def _documents_on(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
-        """Divide the documents among devices, by about the same number of tokens.
+        """Divide the documents among devices, so that each gets about the same number of tokens.
 
-        The result is cached. The first call copies the documents to GPUs where they fit.
+        The result is cached. The first call copies the documents to GPUs that have enough memory.
 
         Args:
             devices: devices that search together.
@@ -618,21 +648,32 @@ class LateIndex(TorchIndex):
         key = tuple(str(device) for device in devices)
         if key not in self._device_documents:
             n_devices = len(devices)
-            # Equal numbers of tokens end at these offsets. The documents that begin there are the
-            # bounds between devices.
-            inner_offsets = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
-            inner_bounds = np.searchsorted(self.files.offsets, inner_offsets)
+            # Token offsets at which equal shares would end. A device ends before the first document
+            # at or after its offset.
+            ideal_offsets = np.linspace(0, self.files.n_tokens, n_devices + 1)[1:-1]
+            inner_bounds = np.searchsorted(self.files.offsets, ideal_offsets)
             bounds = [0, *inner_bounds.tolist(), self.n_documents]
             n_bytes = self.files.nbytes // n_devices
             self._device_documents[key] = [
-                DeviceDocuments(self.files, device, low, high, self._fits(device, n_bytes))
-                for device, low, high in zip(devices, bounds[:-1], bounds[1:], strict=True)
-                if low < high
+                DeviceDocuments(
+                    self.files,
+                    device,
+                    first_document,
+                    end_document,
+                    copy=self._fits(device, n_bytes),
+                )
+                for device, first_document, end_document in zip(
+                    devices,
+                    bounds[:-1],
+                    bounds[1:],
+                    strict=True,
+                )
+                if first_document < end_document
             ]
         return self._device_documents[key]
 
     def _fits(self, device: torch.device, n_bytes: int) -> bool:
-        """Whether a device is a GPU with enough free memory."""
+        """Return whether a device is a GPU with enough free memory."""
         if device.type != "cuda":
             return False
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -640,7 +681,7 @@ class LateIndex(TorchIndex):
 
     def _choose_candidates(
         self,
-        candidate_lists: Centroids,
+        centroids: Centroids,
         queries: TokenVectors | None,
     ) -> tuple[int, float]:
         """Choose the number of candidates by their recall of the best documents.
@@ -649,13 +690,13 @@ class LateIndex(TorchIndex):
         a few numbers with which, on average, 98.5% of these documents are among the candidates.
 
         Args:
-            candidate_lists: centroids that find the candidates of a query.
-            queries: token vectors of queries. None takes pieces of documents as queries.
+            centroids: centroids that find the candidates of a query.
+            queries: token vectors of queries. None uses pieces of documents as queries.
 
         Returns:
             The number of candidates, and the mean fraction of the best documents among them.
         """
-        # The document that a query was taken from, or None.
+        # The row of the document that each query was taken from, or None.
         sources: Sequence[int | None]
         if queries is None:
             query_vectors, sources = self._document_pieces()
@@ -664,7 +705,7 @@ class LateIndex(TorchIndex):
             query_vectors = [queries.rows(row) for row in range(n_queries)]
             query_vectors = [vectors for vectors in query_vectors if vectors.numel()]
             sources = [None] * len(query_vectors)
-        # One document more, because the source of a piece does not count.
+        # One extra document, because the source of a piece does not count.
         depth = _RECALL_DEPTH if queries is not None else _RECALL_DEPTH + 1
         _, ranked = self._top_documents(query_vectors, depth, [torch.device("cpu")])
         best_documents = [
@@ -676,7 +717,7 @@ class LateIndex(TorchIndex):
         for n_candidates in _CANDIDATE_COUNTS:
             recalls = []
             for vectors, best in zip(query_vectors, best_documents, strict=True):
-                retrieved = candidate_lists.candidates(vectors, n_candidates, self._has_tokens)
+                retrieved = centroids.candidates(vectors, n_candidates, self._has_tokens)
                 if best:
                     n_retrieved = len(set(retrieved.tolist()).intersection(best))
                     recalls.append(n_retrieved / len(best))
@@ -686,9 +727,9 @@ class LateIndex(TorchIndex):
         return n_candidates, round(recall, 4)
 
     def _document_pieces(self) -> tuple[list[Tensor], list[int]]:
-        """Take consecutive tokens of random documents, to serve as queries.
+        """Take consecutive tokens of random documents, which serve as queries.
 
-        The random numbers have a fixed seed, so that a build gives the same index every time.
+        The random numbers have a fixed seed, so that every build gives the same index.
 
         Returns:
             Token vectors of the pieces, and the row of the document of each piece.
@@ -710,7 +751,7 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
     """Write the token vectors, offsets and checksums of an index into its folder.
 
     Args:
-        folder: folder of the index.
+        folder: the folder of the index.
         chunks: all documents, a few at a time.
 
     Returns:
@@ -718,7 +759,7 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
 
     Raises:
         ValueError: if there are no tokens.
-        DataError: for an empty or a repeated id.
+        DataError: if an id is empty or repeated.
     """
     ids: list[str] = []
     lengths: list[npt.NDArray[np.int64]] = []
@@ -730,11 +771,12 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
         for chunk in chunks:
             ids += chunk.ids
             lengths.append(chunk.lengths)
-            # fp16 vectors have no scales, so there is one array and the second file stays empty.
             arrays = token_blocks.file_arrays(chunk.vectors)
-            for file, array in zip((values_file, scales_file), arrays, strict=False):
-                file.write(array.data)
-            # Token after the last one of each document, within the chunk.
+            values_file.write(arrays[0].data)
+            # fp16 vectors have no scales, so their file stays empty.
+            if chunk.vectors.scales is not None:
+                scales_file.write(arrays[1].data)
+            # Exclusive end of each document, as an offset in the chunk.
             ends = np.cumsum(chunk.lengths)
             checksums.append(token_blocks.checksums(arrays, ends - chunk.lengths, ends))
     check_ids(ids)
@@ -742,7 +784,8 @@ def _write_chunks(folder: Path, chunks: Iterable[Chunk]) -> list[str]:
     if not offsets[-1]:
         raise ArgumentError(
             "vectors",
-            f"expected at least one, got none of {len(ids)} texts. Check the texts.",
+            f"expected at least one token vector, but none of the {len(ids)} texts has one. "
+            "Check the texts.",
         )
     np.save(folder / token_blocks.OFFSETS, offsets)
     np.save(folder / token_blocks.CHECKSUMS, np.concatenate(checksums))

@@ -16,7 +16,7 @@ from tilefold.retrieval.common.provenance import (
     ids_to_delete,
     warn_of_other_precision,
 )
-from tilefold.retrieval.data.metadata import Fields, Metadata, check_fields_by_id, check_metadata
+from tilefold.retrieval.data.metadata import Fields, check_fields_by_id, check_metadata
 from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
@@ -40,7 +40,7 @@ __all__ = ["merge_segments", "merge_vectors", "update_index"]
 # Backends whose indexes are updated by segments.
 GROWING = ("exact", "seismic", "dense", "late")
 
-# Settings in which folders that are merged may differ.
+# Settings that may differ between merged folders, because they do not describe the encoder.
 _SETTINGS_OF_TEXTS = {"texts_sha256", "shard_size"}
 
 
@@ -52,22 +52,26 @@ def merge_vectors(
 ) -> Manifest:
     """Merge several folders of vectors of one kind into one folder, shard by shard.
 
-    The folders must be complete, and may differ in their texts only. Other precisions are a
-    ``PrecisionWarning``. The texts of the new folder have no fingerprint. After an interrupt, the
-    same call begins again. Until it is finished, the new folder is refused as incomplete.
+    The folders must be complete, and may differ in their texts only. The texts of the new folder
+    have no fingerprint. After an interrupt, the same call begins again. Until it is finished, the
+    new folder is refused as incomplete.
 
     Args:
         folders: two or more folders of vectors.
         output_dir: the folder to write, new or empty.
-        overwrite: replace vectors that are in `output_dir`.
+        overwrite: whether to replace vectors that are in `output_dir`.
 
     Returns:
         The manifest of the new folder.
 
+    Warns:
+        PrecisionWarning: if the vectors of the folders were computed in different precisions.
+
     Raises:
-        DataError: for other models or settings, an id that two folders have, or an output that is
+        DataError: if models or settings differ, if an id is in two folders, or if the output is
             one of the folders.
-        FileExistsError: if `output_dir` holds other files, or without `overwrite` other vectors.
+        FileExistsError: if `output_dir` holds other files, or if it holds vectors and `overwrite`
+            is False.
     """
     paths = [path_of("folders", folder) for folder in list_of("folders", folders)]
     output_dir = path_of("output_dir", output_dir)
@@ -76,12 +80,12 @@ def merge_vectors(
     if output_dir.resolve() in {path.resolve() for path in paths}:
         raise ArgumentDataError(
             "output_dir",
-            f"expected another folder than those that are merged, got {output_dir}.",
+            f"expected a folder that is not merged itself, got {output_dir}.",
         )
     sources = [_Source(path) for path in paths]
     first = sources[0]
     for source in sources[1:]:
-        _check_same_kind(first, source)
+        _check_same_settings(first, source)
         warn_of_other_precision(
             f"folders: the vectors of {source.folder}",
             source.manifest.precision,
@@ -89,7 +93,7 @@ def merge_vectors(
             first.manifest.precision,
             stacklevel=2,
         )
-    n_texts = _check_distinct_ids(sources)
+    n_texts = _count_distinct_ids(sources)
     writer = first.writer(output_dir, overwrite=overwrite)
     for source in sources:
         writer.precision = source.manifest.precision
@@ -100,23 +104,23 @@ def merge_vectors(
 
 
 class _Source:
-    """A folder of vectors that is merged with others.
+    """A folder of vectors that is to be merged.
 
     Attributes:
         folder: the folder.
         layout: ``"sparse"``, ``"dense"`` or ``"tokens"``.
         store: the open folder of dense or token vectors; None for sparse vectors.
-        manifest: of the folder, without the settings that describe its texts.
+        manifest: the manifest of the folder, without the settings that describe its texts.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Open a complete folder of vectors of any layout.
+        """Open a complete folder of sparse, dense or token vectors.
 
         Args:
-            folder: folder that an encoding command wrote.
+            folder: a folder that an encoding command wrote.
 
         Raises:
-            DataError: for a folder that is no finished folder of vectors.
+            DataError: if the folder is incomplete or does not hold vectors.
         """
         self.folder = folder
         self.layout = layout_of(folder)
@@ -131,6 +135,7 @@ class _Source:
             open_store = open_dense if self.layout == "dense" else open_tokens
             self.store = open_store(folder)
             manifest = self.store.manifest
+        # The settings of sources are compared. They may have different texts.
         settings = {
             name: value
             for name, value in manifest.settings.items()
@@ -139,7 +144,7 @@ class _Source:
         self.manifest: Any = replace(manifest, settings=settings)
 
     def shards(self) -> Iterator[Any]:
-        """Iterate over the vectors, one shard at a time."""
+        """Iterate over the shards of vectors."""
         if self.store is not None:
             return self.store.iter_shards()  # type: ignore[no-any-return]
         return iter_shards(self.folder, self.manifest)
@@ -153,7 +158,12 @@ class _Source:
             yield from vectors.ids
 
     def writer(self, output: Path, *, overwrite: bool) -> ShardWriter[Any, Any]:
-        """Create a writer of vectors of the same kind, model and settings."""
+        """Create a writer of vectors with the layout, model and settings of this folder.
+
+        Args:
+            output: the folder to write.
+            overwrite: whether to replace vectors that are in it.
+        """
         identity = {name: getattr(self.manifest, name) for name in self.manifest.IDENTITY}
         manifest = type(self.manifest)(**identity, settings=self.manifest.settings)
         if self.store is None:
@@ -164,11 +174,11 @@ class _Source:
         return TokenVectorWriter(output, manifest, overwrite=overwrite)
 
 
-def _check_same_kind(first: _Source, source: _Source) -> None:
-    """Raise ``DataError`` unless two folders have vectors of one kind, model and settings.
+def _check_same_settings(first: _Source, source: _Source) -> None:
+    """Raise ``DataError`` if the layout, model or settings of two folders differ.
 
     Args:
-        first: folder that all others must match.
+        first: the first folder, which every other folder must match.
         source: another folder.
     """
     if source.layout != first.layout:
@@ -185,24 +195,28 @@ def _check_same_kind(first: _Source, source: _Source) -> None:
     )
     if changed:
         raise ArgumentDataError(
-            "folders", f"expected vectors that were made alike, got others ({changed})."
+            "folders",
+            f"expected vectors made with the same settings, got different ones ({changed}).",
         )
 
 
-def _check_distinct_ids(sources: Sequence[_Source]) -> int:
-    """Count the texts of folders, or raise ``DataError`` if two folders have the same id.
+def _count_distinct_ids(sources: Sequence[_Source]) -> int:
+    """Count the texts of folders whose ids must be distinct.
 
     Texts that failed to be encoded count too, because a merged folder lists them.
+
+    Raises:
+        DataError: if an id is in two folders.
     """
     source_by_id: dict[str, _Source] = {}
     for source in sources:
-        for name in (*source.ids(), *source.manifest.failed):
-            earlier_source = source_by_id.setdefault(name, source)
+        for text_id in (*source.ids(), *source.manifest.failed):
+            earlier_source = source_by_id.setdefault(text_id, source)
             if earlier_source is not source:
                 raise ArgumentDataError(
                     "folders",
-                    f"{name!r} is in {earlier_source.folder} and {source.folder}. "
-                    "Leave one out, or add to an index: index --update",
+                    f"{text_id!r} is in {earlier_source.folder} and {source.folder}. "
+                    "Leave out one folder, or update an index with it: tilefold index --update",
                 )
     return len(source_by_id)
 
@@ -216,25 +230,27 @@ def update_index(
 ) -> dict[str, int]:
     """Remove documents from a saved index, then add documents or replace those with the same ids.
 
-    Only the new documents are indexed, as a segment with the options of the index. An error or a
-    kill leaves the index as it was. Vectors of another precision than those of the index are a
-    ``PrecisionWarning``.
+    Only the new documents are indexed, as a segment with the options of the index. If the update
+    fails or the process is killed, the index stays as it was.
 
     Args:
         path: the folder of the index.
-        vectors: the new documents; ``None`` to remove some only.
-        delete: ids of documents to remove; unknown ids are ignored.
-        metadata: document id -> fields of the new documents. An index that keeps metadata needs it,
-            if only an empty mapping.
+        vectors: vectors of the new documents; None only removes documents.
+        delete: ids of documents to remove. Unknown ids are ignored.
+        metadata: document id -> fields of the new documents. It is required if the index stores
+            metadata, but may be empty.
 
     Returns:
-        How many documents the index has now (``n_documents``), how many were ``written``, and how
-        many of those to `delete` were in the index (``deleted``).
+        ``n_documents``: number of documents in the updated index; ``written``: number of new
+        documents; ``deleted``: number of documents of `delete` that were in the index.
+
+    Warns:
+        PrecisionWarning: if the new vectors have another precision than the index.
 
     Raises:
-        DataError: for vectors of another kind or model.
-        ValueError: for a backend that has no segments, or no `metadata` where the index keeps some.
-        VocabularyMismatchError: for vectors over another vocabulary.
+        DataError: if the vectors have another kind or were made by another model.
+        ValueError: if the backend has no segments, or if `metadata` is required and missing.
+        VocabularyMismatchError: if the vocabularies of the vectors and the index differ.
     """
     delete_ids = set(list_of_ids("delete", delete))
     check_fields_by_id("metadata", metadata)
@@ -243,7 +259,7 @@ def update_index(
     if backend not in GROWING:
         raise ArgumentError(
             "path",
-            f"expected an index of {', '.join(GROWING)}, got one of {backend} in {folder}.",
+            f"expected an index of backend {', '.join(GROWING)}, got {backend} in {folder}.",
         )
     with lock_path(folder):
         index: Any = open_index(folder)
@@ -271,7 +287,7 @@ def update_index(
         if vectors is not None:
             n_written_segments += 1
             new_folder = segments_folder / f"{n_written_segments:05d}"
-            new_part = _build_segment(segments, vectors, metadata, new_folder)
+            new_part = segments.parts[0].build_segment(vectors, new_folder, metadata)
             new_ids = set(new_part.ids)
         n_deleted = _remove_documents(segments, delete_ids, new_ids)
         if new_part is not None:
@@ -299,8 +315,8 @@ def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
     """Remove the folders of segments that updates wrote before they were killed.
 
     Args:
-        segments_folder: folder with one folder per segment.
-        names: names of the segments' folders that the index lists, which stay.
+        segments_folder: the folder with one folder per segment.
+        names: names of the segments' folders that the index lists, which are not removed.
     """
     if not segments_folder.is_dir():
         return
@@ -316,30 +332,31 @@ def _remove_documents(segments: Segments, delete: Collection[str], replaced: set
 
     Args:
         segments: the index, which is changed.
-        delete: ids of documents or passages that the caller deletes.
+        delete: ids of documents or passages to delete.
         replaced: ids of new documents. Earlier documents with these ids are removed too.
 
     Returns:
-        How many documents of `delete` were in the index.
+        Number of entries of the index that were deleted. Entries that are only replaced do not
+        count.
     """
     passages = segments.provenance.passages
     n_deleted = 0
-    for part, removed in segments.pairs():
-        newly_removed = ids_to_delete(part.ids, delete, replaced, passages) - removed
-        # Documents that are only replaced do not count as deleted.
-        n_deleted += len(ids_to_delete(newly_removed, delete, (), passages))
-        removed.update(newly_removed)
+    for part, removed in segments.parts_with_removed():
+        deleted_ids = ids_to_delete(part.ids, delete, (), passages) - removed
+        replaced_ids = ids_to_delete(part.ids, (), replaced, passages)
+        n_deleted += len(deleted_ids)
+        removed.update(deleted_ids, replaced_ids)
     return n_deleted
 
 
 def merge_segments(path: str | Path) -> int:
-    """Merge an index and its segments into one index, which replaces them.
+    """Replace an index and its segments by one index.
 
-    The new index is written to a new folder that then takes the place of the old one, so a process
-    that is killed leaves the old index.
+    The new index is written to a temporary folder, which then replaces the old one. If the process
+    is killed, the old index stays.
 
     Args:
-        path: folder of the index. An index without segments stays as it is.
+        path: the folder of the index. An index without segments is not changed.
 
     Returns:
         The number of documents.
@@ -353,52 +370,24 @@ def merge_segments(path: str | Path) -> int:
     return int(index.n_documents)
 
 
-def _build_segment(
-    segments: Segments,
-    vectors: _Vectors,
-    metadata: Mapping[str, Fields] | None,
-    folder: Path,
-) -> Any:
-    """Build an index of new documents, with the options of an existing index.
-
-    Args:
-        segments: the existing index.
-        vectors: vectors of the new documents.
-        metadata: document id -> fields of the new documents.
-        folder: folder of the segment. An index of token vectors is written into it here. The
-            caller saves the others.
-
-    Returns:
-        The new index, of the same class as the parts of `segments`.
-    """
-    first_part = segments.parts[0]
-    if segments.backend == "late":
-        return first_part.build_segment(vectors, folder, metadata)
-    index_type = type(first_part)
-    # Sparse vectors of an update may all be empty, which the public build() refuses.
-    build = index_type.of_any if isinstance(vectors, SparseVectors) else index_type.build
-    part = build(vectors, **first_part.settings)
-    part.metadata = Metadata.from_fields(metadata, part.ids, segments.provenance.passages)
-    return part
-
-
 def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
-    """Raise an error unless vectors can be added to an index.
+    """Raise an error if vectors cannot be added to an index.
 
     Args:
         segments: the index.
         vectors: vectors of the new documents.
 
     Raises:
-        DataError: for vectors of another kind, model, dimension or similarity, or of documents that
-            were divided into other passages.
-        VocabularyMismatchError: for sparse vectors over another vocabulary.
+        DataError: if the vectors differ from the index in kind, passages, model, dimension or
+            similarity.
+        VocabularyMismatchError: if the vocabularies of sparse vectors and the index differ.
     """
     has_sparse_index = segments.backend not in ("dense", "late")
     if isinstance(vectors, SparseVectors) != has_sparse_index:
         raise ArgumentDataError(
             "vectors",
-            f"expected vectors for an index of backend {segments.backend}, got others.",
+            f"expected vectors for an index of backend {segments.backend}, got "
+            f"{type(vectors).__name__}.",
         )
     index_provenance = segments.provenance
     provenance = _provenance_of(vectors)
@@ -411,14 +400,16 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
     if "model_fingerprint" in index_provenance.differing_fields(provenance):
         raise ArgumentDataError(
             "vectors",
-            "were made by another model than the index. Encode documents with its own.",
+            "were made by another model than the index. Encode documents with the model of the "
+            "index.",
         )
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(segments, vectors, "the index", "vectors")
         return
+    # Only the folder of dense vectors records a similarity.
+    similarity = getattr(getattr(vectors, "manifest", None), "similarity", None)
     expected = (segments.dimension, segments.similarity)
-    manifest = getattr(vectors, "manifest", None)  # vectors in memory have none
-    actual = (vectors.dimension, getattr(manifest, "similarity", None))
+    actual = (vectors.dimension, similarity)
     if actual != expected:
         raise ArgumentDataError(
             "vectors",
@@ -427,10 +418,7 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
 
 
 def _provenance_of(vectors: _Vectors) -> Provenance:
-    """Return the provenance of vectors.
-
-    Token vectors in memory have none.
-    """
+    """Return the provenance of vectors, which is empty for token vectors in memory."""
     described = getattr(vectors, "manifest", vectors)
     provenance: Provenance = getattr(described, "provenance", Provenance())
     return provenance

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_parts
+from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_with_segments
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.protocol import read_description
 
@@ -20,15 +20,14 @@ def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateI
     """Open a saved index of any backend: sparse, BM25, dense or late interaction.
 
     Args:
-        path: folder of the index.
+        path: the folder of the index.
 
     Raises:
-        DataError: if the folder is no index, is damaged, or was written by a newer release.
+        DataError: if the folder is not an index, is damaged, or was written by a newer release.
     """
     backend = read_description(path)["backend"]
     if backend in (DENSE, LATE):
-        index: DenseIndex | LateIndex = open_parts(path, backend)
-        return index
+        return cast("DenseIndex | LateIndex", open_with_segments(path, backend))
     if backend == BM25Index.backend:
         return BM25Index.load(path)
     return load_index(path)

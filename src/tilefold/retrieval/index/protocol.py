@@ -32,7 +32,7 @@ from tilefold.retrieval.common.files import (
 )
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.common.runs import Run
-from tilefold.retrieval.data.metadata import FILE, Metadata, Where
+from tilefold.retrieval.data.metadata import FILE, Fields, Metadata, Where
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_vectors
 
@@ -54,19 +54,21 @@ REMEDY = "Build the index again (tilefold index --overwrite)."
 _IDS = "ids.npy"
 _OFFSETS = "id_offsets.npy"
 ID_FILES = (_IDS, _OFFSETS)
-# How ids are encoded as UTF-8. An id may contain half a surrogate pair.
+# How ids are encoded as UTF-8. An id may contain an unpaired surrogate.
 _ENCODING_ERRORS = "surrogatepass"
 
 N = TypeVar("N", bound=np.generic)
 F = TypeVar("F", bound="FolderIndex")
+G = TypeVar("G", bound="GrowingIndex")
 
 
 class Hit(NamedTuple):
     """A retrieved document.
 
     Attributes:
-        id: of the document.
-        score: inner product of its vector and the query's; an estimate by some backends.
+        id: the id of the document.
+        score: the similarity of the document and the query, such as the inner product of their
+            vectors.
     """
 
     id: str
@@ -80,11 +82,11 @@ class SparseIndex(Protocol):
     ``search`` returns at most `k` documents for each query by inner product, best first. With
     `where` (:class:`Filter`), they are the best documents whose metadata match. Documents that
     share no term with the query are not returned, and an empty query has no results. It raises
-    ``ValueError`` for ``k < 1``, and ``VocabularyMismatchError`` for queries over another
-    vocabulary.
+    ``ValueError`` if ``k < 1``, and ``VocabularyMismatchError`` if the vocabularies of queries and
+    index differ.
 
-    ``save`` writes a new directory atomically, or replaces an earlier index of the backend with
-    `overwrite`. ``load`` (or :func:`tilefold.retrieval.load_index`) reads it.
+    ``save`` writes the index into a folder atomically. With `overwrite`, it replaces an index of
+    the same backend. ``load`` (or :func:`tilefold.retrieval.load_index`) opens the folder.
     """
 
     backend: ClassVar[str]
@@ -108,21 +110,23 @@ class SparseIndex(Protocol):
 
 
 def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
-    """Turn the hits of a search into a run, which evaluation and fusion take.
+    """Turn the hits of a search into a run for evaluation and fusion.
 
     Args:
         queries: the queries of the search.
         hits: the result of ``index.search(queries, k)``.
 
     Returns:
-        query id -> document id -> score.
+        Query id -> document id -> score.
     """
-    check_vectors("queries", queries, "those that were searched")
+    remedy = "the result of index.search(queries, k)"
+    check_vectors("queries", queries, "the queries of the search")
     hits = list_of("hits", hits)
     for query_hits in hits:
-        # Checks the first hit only, since those of a query come from one search.
-        for hit in list_of("hits", query_hits)[:1]:
-            check_instance("hits", hit, Hit, "the result of index.search(queries, k)")
+        list_of_hits = list_of("hits", query_hits)
+        if list_of_hits:
+            # All hits of a query come from one search, so the first one is enough.
+            check_instance("hits", list_of_hits[0], Hit, remedy)
     return {
         query_id: {hit.id: hit.score for hit in query_hits}
         for query_id, query_hits in zip(queries.ids, hits, strict=True)
@@ -137,16 +141,16 @@ def write_manifest(
     *,
     changing: Collection[str] = (),
 ) -> None:
-    """Write ``index.json``, which describes an index and has a checksum of every other file.
+    """Write the manifest of an index, with checksums of all files in its folder.
 
-    It is called after all other files were written.
+    All other files must be written before.
 
     Args:
-        folder: folder of the index.
+        folder: the folder of the index.
         index: the index that the manifest describes.
-        package: package that wrote the files, whose version is recorded.
-        options: options that the index was built with.
-        changing: names of files that change later, and get no checksum.
+        package: the package that wrote the files, whose version is recorded.
+        options: the options that the index was built with.
+        changing: names of files that get no checksum, because they will change.
     """
     files = [
         file for file in sorted(folder.iterdir()) if file.is_file() and file.name not in changing
@@ -166,10 +170,13 @@ def write_manifest(
 
 
 def read_description(path: str | Path) -> Json:
-    """Read the ``index.json`` of the index at `path`, without a check of the other files.
+    """Read the manifest of an index, without a check of the other files.
+
+    Args:
+        path: the folder of the index.
 
     Raises:
-        DataError: if the folder is no index, or the manifest is damaged or of another schema.
+        DataError: if the folder is not an index, or the manifest is damaged or has another schema.
     """
     folder = path_of("path", path)
     check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
@@ -184,7 +191,7 @@ def read_description(path: str | Path) -> Json:
 
 
 def _problem_of(manifest: Json) -> str | None:
-    """Describe the first entry of a manifest that is wrong, if there is one."""
+    """Return what is wrong with a manifest, as a phrase for an error; None if it is valid."""
     for key, expected_type in _TYPES.items():
         value = manifest.get(key)
         if not isinstance(value, expected_type) or isinstance(value, bool):
@@ -196,49 +203,44 @@ def _problem_of(manifest: Json) -> str | None:
     return None
 
 
-def read_manifest(path: str | Path, backend: str, *, unread: Collection[str] = ()) -> Json:
-    """Read the ``index.json`` at `path`, and compare the files with their checksums.
+def read_manifest(path: str | Path, backend: str, *, unverified: Collection[str] = ()) -> Json:
+    """Read the manifest of an index, and compare the files with their checksums.
 
     Args:
-        path: folder of the index.
-        backend: name of the backend that the index must have.
-        unread: names of files whose checksums are not compared. They must exist.
-
-    Returns:
-        The manifest.
+        path: the folder of the index.
+        backend: the backend that the index must have.
+        unverified: names of files that must exist, but whose checksums are not compared.
 
     Raises:
-        DataError: for an index of another backend, or a file that is damaged or missing.
+        DataError: if the index has another backend, or a file is damaged or missing.
     """
     manifest = read_description(path)
     if manifest["backend"] != backend:
         raise DataError(
             f"{path}: expected an index of backend {backend!r}, got {manifest['backend']!r}. "
-            "Load it as such.",
+            f"Load it with backend {manifest['backend']!r}.",
         )
     for name, digest in manifest["files"].items():
-        expected_digest = None if name in unread else digest
+        expected_digest = None if name in unverified else digest
         listed_file(Path(path), name, expected_digest, MANIFEST_NAME, REMEDY)
     return manifest
 
 
 def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
-    """Open the array of an index in `file`, memory-mapped.
+    """Memory-map one array file of an index.
 
     Args:
         file: a ``.npy`` file.
-        dtype: dtype that the array must have.
-        shape: lengths of the dimensions that the array must have.
+        dtype: the dtype that the array must have.
+        shape: the shape that the array must have.
 
     Raises:
-        DataError: for a file that is no array, or an array of another dtype or shape.
+        DataError: if the file is not an array, or the array has another dtype or shape.
     """
     try:
         array = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     except (OSError, ValueError, EOFError) as error:
-        raise DataError(
-            f"{file}: expected an array of an index, got ({error}). {REMEDY}",
-        ) from error
+        raise DataError(f"{file}: cannot be read as an array ({error}). {REMEDY}") from error
     if array.shape != shape or array.dtype != np.dtype(dtype):
         raise DataError(
             f"{file}: expected {np.dtype(dtype)} of shape {list(shape)}, "
@@ -248,7 +250,15 @@ def read_array(file: Path, dtype: type[N], *shape: int) -> npt.NDArray[N]:
 
 
 def read_offsets(file: Path, count: int) -> npt.NDArray[np.int64]:
-    """Open offsets ``[count + 1]``, and raise ``DataError`` unless they rise from 0."""
+    """Memory-map the offsets of an index.
+
+    Args:
+        file: a ``.npy`` file with int64 offsets ``[count + 1]``.
+        count: the number of rows that the offsets delimit.
+
+    Raises:
+        DataError: if the offsets do not begin with 0, or if an offset is below the one before it.
+    """
     offsets = read_array(file, np.int64, count + 1)
     try:
         check_offsets(offsets, max(0, int(offsets[-1])), "offsets")
@@ -261,8 +271,8 @@ class StoredIds(Sequence[str]):
     """Ids that are read from files when they are used.
 
     Args:
-        text: uint8, the ids in UTF-8, one after the other.
-        offsets: int64 ``[N + 1]``, where each id begins in the text.
+        text: the ids in UTF-8, one after the other, as uint8.
+        offsets: int64 ``[N + 1]``, where each id begins in `text`.
     """
 
     def __init__(self, text: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> None:
@@ -273,8 +283,8 @@ class StoredIds(Sequence[str]):
         """Decode the id at a position, or the ids of a slice.
 
         Raises:
-            IndexError: for a position outside of the ids.
-            DataError: for bytes that are not UTF-8.
+            IndexError: if there is no such position.
+            DataError: if the bytes are not UTF-8.
         """
         if isinstance(position, slice):
             return [self[item] for item in range(*position.indices(len(self)))]
@@ -290,24 +300,24 @@ class StoredIds(Sequence[str]):
             raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
 
     def at_positions(self, positions: npt.NDArray[np.integer]) -> Sequence[str]:
-        """Return the ids at some positions, in less than half the time of single ids.
+        """Return the ids at some positions, more than twice as fast as one by one.
 
         Args:
-            positions: int ``[n]``, not negative.
+            positions: integers ``[n]``, not negative.
 
         Raises:
-            DataError: for bytes that are not UTF-8.
+            DataError: if the bytes are not UTF-8.
         """
         text = self._text.data
-        begins = self._offsets[positions].tolist()
+        starts = self._offsets[positions].tolist()
         ends = self._offsets[positions + 1].tolist()
         try:
             return [
-                str(text[begin:end], "utf-8", _ENCODING_ERRORS)
-                for begin, end in zip(begins, ends, strict=True)
+                str(text[start:end], "utf-8", _ENCODING_ERRORS)
+                for start, end in zip(starts, ends, strict=True)
             ]
         except UnicodeDecodeError:
-            # Decoding them one by one raises the error that names the file.
+            # Reading the ids one by one raises a DataError that names the file.
             return [self[position] for position in positions.tolist()]
 
     def __len__(self) -> int:
@@ -315,69 +325,72 @@ class StoredIds(Sequence[str]):
 
     @classmethod
     def load(cls, folder: Path, count: int) -> StoredIds:
-        """Open ids that :func:`save_ids` wrote, memory-mapped.
+        """Memory-map the ids that :func:`save_ids` wrote.
 
         Args:
-            folder: folder of the index.
-            count: number of ids.
+            folder: the folder of the index.
+            count: the number of ids that the folder must have.
 
         Raises:
-            DataError: for another number of ids than `count`, or an empty id.
+            DataError: if the number of ids is not `count`, or an id is empty.
         """
         offsets = read_offsets(folder / _OFFSETS, count)
         if (np.diff(offsets) < 1).any():
-            raise DataError(
-                f"{folder / _OFFSETS}: expected ids of one byte at least, got an empty one. "
-                f"{REMEDY}",
-            )
+            raise DataError(f"{folder / _OFFSETS}: an id is empty. {REMEDY}")
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
+
+
+@contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Pause Python's cyclic garbage collection within the block."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def hits_of(
     ids: Sequence[str],
-    documents: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.int64],
     scores: npt.NDArray[np.float32],
 ) -> list[list[Hit]]:
     """Convert the positions and scores of a search to hits.
 
     Args:
         ids: ids of all documents of the index.
-        documents: ``[Nq, k]``, positions of documents in `ids`, best first. A negative position
-            stands for no document.
-        scores: ``[Nq, k]``, scores of these documents. Documents with a score of -infinity or NaN
-            are left out.
+        positions: ``[Nq, k]``, positions of documents in `ids`, best first. A negative position
+            means no document.
+        scores: ``[Nq, k]``, scores of these documents. A score of -infinity or NaN means no
+            document, too.
 
     Returns:
         The hits of each query, best first.
     """
     hits: list[list[Hit]] = []
-    is_hit = (documents >= 0) & (scores > -np.inf)
-    collects_garbage = gc.isenabled()
-    # Thousands of new hits would start collections that visit all objects of the process. Hits are
-    # in no reference cycles, so nothing is lost.
-    gc.disable()
-    try:
+    is_hit = (positions >= 0) & (scores > -np.inf)
+    # The thousands of new objects would trigger collections that visit all objects of the process.
+    with _garbage_collection_paused():
         for query_row, is_query_hit in enumerate(is_hit):
-            positions = documents[query_row][is_query_hit]
+            query_positions = positions[query_row][is_query_hit]
             query_scores = scores[query_row][is_query_hit].tolist()
-            names: Iterable[str]
+            query_ids: Iterable[str]
             if isinstance(ids, StoredIds):
-                names = ids.at_positions(positions)
+                query_ids = ids.at_positions(query_positions)
             else:
-                names = map(ids.__getitem__, positions.tolist())
+                query_ids = map(ids.__getitem__, query_positions.tolist())
             # Hit._make takes a pair, and is the fastest way to create many hits.
-            hits.append(list(map(Hit._make, zip(names, query_scores, strict=True))))
-    finally:
-        if collects_garbage:
-            gc.enable()
+            hits.append(list(map(Hit._make, zip(query_ids, query_scores, strict=True))))
     return hits
 
 
 def save_ids(ids: Iterable[str], folder: Path) -> None:
-    """Write `ids` for :meth:`StoredIds.load`."""
-    encoded = [name.encode("utf-8", _ENCODING_ERRORS) for name in ids]
-    np.save(folder / _IDS, np.frombuffer(b"".join(encoded), np.uint8))
-    np.save(folder / _OFFSETS, offsets_of([len(name) for name in encoded]))
+    """Write ids into the folder of an index, for :meth:`StoredIds.load`."""
+    encoded_ids = [document_id.encode("utf-8", _ENCODING_ERRORS) for document_id in ids]
+    np.save(folder / _IDS, np.frombuffer(b"".join(encoded_ids), np.uint8))
+    np.save(folder / _OFFSETS, offsets_of([len(encoded_id) for encoded_id in encoded_ids]))
 
 
 class FolderIndex(ABC):
@@ -385,13 +398,14 @@ class FolderIndex(ABC):
 
     Attributes:
         backend: name of the type of index.
-        package: package that reads and writes the backend's files.
+        package: name of the package that reads and writes the backend's files.
         own_files: names of the backend's files.
-        unread: names of the backend's files that are checked when a query reads them.
-        fingerprint: of the vocabulary.
-        metadata: metadata of the documents, for `where`.
+        checked_lazily: names of the backend's files that are checked when a query reads them.
+        fingerprint: digest of the vocabulary; None if it is unknown.
+        metadata: metadata of the documents, which `where` filters by; None if there are none.
         ids: ids of the documents.
-        vocab_size: number of terms of the vocabulary.
+        vocab_size: number of terms of the vocabulary. An index of dense or token vectors has their
+            dimension here.
         provenance: fingerprints of the model and of the documents.
         options: options of the build, a mapping or a dataclass.
     """
@@ -399,7 +413,7 @@ class FolderIndex(ABC):
     backend: ClassVar[str]
     package: ClassVar[str] = "numpy"
     own_files: ClassVar[tuple[str, ...]]
-    unread: ClassVar[tuple[str, ...]] = ()
+    checked_lazily: ClassVar[tuple[str, ...]] = ()
     fingerprint: str | None = None
     metadata: Metadata | None = None
     ids: Sequence[str]
@@ -413,9 +427,9 @@ class FolderIndex(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Options to build another index like this one.
+        """Options to build another index like this one, as a mapping.
 
-        Those of late interaction include measurements of the build.
+        The options of an index of token vectors also include measurements of its build.
         """
         if isinstance(self.options, Mapping):
             return dict(self.options)
@@ -448,15 +462,15 @@ class FolderIndex(ABC):
         write_manifest(folder, self, self.package, self.settings)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write the index as a directory, atomically.
+        """Write the index into a folder, atomically.
 
         Args:
-            path: the directory, new or empty.
-            overwrite: replace an earlier index of this backend.
+            path: the folder, new or empty.
+            overwrite: whether to replace an existing index of this backend.
 
         Raises:
-            FileExistsError: if `path` is not empty and not an index of this backend, or is one and
-                `overwrite` is False.
+            FileExistsError: if `path` has an index of this backend and `overwrite` is False, or if
+                it has anything else.
         """
         with self._new_folder(path, overwrite=overwrite) as folder:
             self._write(folder)
@@ -467,29 +481,92 @@ class FolderIndex(ABC):
         """Open an index that :meth:`save` wrote.
 
         Args:
-            path: folder of the index.
+            path: the folder of the index.
 
         Raises:
-            DataError: for an index that is damaged or of another backend. Damage of the files that
-                the class lists as :attr:`unread` is noticed when a query reads them.
+            DataError: if the index is damaged or has another backend. Files in
+                :attr:`checked_lazily` are checked when a query reads them.
         """
-        manifest = read_manifest(path, cls.backend, unread=cls.unread)
+        manifest = read_manifest(path, cls.backend, unverified=cls.checked_lazily)
         folder = Path(path)
         index = cls._read(folder, manifest, StoredIds.load(folder, manifest["n_documents"]))
         index.metadata = Metadata.load(folder, index.n_documents)
         return index
 
 
+class GrowingIndex(FolderIndex):
+    """Base of the indexes that are built in memory and can grow by segments.
+
+    A segment is an index of the same class, with the same options. An index and its segments can be
+    merged into one index.
+    """
+
+    @classmethod
+    @abstractmethod
+    def build_unchecked(cls: type[G], vectors: Any, **options: Any) -> G:
+        """Build an index of vectors, which may all be empty after an update."""
+
+    @abstractmethod
+    def stored(self) -> Any:
+        """Return the vectors of the documents as they are stored."""
+
+    def build_segment(
+        self: G,
+        vectors: Any,
+        folder: Path,
+        metadata: Mapping[str, Fields] | None,
+    ) -> G:
+        """Build an index of new documents with the options of this index.
+
+        Args:
+            vectors: vectors of the new documents.
+            folder: not used here. The index of a class that is not built in memory is written into
+                it.
+            metadata: document id -> fields of the new documents.
+        """
+        index = self.build_unchecked(vectors, **self.settings)
+        index.metadata = Metadata.from_fields(metadata, index.ids, self.provenance.passages)
+        return index
+
+    @classmethod
+    def merge(
+        cls: type[G],
+        parts: Sequence[G],
+        rows_by_part: Sequence[Sequence[int]],
+        folder: Path,
+        provenance: Provenance,
+        metadata: Metadata | None,
+    ) -> G:
+        """Build one index of selected documents of several indexes.
+
+        Args:
+            parts: the indexes, built with the same options.
+            rows_by_part: the rows of the documents that are copied from each part.
+            folder: not used here. The index of a class that is not built in memory is written into
+                it.
+            provenance: model and texts that the vectors were computed from.
+            metadata: metadata of the copied documents; None if there are none.
+        """
+        vectors_by_part = [
+            part.stored().take(rows) for part, rows in zip(parts, rows_by_part, strict=True)
+        ]
+        vectors = type(vectors_by_part[0]).concatenate(vectors_by_part)
+        index = cls.build_unchecked(vectors, **parts[0].settings)
+        index.provenance = provenance
+        index.metadata = metadata
+        return index
+
+
 @contextmanager
 def naming_versions(folder: Path, manifest: Json, package: str) -> Iterator[None]:
-    """Turn any error within the block into a ``DataError`` that names versions of a package.
+    """Turn any error within the block into a ``DataError`` that names the versions of a package.
 
-    The block reads files of the package, which another version may have written differently.
+    The block reads files of the package. Another version may have written them in another format.
 
     Args:
-        folder: folder of the index, for the error.
-        manifest: manifest of the index, with the version of the package that wrote the files.
-        package: name of the package that reads the files.
+        folder: the folder of the index, for the error.
+        manifest: the manifest of the index, with the version of the package that wrote the files.
+        package: the name of the package that reads the files.
     """
     try:
         yield

@@ -1,13 +1,12 @@
 """Indexes that grow by segments.
 
-An index that was updated has parts: the index that was built first, and segments, which are never
-changed. ``segments/current.json`` in the folder of the index lists the segments and the ids that
-were removed from each part. A segment is a complete index of the same backend in a folder of its
-own.
+An updated index has parts: the index that was built first, and segments. A part is never changed.
+A segment is a complete index of the same backend in its own folder. ``segments/current.json`` in
+the folder of the index lists the segments and the ids that were removed from each part.
 
 An update writes a segment, and then replaces that file, so that readers see the index before or
-after the update. Files of an interrupted update are removed by the next one. A backend needs
-``ids`` and ``search(queries, k)``, and its scores must not depend on other documents of the part.
+after the update. Files of an interrupted update are removed by the next update. The score of a
+document must not depend on the other documents of its part.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -26,12 +25,14 @@ from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index.exact import Postings
-from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit
-from tilefold.retrieval.vectors.sparse import SparseVectors
+from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, SparseIndex
 
-# Removed documents of a part up to which a search retrieves that many more hits and drops them.
-# More removed documents are masked.
-_MAX_DROPPED_HITS = 32
+if TYPE_CHECKING:
+    from tilefold.retrieval.index.on_device import DeviceIndex
+
+# Largest number of removed documents of a part for which a search retrieves that many extra hits
+# and drops removed ones. If there are more, the search masks them.
+_MAX_EXTRA_HITS = 32
 
 __all__ = ["Segments", "listed_parts", "open_segments"]
 
@@ -40,46 +41,49 @@ class Segments:
     """Parts of an index that are searched as one.
 
     Results are merged by score. Equal scores are in the order of the parts. Exact backends return
-    the same as one index of all documents. The texts of an index that was updated have no
-    fingerprint, so that they are not compared with those of a collection.
-
-    Args:
-        parts: indexes of the same backend.
-        removed: ids of removed documents, for each part.
+    the same as one index of all documents.
     """
 
     def __init__(self, parts: Sequence[Any], removed: Sequence[Collection[str]]) -> None:
-        """Join indexes into one that is searched.
+        """Search several indexes as one.
 
         Args:
             parts: indexes of the same backend, at least one.
             removed: ids of removed documents, for each part.
         """
         self.parts = list(parts)
-        self.removed = [set(names) for names in removed]
+        self.removed = [set(ids) for ids in removed]
         first_part = self.parts[0]
         self.backend = first_part.backend
         self.vocab_size = first_part.vocab_size
-        self.dimension = getattr(first_part, "dimension", None)  # of dense vectors
-        self.similarity = getattr(first_part, "similarity", None)  # of dense vectors
+        # Indexes of sparse vectors have no dimension and no similarity.
+        self.dimension = getattr(first_part, "dimension", None)
+        self.similarity = getattr(first_part, "similarity", None)
+        # Parts with a known vocabulary have the same fingerprint, which an update checks.
         fingerprints = [part.fingerprint for part in self.parts if part.fingerprint]
         self.fingerprint = fingerprints[0] if fingerprints else None
+        # The texts of all parts together have no recorded digest.
         self.provenance = replace(
             Provenance.shared(part.provenance for part in self.parts),
             texts_sha256=None,
         )
 
-    def pairs(self) -> Iterator[tuple[Any, set[str]]]:
+    def parts_with_removed(self) -> Iterator[tuple[Any, set[str]]]:
         """Iterate over the parts and the ids that were removed from each."""
         return zip(self.parts, self.removed, strict=True)
 
     @property
     def n_documents(self) -> int:
-        return sum(part.n_documents - len(removed) for part, removed in self.pairs())
+        return sum(part.n_documents - len(removed) for part, removed in self.parts_with_removed())
 
     @property
     def ids(self) -> list[str]:
-        return [name for part, removed in self.pairs() for name in part.ids if name not in removed]
+        return [
+            document_id
+            for part, removed in self.parts_with_removed()
+            for document_id in part.ids
+            if document_id not in removed
+        ]
 
     @cached_property
     def metadata(self) -> Metadata | None:
@@ -93,7 +97,11 @@ class Segments:
     def _present(self) -> Mask:
         """Mask of the documents of all parts, False for removed documents."""
         return np.array(
-            [name not in removed for part, removed in self.pairs() for name in part.ids],
+            [
+                document_id not in removed
+                for part, removed in self.parts_with_removed()
+                for document_id in part.ids
+            ],
             bool,
         )
 
@@ -107,12 +115,9 @@ class Segments:
     ) -> list[list[Hit]]:
         """Search all parts, and merge their hits by score.
 
-        Removed documents are still in the parts. If a part has few of them, it is searched for so
-        many more hits, and removed ones are dropped. If it has many, they are masked.
-
         Args:
-            queries: vectors of the queries, of the type that the backend searches with.
-            k: documents per query.
+            queries: vectors of the queries, as the backend takes them.
+            k: number of documents per query.
             where: filter of the documents' metadata.
             options: options of the backend's search.
 
@@ -120,130 +125,154 @@ class Segments:
             The hits of each query, best first.
         """
         merged: list[list[Hit]] = [[] for _ in range(len(queries))]
-        allowed = allowed_by(self.metadata, where)
+        matching = allowed_by(self.metadata, where)
         begin = 0
-        for part, removed in self.pairs():
-            end = begin + part.n_documents
-            mask = None if allowed is None else allowed[begin:end]
-            n_more_hits = len(removed)
-            # Under a mask, Seismic completes short results by an exact search, which is slow.
-            if n_more_hits > _MAX_DROPPED_HITS and self.backend != "seismic":
-                present = self._present[begin:end]
-                mask = present if mask is None else mask & present
-                n_more_hits = 0
+        for part, removed in self.parts_with_removed():
+            documents = slice(begin, begin + part.n_documents)
+            begin = documents.stop
+            n_extra_hits, allowed = self._exclude_removed(
+                documents,
+                len(removed),
+                None if matching is None else matching[documents],
+            )
             part_options = dict(options)
-            if mask is not None:
-                part_options["allowed"] = mask
-            part_hits = part.search(queries, k + n_more_hits, **part_options)
+            if allowed is not None:
+                part_options["allowed"] = allowed
+            part_hits = part.search(queries, k + n_extra_hits, **part_options)
             for query_hits, hits in zip(merged, part_hits, strict=True):
                 query_hits.extend(hit for hit in hits if hit.id not in removed)
-            begin = end
         return [sorted(query_hits, key=lambda hit: -hit.score)[:k] for query_hits in merged]
 
-    def vectors(self, names: Iterable[str]) -> Tensor:
-        """Return the dense vectors of documents, as :meth:`DenseIndex.vectors`."""
+    def _exclude_removed(
+        self,
+        documents: slice,
+        n_removed: int,
+        matching: Mask | None,
+    ) -> tuple[int, Mask | None]:
+        """Choose how a search of a part excludes removed documents: by extra hits, or by a mask.
+
+        Args:
+            documents: the documents of the part among the documents of all parts.
+            n_removed: number of removed documents of the part.
+            matching: mask of the part's documents that match a filter; None without a filter.
+
+        Returns:
+            How many hits to retrieve in addition to `k`, of which the caller drops removed
+            documents, and the mask of the search.
+        """
+        # With a mask, Seismic completes short results by an exact search, which is slow.
+        if n_removed <= _MAX_EXTRA_HITS or self.backend == "seismic":
+            return n_removed, matching
+        present = self._present[documents]
+        return 0, present if matching is None else matching & present
+
+    def vectors(self, document_ids: Iterable[str]) -> Tensor:
+        """Return the vectors of documents of a dense index, as :meth:`DenseIndex.vectors` does."""
         import torch
 
-        return torch.cat([self._part_of(name).vectors([name]) for name in names])
+        return torch.cat(
+            [self._part_of(document_id).vectors([document_id]) for document_id in document_ids],
+        )
 
-    def _part_of(self, name: str) -> Any:
+    def _part_of(self, document_id: str) -> Any:
         """Return the part with a document, or raise ``MissingDocumentError``."""
-        for part, removed in self.pairs():
-            if name not in removed and part.holds(name):
+        for part, removed in self.parts_with_removed():
+            if document_id not in removed and part.holds(document_id):
                 return part
-        raise MissingDocumentError("vectors", name)
+        raise MissingDocumentError("vectors", document_id)
 
-    def on(self, device: str = "cuda") -> Any:
+    def on(self, device: str = "cuda") -> Segments | DeviceIndex:
         """Return an index that searches on a device.
 
-        Dense and token vectors stay in parts. The postings of exact sparse parts are joined to one
-        :class:`DeviceIndex`.
+        The parts of a dense or late index are moved one by one. The postings of exact parts are
+        concatenated into one :class:`DeviceIndex`, which masks removed documents.
 
         Raises:
-            ValueError: for a backend that searches on the CPU only.
+            ValueError: if the backend searches on the CPU only.
         """
         if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)
         if self.backend != "exact":
             raise ValueError(
-                f"index.on: expected an exact, dense or late index, got {self.backend}, which "
-                "searches on the CPU only. Build one with backend='exact'.",
+                f"index.on: expected an index of backend 'exact', 'dense' or 'late', got "
+                f"{self.backend!r}, which searches on the CPU only. Build one with "
+                "backend='exact'.",
             )
-        from tilefold.retrieval.index.on_device import DeviceIndex  # brings torch
+        from tilefold.retrieval.index.on_device import DeviceIndex  # needs torch
 
-        index: Any = self
-        ids = [name for part in self.parts for name in part.ids]
-        postings = Postings.joined([part.postings() for part in self.parts])
-        return DeviceIndex(ids, postings, index, device, self._present)
+        return DeviceIndex(
+            [document_id for part in self.parts for document_id in part.ids],
+            Postings.concatenate([part.postings() for part in self.parts]),
+            cast("SparseIndex", self),
+            device,
+            self._present,
+        )
 
     def merged(self, folder: Path) -> Any:
         """Merge the parts into one index, without removed documents.
 
         Args:
-            folder: folder that the caller saves the index in. An index of token vectors is written
-                into it here.
+            folder: the folder that the caller saves the index in. An index of token vectors is
+                written into it here, because it is not built in memory.
 
         Returns:
             The index, with the options of the first part.
         """
-        # For each part, the rows of the documents that were not removed, and their metadata.
         rows_by_part = []
-        part_metadata = []
-        for part, removed in self.pairs():
-            rows = [row for row, name in enumerate(part.ids) if name not in removed]
+        metadata_by_part = []
+        for part, removed in self.parts_with_removed():
+            rows = [row for row, document_id in enumerate(part.ids) if document_id not in removed]
             rows_by_part.append(rows)
-            part_metadata.append(part.metadata and part.metadata.take(rows))
-        metadata = Metadata.concatenate(part_metadata, [len(rows) for rows in rows_by_part])
-        first_part = self.parts[0]
-        index_type = type(first_part)
-        if self.backend == "late":
-            return index_type.merged(self.parts, rows_by_part, folder, self.provenance, metadata)
-        part_vectors: list[Any] = [
-            part.stored().take(rows) for part, rows in zip(self.parts, rows_by_part, strict=True)
-        ]
-        vectors = type(part_vectors[0]).concatenate(part_vectors)
-        # Sparse vectors may all be empty after documents were removed.
-        build = index_type.of_any if isinstance(vectors, SparseVectors) else index_type.build
-        index = build(vectors, **first_part.settings)
-        index.provenance = self.provenance
-        index.metadata = metadata
-        return index
+            metadata_by_part.append(None if part.metadata is None else part.metadata.take(rows))
+        return type(self.parts[0]).merge(
+            self.parts,
+            rows_by_part,
+            folder,
+            self.provenance,
+            Metadata.concatenate(metadata_by_part, [len(rows) for rows in rows_by_part]),
+        )
 
 
-def open_segments(path: Path, first: Any, load: Callable[[Path], Any]) -> Any:
+def open_segments(path: Path, index: Any, load: Callable[[Path], Any]) -> Any:
     """Open the segments of an index.
 
     Args:
-        path: folder of the index.
-        first: the open index of that folder, without segments.
-        load: function that opens the folder of a segment.
+        path: the folder of the index.
+        index: the index that was loaded from this folder, without its segments.
+        load: a function that loads an index from the folder of a segment.
 
     Returns:
-        :class:`Segments` of `first` and its segments, or `first` if it has none.
+        :class:`Segments` of the index and its segments, or the index itself if it has none.
 
     Raises:
-        DataError: for a list of segments that is damaged.
+        DataError: if the list of segments is damaged.
     """
     listed = listed_parts(path)["parts"]
     if not listed:
-        return first
-    names = [str(part["folder"]) for part in listed]
-    # The first name is empty. The others must not lead out of the folder.
-    if names[0] or any(Path(name).name != name for name in names[1:]):
+        return index
+    # The first entry is the index itself, with an empty name.
+    index_name, *segment_names = [str(part["folder"]) for part in listed]
+    # A segment's name must not lead out of the folder.
+    are_valid = all(Path(name).name == name for name in segment_names)
+    if index_name or not are_valid:
         raise DataError(
-            f"{path / SEGMENTS}: expected names of folders, the index itself first, got {names}. "
-            f"{REMEDY}",
+            f"{path / SEGMENTS}: expected names of folders, the index itself first, got "
+            f"{[index_name, *segment_names]}. {REMEDY}",
         )
-    segments = [load(path / SEGMENTS / name) for name in names[1:]]
-    return Segments([first, *segments], [part["removed"] for part in listed])
+    segments = [load(path / SEGMENTS / name) for name in segment_names]
+    return Segments([index, *segments], [part["removed"] for part in listed])
 
 
 def listed_parts(path: Path) -> Json:
-    """Read the list of the segments of an index.
+    """Read the list of the parts of an index.
+
+    Args:
+        path: the folder of the index.
 
     Returns:
-        ``parts``, each with its ``folder`` and ids ``removed``, and ``written``, the number of
-        segments that were ever written.
+        ``parts``, a list with the name of the ``folder`` and the ``removed`` ids of each part, and
+        ``written``, the number of segments that were ever written. The name of the index itself,
+        which is the first part, is empty. An index without segments has an empty list.
     """
     file = path / SEGMENTS / "current.json"
     if not file.exists():

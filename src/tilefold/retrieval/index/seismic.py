@@ -6,11 +6,12 @@ and 0.5.4:
 * It prints while it builds and saves.
 * A component beyond its dimension corrupts the answer.
 * ``k = 0`` panics.
-* Queries may come back in another order.
+* The answers of a batch may have another order than the queries.
 * Weights are 16-bit floats.
-* The time to build grows with the vocabulary, used or not. Terms are therefore renumbered to those
-  in use.
-* Release 0.5.2 takes documents one by one, and numbers terms in the order in which it meets them.
+* The time of a build grows with the vocabulary, used or not. Terms are therefore renumbered: the
+  component of a term is its position among the terms that documents have.
+* Release 0.5.2 takes documents one by one, and numbers components again in the order in which they
+  occur.
 """
 
 from __future__ import annotations
@@ -38,28 +39,41 @@ from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index._half_weights import HalfWeights, SmallWeights
 from tilefold.retrieval.index.exact import ExactIndex
-from tilefold.retrieval.index.protocol import REMEDY, FolderIndex, Hit, StoredIds, naming_versions
+from tilefold.retrieval.index.protocol import (
+    REMEDY,
+    GrowingIndex,
+    Hit,
+    StoredIds,
+    naming_versions,
+)
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_buildable, check_search
 
 __all__ = ["SeismicIndex", "SeismicOptions"]
 
 _PACKAGE = "pyseismic-lsr"
-# The package has other classes for more terms than 16 bits can number.
+# The package has separate classes (LV, large vocabulary) for more terms than 16 bits can number.
 _SMALL_VOCABULARY = 1 << 16
 # Number of documents from which on Seismic's authors search with other options.
 _MANY_DOCUMENTS = 1_000_000
 # The longest posting list of a term, as a multiple of n_postings.
 _MAX_LIST_FRACTION = 1.5
-# A filtered search retrieves this many times the documents that it needs on average.
+# A filtered search retrieves this many times the documents that contain k matching ones on average.
 _FILTER_MARGIN = 4
+# Largest fraction of all documents that a filtered search retrieves. If it needs more, an exact
+# search is faster.
+_MAX_FILTERED_FRACTION = 0.25
 
 # Files of the index. The package appends ".index.seismic" to the stem.
 _ENGINE_STEM = "seismic"
 _ENGINE_FILE = f"{_ENGINE_STEM}.index.seismic"
 _TERMS = "terms.npy"
-_FILLED = "filled.npy"  # rows of the documents that have terms
-_HALF_WEIGHTS = "half_weights.npz"  # only if weights are scaled
-_RANKS = "ranks.npy"  # only if the package numbered the terms
+# Rows of the documents that have terms.
+_FILLED = "filled.npy"
+# Only if weights are scaled.
+_HALF_WEIGHTS = "half_weights.npz"
+# Position in `terms.npy` of each component of the engine. Only if the engine renumbered the
+# components.
+_RANKS = "ranks.npy"
 
 Terms = npt.NDArray[np.int32]
 Rows = npt.NDArray[np.int64]
@@ -68,23 +82,23 @@ Scores = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class SeismicOptions:
-    """Options of a Seismic index: five of the build, then the defaults of a search.
+    """Options of a Seismic index: five options of the build, then defaults of a search.
 
     Attributes:
-        n_postings: postings kept per term, on average. None chooses by the collection, see
-            :meth:`for_collection`.
-        centroid_fraction: clusters of a posting list, as a fraction of its documents.
-        min_cluster_size: documents of the smallest cluster.
+        n_postings: number of postings that a term keeps, on average. None sets it by the
+            collection, see :meth:`for_collection`.
+        centroid_fraction: number of clusters of a posting list, as a fraction of its documents.
+        min_cluster_size: number of documents of the smallest cluster.
         summary_energy: fraction of a cluster's weight that its summary keeps.
         doc_cut: number of heaviest terms of a document that clustering reads.
         query_cut: number of heaviest terms of a query that choose the clusters. Scores use all
-            terms. None chooses by the collection.
-        heap_factor: in [0, 1]. A lower value visits more clusters, which is slower and closer to
-            exact. None chooses by the collection.
-        num_threads: 0 uses one per core.
+            terms. None sets it by the collection.
+        heap_factor: a number in [0, 1]. A lower value visits more clusters, which is slower and
+            closer to exact. None sets it by the collection.
+        num_threads: number of threads; 0 uses one per core.
 
     Raises:
-        ValueError: for a value out of range.
+        ValueError: if a value is out of range.
     """
 
     n_postings: int | None = None
@@ -97,7 +111,7 @@ class SeismicOptions:
     num_threads: int = 0
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for an option that is out of range."""
+        """Raise ``ValueError`` if an option is out of range."""
         if self.n_postings is not None:
             check_count("n_postings", self.n_postings)
         _check_fraction("centroid_fraction", self.centroid_fraction)
@@ -112,30 +126,31 @@ class SeismicOptions:
 
     @classmethod
     def parse(cls, options: Json) -> SeismicOptions:
-        """Create options from a mapping, or raise ``ValueError`` for an unknown name."""
+        """Create options from a mapping, or raise ``ValueError`` if a name is unknown."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(names))
         if unknown:
             raise ArgumentError(
-                "options", f"Seismic has {', '.join(names)}; got {', '.join(unknown)}."
+                "options",
+                f"Seismic has {', '.join(names)}; got {', '.join(unknown)}.",
             )
         return cls(**options)
 
     @property
     def is_complete(self) -> bool:
-        """Whether no option is left to :meth:`for_collection`."""
+        """Whether every option has a value."""
         return None not in (self.n_postings, self.query_cut, self.heap_factor)
 
     def for_collection(self, documents: int, mean_postings: float) -> SeismicOptions:
-        """Replace the options that are None by values that suit a collection.
+        """Fill unset options with values that suit a collection.
 
-        With L postings of a term on average, ``n_postings`` is ``10 * L ** 0.56``. With 10,000
-        documents of 120 terms, that is twice L, because shorter lists lose documents there. With
-        the 8.8 million documents of MS MARCO, it is 3,500, a tenth of L, as Seismic's authors set
-        it.
+        ``n_postings`` is ``10 * L ** 0.56``, where L is the mean number of postings of a term. For
+        the 8.8 million documents of MS MARCO, it is 3,500, which is the value of Seismic's authors
+        and a tenth of L. For 10,000 documents of 120 terms, it is 2 L, because shorter lists would
+        lose documents.
 
         ``query_cut`` is 20 and ``heap_factor`` is 0.7. From a million documents on, they are 10 and
-        0.8, which are also the authors' values.
+        0.8, the authors' values.
 
         Args:
             documents: number of documents.
@@ -143,7 +158,7 @@ class SeismicOptions:
                 occur.
 
         Returns:
-            A copy of the options, without None.
+            A copy of the options with no option left unset.
         """
         n_postings = self.n_postings
         if n_postings is None:
@@ -164,7 +179,13 @@ class SeismicOptions:
 
 
 def _check_fraction(name: str, value: Any, *, zero_allowed: bool = False) -> None:
-    """Raise ``ValueError`` unless an option is a number in (0, 1], or in [0, 1]."""
+    """Raise ``ValueError`` if an option is not a number in (0, 1] or, with `zero_allowed`, [0, 1].
+
+    Args:
+        name: the name of the option.
+        value: the value of the option.
+        zero_allowed: whether 0 is valid.
+    """
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if is_number and 0.0 <= value <= 1.0 and (zero_allowed or value != 0.0):
         return
@@ -172,26 +193,13 @@ def _check_fraction(name: str, value: Any, *, zero_allowed: bool = False) -> Non
     raise ArgumentError(name, f"expected a number in {interval}, got {value!r}.")
 
 
-class SeismicIndex(FolderIndex):
-    """Clustered inverted lists with summaries, which find documents approximately.
+class SeismicIndex(GrowingIndex):
+    """An approximate index of clustered posting lists with summaries.
 
-    Scores are inner products of all query terms with weights rounded to 16-bit floats, whose
-    relative error is below 1e-3. Weights that are too small or too large for 16 bits are multiplied
-    by a power of two. Weights that are then still too small are stored in 32 bits and searched
-    exactly. Building uses random clustering, so two builds may miss different documents.
-
-    Args:
-        engine: index of the package, or None if no document has a term.
-        ids: of all documents.
-        terms: int32 ``[M]``, ascending terms in use. The package numbers them from 0.
-        nonempty_rows: ascending rows of the documents that have terms. Only they are in the engine.
-        options: without None.
-        vocab_size: number of terms of the vocabulary.
-        fingerprint: of the vocabulary.
-        provenance: the model and the texts that the vectors were made from.
-        half_weights: conversion of the weights to 16-bit floats.
-        ranks: int32 ``[M]``, position in `terms` of each term as the engine numbers it. None if
-            the engine numbers the terms in ascending order.
+    Scores are inner products of all query terms with weights that are rounded to 16-bit floats,
+    whose relative error is below 1e-3. If weights are too small or too large for 16 bits, all are
+    multiplied by a power of two. Weights that are still too small are stored in 32 bits and
+    searched exactly. Building uses random clustering, so two builds may miss different documents.
     """
 
     backend = "seismic"
@@ -210,25 +218,24 @@ class SeismicIndex(FolderIndex):
         fingerprint: str | None,
         provenance: Provenance,
         half_weights: HalfWeights | None = None,
-        ranks: Terms | None = None,
+        engine_terms: Terms | None = None,
     ) -> None:
-        """Create an index of an engine that was built or loaded.
+        """Wrap an engine that was built or loaded.
 
         Args:
-            engine: index of the package, or None if no document has a term.
+            engine: an index of the package; None if no document has a term.
             ids: ids of all documents.
-            terms: int32 ``[M]``, ascending, the terms that documents have. The engine numbers them
-                from 0 to M - 1.
-            nonempty_rows: ascending rows of the documents that have terms. Only they are in the
-                engine.
-            options: options of the index, without None.
+            terms: int32 ``[M]``, the terms that documents have, ascending.
+            nonempty_rows: rows of the documents that have terms, ascending. Only these documents
+                are in the engine.
+            options: options of the index, with all defaults filled in.
             vocab_size: number of terms of the vocabulary.
             fingerprint: digest of the vocabulary; None if it is unknown.
             provenance: model and texts that the vectors were computed from.
-            half_weights: how weights are scaled to the 16-bit floats of the engine. None for
-                weights that are not scaled.
-            ranks: int32 ``[M]``, position in `terms` of each term as the engine numbers it. None if
-                the engine numbers the terms in ascending order.
+            half_weights: conversion of the weights to the engine's 16-bit floats; None if they are
+                not scaled.
+            engine_terms: int32 ``[M]``, the term of each component of the engine; None if the
+                engine has the terms in the order of `terms`.
         """
         self._engine = engine
         self.ids = ids
@@ -239,8 +246,8 @@ class SeismicIndex(FolderIndex):
         self.fingerprint = fingerprint
         self.provenance = provenance
         self._half_weights = half_weights or HalfWeights()
-        self._ranks = ranks
-        # Folder that the index was loaded from.
+        self._engine_terms = terms if engine_terms is None else engine_terms
+        # The folder that the index was loaded from; None for an index that was built in memory.
         self._folder: Path | None = None
 
     @classmethod
@@ -254,69 +261,52 @@ class SeismicIndex(FolderIndex):
         Raises:
             ValueError: if no weight is positive, or an option is wrong.
         """
-        SeismicOptions.parse(options)
-        _package()
+        _import_seismic()
         check_buildable(vectors)
-        return cls.of_any(vectors, **options)
+        return cls.build_unchecked(vectors, **options)
 
     @classmethod
-    def of_any(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
-        """Build an index of vectors that may all be empty, as after an update."""
-        chosen = SeismicOptions.parse(options)
-        package = _package()
+    def build_unchecked(cls, vectors: SparseVectors, **options: object) -> SeismicIndex:
+        """Build an index of vectors, which may all be empty after an update.
+
+        Args:
+            vectors: sparse vectors of the documents.
+            options: fields of :class:`SeismicOptions`.
+
+        Raises:
+            ValueError: if an option is wrong.
+        """
+        parsed_options = SeismicOptions.parse(options)
         if not (vectors.data > 0).any():
             return cls(
                 None,
                 list(vectors.ids),
                 np.empty(0, np.int32),
                 np.empty(0, np.int64),
-                chosen.for_collection(len(vectors), mean_postings=0),
+                parsed_options.for_collection(len(vectors), mean_postings=0),
                 vocab_size=vectors.vocab_size,
                 fingerprint=vectors.fingerprint,
                 provenance=vectors.provenance,
             )
         half_weights, scaled = HalfWeights.split(vectors)
-        terms = np.flatnonzero(np.bincount(scaled.indices, minlength=vectors.vocab_size))
-        # The number that the package knows a term by is its position in `terms`.
-        numbers = np.zeros(vectors.vocab_size, np.int64)
-        numbers[terms] = np.arange(terms.size)
-        chosen = chosen.for_collection(len(vectors), scaled.indices.size / terms.size)
-        if terms.size > _SMALL_VOCABULARY:
-            dataset_type = package.SeismicDatasetLV
-            engine_type = package.SeismicIndexLV
-        else:
-            dataset_type = package.SeismicDataset
-            engine_type = package.SeismicIndex
-        with _silenced_output():
-            dataset, ranks = _dataset(
-                dataset_type,
-                numbers[scaled.indices],
-                scaled.data,
-                scaled.indptr,
-                terms.size,
-            )
-            engine = engine_type.build_from_dataset(
-                dataset,
-                n_postings=chosen.n_postings,
-                centroid_fraction=chosen.centroid_fraction,
-                min_cluster_size=chosen.min_cluster_size,
-                summary_energy=chosen.summary_energy,
-                doc_cut=chosen.doc_cut,
-                num_threads=chosen.num_threads,
-                max_fraction=_MAX_LIST_FRACTION,
-                nknn=0,
-            )
+        occurrences = np.bincount(scaled.indices, minlength=vectors.vocab_size)
+        terms = np.flatnonzero(occurrences).astype(np.int32)
+        full_options = parsed_options.for_collection(
+            len(vectors),
+            scaled.indices.size / terms.size,
+        )
+        engine, engine_terms = _build_engine(scaled, terms, full_options)
         return cls(
             engine,
             list(vectors.ids),
-            terms.astype(np.int32),
+            terms,
             np.flatnonzero(np.diff(scaled.indptr)),
-            chosen,
+            full_options,
             vocab_size=vectors.vocab_size,
             fingerprint=vectors.fingerprint,
             provenance=vectors.provenance,
             half_weights=half_weights,
-            ranks=ranks,
+            engine_terms=engine_terms,
         )
 
     def search(
@@ -335,15 +325,16 @@ class SeismicIndex(FolderIndex):
 
         A filtered search returns `k` matching documents, or all that share a term with the query.
         It retrieves more documents than `k` and drops those that do not match. If fewer than `k`
-        are left, or if few documents match at all, it scores all matching documents exactly.
+        are left, or if few documents match at all, it scores all matching documents exactly. If
+        both `where` and `allowed` are passed, documents must match both.
 
         Args:
-            queries: over the vocabulary of the index.
-            k: documents per query.
-            query_cut: see :class:`SeismicOptions`; by default the option of the build.
-            heap_factor: see :class:`SeismicOptions`; by default the option of the build.
+            queries: sparse vectors over the vocabulary of the index.
+            k: number of documents per query.
+            query_cut: see :class:`SeismicOptions`; defaults to the value given at build time.
+            heap_factor: see :class:`SeismicOptions`; defaults to the value given at build time.
             where: filter of the documents' metadata.
-            allowed: bool ``[N]``, the documents that may be returned.
+            allowed: bool ``[N]``, False for documents that are left out; None allows all.
         """
         check_search(self, queries, k)
         options = replace(
@@ -351,44 +342,47 @@ class SeismicIndex(FolderIndex):
             query_cut=self.options.query_cut if query_cut is None else query_cut,
             heap_factor=self.options.heap_factor if heap_factor is None else heap_factor,
         )
-        mask = allowed_by(self.metadata, where, allowed)
-        if mask is None:
-            ranked_documents = self._ranked(queries, k, options)
+        allowed = allowed_by(self.metadata, where, allowed)
+        if allowed is None:
             return [
-                [Hit(self.ids[row], score) for row, score in ranked] for ranked in ranked_documents
+                [Hit(self.ids[row], score) for row, score in ranking]
+                for ranking in self._rank(queries, k, options)
             ]
-        return self._filtered_search(queries, k, options, mask)
+        return self._filtered_search(queries, k, options, allowed)
 
     def _filtered_search(
         self,
         queries: SparseVectors,
         k: int,
         options: SeismicOptions,
-        mask: Mask,
+        allowed: Mask,
     ) -> list[list[Hit]]:
-        """Return the `k` best documents in a mask for each query.
+        """Return the `k` best allowed documents for each query.
 
-        The approximate search retrieves four times as many documents as contain `k` matching ones
-        on average. A query that still has fewer than `k` is searched exactly. All queries are, if
-        the approximate search would retrieve more than a quarter of the documents.
+        The approximate search retrieves four times as many documents as contain `k` allowed ones on
+        average. A query that still has fewer than `k` hits is searched exactly. If the approximate
+        search would retrieve more than a quarter of all documents, every query is searched exactly.
 
         Args:
-            queries: over the vocabulary of the index.
-            k: documents per query.
+            queries: sparse vectors over the vocabulary of the index.
+            k: number of documents per query.
             options: options of the approximate search.
-            mask: bool ``[N]``, the documents that may be returned.
+            allowed: bool ``[N]``, False for documents that are left out.
         """
-        # k documents match among k * N / n_matching documents, on average.
-        n_matching = max(1, int(mask.sum()))
-        depth = _FILTER_MARGIN * k * self.n_documents // n_matching
-        hits: list[list[Hit]] = [[] for _ in range(len(queries))]
-        if depth < self.n_documents // _FILTER_MARGIN:
-            for query_row, ranked in enumerate(self._ranked(queries, depth, options)):
-                matching = [Hit(self.ids[row], score) for row, score in ranked if mask[row]]
-                hits[query_row] = matching[:k]
+        # On average, k * N / n_allowed documents contain k allowed ones.
+        n_allowed = max(1, int(allowed.sum()))
+        depth = _FILTER_MARGIN * k * self.n_documents // n_allowed
+        hits: list[list[Hit]]
+        if depth < int(self.n_documents * _MAX_FILTERED_FRACTION):
+            hits = [
+                [Hit(self.ids[row], score) for row, score in ranking if allowed[row]][:k]
+                for ranking in self._rank(queries, depth, options)
+            ]
+        else:
+            hits = [[] for _ in range(len(queries))]
         short_rows = [query_row for query_row, row_hits in enumerate(hits) if len(row_hits) < k]
         if short_rows:
-            exact_hits = self._exact.search(queries.take(short_rows), k, allowed=mask)
+            exact_hits = self._exact_index.search(queries.take(short_rows), k, allowed=allowed)
             for query_row, row_hits in zip(short_rows, exact_hits, strict=True):
                 hits[query_row] = row_hits
         return hits
@@ -396,55 +390,35 @@ class SeismicIndex(FolderIndex):
     def stored(self) -> SparseVectors:
         """Return the vectors of the documents with their stored weights, without zeros.
 
-        Weights are those that the engine has in 16 bits, so they are rounded. Small weights, which
-        are stored outside of the engine, are included in 32 bits.
+        The weights are rounded to 16 bits, as the engine stores them, except weights that are too
+        small for 16 bits.
         """
         n_terms = np.zeros(self.n_documents, np.int64)
-        # The lists begin with empty arrays, because an index without terms has nothing to
-        # concatenate.
-        term_positions = [np.empty(0, np.int32)]
+        # An empty array comes first, so that the arrays of an index without terms can be
+        # concatenated.
+        components = [np.empty(0, np.int32)]
         weights = [np.empty(0, np.float32)]
         for position, row in enumerate(self._nonempty_rows.tolist()):
-            numbers, document_weights = self._engine.get(position)
-            document_terms, document_weights = self._in_order(
-                np.array(numbers, np.int32),
-                np.array(document_weights, np.float32),
-            )
-            n_terms[row] = len(document_terms)
-            term_positions.append(document_terms)
-            weights.append(document_weights)
+            document_components, document_weights = self._engine.get(position)
+            n_terms[row] = len(document_components)
+            components.append(np.array(document_components, np.int32))
+            weights.append(np.array(document_weights, np.float32))
         vectors = SparseVectors(
             list(self.ids),
             offsets_of(n_terms),
-            self._terms[np.concatenate(term_positions)],
+            self._engine_terms[np.concatenate(components)],
             self._half_weights.unscaled(np.concatenate(weights)),
             self.vocab_size,
             self.fingerprint,
             self.provenance,
         )
-        return self._half_weights.joined(vectors)
-
-    def _in_order(self, numbers: Terms, weights: Scores) -> tuple[Terms, Scores]:
-        """Translate the engine's terms of a document to positions, and sort them.
-
-        Args:
-            numbers: numbers by which the engine knows the terms.
-            weights: weights of these terms.
-
-        Returns:
-            Ascending positions in ``self._terms``, and the weights in their order.
-        """
-        if self._ranks is None:
-            return numbers, weights
-        positions = self._ranks[numbers]
-        order = np.argsort(positions)
-        return positions[order], weights[order]
+        return self._half_weights.with_small_weights(vectors)
 
     @cached_property
-    def _exact(self) -> ExactIndex:
-        return ExactIndex.of_any(self.stored())
+    def _exact_index(self) -> ExactIndex:
+        return ExactIndex.build_unchecked(self.stored())
 
-    def _ranked(
+    def _rank(
         self,
         queries: SparseVectors,
         k: int,
@@ -453,32 +427,28 @@ class SeismicIndex(FolderIndex):
         """Rank documents for each query.
 
         Args:
-            queries: over the vocabulary of the index.
-            k: the most documents per query.
+            queries: sparse vectors over the vocabulary of the index.
+            k: largest number of documents per query.
             options: options of the approximate search.
 
         Returns:
             For each query, pairs of a document's row and its score, best first. Scores are
             positive.
         """
+        rankings: list[list[tuple[int, float]]] = []
         small = self._half_weights.small
-        ranked_documents: list[list[tuple[int, float]]] = []
-        engine_answers = self._engine_answers(queries, k, options)
-        for query_row, (engine_rows, scaled_scores) in enumerate(engine_answers):
-            rows = engine_rows
-            scores = self._half_weights.unscaled(scaled_scores)
+        for query_row, answer in enumerate(self._search_engine(queries, k, options)):
+            rows, scores = answer
             if small is not None:
                 terms, weights = queries.row(query_row)
-                rows, scores = self._with_small_weights(rows, scores, small, terms, weights, k)
-            # By falling score, then by rising row.
+                rows, scores = self._add_small_weights(rows, scores, small, terms, weights, k)
+            # By descending score, then by ascending row.
             order = np.lexsort((rows, -scores))[:k]
             order = order[scores[order] > 0]
-            ranked_documents.append(
-                list(zip(rows[order].tolist(), scores[order].tolist(), strict=True)),
-            )
-        return ranked_documents
+            rankings.append(list(zip(rows[order].tolist(), scores[order].tolist(), strict=True)))
+        return rankings
 
-    def _with_small_weights(
+    def _add_small_weights(
         self,
         rows: Rows,
         scores: Scores,
@@ -487,54 +457,56 @@ class SeismicIndex(FolderIndex):
         weights: Scores,
         k: int,
     ) -> tuple[Rows, Scores]:
-        """Add small weights, which the engine does not have, to the scores of a query.
+        """Complete the engine's scores of a query by weights that are too small for 16 bits.
 
-        A document's score is the inner product of the query with its weights in the engine, plus
-        the inner product with its small weights. Documents that the engine did not retrieve are
-        added if they are among the best `k` by their small weights.
+        These weights are stored outside of the engine. A document's score is the inner product of
+        the query with its weights in the engine, plus the inner product with its small weights.
+        Documents that the engine did not retrieve are added if they are among the best `k` by their
+        small weights.
 
         Args:
             rows: rows of the documents that the engine retrieved.
-            scores: their scores by the engine's weights, unscaled.
-            small: the small weights, of some documents.
+            scores: scores of these documents by the engine's weights.
+            small: the small weights of some documents.
             terms: terms of the query, ascending.
             weights: weights of these terms.
-            k: the most documents that are added.
+            k: largest number of documents that are added.
 
         Returns:
             Rows of documents, in any order, and their scores.
         """
-        products = small.scores(terms, weights)
-        # Position of each retrieved document in `small.rows`, if it has small weights. The minimum
-        # keeps the positions valid for the comparison in the next line.
-        positions = np.minimum(np.searchsorted(small.rows, rows), len(small.rows) - 1)
-        has_small = small.rows[positions] == rows
-        scores = scores + np.where(has_small, products[positions], np.float32(0))
-        joining = np.flatnonzero((products > 0) & ~np.isin(small.rows, rows))
-        joining = joining[np.argsort(-products[joining], kind="stable")[:k]]
-        joining_rows = small.rows[joining]
-        engine_parts = [self._engine_score(row, terms, weights) for row in joining_rows.tolist()]
-        joining_scores = products[joining] + np.array(engine_parts, np.float32)
-        return np.concatenate([rows, joining_rows]), np.concatenate([scores, joining_scores])
+        small_scores = small.scores(terms, weights)
+        _, in_retrieved, in_small = np.intersect1d(
+            rows,
+            small.rows,
+            assume_unique=True,
+            return_indices=True,
+        )
+        scores = scores.copy()
+        scores[in_retrieved] += small_scores[in_small]
+        candidates = np.flatnonzero((small_scores > 0) & ~np.isin(small.rows, rows))
+        best_first = np.argsort(-small_scores[candidates], kind="stable")
+        added = candidates[best_first[:k]]
+        added_rows = small.rows[added]
+        engine_scores = [self._engine_score(row, terms, weights) for row in added_rows.tolist()]
+        added_scores = small_scores[added] + np.array(engine_scores, np.float32)
+        return np.concatenate([rows, added_rows]), np.concatenate([scores, added_scores])
 
     def _engine_score(self, row: int, terms: Terms, weights: Scores) -> float:
         """Return the inner product of a query with the weights of one document in the engine.
 
         Args:
-            row: row of the document.
+            row: row of the document. If it has no weights in the engine, the product is 0.
             terms: terms of the query, ascending.
             weights: weights of these terms.
-
-        Returns:
-            The product without the scale of the stored weights. It is 0 for a document that the
-            engine does not have.
         """
+        # The engine has the documents of `_nonempty_rows`, in this order.
         position = int(np.searchsorted(self._nonempty_rows, row))
         if position == len(self._nonempty_rows) or self._nonempty_rows[position] != row:
             return 0.0
-        numbers, stored = self._engine.get(position)
-        document_terms = self._terms[np.asarray(numbers, np.int64)]
-        document_weights = self._half_weights.unscaled(np.asarray(stored, np.float32))
+        components, stored_weights = self._engine.get(position)
+        document_terms = self._engine_terms[np.asarray(components, np.int64)]
+        document_weights = self._half_weights.unscaled(np.asarray(stored_weights, np.float32))
         _, in_query, in_document = np.intersect1d(
             terms,
             document_terms,
@@ -543,7 +515,7 @@ class SeismicIndex(FolderIndex):
         )
         return float(weights[in_query] @ document_weights[in_document])
 
-    def _engine_answers(
+    def _search_engine(
         self,
         queries: SparseVectors,
         k: int,
@@ -552,13 +524,13 @@ class SeismicIndex(FolderIndex):
         """Search with the engine.
 
         Args:
-            queries: over the vocabulary of the index.
-            k: the most documents per query.
+            queries: sparse vectors over the vocabulary of the index.
+            k: largest number of documents per query.
             options: options of the search.
 
         Returns:
-            For each query, rows of documents in any order, and their scores, which have the scale
-            of the stored weights.
+            For each query, rows of documents in any order, and their scores by the engine's
+            weights, divided by the scale.
 
         Raises:
             DataError: if the engine fails, and was loaded from a folder.
@@ -574,7 +546,7 @@ class SeismicIndex(FolderIndex):
         heap_factor = float(cast("float", options.heap_factor))
         with self._naming_folder():
             if len(names) == 1:
-                # Starting the pool of threads of a batch takes longer than one query.
+                # Starting the threads of a batch takes longer than one query.
                 answers = [
                     self._engine.search(
                         names[0],
@@ -587,7 +559,7 @@ class SeismicIndex(FolderIndex):
                 ]
             else:
                 answers = self._engine.batch_search(
-                    np.array(names, dtype=_package().get_seismic_string()),
+                    np.array(names, dtype=_import_seismic().get_seismic_string()),
                     components,
                     weights,
                     k=n_results,
@@ -595,15 +567,15 @@ class SeismicIndex(FolderIndex):
                     heap_factor=heap_factor,
                     num_threads=options.num_threads,
                 )
-            # Each answer is a list of (query's name, score, document's name).
+            # Each answer is a list of (name of the query, score, name of the document).
             for answer in answers:
                 rows = np.array([int(document) for _, _, document in answer], np.int64)
-                scores = np.array([score for _, score, _ in answer], np.float32)
+                scaled_scores = np.array([score for _, score, _ in answer], np.float32)
                 check_positions("documents", rows, self.n_documents)
-                check_weights("scores", scores)
+                check_weights("scores", scaled_scores)
                 if answer:
                     query_name = answer[0][0]
-                    results[int(query_name)] = (rows, scores)
+                    results[int(query_name)] = (rows, self._half_weights.unscaled(scaled_scores))
         return results
 
     def _engine_queries(
@@ -612,22 +584,23 @@ class SeismicIndex(FolderIndex):
     ) -> tuple[list[str], list[npt.NDArray[Any]], list[Scores]]:
         """Convert queries for the engine, and leave out those without a term of the index.
 
-        The engine takes texts as names of queries and of terms.
+        The engine identifies queries and components by strings.
 
         Args:
-            queries: over the vocabulary of the index.
+            queries: sparse vectors over the vocabulary of the index.
 
         Returns:
-            Three lists with one entry per remaining query: its name, which is its row as a text;
-            the names of its terms, which are their positions in ``self._terms``; and the weights of
+            Three lists with one entry per remaining query: its row as a string; the components of
+            its terms, which are their positions in ``self._terms``, as strings; and the weights of
             these terms.
         """
-        string_type = _package().get_seismic_string()
+        string_type = _import_seismic().get_seismic_string()
         names: list[str] = []
         components: list[npt.NDArray[Any]] = []
         weights: list[Scores] = []
         for query_row in range(len(queries)):
             query_terms, query_weights = queries.row(query_row)
+            # Position of each query term among the terms of the index, if it is one of them.
             positions = np.searchsorted(self._terms, query_terms)
             positions = np.minimum(positions, self._terms.size - 1)
             in_index = (self._terms[positions] == query_terms) & (query_weights > 0)
@@ -661,26 +634,27 @@ class SeismicIndex(FolderIndex):
         np.save(folder / _FILLED, self._nonempty_rows)
         if not self._half_weights.is_default:
             self._half_weights.save(folder / _HALF_WEIGHTS)
-        if self._ranks is not None:
-            np.save(folder / _RANKS, self._ranks)
+        if not np.array_equal(self._engine_terms, self._terms):
+            ranks = np.searchsorted(self._terms, self._engine_terms)
+            np.save(folder / _RANKS, ranks.astype(np.int32))
 
     @classmethod
     def _read(cls, folder: Path, manifest: Json, ids: StoredIds) -> SeismicIndex:
-        """Load the engine of a saved index, and check that all files fit together.
+        """Load the engine of a saved index, and check that all files are consistent.
 
         Args:
-            folder: folder of the index.
-            manifest: its manifest, with the options of the build.
+            folder: the folder of the index.
+            manifest: the manifest of the index, with the options of the build.
             ids: ids of all documents.
 
         Raises:
-            DataError: for files that do not fit together.
+            DataError: if the files are inconsistent.
         """
-        _package()
+        _import_seismic()
         vocab_size = manifest["vocab_size"]
         engine = None
         half_weights = None
-        ranks = None
+        engine_terms = None
         with naming_versions(folder, manifest, _PACKAGE):
             options = SeismicOptions.parse(manifest["options"])
             if not options.is_complete:
@@ -694,12 +668,13 @@ class SeismicIndex(FolderIndex):
                 engine = _load_engine(folder / _ENGINE_FILE, terms, nonempty_rows, len(ids))
             elif nonempty_rows.size:
                 raise DataError(
-                    f"{_FILLED}: expected no rows without a term, got {nonempty_rows.size}."
+                    f"{_FILLED}: expected no rows, because there are no terms, "
+                    f"got {nonempty_rows.size}.",
                 )
             if _HALF_WEIGHTS in manifest["files"]:
                 half_weights = HalfWeights.load(folder / _HALF_WEIGHTS, len(ids), vocab_size)
             if _RANKS in manifest["files"]:
-                ranks = _read_ranks(folder, terms.size)
+                engine_terms = terms[_read_permutation(folder / _RANKS, terms.size)]
         index = cls(
             engine,
             list(ids),
@@ -710,14 +685,22 @@ class SeismicIndex(FolderIndex):
             fingerprint=manifest.get("fingerprint"),
             provenance=Provenance.from_dict(manifest),
             half_weights=half_weights,
-            ranks=ranks,
+            engine_terms=engine_terms,
         )
         index._folder = folder
         return index
 
 
 def _read_terms(folder: Path, vocab_size: int) -> Terms:
-    """Read the terms in use, or raise ``DataError`` unless they rise within ``[0, vocab_size)``."""
+    """Read the terms that documents have.
+
+    Args:
+        folder: the folder of the index.
+        vocab_size: number of terms of the vocabulary.
+
+    Raises:
+        DataError: if the terms are not ascending or not in ``[0, vocab_size)``.
+    """
     terms: Terms = np.load(folder / _TERMS, allow_pickle=False)
     if terms.dtype != np.int32 or terms.ndim != 1 or (terms[1:] <= terms[:-1]).any():
         raise DataError(
@@ -729,94 +712,133 @@ def _read_terms(folder: Path, vocab_size: int) -> Terms:
     return terms
 
 
-def _read_ranks(folder: Path, n_terms: int) -> Terms:
-    """Read the position of each term of the engine among the terms in use.
+def _read_permutation(file: Path, n_terms: int) -> Terms:
+    """Read the position among the terms of the index of each component of the engine.
 
     Args:
-        folder: folder of the index.
-        n_terms: number of terms in use.
+        file: the file of the permutation.
+        n_terms: number of terms of the index.
 
     Raises:
-        DataError: unless the file has each position once.
+        DataError: if the file does not have each position once.
     """
-    ranks: Terms = np.load(folder / _RANKS, allow_pickle=False)
-    if ranks.dtype != np.int32 or not np.array_equal(np.sort(ranks), np.arange(n_terms)):
+    permutation: Terms = np.load(file, allow_pickle=False)
+    is_permutation = np.array_equal(np.sort(permutation), np.arange(n_terms))
+    if permutation.dtype != np.int32 or not is_permutation:
         raise DataError(
-            f"{_RANKS}: expected all int32 numbers below {n_terms}, "
-            f"got {ranks.dtype} {ranks.shape}.",
+            f"{file.name}: expected each int32 number below {n_terms} once, "
+            f"got {permutation.dtype} {permutation.shape}.",
         )
-    return ranks
+    return permutation
 
 
-def _dataset(
+def _build_engine(
+    vectors: SparseVectors,
+    terms: Terms,
+    options: SeismicOptions,
+) -> tuple[Any, Terms]:
+    """Build the package's index of all documents that have terms, named by their rows.
+
+    Args:
+        vectors: sparse vectors of the documents, with weights that 16 bits represent.
+        terms: int32 ``[M]``, the terms that documents have, ascending.
+        options: options of the build.
+
+    Returns:
+        The engine, and the term of each of its components, int32 ``[M]``.
+    """
+    package = _import_seismic()
+    if terms.size > _SMALL_VOCABULARY:
+        dataset_type = package.SeismicDatasetLV
+        engine_type = package.SeismicIndexLV
+    else:
+        dataset_type = package.SeismicDataset
+        engine_type = package.SeismicIndex
+    # The component of a term is its position in `terms`.
+    component_of_term = np.zeros(vectors.vocab_size, np.int64)
+    component_of_term[terms] = np.arange(terms.size)
+    components = component_of_term[vectors.indices]
+    with _silenced_output():
+        if hasattr(dataset_type, "add_documents_by_id"):
+            dataset = dataset_type(dim=int(terms.size))
+            names = [str(row) for row in range(len(vectors))]
+            # Documents without terms are left out.
+            dataset.add_documents_by_id(names, components, vectors.data, vectors.indptr)
+            engine_terms = terms
+        else:
+            dataset = _dataset_of_named_components(dataset_type, vectors, components, terms.size)
+            # The package numbered the components in the order in which they first occur.
+            _, first_occurrences = np.unique(components, return_index=True)
+            engine_terms = terms[np.argsort(first_occurrences)]
+        engine = engine_type.build_from_dataset(
+            dataset,
+            n_postings=options.n_postings,
+            centroid_fraction=options.centroid_fraction,
+            min_cluster_size=options.min_cluster_size,
+            summary_energy=options.summary_energy,
+            doc_cut=options.doc_cut,
+            num_threads=options.num_threads,
+            max_fraction=_MAX_LIST_FRACTION,
+            nknn=0,
+        )
+    return engine, engine_terms
+
+
+def _dataset_of_named_components(
     dataset_type: Any,
-    numbers: Rows,
-    weights: Scores,
-    offsets: Rows,
-    n_terms: int,
-) -> tuple[Any, Terms | None]:
-    """Create the package's dataset of all documents that have terms, named by their rows.
-
-    Before release 0.5.4, the package takes names of terms, and numbers the terms in the order in
-    which they first occur. Later releases take numbers.
+    vectors: SparseVectors,
+    components: Rows,
+    n_components: int,
+) -> Any:
+    """Create the dataset of a package before release 0.5.4, which takes components as strings.
 
     Args:
         dataset_type: the package's class of the dataset.
-        numbers: terms of all documents, one document after another, as numbers below `n_terms`.
-        weights: weights of these terms.
-        offsets: ``[N + 1]``, where the terms of each document begin.
-        n_terms: number of different terms.
-
-    Returns:
-        The dataset, and the ranks: for each number that the package gives a term, its number in
-        `numbers`. The ranks are None if the package keeps the numbers.
+        vectors: sparse vectors of the documents.
+        components: component of each weight of the vectors, as a number.
+        n_components: number of components.
     """
-    n_documents = len(offsets) - 1
-    if hasattr(dataset_type, "add_documents_by_id"):
-        # It leaves out documents without terms.
-        dataset = dataset_type(dim=int(n_terms))
-        names = [str(row) for row in range(n_documents)]
-        dataset.add_documents_by_id(names, numbers, weights, offsets)
-        return dataset, None
     dataset = dataset_type()
-    term_names = np.arange(n_terms).astype(_package().get_seismic_string())
-    for row in range(n_documents):
-        start, end = offsets[row], offsets[row + 1]
-        if start < end:
-            dataset.add_document(str(row), term_names[numbers[start:end]], weights[start:end])
-    _, first_occurrences = np.unique(numbers, return_index=True)
-    return dataset, np.argsort(first_occurrences).astype(np.int32)
+    names = np.arange(n_components).astype(_import_seismic().get_seismic_string())
+    for row in range(len(vectors)):
+        entries = slice(vectors.indptr[row], vectors.indptr[row + 1])
+        if entries.start < entries.stop:
+            dataset.add_document(str(row), names[components[entries]], vectors.data[entries])
+    return dataset
 
 
 def _load_engine(file: Path, terms: Terms, nonempty_rows: Rows, n_documents: int) -> Any:
     """Load the engine of an index.
 
     Args:
-        file: file that the engine wrote.
-        terms: ascending terms that occur in documents. Their number decides the engine's class.
+        file: the file that the engine wrote.
+        terms: the terms that documents have. Their number decides the engine's class.
         nonempty_rows: rows of the documents that have terms.
         n_documents: number of documents of the index.
 
     Raises:
-        DataError: if the engine has another number of terms or documents than these arrays, or a
-            row is outside of the index.
+        DataError: if the engine has another number of terms or documents, or if a row is not below
+            `n_documents`.
     """
-    package = _package()
+    package = _import_seismic()
     is_large = terms.size > _SMALL_VOCABULARY
     engine_type = package.SeismicIndexLV if is_large else package.SeismicIndex
     with _silenced_output():
         engine = engine_type.load(str(file))
-    if (
-        engine.dim != terms.size
-        or engine.len != nonempty_rows.size
-        or first_outside(nonempty_rows, n_documents) is not None
-    ):
-        expected = f"{nonempty_rows.size} of {n_documents} texts, of {terms.size} terms"
-        raise DataError(f"{_ENGINE_FILE}: expected {expected}, got {engine.len}, {engine.dim}.")
+    if engine.dim != terms.size or engine.len != nonempty_rows.size:
+        raise DataError(
+            f"{_ENGINE_FILE}: expected {nonempty_rows.size} texts and {terms.size} terms, got "
+            f"{engine.len} texts and {engine.dim} terms.",
+        )
+    invalid = first_outside(nonempty_rows, n_documents)
+    if invalid is not None:
+        raise DataError(
+            f"{_FILLED}: expected rows in [0, {n_documents}), got {nonempty_rows[invalid]}.",
+        )
     return engine
 
 
-def _package() -> ModuleType:
+def _import_seismic() -> ModuleType:
     return require("seismic", _PACKAGE, "The seismic backend", extra="")
 
 
@@ -839,8 +861,9 @@ def _silenced_output() -> Iterator[None]:
     Native code prints to the file descriptors 1 and 2, which ``contextlib.redirect_stdout`` does
     not reach. They lead to the null device within the block, for all threads of the process.
     """
-    saved: list[tuple[int, int]] = []  # a descriptor, and a copy of it to restore it from
-    # What Python has buffered for the streams must not go to the null device.
+    # Descriptors, each with a copy that it is restored from.
+    saved: list[tuple[int, int]] = []
+    # Output that Python has buffered must not go to the null device.
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -62,23 +62,23 @@ class Feedback:
 
     Attributes:
         method: ``"average"`` or ``"rocchio"``.
-        depth: k, the best documents that count as relevant; by default 3 for average and 5 for
-            Rocchio.
+        depth: number of best documents that count as relevant; None is 3 for ``"average"`` and 5
+            for ``"rocchio"``.
         alpha, beta: Rocchio's weights of the query and of the mean of the best documents. The
-            default is 0.9 and 0.1 with `equal_lengths`, which were measured to do little harm,
-            and the published 0.4 and 0.6 without.
+            defaults are 0.9 and 0.1 if vectors are scaled to equal lengths, which were measured to
+            do little harm, and otherwise the published 0.4 and 0.6.
         gamma: Rocchio's weight of the mean of the worst documents, which is subtracted.
-        bottom: m, the number of documents at the end of the ranking that count as the worst ones.
-            A document that is among the best is not among the worst.
-        top_terms: number of heaviest terms that a sparse query keeps; None keeps all. Of equal
-            weights, the lower term is kept.
-        equal_lengths: scale each document's vector to the query's length (Euclidean norm) before
-            they are added. Without, longer vectors count more, and those of documents mostly are
-            longer. None scales for Rocchio without alpha and beta only.
+        bottom: number of documents at the end of the ranking that count as the worst ones. A
+            document that is among the best is not among the worst.
+        top_terms: number of heaviest terms that a sparse query keeps; None keeps all. Of terms
+            with equal weights, the lower ones are kept.
+        equal_lengths: whether to scale each document's vector to the query's length (Euclidean
+            norm) before they are added. If not, longer vectors count more, and documents mostly
+            have longer vectors than queries. None scales for Rocchio without alpha and beta only.
 
     Raises:
-        ValueError: for a value out of range, an option of Rocchio with ``"average"``, or gamma
-            without bottom.
+        ValueError: if a value is out of range, an option of Rocchio is used with ``"average"``, or
+            only one of gamma and bottom is above 0.
     """
 
     method: Literal["average", "rocchio"] = "average"
@@ -91,7 +91,7 @@ class Feedback:
     equal_lengths: bool | None = None
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for an option that is out of range or goes with another one."""
+        """Raise ``ValueError`` if an option is out of range or conflicts with another one."""
         check_choice("method", self.method, METHODS)
         for name, minimum in (("depth", 1), ("bottom", 0), ("top_terms", 1)):
             count = getattr(self, name)
@@ -100,26 +100,30 @@ class Feedback:
         for name in ("alpha", "beta", "gamma"):
             weight = getattr(self, name)
             if weight is not None:
-                check_number(name, weight)
-            if weight is not None and not 0 <= weight < math.inf:
-                raise ArgumentError(
-                    name, f"expected a finite number of at least 0, got {weight!r}."
-                )
+                _check_weight(name, weight)
+        self._check_conflicts()
+
+    def _check_conflicts(self) -> None:
+        """Raise ``ValueError`` if options conflict with each other."""
         uses_rocchio_option = (
             self.alpha is not None or self.beta is not None or self.gamma != 0 or self.bottom != 0
         )
         if self.method == "average" and uses_rocchio_option:
             raise ArgumentError(
                 ("alpha", "beta", "gamma", "bottom"),
-                "expected none of them with method='average', got one.",
+                "expected none of them with method='average', got at least one; they are options "
+                "of method='rocchio'.",
             )
-        # Without a weight, the worst documents have no effect, and the reverse.
+        # gamma is the weight of the `bottom` worst documents, so neither has an effect alone.
         if bool(self.gamma) != bool(self.bottom):
-            raise ArgumentError(("gamma", "bottom"), "expected both or neither, got one alone.")
+            raise ArgumentError(
+                ("gamma", "bottom"),
+                f"expected both above 0 or neither, got {self.gamma} and {self.bottom}.",
+            )
         if self.method == "rocchio" and self.alpha == self.beta == 0:
             raise ArgumentError(
                 ("alpha", "beta"),
-                "expected one above 0, got 0 and 0, which leave nothing of a query.",
+                "expected at least one above 0, got 0 and 0, which make every query empty.",
             )
 
     @property
@@ -155,17 +159,24 @@ class Feedback:
         return self.equal_lengths
 
 
+def _check_weight(name: str, weight: float) -> None:
+    """Raise an error if a weight is not a finite number of at least 0."""
+    check_number(name, weight)
+    if not 0 <= weight < math.inf:
+        raise ArgumentError(name, f"expected a finite number of at least 0, got {weight!r}.")
+
+
 @dataclass(frozen=True)
 class Interpolation:
-    """Options of mixing a second ranking with the one that feedback is applied to.
+    """Options of mixing the run of a second retriever into a run with feedback.
 
     Attributes:
-        place: mix ``"before"`` feedback, ``"after"`` it, or ``"both"``.
-        weight: weight of the second ranking, in [0, 1]; the other ranking has ``1 - weight``.
-        normalization: of :func:`tilefold.retrieval.interpolate`. ``"none"`` with weight w orders as
-            Pyserini's ``alpha * second + first`` with ``alpha = w / (1 - w)``, and ``"min_max"`` as
-            its normalised form. A document that one ranking lacks takes the minimum of that
-            ranking.
+        place: when the runs are mixed: ``"before"`` feedback, ``"after"`` it, or ``"both"``.
+        weight: weight of the second run, in [0, 1]; the other run has ``1 - weight``.
+        normalization: how scores are normalised, as in :func:`tilefold.retrieval.interpolate`.
+            ``"none"`` with weight w orders as Pyserini's ``alpha * second + first`` with
+            ``alpha = w / (1 - w)``, and ``"min_max"`` as its normalised form. A document that is
+            missing from one run gets the minimum of that run.
     """
 
     place: Literal["before", "after", "both"] = "both"
@@ -177,22 +188,32 @@ class Interpolation:
         # Checks the weight and the normalisation.
         Fusion("interpolation", self.weight, self.normalization)
 
+    @property
+    def mixes_before_feedback(self) -> bool:
+        """Whether feedback reads a mixed run."""
+        return self.place != "after"
+
+    @property
+    def mixes_after_feedback(self) -> bool:
+        """Whether the run after feedback is mixed."""
+        return self.place != "before"
+
     def mix(self, run: Run, second: Run, k: int) -> Run:
-        """Mix two runs for the queries of `run`; `k` documents are kept of each query."""
+        """Mix two runs, and keep the `k` best documents of each query of `run`."""
         return Fusion("interpolation", self.weight, self.normalization).mix(run, second, k)
 
     def before_feedback(self, run: Run, second: Run, k: int) -> Run:
-        """Return the run that feedback reads, mixed unless `place` is ``"after"``."""
-        return run if self.place == "after" else self.mix(run, second, k)
+        """Return the run that feedback reads, which is mixed if `place` says so."""
+        return self.mix(run, second, k) if self.mixes_before_feedback else run
 
     def after_feedback(self, run: Run, second: Run, k: int) -> Run:
-        """Return the result of a run with feedback, mixed unless `place` is ``"before"``."""
-        return run if self.place == "before" else self.mix(run, second, k)
+        """Return the run after feedback, which is mixed if `place` says so."""
+        return self.mix(run, second, k) if self.mixes_after_feedback else run
 
 
 def with_feedback(
-    first: Run,
-    again: Callable[[Run], Run],
+    run: Run,
+    search_with_feedback: Callable[[Run], Run],
     k: int,
     second: Run | None = None,
     mix: Interpolation | None = None,
@@ -203,13 +224,13 @@ def with_feedback(
     ``mix.place`` says.
 
     Args:
-        first: run without feedback.
-        again: function that expands the queries by the documents of a run
+        run: the run without feedback.
+        search_with_feedback: a function that expands the queries by the documents of a run
             (:func:`expand_sparse`, :func:`expand_dense`), searches with them and returns the new
             run.
-        k: documents per query that an interpolation keeps.
-        second: run that is mixed in; None for no interpolation.
-        mix: options of the interpolation. It is required with `second`, and None without.
+        k: number of documents per query that an interpolation keeps.
+        second: the run that is mixed in; None for no interpolation.
+        mix: options of the interpolation; required if `second` is passed.
 
     Returns:
         The run of the expanded queries.
@@ -218,15 +239,15 @@ def with_feedback(
         ValueError: if only one of `second` and `mix` is passed.
     """
     if (second is None) != (mix is None):
-        raise ArgumentError(("second", "mix"), "expected both or neither, got one alone.")
+        raise ArgumentError(("second", "mix"), "expected both or neither, got only one of them.")
     if second is None or mix is None:
-        return again(first)
-    basis = mix.before_feedback(first, second, k)
-    return mix.after_feedback(again(basis), second, k)
+        return search_with_feedback(run)
+    feedback_run = mix.before_feedback(run, second, k)
+    return mix.after_feedback(search_with_feedback(feedback_run), second, k)
 
 
 def _check_run_and_feedback(run: object, feedback: object) -> None:
-    """Raise ``TypeError`` unless the arguments are a run and options of feedback."""
+    """Raise ``TypeError`` if the arguments are not a run and options of feedback."""
     check_mapping("run", run, "query id -> scores by document")
     for query, scores in cast("Mapping[object, object]", run).items():
         check_mapping(f"run[{query!r}]", scores, "document id -> score")
@@ -234,9 +255,9 @@ def _check_run_and_feedback(run: object, feedback: object) -> None:
 
 
 def feedback_documents(run: Run, feedback: Feedback) -> list[str]:
-    """Return the documents whose vectors :func:`expand_sparse` and :func:`expand_dense` need.
+    """Return the ids of the documents whose vectors feedback needs, each once.
 
-    Each document is in the list once.
+    They are the best and, if ``feedback.bottom`` is set, the worst documents of each query.
     """
     _check_run_and_feedback(run, feedback)
     documents: dict[str, None] = {}
@@ -252,26 +273,30 @@ def expand_sparse(
     run: Run,
     feedback: Feedback,
 ) -> SparseVectors:
-    """Expand sparse queries by the documents that a run ranks first (and last) for them.
+    """Expand sparse queries by the best (and worst) documents that a run has for them.
 
-    Sums are taken in float64. Weights below 0, which Rocchio's gamma can give, become 0.
+    Sums are computed in float64. Weights below 0, which Rocchio's gamma can cause, become 0.
 
     Args:
-        queries: ``[Q, V]``.
-        documents: ``[N, V]``, at least the documents of :func:`feedback_documents`.
-        run: query id -> document id -> score, best first. If it has fewer than k documents for a
-            query, the mean is over those. A query without documents is not changed.
-        feedback: options.
+        queries: sparse vectors ``[Q, V]``.
+        documents: sparse vectors ``[N, V]``, at least of the documents of
+            :func:`feedback_documents`.
+        run: query id -> document id -> score, best first. If a query has fewer documents than
+            feedback reads, the mean is over those. A query without documents is not changed.
+        feedback: options of feedback.
+
+    Returns:
+        The new queries ``[Q, V]``.
 
     Raises:
         VocabularyMismatchError: if queries and documents have different vocabularies.
-        DataError: for a document without vector, or if a weight of a query overflows float32.
+        DataError: if a document has no vector, or if a weight of a query overflows float32.
     """
     check_vectors("queries", queries)
     check_vectors("documents", documents)
     _check_run_and_feedback(run, feedback)
     check_same_vocabulary(queries, documents, "queries", "documents")
-    # The empty arrays give the result its dtypes if there are no queries.
+    # Without queries, the empty arrays set the dtypes of the result.
     term_rows = [np.zeros(0, np.int32)]
     weight_rows = [np.zeros(0, np.float32)]
     lengths: list[int] = []
@@ -297,24 +322,25 @@ def expand_dense(
     run: Run,
     feedback: Feedback,
 ) -> Tensor:
-    """Expand dense queries by the documents that a run ranks first (and last) for them.
+    """Expand dense queries by the best (and worst) documents that a run has for them.
 
-    With a model that compares by cosine, pass normalised vectors or ask for ``equal_lengths``.
+    With a model that compares by cosine, pass normalised vectors or use ``equal_lengths``.
 
     Args:
-        queries: ``[Q, D]``.
+        queries: query vectors ``[Q, D]``.
         query_ids: ids of the rows of `queries`.
-        documents: ``[N, D]``, at least the documents of :func:`feedback_documents`.
+        documents: document vectors ``[N, D]``, at least of the documents of
+            :func:`feedback_documents`.
         document_ids: ids of the rows of `documents`.
-        run: query id -> document id -> score, best first, see :func:`expand_sparse`.
-        feedback: options.
+        run: query id -> document id -> score, best first, as in :func:`expand_sparse`.
+        feedback: options of feedback.
 
     Returns:
-        Vectors ``[Q, D]`` in float32, on the device of `queries`.
+        The new queries ``[Q, D]`` in float32, on the device of `queries`.
 
     Raises:
-        ValueError: for shapes that do not match, or `top_terms`, which is for sparse queries.
-        DataError: for a document without vector, or if an entry of a query overflows float32.
+        ValueError: if shapes do not match, or if `top_terms` is set, which is for sparse queries.
+        DataError: if a document has no vector, or if an entry of a query overflows float32.
     """
     torch = import_module("torch")
     _check_run_and_feedback(run, feedback)
@@ -336,7 +362,8 @@ def expand_dense(
             )
     if feedback.top_terms is not None:
         raise ArgumentError(
-            "top_terms", "expected None for dense vectors, which have no terms to cut."
+            "top_terms",
+            "expected None for dense vectors, which have no terms.",
         )
     row_of = {document: row for row, document in enumerate(document_ids)}
     expanded = queries.float().clone()
@@ -368,7 +395,7 @@ def _document_rows(
     """Return the rows of the best and of the worst documents of a query.
 
     Args:
-        query: id of the query.
+        query: the id of the query.
         run: query id -> document id -> score, best first.
         row_of: document id -> row of its vector.
         feedback: how many documents count as the best and the worst ones.
@@ -377,15 +404,15 @@ def _document_rows(
         Rows of the best documents and rows of the worst documents, both in the order of the run.
 
     Raises:
-        DataError: for a document without a row.
+        DataError: if a document has no row.
     """
     best, worst = feedback.best_and_worst(run.get(query, {}))
     for document in [*best, *worst]:
         if document not in row_of:
             raise ArgumentDataError(
                 "documents",
-                f"expected a vector of {document!r}, which was found for query {query!r}, got "
-                f"those of {len(row_of)} others, {list(row_of)[:3]} first. Give those searched.",
+                f"no vector of document {document!r}, which query {query!r} retrieved, among the "
+                f"{len(row_of)} vectors; pass the vectors of the index that was searched.",
             )
     return [row_of[document] for document in best], [row_of[document] for document in worst]
 
@@ -395,8 +422,8 @@ def _check_fits_float32(largest: float) -> None:
     if not largest <= _LARGEST_FLOAT32:
         raise ArgumentDataError(
             ("alpha", "beta", "gamma"),
-            "expected weights that keep a query below "
-            f"{_LARGEST_FLOAT32:.1e}, got an entry of {largest:.3g}; give smaller ones.",
+            f"expected weights that keep the entries of a query below {_LARGEST_FLOAT32:.1e}, "
+            f"got an entry of {largest:.3g}; use smaller weights.",
         )
 
 
@@ -410,14 +437,15 @@ def _expanded_row(
     """Compute one sparse query after feedback.
 
     The new query is ``query_weight * query + best_weight * sum(best) + worst_weight *
-    sum(worst)``. Each document's vector is first scaled to the query's length if feedback does so.
+    sum(worst)``. If ``feedback.scales``, each document's vector is first scaled to the query's
+    length.
 
     Args:
-        query: terms and weights before feedback.
+        query: terms and weights of the query before feedback.
         best: rows of the best documents.
         worst: rows of the worst documents.
         documents: vectors of the documents.
-        feedback: options.
+        feedback: options of feedback.
 
     Returns:
         The terms, ascending, and their weights, all above 0.
@@ -431,11 +459,11 @@ def _expanded_row(
     if feedback.scales:
         lengths = [_length(weights) for _, weights in summands]
         query_length = lengths[0]
-        # A document without terms has the length 0. It adds nothing, so its factor is 0.
+        # A document without terms has length 0 and adds nothing, so its factor is 0.
         for position in range(1, len(summands)):
             length = lengths[position]
             factors[position] = factors[position] * query_length / length if length else 0.0
-    # Products of the same term are added up.
+    # Add up the products of the same term.
     terms, term_positions = np.unique(
         np.concatenate([terms for terms, _ in summands]),
         return_inverse=True,
@@ -457,5 +485,5 @@ def _expanded_row(
 
 
 def _length(weights: Floats) -> float:
-    """Euclidean norm of weights, summed in float64."""
+    """Return the Euclidean norm of weights, summed in float64."""
     return math.sqrt(float(np.square(weights, dtype=np.float64).sum()))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tilefold._internal.arguments import (
     ArgumentError,
@@ -28,8 +28,18 @@ Normalization = Literal["min_max", "z_score", "none"]
 
 METHODS = ("rrf", "interpolation")
 _Scores = Mapping[str, float]
-# Normalised scores of documents, and the score of a document that the run did not return.
-_Normalized = tuple[dict[str, float], float]
+
+
+class _NormalizedScores(NamedTuple):
+    """Scores of a run for one query after normalisation.
+
+    Attributes:
+        scores: document id -> normalised score.
+        missing_score: the score of a document that is missing from the run.
+    """
+
+    scores: dict[str, float]
+    missing_score: float
 
 
 def interpolate(
@@ -40,24 +50,26 @@ def interpolate(
 ) -> Run:
     """Fuse runs by weighted sums of their normalised scores, query by query.
 
-    Each run is normalised by its own scores for the query: ``min_max`` maps them to [0, 1],
-    ``z_score`` to mean 0 and deviation 1, ``none`` leaves them. A document that a run did not
-    return gets the minimum of that run for the query after normalisation. When all scores of a run
-    are equal, ``min_max`` gives 1 to its documents and 0 to the others, and ``z_score`` gives 0 to
-    all. A run without results for a query adds nothing to that query.
+    The scores of each run for a query are normalised by themselves: ``min_max`` maps them to
+    [0, 1], ``z_score`` to mean 0 and standard deviation 1, ``none`` does not change them. A
+    document that is missing from a run gets the minimum of that run after normalisation. If all
+    scores of a run are equal, ``min_max`` gives 1 to its documents and 0 to missing ones, and
+    ``z_score`` gives 0 to all. A run without results for a query adds nothing to that query.
 
-    A tail of :func:`tilefold.retrieval.rerank` (``tail="keep"``) counts as that minimum, to within
-    a rounding, under ``min_max``. ``z_score`` takes its mean over the tail, so drop the tail there.
+    With ``min_max``, the tail of :func:`tilefold.retrieval.rerank` (``tail="keep"``) has the
+    minimum of the run, to within rounding. With ``z_score``, it would change the mean, so use
+    ``tail="drop"``.
 
     Args:
         runs: at least one run.
-        weights: one finite number per run; equal weights of ``1 / len(runs)`` when None.
-        normalization: see above.
-        k: documents kept per query, by descending score. Equal scores keep the order of the runs.
+        weights: one finite number per run; None gives each run the weight ``1 / len(runs)``.
+        normalization: ``"min_max"``, ``"z_score"`` or ``"none"``.
+        k: number of documents per query that are kept, by descending score. Equal scores keep the
+            order of the runs.
 
     Raises:
-        ValueError: for no run, an unknown normalisation, or a score, weight or sum that is not
-            finite.
+        ValueError: if there is no run, if the normalisation is unknown, or if a score, weight or
+            sum is not finite.
     """
     runs = list_of("runs", runs)
     weights = _check_runs(runs, weights, k)
@@ -65,17 +77,18 @@ def interpolate(
     normalize = _NORMALIZERS[normalization]
     fused: Run = {}
     for query_id in _query_ids(runs):
-        # Per run with results: its weight, normalised scores and the score of other documents.
-        weighted: list[tuple[float, dict[str, float], float]] = []
-        for run, weight in zip(runs, weights, strict=True):
-            if run.get(query_id):
-                scores, missing_score = normalize(run[query_id])
-                weighted.append((weight, scores, missing_score))
-        documents = dict.fromkeys(document for _, scores, _ in weighted for document in scores)
+        weighted = [
+            (weight, normalize(run[query_id]))
+            for run, weight in zip(runs, weights, strict=True)
+            if run.get(query_id)
+        ]
+        documents = dict.fromkeys(
+            document for _, normalized in weighted for document in normalized.scores
+        )
         sums = {
             document: sum(
-                weight * scores.get(document, missing_score)
-                for weight, scores, missing_score in weighted
+                weight * normalized.scores.get(document, normalized.missing_score)
+                for weight, normalized in weighted
             )
             for document in documents
         }
@@ -84,7 +97,7 @@ def interpolate(
                 raise ArgumentError(
                     ("weights", "normalization"),
                     f"expected finite sums, got {score} for query "
-                    f"{query_id!r}. Take smaller weights, or normalization='min_max'.",
+                    f"{query_id!r}. Use smaller weights, or normalization='min_max'.",
                 )
         fused[query_id] = _top(sums, k)
     return fused
@@ -93,12 +106,15 @@ def interpolate(
 def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
     """Fuse runs by the sum of ``1 / (k + rank)``, with ranks from 1.
 
-    Cormack, Clarke and Büttcher, SIGIR 2009. A run adds nothing to documents that it lacks. Equal
-    scores within a run are ranked in the order of the run.
+    Cormack, Clarke and Büttcher, SIGIR 2009. A run adds nothing to documents that are missing from
+    it. Equal scores within a run are ranked in the order of the run.
 
     Args:
         runs: at least one run.
         k: constant that reduces the influence of the first ranks.
+
+    Returns:
+        Query id -> document id -> sum, best first, with all documents of the runs.
     """
     runs = list_of("runs", runs)
     _check_runs(runs, weights=None, k=k)
@@ -115,12 +131,12 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Options of fusing two rankings.
+    """Options of fusing two runs.
 
     Attributes:
         method: ``"rrf"`` (reciprocal ranks) or ``"interpolation"``.
-        weight: weight of the second ranking in an interpolation, in [0, 1].
-        normalization: of :func:`interpolate`.
+        weight: weight of the second run in an interpolation, in [0, 1].
+        normalization: how an interpolation normalises scores, as in :func:`interpolate`.
     """
 
     method: Literal["rrf", "interpolation"] = "rrf"
@@ -133,7 +149,7 @@ class Fusion:
         check_choice("normalization", self.normalization, _NORMALIZERS)
 
     def mix(self, run: Run, second: Run, k: int) -> Run:
-        """Fuse two runs for the queries of `run`; `k` documents are kept of each query."""
+        """Fuse two runs, and keep the `k` best documents of each query of `run`."""
         runs = [run, {query: second[query] for query in run if query in second}]
         if self.method == "interpolation":
             return interpolate(runs, [1 - self.weight, self.weight], self.normalization, k=k)
@@ -151,33 +167,28 @@ def check_scores(
     """Check the scores of one query of a run.
 
     Args:
-        name: name of the argument, for errors.
-        query_id: of the scores.
+        name: the name of the argument that is the run, for errors.
+        query_id: the id of the query.
         scores: document id -> score.
-        finite: refuse infinite scores, too.
+        finite: whether to refuse infinite scores, too.
 
     Raises:
-        TypeError: for scores that are no mapping, or ids that are no strings.
-        ValueError: for scores that are NaN, no numbers or, with `finite`, infinite.
+        TypeError: if `scores` is not a mapping, or an id is not a string.
+        ValueError: if a score is NaN, not a number or, with `finite`, infinite.
     """
     check_mapping(f"{name}[{query_id!r}]", scores, "document id -> score")
     check_text_ids(name, scores)
+    expected = "finite scores" if finite else "a number as each score"
     for document, score in scores.items():
         try:
             is_valid = math.isfinite(score) if finite else not math.isnan(score)
         except TypeError:
             is_valid = False
-        if is_valid:
-            continue
-        if finite:
+        if not is_valid:
             raise ArgumentError(
                 name,
-                f"expected finite scores, got {score!r} for {document!r} of query {query_id!r}.",
+                f"expected {expected}, got {score!r} for {document!r} of query {query_id!r}.",
             )
-        raise ArgumentError(
-            name,
-            f"query {query_id!r} has a score that is not a number: {score!r} for {document!r}.",
-        )
 
 
 def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) -> Sequence[float]:
@@ -189,8 +200,9 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
         k: an integer of at least 1.
 
     Raises:
-        TypeError: for a run that is no mapping of mappings, or a weight that is no number.
-        ValueError: for no runs, a weight missing or too many, or a number that is not finite.
+        TypeError: if a run is not a mapping of mappings, or a weight is not a number.
+        ValueError: if there are no runs, if the numbers of weights and runs differ, or if a score
+            or weight is not finite.
     """
     if not runs:
         raise ArgumentError("runs", "expected at least one run, got an empty list.")
@@ -217,7 +229,7 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
 
 
 def _query_ids(runs: Sequence[Run]) -> list[str]:
-    """Ids of the queries of all runs, each once."""
+    """Return the ids of the queries of all runs, each once."""
     return list(dict.fromkeys(query_id for run in runs for query_id in run))
 
 
@@ -226,20 +238,17 @@ def _top(scores: _Scores, k: int | None) -> dict[str, float]:
     return dict(sorted(scores.items(), key=lambda item: -item[1])[:k])
 
 
-def _min_max(scores: _Scores) -> _Normalized:
+def _min_max(scores: _Scores) -> _NormalizedScores:
     """Map the scores of a query linearly to [0, 1].
 
-    Equal scores all become 1.
-
-    Returns:
-        The normalized scores, and 0 as the score of a document that the run lacks.
+    If all scores are equal, they become 1. The score of a missing document is 0.
     """
     low = min(scores.values())
     high = max(scores.values())
     if high == low:
-        return dict.fromkeys(scores, 1.0), 0.0
-    # A power of 2 changes no digit, and brings the largest score to about 1: no difference is
-    # infinite or loses digits.
+        return _NormalizedScores(dict.fromkeys(scores, 1.0), missing_score=0.0)
+    # Scaling by a power of two is exact. It brings the largest score to about 1, so that
+    # `high - low` neither overflows nor underflows.
     exponent = -math.frexp(max(abs(low), abs(high)))[1]
     low = math.ldexp(low, exponent)
     high = math.ldexp(high, exponent)
@@ -247,36 +256,34 @@ def _min_max(scores: _Scores) -> _Normalized:
         document: (math.ldexp(score, exponent) - low) / (high - low)
         for document, score in scores.items()
     }
-    return normalized, 0.0
+    return _NormalizedScores(normalized, missing_score=0.0)
 
 
-def _z_score(scores: _Scores) -> _Normalized:
+def _z_score(scores: _Scores) -> _NormalizedScores:
     """Map the scores of a query to mean 0 and standard deviation 1.
 
-    Equal scores all become 0.
-
-    Returns:
-        The normalized scores, and the lowest one as the score of a document that the run lacks.
+    If all scores are equal, they become 0. A missing document gets the lowest score.
     """
-    # Equal scores are found by comparison. Their computed deviation may differ from 0, because
-    # their mean is rounded.
+    # Equal scores are a special case because their computed deviation may differ from 0, as their
+    # mean is rounded.
     if min(scores.values()) == max(scores.values()):
-        return dict.fromkeys(scores, 0.0), 0.0
-    # Scores in [0, 1] have the same z-scores, and their squares do not overflow.
-    scaled, _ = _min_max(scores)
+        return _NormalizedScores(dict.fromkeys(scores, 0.0), missing_score=0.0)
+    # Mapping the scores to [0, 1] first does not change their z-scores, and avoids an overflow of
+    # their squares.
+    scaled = _min_max(scores).scores
     mean = math.fsum(scaled.values()) / len(scaled)
     variance = math.fsum((score - mean) ** 2 for score in scaled.values()) / len(scaled)
     deviation = math.sqrt(variance)
     normalized = {document: (score - mean) / deviation for document, score in scaled.items()}
-    return normalized, min(normalized.values())
+    return _NormalizedScores(normalized, missing_score=min(normalized.values()))
 
 
-def _unchanged(scores: _Scores) -> _Normalized:
-    """Leave scores as they are."""
-    return dict(scores), min(scores.values())
+def _unchanged(scores: _Scores) -> _NormalizedScores:
+    """Keep the scores of a query. A missing document gets the lowest score."""
+    return _NormalizedScores(dict(scores), missing_score=min(scores.values()))
 
 
-_NORMALIZERS: dict[str, Callable[[_Scores], _Normalized]] = {
+_NORMALIZERS: dict[str, Callable[[_Scores], _NormalizedScores]] = {
     "min_max": _min_max,
     "z_score": _z_score,
     "none": _unchanged,

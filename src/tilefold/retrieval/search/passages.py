@@ -11,9 +11,9 @@ from tilefold.retrieval.search.fusion import check_scores
 
 __all__ = ["BestPassages", "best_passages"]
 
-# Passages of the first search for each document that is needed.
+# Number of passages that the first search retrieves for each document that is needed.
 PASSAGES_PER_DOCUMENT = 4
-# Factor on the number of passages when they belong to too few documents.
+# Factor by which the number of passages grows if they belong to too few documents.
 GROWTH = 4
 
 BestPassages = dict[str, dict[str, str]]
@@ -21,18 +21,18 @@ BestPassages = dict[str, dict[str, str]]
 
 
 def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPassages]:
-    """Turn a run of passages into one of documents, scored by their best passage (MaxP).
+    """Turn a run of passages into a run of documents, scored by their best passage (MaxP).
 
     Args:
         run: query id -> passage id -> score.
 
     Returns:
-        The run of documents, best first, and the best passage of each of them.
+        The run of documents, best first, and the best passage of each document.
 
     Raises:
-        TypeError: if `run` is not a mapping of queries to mappings, or an id is no string.
-        ValueError: for a score that is not a number.
-        DataError: if an id is not one of a passage.
+        TypeError: if `run` is not a mapping of queries to mappings, or an id is not a string.
+        ValueError: if a score is not a number.
+        DataError: if an id is not the id of a passage.
     """
     check_mapping("run", run, "query id -> scores by passage")
     for query, scores in run.items():
@@ -41,7 +41,7 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPass
 
 
 def _best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPassages]:
-    """Score each document by its best passage, for a run that has been checked.
+    """Score each document by its best passage, without checks of the run.
 
     Args:
         run: query id -> passage id -> score.
@@ -71,17 +71,18 @@ def search_documents(
 ) -> tuple[Run, BestPassages]:
     """Return the `k` best documents of each query, searched through their passages.
 
-    The number of passages grows until they belong to `k` documents, or there are no more.
-    Passages that were not returned score no higher than those that were, so the ranking equals that
-    over all passages.
+    The number of passages grows until they belong to `k` documents, or there are no more passages.
+    Passages that were not retrieved score no higher than those that were, so the ranking is the
+    same as over all passages.
 
     Args:
-        search_passages: maps a number n to the n best passages of each query, best first.
+        search_passages: a function that maps a number n to the n best passages of each query, best
+            first.
         k: the number of documents per query.
 
     Returns:
-        The run of documents, best first, and the best passage of each document that was retrieved,
-        also of those below the `k` best.
+        The run of documents, best first, and the best passage of each retrieved document, also of
+        documents below the `k` best.
     """
     n_passages = PASSAGES_PER_DOCUMENT * k
     while True:
@@ -100,19 +101,23 @@ def search_documents(
 
 def as_passages(
     run: Mapping[str, Mapping[str, float]],
-    best: Sequence[BestPassages],
+    best_passages_of_stages: Sequence[BestPassages],
 ) -> Run:
     """Replace the documents of a run by their best passages.
 
     Args:
         run: query id -> document id -> score.
-        best: best passages by stage. The first one that contains a document decides. A
-            document that none of them contains keeps its id.
+        best_passages_of_stages: the best passages of each stage of the ranking, query id ->
+            document id -> passage id. The first stage that has the document decides. A document
+            that no stage has keeps its id.
+
+    Returns:
+        Query id -> passage id -> score.
     """
 
     def passage_of(query: str, document: str) -> str:
-        for passages in best:
-            passage = passages.get(query, {}).get(document)
+        for best_passages_of_stage in best_passages_of_stages:
+            passage = best_passages_of_stage.get(query, {}).get(document)
             if passage is not None:
                 return passage
         return document

@@ -38,9 +38,9 @@ __all__ = ["TAILS", "Reranker", "Reranking", "Tail", "rerank"]
 
 Tail = Literal["keep", "drop"]
 TAILS: tuple[Tail, ...] = ("keep", "drop")
-# Steps between candidates that were not scored, as a share of the scores' magnitude: as small as
-# fp32 keeps them apart, which is how trec_eval reads a run, so that 1,000 of them do not stretch
-# the scores that fusion normalises.
+# Difference of scores between neighbours in the tail, relative to the largest score. trec_eval
+# reads scores as fp32, which still tells them apart. 1,000 such steps hardly change the range of
+# scores, which fusion normalises.
 TAIL_STEP = 2.0**-21
 
 
@@ -55,7 +55,7 @@ def rerank(
     device: str | torch.device | None = None,
     impl: str = "auto",
 ) -> Run:
-    """Score the best candidates of each query by MaxSim, and sort them by it.
+    """Score the best candidates of each query by MaxSim, and sort them by that score.
 
     ``score = sum over query tokens i of max over document tokens j of q_i . d_j``, exact, in fp32.
     A shard of a store is scored by one call over the pairs of queries and documents in it. On the
@@ -63,27 +63,28 @@ def rerank(
     copied to it, each once.
 
     Args:
-        run: query id -> document id -> score of a first retriever, in any order.
-        queries, documents: token vectors of all queries and candidates, in memory or of
-            ``open_tokens``.
-        depth: candidates per query to score, those with the highest first scores; None scores all.
-        tail: treatment of candidates below `depth`, or without a token vector because their text
-            is empty or could not be encoded. ``"keep"`` puts them after the others, in their first
-            order; ``"drop"`` leaves them out.
-        reduction: ``"mean"`` divides by the query's tokens, as models with ``"meanmaxsim"`` do;
-            ``"sum"`` does not.
-        device: where to compute; None takes a GPU if there is one.
-        impl: as in :func:`tilefold.ops.maxsim`.
+        run: query id -> document id -> score of the first retriever, in any order.
+        queries: token vectors of all queries.
+        documents: token vectors of all candidates, in memory or opened by ``open_tokens``.
+        depth: number of candidates per query to score, those with the highest scores in `run`;
+            None scores all.
+        tail: treatment of the candidates that are not scored, because they are below `depth` or
+            because they have no token vector (their text is empty or could not be encoded).
+            ``"keep"`` ranks them last, in the order of `run`; ``"drop"`` leaves them out.
+        reduction: ``"sum"``, or ``"mean"`` to divide by the number of query tokens, as models with
+            ``"meanmaxsim"`` do.
+        device: the device that computes; None uses a GPU if there is one.
+        impl: the implementation, as in :func:`tilefold.ops.maxsim`.
 
     Returns:
-        The run, best documents first. A kept tail has scores just below the lowest MaxSim, 5e-7 of
-        the scores' magnitude apart: an order and no measurement, too close to change a min-max
-        normalisation.
+        Query id -> document id -> score, best documents first. A kept tail has scores just below
+        the lowest MaxSim, 5e-7 of the largest score apart. They give an order, are not
+        similarities, and are too close to change a min-max normalisation.
 
     Raises:
-        ValueError: for a wrong option, documents of another dimension than the queries, or int8
-            vectors of queries.
-        DataError: for queries or candidates without vectors; names the first and their number.
+        ValueError: if an option is wrong, if the dimensions of queries and documents differ, or if
+            the vectors of queries are int8.
+        DataError: if queries or candidates have no vectors.
     """
     check_mapping("run", run, "query id -> scores by document")
     check_instance("queries", queries, TokenVectors, "encode_texts(model, queries, kind='query')")
@@ -108,17 +109,18 @@ def rerank(
     if missing:
         raise ArgumentDataError(
             "queries",
-            f"no token vectors of {missing[0]!r} ({len(missing)} in all). Encode these queries.",
+            f"no token vectors of {missing[0]!r} ({len(missing)} of {len(run)} queries have none). "
+            "Encode these queries.",
         )
-    ranked = {query: _names_by_score(scores) for query, scores in run.items()}
-    candidates = {query: names[:depth] for query, names in ranked.items()}
+    ranked_ids = _best_ids(run, None)
+    candidates = {query: document_ids[:depth] for query, document_ids in ranked_ids.items()}
     compute_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     late_scores: dict[str, dict[str, float]] = {query: {} for query in run}
     for shard, pairs in sorted(_pairs_by_shard(documents, candidates).items()):
         vectors = documents if isinstance(documents, TokenVectors) else documents.shard(shard)
         lengths = vectors.offsets.diff().tolist()
-        scored = [pair for pair in pairs if lengths[pair.row]]
-        pair_rows = torch.tensor([[query_rows[pair.query], pair.row] for pair in scored])
+        nonempty_pairs = [pair for pair in pairs if lengths[pair.row]]
+        pair_rows = torch.tensor([[query_rows[pair.query], pair.row] for pair in nonempty_pairs])
         scores = _maxsim_scores(
             queries,
             vectors,
@@ -127,9 +129,12 @@ def rerank(
             reduction,
             impl,
         )
-        for pair, score in zip(scored, scores, strict=True):
+        for pair, score in zip(nonempty_pairs, scores, strict=True):
             late_scores[pair.query][pair.document] = score
-    return {query: _with_tail(names, late_scores[query], tail) for query, names in ranked.items()}
+    return {
+        query: _with_tail(document_ids, late_scores[query], tail)
+        for query, document_ids in ranked_ids.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -137,13 +142,14 @@ class Reranking:
     """Options of reranking candidates.
 
     Attributes:
-        depth, tail: as in :func:`rerank`.
-        weight: weight of MaxSim in an interpolation with the first scores, both normalised to
-            [0, 1] per query. Candidates below `depth` keep their share of the first score. None
-            orders by MaxSim only.
+        depth: number of candidates per query to score, as in :func:`rerank`.
+        tail: treatment of the candidates that are not scored, as in :func:`rerank`.
+        weight: weight of MaxSim in an interpolation with the scores before reranking, both
+            normalised to [0, 1] per query. Candidates below `depth` keep their share of the score
+            before reranking. None orders by MaxSim only.
 
     Raises:
-        ValueError: for a value out of range.
+        ValueError: if a value is out of range.
     """
 
     depth: int | None = None
@@ -164,23 +170,24 @@ class Reranker:
     Attributes:
         model: a ``MultiVectorEncoder``.
         tokens: token vectors of the documents by that model; None encodes the candidates.
-        documents: id -> document, read if there are no `tokens`.
-        searched: provenance of the index that the candidates come from.
+        documents: id -> document. Their texts are encoded if there are no `tokens`.
+        index_provenance: provenance of the index that the candidates come from.
 
-    A model that encodes queries in another precision than `tokens` is a ``PrecisionWarning``.
+    Warns:
+        PrecisionWarning: if the model encodes queries in another precision than `tokens`.
 
     Raises:
-        ValueError: for `tokens` of queries.
-        DataError: for `tokens` of other documents than the searched ones, or by another model.
+        ValueError: if `tokens` are vectors of queries.
+        DataError: if `tokens` were made from other documents than the index, or by another model.
     """
 
     model: Model
     tokens: TokenStore | None = None
     documents: Mapping[str, Document] = field(default_factory=dict)
-    searched: Provenance = field(default_factory=Provenance)
+    index_provenance: Provenance = field(default_factory=Provenance)
 
     def __post_init__(self) -> None:
-        """Raise an error for stored token vectors that do not go with the index or the model."""
+        """Raise an error if the stored token vectors do not match the index or the model."""
         if self.tokens is None:
             return
         manifest = self.tokens.manifest
@@ -190,25 +197,26 @@ class Reranker:
                 "tokens",
                 f"{folder} holds {manifest.kind} vectors; encode documents, without --queries.",
             )
-        if "texts_sha256" in self.searched.differing_fields(manifest.provenance):
+        if "texts_sha256" in self.index_provenance.differing_fields(manifest.provenance):
             raise ArgumentDataError(
                 "tokens",
-                f"{folder} holds token vectors of other documents (another collection, or changed "
-                "since). Encode those searched: tilefold encode --model MULTI_VECTOR_MODEL",
+                f"{folder} holds token vectors of other documents than the index (another "
+                "collection, or one that has changed since). Encode the documents of the index: "
+                "tilefold encode --model MULTI_VECTOR_MODEL",
             )
         dimension = token_dimension(self.model, "query")
         if dimension != manifest.dimension:
             raise ArgumentDataError(
                 "model",
-                f"makes vectors of dimension {dimension}, and {folder} holds vectors of "
-                f"dimension {manifest.dimension}; give the model that made them, or encode the "
-                "documents with this one.",
+                f"makes vectors of dimension {dimension}, and {folder} holds vectors of dimension "
+                f"{manifest.dimension}; pass the model that made them, or encode the documents "
+                "with this one.",
             )
         if manifest.model_fingerprint not in (None, model_fingerprint(self.model)):
             raise ArgumentDataError(
                 "model",
                 f"is not the model that made {folder} (its weights or settings differ); "
-                "give that one.",
+                "pass that one.",
             )
         warn_of_query_precision(
             self.model,
@@ -222,50 +230,47 @@ class Reranker:
         queries: Mapping[str, str],
         run: Run,
         reranking: Reranking,
-        encoded: TokenVectors | None = None,
-        candidates: TokenVectors | None = None,
+        query_vectors: TokenVectors | None = None,
+        candidate_vectors: TokenVectors | None = None,
         *,
         by: str = "document",
         passages: BestPassages | None = None,
-    ) -> tuple[Run, Run, BestPassages]:
+    ) -> RerankedRun:
         """Order the candidates of a run by MaxSim.
 
-        If `tokens` are of passages, all passages of a document are scored, and the best one counts.
-        Without tokens, the passage that the document was retrieved by is scored.
+        If `tokens` holds passages, all passages of a document are scored, and the best one counts.
+        Without `tokens`, the passage that the document was retrieved by is scored.
 
         Args:
-            queries: id -> text.
-            run: candidates; of passages, which are ordered themselves, with ``by="passage"``.
-            reranking: options.
-            encoded: token vectors of the queries; None encodes their texts.
-            candidates: token vectors of the candidates; None encodes their texts if there are no
-                `tokens`.
-            by: ``"document"`` or ``"passage"``, what the run ranks.
-            passages: the passages that the documents of the run were retrieved by.
-
-        Returns:
-            The run ordered by MaxSim, the same mixed with the first scores if the options say so,
-            and the best passages if passages were scored.
+            queries: query id -> text.
+            run: query id -> id of a candidate -> score before reranking.
+            reranking: options of the reranking.
+            query_vectors: token vectors of the queries; None encodes their texts.
+            candidate_vectors: token vectors of the candidates; None encodes their texts. Not used
+                if there are `tokens`.
+            by: what the ids of the run name, ``"document"`` or ``"passage"``.
+            passages: query id -> document id -> passage that the document was retrieved by; None
+                if no passages were searched.
         """
         run = {query: scores for query, scores in run.items() if scores}
         if not run:
-            return run, run, {}
-        if encoded is None:
+            return RerankedRun(run, run, {})
+        if query_vectors is None:
             query_texts = {query: queries[query] for query in run}
-            encoded = encode_texts(self.model, query_texts, kind="query")
-        documents = self.tokens if self.tokens is not None else candidates
+            query_vectors = encode_texts(self.model, query_texts, kind="query")
+        documents = self.tokens if self.tokens is not None else candidate_vectors
         if documents is None:
-            document_texts = self.candidates(run, reranking, by, passages)
-            documents = encode_texts(self.model, document_texts, kind="document")
+            candidate_texts = self.texts_to_encode(run, reranking.depth, by, passages)
+            documents = encode_texts(self.model, candidate_texts, kind="document")
         weight = reranking.weight
         tail: Tail = reranking.tail if weight is None else "drop"
         reduction = "mean" if self.model.similarity_fn_name == "meanmaxsim" else "sum"
-        passages_of = self._passages_to_score(run, reranking.depth, by, passages)
+        passage_ids = self._passages_to_score(run, reranking.depth, by, passages)
         late_passages: BestPassages = {}
-        if passages_of is None:
+        if passage_ids is None:
             late_run = rerank(
                 run,
-                encoded,
+                query_vectors,
                 documents,
                 depth=reranking.depth,
                 tail=tail,
@@ -273,74 +278,83 @@ class Reranker:
             )
         else:
             passage_run = rerank(
-                _run_of_passages(passages_of),
-                encoded,
+                {query: dict.fromkeys(ids, 0.0) for query, ids in passage_ids.items()},
+                query_vectors,
                 documents,
                 tail="drop",
                 reduction=reduction,
             )
             document_run, late_passages = best_passages(passage_run)
             late_run = {
-                query: _with_tail(_names_by_score(run[query]), scores, tail)
+                query: _with_tail(_ids_by_score(run[query]), scores, tail)
                 for query, scores in document_run.items()
             }
         if weight is None:
-            return late_run, late_run, late_passages
+            return RerankedRun(late_run, late_run, late_passages)
         n_candidates = max(len(scores) for scores in run.values())
-        mixed = interpolate([run, late_run], [1 - weight, weight], k=n_candidates)
-        return late_run, mixed, late_passages
+        interpolated_run = interpolate([run, late_run], [1 - weight, weight], k=n_candidates)
+        return RerankedRun(late_run, interpolated_run, late_passages)
 
     @property
     def passages(self) -> str | None:
         """How documents are divided into the passages of `tokens`.
 
-        None for token vectors of whole documents, and without `tokens`.
+        None if `tokens` holds whole documents, or if there are no `tokens`.
         """
         return None if self.tokens is None else self.tokens.manifest.provenance.passages
 
-    def candidates(
+    def texts_to_encode(
         self,
         run: Run,
-        reranking: Reranking,
+        depth: int | None,
         by: str = "document",
         passages: BestPassages | None = None,
     ) -> dict[str, str]:
-        """Return the texts of the candidates, which must be encoded if there are no `tokens`.
+        """Return the texts of the candidates of a run, or of the passages that score them.
 
         Args:
-            run: query id -> id -> score of the ranking to rerank.
-            reranking: options, of which ``depth`` is the number of candidates per query.
-            by: ``"document"`` or ``"passage"``, which the ids of the run name.
-            passages: query id -> document id -> passage that the document was retrieved by.
+            run: query id -> id of a candidate -> score before reranking.
+            depth: number of candidates per query; None for all.
+            by: what the ids of the run name, ``"document"`` or ``"passage"``.
+            passages: query id -> document id -> passage that the document was retrieved by; None
+                if no passages were searched.
 
         Returns:
-            Id -> text, of documents or of the passages that they were retrieved by.
+            Id of a document or passage -> text.
 
         Raises:
-            MissingDocumentError: for a candidate that `documents` lack.
+            MissingDocumentError: if `documents` lacks a candidate.
         """
-        passages_of = self._passages_to_score(run, reranking.depth, by, passages)
-        if passages_of is not None:
-            passage_run = _run_of_passages(passages_of)
-            names = [name for scores in passage_run.values() for name in scores]
-        else:
-            names = [
-                name
-                for scores in run.values()
-                for name in _names_by_score(scores)[: reranking.depth]
-            ]
-            if by == "document":
-                return {name: self._document(name).contents for name in names}
+        passage_ids = self._passages_to_score(run, depth, by, passages)
+        if passage_ids is not None:
+            return self._texts_of_passages(passage_ids)
+        candidates = _best_ids(run, depth)
+        if by == "passage":
+            return self._texts_of_passages(candidates)
+        return {
+            document_id: self._document(document_id).contents
+            for document_ids in candidates.values()
+            for document_id in document_ids
+        }
+
+    def _texts_of_passages(self, passage_ids: Mapping[str, list[str]]) -> dict[str, str]:
+        """Return the text of each passage by its id.
+
+        Args:
+            passage_ids: query id -> ids of passages.
+        """
         texts = {}
-        for name in names:
-            passage = Passage.of(name)
-            texts[passage.id] = passage.of_document(self._document(passage.document)).contents
+        for query_passage_ids in passage_ids.values():
+            for passage_id in query_passage_ids:
+                passage = Passage.of(passage_id)
+                document = self._document(passage.document)
+                texts[passage.id] = passage.of_document(document).contents
         return texts
 
-    def _document(self, name: str) -> Document:
-        document = self.documents.get(name)
+    def _document(self, document_id: str) -> Document:
+        document = self.documents.get(document_id)
         if document is None:
-            raise MissingDocumentError("documents", name)
+            raise MissingDocumentError("documents", document_id)
         return document
 
     def _passages_to_score(
@@ -349,59 +363,101 @@ class Reranker:
         depth: int | None,
         by: str,
         passages: BestPassages | None,
-    ) -> dict[str, dict[str, list[str]]] | None:
-        """Find the passages by which the candidates of each query are scored.
+    ) -> dict[str, list[str]] | None:
+        """Return the passages by which the candidates of each query are scored.
 
         Args:
-            run: query id -> id -> score of the ranking to rerank.
-            depth: documents per query to score; None scores all.
-            by: ``"document"`` or ``"passage"``, which the ids of the run name.
+            run: query id -> id of a candidate -> score before reranking.
+            depth: number of candidates per query; None for all.
+            by: what the ids of the run name, ``"document"`` or ``"passage"``.
             passages: query id -> document id -> passage that the document was retrieved by.
 
         Returns:
-            Query id -> document id -> ids of its passages, whose best score it takes. None if the
-            ids of the run are scored themselves.
+            Query id -> ids of passages. None if the vectors to score have the ids of the run.
         """
         if by == "passage":
             return None
-        if self.tokens is not None and self.passages is None:
-            return None
-        if self.tokens is None and not passages:
-            return None
-        candidates = {query: _names_by_score(scores)[:depth] for query, scores in run.items()}
         if self.tokens is not None:
-            passages_of = self.tokens.passages
-            return {
-                query: {name: passages_of.get(name, [name]) for name in names}
-                for query, names in candidates.items()
-            }
-        retrieved_by = passages or {}
-        result: dict[str, dict[str, list[str]]] = {}
-        for query, names in candidates.items():
-            passage_of = retrieved_by.get(query, {})
-            result[query] = {
-                name: [passage_of.get(name) or self._text_as_passage(name)] for name in names
-            }
-        return result
+            if self.passages is None:
+                return None
+            return self._stored_passages(self.tokens, _best_ids(run, depth))
+        if not passages:
+            return None
+        return self._retrieved_passages(passages, _best_ids(run, depth))
 
-    def _text_as_passage(self, name: str) -> str:
-        """Id of the passage that is the full text of a document, which was retrieved by none."""
-        return Passage(name, 1, 0, len(self._document(name).text)).id
+    def _stored_passages(
+        self,
+        tokens: TokenStore,
+        candidates: Mapping[str, list[str]],
+    ) -> dict[str, list[str]]:
+        """Return all passages of the candidates that have token vectors.
+
+        Args:
+            tokens: token vectors of passages.
+            candidates: query id -> document ids.
+
+        Returns:
+            Query id -> ids of passages. A document without passages keeps its id.
+        """
+        passage_ids: dict[str, list[str]] = {}
+        for query, document_ids in candidates.items():
+            passage_ids[query] = []
+            for document_id in document_ids:
+                passage_ids[query] += tokens.passages.get(document_id, [document_id])
+        return passage_ids
+
+    def _retrieved_passages(
+        self,
+        passages: BestPassages,
+        candidates: Mapping[str, list[str]],
+    ) -> dict[str, list[str]]:
+        """Return the passage of each candidate that retrieved it.
+
+        Args:
+            passages: query id -> document id -> passage that the document was retrieved by. For a
+                document that no passage retrieved, its full text is taken as one passage.
+            candidates: query id -> document ids.
+
+        Returns:
+            Query id -> ids of passages.
+        """
+        passage_ids: dict[str, list[str]] = {}
+        for query, document_ids in candidates.items():
+            passage_of = passages.get(query, {})
+            passage_ids[query] = [
+                passage_of.get(document_id) or self._full_text_passage(document_id)
+                for document_id in document_ids
+            ]
+        return passage_ids
+
+    def _full_text_passage(self, document_id: str) -> str:
+        """Return the id of the passage that is the full text of a document."""
+        return Passage(document_id, 1, 0, len(self._document(document_id).text)).id
 
 
-def _run_of_passages(passages_of: Mapping[str, Mapping[str, list[str]]]) -> Run:
-    """Return a run, with scores of 0, of the passages to score for each query."""
-    run: Run = {}
-    for query, document_passages in passages_of.items():
-        run[query] = {
-            passage: 0.0 for passages in document_passages.values() for passage in passages
-        }
-    return run
+class RerankedRun(NamedTuple):
+    """Result of reranking the candidates of a run.
+
+    Attributes:
+        late_run: the run ordered by MaxSim.
+        run: the final run: `late_run`, or its interpolation with the scores before reranking.
+        passages: query id -> document id -> the passage with the best MaxSim; empty if no passages
+            were scored.
+    """
+
+    late_run: Run
+    run: Run
+    passages: BestPassages
 
 
-def _names_by_score(scores: Mapping[str, float]) -> list[str]:
-    """Return names, best first."""
-    return sorted(scores, key=lambda name: -scores[name])
+def _best_ids(run: Mapping[str, Mapping[str, float]], depth: int | None) -> dict[str, list[str]]:
+    """Return the `depth` best ids of each query, best first; all of them if `depth` is None."""
+    return {query: _ids_by_score(scores)[:depth] for query, scores in run.items()}
+
+
+def _ids_by_score(scores: Mapping[str, float]) -> list[str]:
+    """Return the ids in descending order of their scores."""
+    return sorted(scores, key=lambda document_id: -scores[document_id])
 
 
 class _Pair(NamedTuple):
@@ -416,36 +472,47 @@ def _pairs_by_shard(
     documents: TokenStore | TokenVectors,
     candidates: Mapping[str, list[str]],
 ) -> dict[int, list[_Pair]]:
-    """Return shard -> pairs to score, for candidates that have vectors.
+    """Group the pairs of a query and a candidate by the shard that has the candidate's vectors.
+
+    Candidates whose encoding failed are left out.
 
     Args:
-        documents: token vectors; those in memory count as shard 0.
+        documents: token vectors. Vectors in memory count as shard 0.
         candidates: query id -> document ids.
 
+    Returns:
+        Number of the shard -> its pairs.
+
     Raises:
-        DataError: for candidates that were never encoded.
+        DataError: if candidates were never encoded.
     """
-    location_of: Mapping[str, tuple[int, int]]
-    failed: Collection[str] = ()
+    shard_and_row: Mapping[str, tuple[int, int]]
+    failed_ids: Collection[str] = ()
     if isinstance(documents, TokenStore):
-        location_of = documents.ids
-        failed = documents.manifest.failed
+        shard_and_row = documents.ids
+        failed_ids = documents.manifest.failed
     else:
-        location_of = {name: (0, row) for row, name in enumerate(documents.ids)}
-    names = dict.fromkeys(name for query_names in candidates.values() for name in query_names)
-    missing = [name for name in names if name not in location_of and name not in failed]
+        shard_and_row = {document: (0, row) for row, document in enumerate(documents.ids)}
+    candidate_ids = {document for documents_of in candidates.values() for document in documents_of}
+    missing = [
+        document
+        for documents_of in candidates.values()
+        for document in documents_of
+        if document not in shard_and_row and document not in failed_ids
+    ]
     if missing:
         raise ArgumentDataError(
             "documents",
-            f"no token vectors of candidate {missing[0]!r} ({len(missing)} of "
-            f"{len(names)} candidates have none). Encode the collection they come from.",
+            f"no token vectors of candidate {missing[0]!r} ({len(set(missing))} of "
+            f"{len(candidate_ids)} candidates have none). Encode the collection that they come "
+            "from.",
         )
     pairs: dict[int, list[_Pair]] = {}
-    for query, query_names in candidates.items():
-        for name in query_names:
-            if name in location_of:
-                shard, row = location_of[name]
-                pairs.setdefault(shard, []).append(_Pair(query, name, row))
+    for query, document_ids in candidates.items():
+        for document in document_ids:
+            if document in shard_and_row:
+                shard, row = shard_and_row[document]
+                pairs.setdefault(shard, []).append(_Pair(query, document, row))
     return pairs
 
 
@@ -460,19 +527,25 @@ def _maxsim_scores(
     """Compute MaxSim of pairs of queries and documents.
 
     Args:
-        queries: token vectors.
-        documents: token vectors.
-        pairs: int64 ``[n, 2]``, rows of the query and the document.
-        device: where to compute.
-        reduction, impl: as in :func:`tilefold.ops.maxsim`.
+        queries: token vectors of the queries.
+        documents: token vectors of the documents.
+        pairs: int64 ``[n, 2]``, the row of the query and the row of the document of each pair.
+        device: the device that computes.
+        reduction: ``"sum"`` or ``"mean"`` over query tokens.
+        impl: the implementation, as in :func:`tilefold.ops.maxsim`.
+
+    Returns:
+        The score of each pair.
     """
     if not pairs.numel():
         return []
-    if device.type != "cpu":  # copies only rows that a pair needs
+    if device.type != "cpu":
+        # Only documents that occur in a pair are copied to the device.
         rows, positions = torch.unique(pairs[:, 1], return_inverse=True)
         documents = documents.take(rows.tolist())
         pairs = torch.stack([pairs[:, 0], positions], dim=1)
     packed = documents.packed()
+    # Queries have the dtype of the documents. Quantized documents are compared with fp32 queries.
     dtype = torch.float32 if isinstance(packed, QuantizedTokens) else packed.dtype
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         scores = maxsim(
@@ -487,38 +560,38 @@ def _maxsim_scores(
     if not bool(scores.isfinite().all()):
         raise ArgumentDataError(
             ("queries", "documents"),
-            "expected finite token vectors, got some that are not. Encode them again.",
+            "expected finite token vectors, got NaN or infinite values. Encode them again.",
         )
     return list(scores.tolist())
 
 
-def _with_tail(names: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
-    """Rank names by their scores, and keep or drop the names without a score (the tail).
+def _with_tail(document_ids: list[str], scores: dict[str, float], tail: Tail) -> dict[str, float]:
+    """Rank documents by their scores, and keep or drop the documents without a score (the tail).
 
-    Names of the tail get scores below the lowest one, so that they keep their order.
+    Documents of the tail get scores below the lowest one, in the order of `document_ids`.
 
     Args:
-        names: ids in the order of the run, which is the order of equal scores and of the tail.
-        scores: id -> score, of some of the names.
+        document_ids: all candidates of a query. Equal scores are ranked in this order.
+        scores: document id -> score of the candidates that were scored.
         tail: ``"keep"`` or ``"drop"``.
 
     Returns:
-        Id -> score, best first.
+        Document id -> score, best first.
     """
-    position_of = {name: position for position, name in enumerate(names)}
-    ranked_names = sorted(scores, key=lambda name: (-scores[name], position_of[name]))
-    ranked = {name: scores[name] for name in ranked_names}
+    scored_ids = [document_id for document_id in document_ids if document_id in scores]
+    ranked = {
+        document_id: scores[document_id]
+        for document_id in sorted(scored_ids, key=lambda document_id: -scores[document_id])
+    }
     if tail == "drop":
         return ranked
-    highest = 0.0
-    lowest = 0.0
-    if ranked_names:
-        highest = ranked[ranked_names[0]]
-        lowest = ranked[ranked_names[-1]]
-    # The step is relative to the scores, so that rounding does not make neighbours equal. Scores
-    # that are all 0 count as 1.
+    values = list(ranked.values()) or [0.0]
+    highest = values[0]
+    lowest = values[-1]
+    # The step is relative to the largest score, so that rounding does not make neighbours equal.
+    # If all scores are 0, the step is TAIL_STEP itself.
     step = TAIL_STEP * (max(abs(lowest), abs(highest)) or 1.0)
-    tail_names = [name for name in names if name not in scores]
-    for position, name in enumerate(tail_names, start=1):
-        ranked[name] = lowest - step * position
+    tail_ids = [document_id for document_id in document_ids if document_id not in scores]
+    for position, document_id in enumerate(tail_ids, start=1):
+        ranked[document_id] = lowest - step * position
     return ranked

@@ -43,9 +43,9 @@ class _IndexRetriever:
     """An index of vectors, and the model that encodes queries for it.
 
     Attributes:
-        model_type: name of the class of the model.
+        model_type: the name of the model's class, for errors.
         index: the index.
-        model: the model; None if queries are passed as vectors.
+        model: the model that encodes queries; None if queries are passed as vectors.
         options: options of the index's search, such as ``heap_factor``.
     """
 
@@ -76,14 +76,17 @@ class _IndexRetriever:
         where: Where = None,
         **options: object,
     ) -> Run:
-        """Search the `k` best documents of the index for each query.
+        """Find the `k` best documents of the index for each query.
 
         Args:
-            vectors: vectors of the queries, in the type of the index.
-            query_ids: ids of the queries, for vectors that do not carry ids.
-            k: documents per query.
+            vectors: vectors of the queries, as the index takes them.
+            query_ids: ids of the queries, for vectors without ids.
+            k: number of documents per query.
             where: filter of the documents' metadata.
             options: options of the index's search, which take precedence over the retriever's.
+
+        Returns:
+            Query id -> document id -> score, best first.
         """
         search_options = {**self.options, **options}
         if where is not None:
@@ -102,8 +105,8 @@ class SparseRetriever(_IndexRetriever):
 
     Attributes:
         vectors: sparse vectors of the documents, or their folder, which is read row by row.
-        query_top_k: heaviest terms kept of a query; None keeps all.
-        words: BM25 index that encodes queries instead of a model.
+        query_top_k: number of heaviest terms that a query keeps; None keeps all.
+        words: a BM25 index that encodes queries instead of a model.
     """
 
     model_type = "SparseEncoder"
@@ -113,36 +116,37 @@ class SparseRetriever(_IndexRetriever):
     words: BM25Index | None = None
 
     def __post_init__(self) -> None:
-        """Compare the vectors with the index, by the provenance that both record.
+        """Compare the provenance of the vectors with that of the index.
 
         Raises:
-            DataError: for vectors of another model or of other documents than those of the index.
+            DataError: if the vectors come from another model or from other documents.
         """
         if self.vectors is None:
             return
-        folder = ""  # path of the vectors for the error; empty for vectors in memory
+        subject = "this"
         if isinstance(self.vectors, Path):
-            folder = f"{self.vectors} "
+            subject = str(self.vectors)
             provenance = read_manifest(self.vectors).provenance
         else:
             provenance = self.vectors.provenance
         same_passages = self.provenance.passages == provenance.passages
         if same_passages and not self.provenance.differing_fields(provenance):
             return
-        passages = ""
+        difference = ""
         if not same_passages:
-            passages = (
-                f" (passages {provenance.passages or 'of none'}, "
-                f"those of the index {self.provenance.passages or 'of none'})"
+            difference = (
+                f" (passages: {provenance.passages or 'none'}, "
+                f"of the index: {self.provenance.passages or 'none'})"
             )
         raise ArgumentDataError(
             "vectors",
-            f"{folder}holds vectors of another model or of other documents than the "
-            f"index{passages}. Give its own, or build it again: tilefold index --vectors VECTORS",
+            f"{subject} holds vectors of another model or of other documents than the "
+            f"index{difference}. Pass the vectors that the index was built from, or build it "
+            "again: tilefold index --vectors VECTORS",
         )
 
     def encode(self, queries: Mapping[str, str]) -> SparseVectors:
-        """Encode queries, id -> text."""
+        """Encode queries, which map an id to a text, as sparse vectors."""
         if self.words is not None:
             return self.words.query_vectors(queries)
         from tilefold.retrieval.encoding.sparse import encode_queries
@@ -153,43 +157,60 @@ class SparseRetriever(_IndexRetriever):
         self,
         queries: SparseVectors,
         query_ids: Sequence[str],
-        basis: Run,
+        run: Run,
         feedback: Feedback,
     ) -> SparseVectors:
-        """Move queries towards the first documents of the run `basis`."""
-        documents = self.vectors_of(feedback_documents(basis, feedback))
-        return expand_sparse(queries, documents, basis, feedback)
-
-    def vectors_of(self, names: Iterable[str], *, skip_missing: bool = False) -> SparseVectors:
-        """Read the stored vectors of some documents.
+        """Move queries towards the top documents of a run.
 
         Args:
-            names: ids of the documents.
-            skip_missing: leave out documents that have no vector. By default they are an error.
+            queries: vectors of the queries.
+            query_ids: not used, because the vectors have ids.
+            run: query id -> document id -> score, best first.
+            feedback: options of feedback.
+
+        Returns:
+            The new query vectors.
+        """
+        documents = self.vectors_of(feedback_documents(run, feedback))
+        return expand_sparse(queries, documents, run, feedback)
+
+    def vectors_of(
+        self,
+        document_ids: Iterable[str],
+        *,
+        skip_missing: bool = False,
+    ) -> SparseVectors:
+        """Read the sparse vectors of some documents, for feedback or matched terms.
+
+        Args:
+            document_ids: ids of the documents.
+            skip_missing: whether to leave out documents without a vector. By default, a missing
+                vector is an error.
 
         Returns:
             One row per document, with its id.
 
         Raises:
             ValueError: if the retriever has no `vectors`.
-            MissingDocumentError: for the first document without a vector, unless `skip_missing`.
+            MissingDocumentError: if a document has no vector and `skip_missing` is False.
         """
         if self.vectors is None:
             raise ArgumentError(
                 "vectors",
-                "expected those of the documents, which feedback reads, got None.",
+                "expected the documents' vectors, which feedback reads, got None.",
             )
-        names = list(names)
+        document_ids = list(document_ids)
         if isinstance(self.vectors, Path):
-            vectors = read_rows(self.vectors, names)  # skips ids that the folder lacks
+            vectors = read_rows(self.vectors, document_ids)  # skips ids that the folder lacks
         else:
             row_of = self.vectors.row_of
-            vectors = self.vectors.take([row_of[name] for name in names if name in row_of])
+            rows = [row_of[document] for document in document_ids if document in row_of]
+            vectors = self.vectors.take(rows)
         if not skip_missing:
             ids_with_vectors = set(vectors.ids)
-            for name in names:
-                if name not in ids_with_vectors:
-                    raise MissingDocumentError("vectors", name)
+            for document_id in document_ids:
+                if document_id not in ids_with_vectors:
+                    raise MissingDocumentError("vectors", document_id)
         return vectors
 
 
@@ -197,7 +218,7 @@ class SparseRetriever(_IndexRetriever):
 class WordsRetriever:
     """A BM25 index, which takes queries as texts.
 
-    Feedback needs vectors: see :attr:`as_vectors`.
+    :attr:`as_vectors` is the same retriever for query vectors, which feedback needs.
     """
 
     index: BM25Index
@@ -207,7 +228,7 @@ class WordsRetriever:
         return self.index.provenance
 
     def encode(self, queries: Mapping[str, str]) -> Mapping[str, str]:
-        """Return the texts, which a BM25 index searches with."""
+        """Return the texts themselves, because a BM25 index is searched with texts."""
         return queries
 
     def search(
@@ -217,14 +238,24 @@ class WordsRetriever:
         k: int,
         where: Where = None,
     ) -> Run:
-        """Search the `k` best documents of the index for each query, id -> text."""
+        """Find the `k` best documents of the index for each query.
+
+        Args:
+            vectors: query id -> text.
+            query_ids: not used, because `vectors` has ids.
+            k: number of documents per query.
+            where: filter of the documents' metadata.
+
+        Returns:
+            Query id -> document id -> score, best first.
+        """
         return self.index.search(vectors, k, where=where)
 
     @cached_property
     def as_vectors(self) -> SparseRetriever:
-        """Retriever that gives the same scores, but from vectors, which feedback can move."""
+        """A retriever with the same scores whose queries are vectors, which feedback can move."""
         vectors = self.index.document_vectors()
-        index = ExactIndex.of_any(vectors)
+        index = ExactIndex.build_unchecked(vectors)
         index.metadata = self.index.metadata
         return SparseRetriever(index, vectors=vectors, words=self.index)
 
@@ -236,30 +267,30 @@ class DenseRetriever(_IndexRetriever):
     model_type = "SentenceTransformer"
 
     def encode(self, queries: Mapping[str, str]) -> Tensor:
-        """Encode queries, id -> text, truncated to the dimension of the index."""
+        """Encode queries, which map an id to a text, with the dimension of the index."""
         return encode_dense(self._encoder(), queries, kind="query")[:, : self.index.dimension]
 
     def expand(
         self,
         queries: Tensor,
         query_ids: Sequence[str],
-        basis: Run,
+        run: Run,
         feedback: Feedback,
     ) -> Tensor:
-        """Move queries towards the first documents of a run.
+        """Move queries towards the top documents of a run.
 
         Args:
-            queries: ``[Q, D]``.
+            queries: query vectors ``[Q, D]``.
             query_ids: ids of the rows of `queries`.
-            basis: the run whose first documents count as relevant.
-            feedback: options.
+            run: query id -> document id -> score, best first.
+            feedback: options of feedback.
 
         Returns:
-            New queries, ``[Q, D]``.
+            The new query vectors ``[Q, D]``.
         """
-        document_ids = feedback_documents(basis, feedback)
+        document_ids = feedback_documents(run, feedback)
         if self.index.similarity == "cosine":
-            # The index holds normalized vectors. A query of zeros stays one.
+            # The vectors of the index are normalized, too. A zero query stays zero.
             lengths = queries.norm(dim=1, keepdim=True).clamp_min(_SHORTEST_VECTOR)
             queries = queries / lengths
         return expand_dense(
@@ -267,7 +298,7 @@ class DenseRetriever(_IndexRetriever):
             query_ids,
             self.index.vectors(document_ids).to(queries.device),
             document_ids,
-            basis,
+            run,
             feedback,
         )
 
@@ -279,7 +310,7 @@ class LateRetriever(_IndexRetriever):
     model_type = "MultiVectorEncoder"
 
     def encode(self, queries: Mapping[str, str]) -> TokenVectors:
-        """Encode queries, id -> text, as one vector per token."""
+        """Encode queries, which map an id to a text, as one vector per token."""
         from tilefold.retrieval.encoding.pending_shards import encode_in_memory
         from tilefold.retrieval.encoding.tokens import TokenEncoding, TokenJob
 
@@ -297,16 +328,16 @@ class LateRetriever(_IndexRetriever):
     ) -> Run:
         """Search with the reduction over query tokens that the model was trained with.
 
-        The reduction is the mean for a model with "meanmaxsim", and else the sum. The arguments
-        are those of the other retrievers' ``search``.
+        This is the mean for a model with "meanmaxsim", otherwise the sum. The arguments and the
+        result are those of the other retrievers' ``search``.
         """
-        takes_mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
+        uses_mean = getattr(self.model, "similarity_fn_name", None) == "meanmaxsim"
         return super().search(
             vectors,
             query_ids,
             k,
             where,
-            reduction="mean" if takes_mean else "sum",
+            reduction="mean" if uses_mean else "sum",
             **options,
         )
 
@@ -314,11 +345,15 @@ class LateRetriever(_IndexRetriever):
         self,
         queries: TokenVectors,
         query_ids: Sequence[str],
-        basis: Run,
+        run: Run,
         feedback: Feedback,
     ) -> TokenVectors:
-        """Raise ``ValueError``: feedback is not defined for token vectors."""
+        """Raise ``ArgumentError``, because feedback is not defined for token vectors.
+
+        The arguments are those of the other retrievers' ``expand``.
+        """
         raise ArgumentError(
             "feedback",
-            "expected None, an index of token vectors has no feedback. Search without.",
+            "expected None for an index of token vectors, which does not support feedback; "
+            "search without it.",
         )

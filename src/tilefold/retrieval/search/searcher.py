@@ -62,7 +62,8 @@ RERANK_DEPTH = 100
 # count as not relevant.
 FULL_DEPTH = 1000
 
-# Stages of a ranking, as keys of `Ranking.stages` and `Ranking.passages`.
+# Names of the stages of a ranking: keys of `Ranking.stages` and `Ranking.passages`. The run of the
+# second index is shown as "words", which is also the name of the run of a BM25 index.
 _WORDS_STAGE = "words"
 _LATE_STAGE = "late"
 _FUSION_STAGE = "fusion"
@@ -74,11 +75,11 @@ _RETRIEVER_STAGES: dict[type, str] = {
     LateRetriever: "tokens",
 }
 
-# Id of the only query of `Searcher.search`.
+# Id that `Searcher.search` gives to its only query.
 _QUERY = "query"
 
-# Description, for errors, of the backends whose indexes hold no sparse vectors.
-_WITHOUT_SPARSE_VECTORS = {
+# Descriptions, for errors, of the indexes that hold no sparse vectors, by backend.
+_INDEXES_WITHOUT_SPARSE_VECTORS = {
     BM25Index.backend: "a BM25 index",
     DENSE: "a dense index",
     LATE: "an index of token vectors",
@@ -91,16 +92,16 @@ def check_model(
     name: str = "this",
     index: str = "the index",
 ) -> bool:
-    """Return whether a model is known to have made the vectors of an index.
+    """Check that a model is the one that made the vectors of an index.
 
     Args:
-        provenance: of the index.
-        model: encodes queries for the index.
-        name: name of the model, for the error.
-        index: description of the index, for the error.
+        provenance: the provenance of the index.
+        model: the model that encodes the queries.
+        name: the name of the model, for the error.
+        index: a description of the index, for the error.
 
     Returns:
-        False if the index does not record a model.
+        Whether the index records its model. If it does not, nothing is checked.
 
     Raises:
         DataError: if the index records another model.
@@ -109,8 +110,8 @@ def check_model(
         return False
     if provenance.differing_fields(Provenance(model_fingerprint(model))):
         remedy = (
-            f"Give that one, make the index again (tilefold encode --model {name}), "
-            "or allow it (--other-model)."
+            "Use the model that made the index, rebuild the index "
+            f"(tilefold encode --model {name}), or allow another model (--other-model)."
         )
         raise ArgumentDataError(
             "model",
@@ -124,22 +125,23 @@ class SearchRequest:
     """Options of a search.
 
     Attributes:
-        k: documents per query.
-        feedback: moves each query towards the documents that it retrieved, and searches again;
-            None does not.
-        interpolation: mixes the second ranking in before feedback, after it, or both; goes with
-            `feedback`.
-        fusion: fuses the second ranking with that of the index.
-        reranking: orders the best candidates by late interaction.
-        by: for an index of passages, ``"document"`` ranks documents by their best passage (MaxP),
-            and ``"passage"`` ranks passages. An index of documents allows ``"document"`` only.
-        where: restricts every ranking to documents whose metadata match: that of the index, the
-            second one, and the one after feedback.
-        ignore_identical_ids: leave the document with the query's id out of every ranking, and of
-            what feedback reads. For queries that are documents of the collection.
+        k: number of documents per query.
+        feedback: options of pseudo-relevance feedback, which moves each query towards the
+            documents that it retrieved and searches again; None searches once.
+        interpolation: how the run of the second index is mixed in before feedback, after it, or
+            both. It needs `feedback`.
+        fusion: how the run of the second index is fused with that of the index; None does not.
+        reranking: options of reranking the best candidates by late interaction; None does not.
+        by: what is ranked. ``"document"`` ranks documents, in an index of passages by their best
+            passage (MaxP). ``"passage"`` ranks the passages of an index of passages.
+        where: filter of the documents' metadata, which applies to both indexes and to the search
+            after feedback.
+        ignore_identical_ids: whether to leave the document with the query's id out of every
+            ranking and out of what feedback reads. For queries that are documents of the
+            collection.
 
     Raises:
-        ValueError: for a `k` below 1, or an interpolation without feedback.
+        ValueError: if `k` is below 1, or if there is an interpolation without feedback.
     """
 
     k: int = 10
@@ -159,11 +161,11 @@ class SearchRequest:
         if self.interpolation is not None and self.feedback is None:
             raise ArgumentError(
                 "interpolation",
-                "expected feedback beside it, got None; without, take fusion.",
+                "expected feedback with an interpolation, got None; use fusion instead.",
             )
 
     def _check_types(self) -> None:
-        """Raise ``TypeError`` for options of another type, such as ``feedback="rocchio"``."""
+        """Raise ``TypeError`` if an option has a wrong type, such as ``feedback="rocchio"``."""
         option_types = {"feedback": Feedback, "interpolation": Interpolation, "fusion": Fusion}
         if self.reranking is not None:
             from tilefold.retrieval.search.reranking import Reranking  # needs torch
@@ -176,14 +178,14 @@ class SearchRequest:
 
     @property
     def candidates(self) -> int:
-        """Documents per query before reranking."""
+        """Number of documents per query before reranking."""
         if self.reranking is None:
             return self.k
         return max(self.k, self.reranking.depth or RERANK_DEPTH)
 
     @property
     def retrieval_depth(self) -> int:
-        """Documents per query of the rankings that feedback reads and interpolation mixes."""
+        """Number of documents per query of the runs that feedback reads and interpolation mixes."""
         if self.feedback is None:
             return self.candidates
         depth = max(self.candidates, self.feedback.k)
@@ -197,10 +199,11 @@ class _StageRun:
     """Result of searching one index.
 
     Attributes:
-        stage: name of the ranking.
-        run: query id -> document id -> score, best first.
-        best_passages: passages that the documents were ranked by; None if none were searched.
-        ignored_identical_ids: queries whose document of the same id was left out.
+        stage: the name of the stage.
+        run: query id -> id of a document or passage -> score, best first.
+        best_passages: query id -> document id -> the passage that the document was ranked by; None
+            if no passages were searched.
+        ignored_identical_ids: the queries whose document of the same id was left out.
     """
 
     stage: str
@@ -217,65 +220,70 @@ class Ranking:
         run: query id -> id of a document, or of a :class:`tilefold.retrieval.Passage` -> score,
             best first.
         stages: name of a stage, such as "sparse", "words", "tokens", "fusion" or "late" -> its run.
-        before: vectors of the queries before feedback.
-        after: vectors of the queries after feedback; `before` itself if there was none.
-        candidates: the run before reranking; None if there was none.
-        by: "document" or "passage", what is ranked.
-        passages: name of a stage -> best passages of the documents that it retrieved.
-        ignored_identical_ids: queries whose document of the same id was left out.
+        vectors_before_feedback: vectors of the queries before feedback.
+        vectors: vectors of the queries that were searched last; `vectors_before_feedback` itself
+            if there was no feedback.
+        candidates: the run before reranking; None if it was not reranked.
+        by: what the ids of the run name, ``"document"`` or ``"passage"``.
+        passages: name of a stage -> query id -> document id -> the document's best passage.
+        ignored_identical_ids: the queries whose document of the same id was left out.
     """
 
     run: Run
     stages: dict[str, Run] = field(default_factory=dict)
-    before: Any = None
-    after: Any = None
+    vectors_before_feedback: Any = None
+    vectors: Any = None
     candidates: Run | None = None
     by: str = "document"
     passages: dict[str, BestPassages] = field(default_factory=dict)
     ignored_identical_ids: set[str] = field(default_factory=set)
 
-    def passage(self, query: str, name: str) -> str | None:
-        """Return the id of the passage that a result was ranked by, if there is one.
+    def passage(self, query_id: str, result_id: str) -> str | None:
+        """Return the id of the passage that a result was ranked by, or None if there is none.
 
-        The passage chosen by late interaction comes before that of the index, and that of the
-        second ranking comes last.
+        A passage that late interaction chose takes precedence over one of the index, and that over
+        one of the second index.
+
+        Args:
+            query_id: the id of the query.
+            result_id: the id of the document or passage in the run.
         """
         if self.by == "passage":
-            return name
+            return result_id
         for stage in (_LATE_STAGE, *_RETRIEVER_STAGES.values(), _SECOND_STAGE):
-            passage_of = self.passages.get(stage, {}).get(query, {})
-            if name in passage_of:
-                return passage_of[name]
+            passage_of = self.passages.get(stage, {}).get(query_id, {})
+            if result_id in passage_of:
+                return passage_of[result_id]
         return None
 
     @property
     def best_passages(self) -> BestPassages:
-        """Query id -> result -> the passage that it was ranked by, for results that have one."""
+        """Query id -> id of a result -> the passage that it was ranked by, if there is one."""
         best: BestPassages = {}
-        for query, scores in self.run.items():
-            best[query] = {}
-            for name in scores:
-                passage = self.passage(query, name)
+        for query_id, scores in self.run.items():
+            best[query_id] = {}
+            for result_id in scores:
+                passage = self.passage(query_id, result_id)
                 if passage:
-                    best[query][name] = passage
+                    best[query_id][result_id] = passage
         return best
 
-    def _record(self, stage_run: _StageRun) -> Run:
-        """Add the passages and ignored queries of a search to the ranking, and return its run."""
+    def _add_details(self, stage_run: _StageRun) -> None:
+        """Add the best passages and the ignored queries of one search to the ranking."""
         self.ignored_identical_ids |= stage_run.ignored_identical_ids
-        if stage_run.best_passages is not None:
-            recorded = self.passages.setdefault(stage_run.stage, {})
-            for query, passage_of in stage_run.best_passages.items():
-                recorded.setdefault(query, {}).update(passage_of)
-        return stage_run.run
+        if stage_run.best_passages is None:
+            return
+        best_passages = self.passages.setdefault(stage_run.stage, {})
+        for query_id, passage_of in stage_run.best_passages.items():
+            best_passages.setdefault(query_id, {}).update(passage_of)
 
 
 class Searcher:
     """Answers queries over one collection, with models and indexes that are loaded once.
 
     If the index or the token vectors hold passages, documents are ranked by their best passage.
-    `vectors` are those of the passages of the index. `second` and `tokens` may hold other passages,
-    or documents without passages.
+    `vectors` must have a row for each passage of the index. `second` and `tokens` may be divided
+    into different passages, or hold whole documents.
 
     Args:
         index: an index of sparse, dense or token vectors, or of words (BM25).
@@ -285,21 +293,22 @@ class Searcher:
             reranking without `tokens` encodes their texts.
         vectors: sparse vectors of the documents, or their folder, which is read row by row. For
             feedback and matched terms.
-        second: a BM25 index or a run of the same collection, for an interpolation around feedback,
-            or fusion.
+        second: a BM25 index or a run of the same collection, to fuse with the index or to
+            interpolate with it around feedback.
         late: a ``MultiVectorEncoder`` that reranks.
-        tokens: token vectors of the documents, by `late`; None encodes the candidates of a search.
-        query_top_k: heaviest terms kept of a query; None keeps all.
-        options: options of the index's search, such as Seismic's ``heap_factor``, or ``candidates``
-            of an index of token vectors.
-        other_model: allow a model that did not make the index, such as a separate query encoder.
+        tokens: token vectors of the documents by `late`; None encodes the candidates of a search.
+        query_top_k: number of heaviest terms that a query keeps; None keeps all.
+        options: options of the index's search, such as ``heap_factor`` for Seismic or
+            ``candidates`` for an index of token vectors.
+        other_model: whether to allow a model that did not make the index, such as a separate query
+            encoder.
 
-    A model that encodes queries in another precision than the index, or than `tokens`, is a
-    ``PrecisionWarning``.
+    Warns:
+        PrecisionWarning: if queries are encoded in another precision than the index or `tokens`.
 
     Raises:
-        DataError: for parts that were made by another model or from other documents than the index.
-        ValueError: for `model` or `vectors` with an index that does not use them.
+        DataError: if an argument was made by another model or from other documents than the index.
+        ValueError: if `model` or `vectors` is passed with an index that does not use it.
     """
 
     def __init__(
@@ -316,10 +325,10 @@ class Searcher:
         options: Mapping[str, object] | None = None,
         other_model: bool = False,
     ) -> None:
-        _check_parts(index, model, vectors, second, late, tokens, options)
+        _check_types(index, model, vectors, second, late, tokens, options)
         self.documents = documents_by_id("documents", {} if documents is None else documents)
         self.second = second
-        _check_goes_with_index(index, model, vectors)
+        _check_unused_arguments(index, model, vectors)
         if model is not None and not other_model:
             check_model(index.provenance, model)
         if model is not None:
@@ -351,11 +360,11 @@ class Searcher:
             if "texts_sha256" in differences:
                 raise ArgumentDataError(
                     "second",
-                    "was made from other documents than those that are searched.",
+                    "was made from other documents than the index; build both from the same ones.",
                 )
         self.reranker = None
         if late is not None:
-            # Imported here because it needs torch, which a search of words does without.
+            # Imported here because it needs torch, which a search with BM25 does not.
             from tilefold.retrieval.search.reranking import Reranker
 
             self.reranker = Reranker(late, tokens, self.documents, self.provenance)
@@ -371,26 +380,30 @@ class Searcher:
         return self.provenance.passages
 
     def search(self, query: str, request: SearchRequest | None = None) -> list[Json]:
-        """Search the best documents for one query.
+        """Find the best documents for one query.
 
         Args:
             query: text of the query.
-            request: options; None takes the defaults.
+            request: options of the search; None uses the defaults.
 
         Returns:
             One record per document, best first:
 
-            - ``rank``, from 1, ``id``, ``score``, and ``title``, or the text if there is none.
-            - ``terms`` that document and query share, if the searcher has `vectors`, largest
-              contribution first: ``term``, ``contribution`` to the sparse score, ``share`` of it
-              and, after feedback, whether ``feedback`` added the term.
-            - ``first``, after reranking: ``rank`` and ``score`` before it.
-            - ``passage``, if the document was ranked by one: ``number``, from 1, characters
-              ``start`` to ``stop`` of the text, and ``text``.
+            - ``rank``: rank of the document, from 1.
+            - ``id``, ``score``: id and score of the document.
+            - ``title``: its title, or its text if it has no title.
+            - ``terms``: terms that the document shares with the query, largest contribution first.
+              Each has the ``term``, its ``contribution`` to the sparse score, the ``share`` of the
+              score that this is and, after feedback, whether ``feedback`` added it. Empty if the
+              searcher has no `vectors`.
+            - ``first``: ``rank`` and ``score`` before reranking, if the request has reranking.
+            - ``passage``: the passage that the document was ranked by, if there is one: its
+              ``number``, from 1, its ``text``, and the characters ``start`` to ``stop`` that it
+              has in the document's text.
 
         Raises:
-            ValueError: if the request needs a part that the searcher does not have.
-            DataError: if `vectors`, `tokens` or `documents` lack a document.
+            ValueError: if the request needs an argument that the searcher was created without.
+            DataError: if a document is missing from `vectors`, `tokens` or `documents`.
         """
         request = SearchRequest() if request is None else request
         if not isinstance(query, str):
@@ -411,50 +424,54 @@ class Searcher:
 
     def _check_documents_are_of_index(self, ranking: Ranking) -> None:
         """Raise ``DataError`` if `documents` has none of the documents of a ranking."""
-        names = list(ranking.run[_QUERY])
-        if not names or not self.documents:
+        result_ids = list(ranking.run[_QUERY])
+        if not result_ids or not self.documents:
             return
-        if not any(_document_id(name, ranking.by) in self.documents for name in names):
+        if not any(_document_id(result, ranking.by) in self.documents for result in result_ids):
             raise ArgumentDataError(
                 "documents",
-                "none of the documents found is in the collection given (the first is "
-                f"{names[0]!r}); give the one that the index was made from.",
+                "none of the documents found is in the collection (the first is "
+                f"{result_ids[0]!r}); pass the documents that the index was made from.",
             )
 
     def _records(self, ranking: Ranking, k: int) -> list[Json]:
-        """Describe the best results of a ranking of one query as records.
+        """Describe the best results of a query as records that can be written as JSON.
 
         Args:
-            ranking: the ranking of the query of :meth:`search`.
-            k: number of records.
+            ranking: a ranking whose only query has the id ``_QUERY``.
+            k: the number of records.
 
         Returns:
-            The records that :meth:`search` describes, best first.
+            Records with ``rank``, ``id``, ``score``, ``title`` and ``terms``, and with ``passage``
+            and ``first`` (rank and score before reranking) if the result has them, best first.
         """
         scores = dict(list(ranking.run.get(_QUERY, {}).items())[:k])
-        stage_scores = ranking.stages[self.stage][_QUERY]
+        index_scores = ranking.stages[self.stage][_QUERY]
         terms = self._terms(
             ranking,
-            {name: stage_scores[name] for name in scores if name in stage_scores},
+            {result: index_scores[result] for result in scores if result in index_scores},
         )
-        candidates = {} if ranking.candidates is None else ranking.candidates[_QUERY]
-        candidate_ranks = {name: rank for rank, name in enumerate(candidates, start=1)}
+        candidate_scores = {} if ranking.candidates is None else ranking.candidates[_QUERY]
+        candidate_ranks = {result: rank for rank, result in enumerate(candidate_scores, start=1)}
         records: list[Json] = []
-        for rank, (name, score) in enumerate(scores.items(), start=1):
-            document_id = _document_id(name, ranking.by)
+        for rank, (result_id, score) in enumerate(scores.items(), start=1):
+            document_id = _document_id(result_id, ranking.by)
             document = self.documents.get(document_id)
             record: Json = {
                 "rank": rank,
                 "id": document_id,
                 "score": score,
                 "title": (document.title or document.text) if document else "",
-                "terms": terms.get(name, []),
+                "terms": terms.get(result_id, []),
             }
-            passage = ranking.passage(_QUERY, name)
-            if passage is not None:
-                record["passage"] = Passage.of(passage).shown(document)
+            passage_id = ranking.passage(_QUERY, result_id)
+            if passage_id is not None:
+                record["passage"] = Passage.of(passage_id).shown(document)
             if ranking.candidates is not None:
-                record["first"] = {"rank": candidate_ranks[name], "score": candidates[name]}
+                record["first"] = {
+                    "rank": candidate_ranks[result_id],
+                    "score": candidate_scores[result_id],
+                }
             records.append(record)
         return records
 
@@ -467,308 +484,302 @@ class Searcher:
         """Rank documents for several queries: retrieve, apply feedback, then fuse; no reranking.
 
         Args:
-            queries: id -> text.
-            request: options; its `candidates` are the documents per query.
-            vectors: vectors of the queries, in the type of the index; None encodes the texts.
+            queries: query id -> text.
+            request: options of the search; `request.candidates` documents are ranked per query.
+            vectors: vectors of the queries, as the index takes them; None encodes the texts.
         """
         check_mapping("queries", queries, "id -> text")
         check_instance("request", request, SearchRequest, "SearchRequest(k=10)")
-        self._check_passages(request)
+        self._check_by(request)
+        self._check_passages_of_second_index(request)
         ranking = Ranking(run={}, by=request.by)
-        second_run = None
-        if request.interpolation is not None:
-            second_run = ranking._record(
-                self._search_second(queries, request.retrieval_depth, request),
-            )
-        # Each type of retriever takes vectors of another type.
+        query_ids = list(queries)
+        depth = request.retrieval_depth
+        mix = request.interpolation
+        second_run: Run = {}
+        if mix is not None:
+            second = self._search_second_index(queries, depth, request)
+            ranking._add_details(second)
+            second_run = second.run
+        # Each class of retrievers takes query vectors of its own type.
         retriever: Any = self.retriever
         if request.feedback is not None and isinstance(retriever, WordsRetriever):
             retriever = retriever.as_vectors
-        ranking.before = retriever.encode(queries) if vectors is None else vectors
-        ranking.after = ranking.before
-        stage_run = ranking._record(
-            self._search_index(
-                retriever,
-                ranking.before,
-                list(queries),
-                request.retrieval_depth,
-                request,
-            ),
-        )
-        run = stage_run
+        ranking.vectors = retriever.encode(queries) if vectors is None else vectors
+        ranking.vectors_before_feedback = ranking.vectors
+        run = self._search_index(ranking, retriever, query_ids, depth, request)
         if request.feedback is not None:
-            stage_run, run = self._rank_again(
-                ranking,
-                retriever,
-                list(queries),
-                stage_run,
-                second_run,
-                request,
-            )
-        # An interpolation is explained by scores below the candidates, too.
-        mixed = request.interpolation is not None
-        ranking.stages[self.stage] = (
-            stage_run if mixed else _truncated(stage_run, request.candidates)
-        )
-        ranking.run = _truncated(run, request.candidates)
+            feedback_run = run if mix is None else mix.before_feedback(run, second_run, depth)
+            self._apply_feedback(ranking, retriever, query_ids, feedback_run, request.feedback)
+            new_depth = request.candidates if mix is None else depth
+            run = self._search_index(ranking, retriever, query_ids, new_depth, request)
+        if mix is None:
+            ranking.run = _truncated(run, request.candidates)
+            ranking.stages[self.stage] = ranking.run
+        else:
+            mixed_run = mix.after_feedback(run, second_run, depth)
+            ranking.run = _truncated(mixed_run, request.candidates)
+            # Its results may have scores of the index below the best candidates.
+            ranking.stages[self.stage] = run
         if request.fusion is not None:
-            self._fuse(queries, ranking, request.fusion, request)
+            self._fuse_with_second_index(queries, ranking, request.fusion, request)
         return ranking
 
     def _search_index(
         self,
+        ranking: Ranking,
         retriever: Any,
-        vectors: Any,
         query_ids: list[str],
         k: int,
         request: SearchRequest,
-    ) -> _StageRun:
-        """Search the index of this searcher for vectors of queries.
+    ) -> Run:
+        """Search the index with the query vectors of a ranking.
 
         Args:
+            ranking: the ranking, to which the best passages are added.
             retriever: the retriever of the index.
-            vectors: vectors of the queries.
-            query_ids: ids of the queries.
-            k: documents or passages per query.
-            request: the filter, and whether documents or passages are ranked.
+            query_ids: ids of the query vectors.
+            k: number of documents or passages per query.
+            request: options of the search.
+
+        Returns:
+            Query id -> id of a document or passage -> score, best first.
         """
-        return _search_stage(
+        stage_run = _search_stage(
             self.stage,
-            partial(retriever.search, vectors, query_ids, where=request.where),
+            partial(retriever.search, ranking.vectors, query_ids, where=request.where),
             k,
             request,
             self.passages,
         )
+        ranking._add_details(stage_run)
+        return stage_run.run
 
-    def _rank_again(
+    def _apply_feedback(
         self,
         ranking: Ranking,
         retriever: Any,
         query_ids: list[str],
-        retrieved: Run,
-        second_run: Run | None,
-        request: SearchRequest,
-    ) -> tuple[Run, Run]:
-        """Move the queries towards the documents that they retrieved, and search again.
+        feedback_run: Run,
+        feedback: Feedback,
+    ) -> None:
+        """Move the query vectors of a ranking towards the documents of a run.
 
         Args:
-            ranking: its vectors `before` are moved; `after` gets the result.
-            retriever: of the index.
-            query_ids: in the order of the vectors.
-            retrieved: the run without feedback.
-            second_run: is mixed in before or after feedback, if the request has an interpolation.
-            request: has feedback.
-
-        Returns:
-            The run of the index after feedback, and the same mixed with the second run.
+            ranking: the ranking, whose query vectors are replaced.
+            retriever: the retriever of the index.
+            query_ids: ids of the query vectors.
+            feedback_run: query id -> id of a document or passage -> score, best first.
+            feedback: options of feedback.
         """
-        depth = request.retrieval_depth
-        mix = request.interpolation
-        basis = retrieved
-        if mix is not None and second_run is not None:
-            basis = mix.before_feedback(retrieved, second_run, depth)
-        basis_passages = [
+        # Vectors are stored by passage, so each document is replaced by its best passage.
+        best_passages = [
             ranking.passages[stage]
             for stage in (self.stage, _SECOND_STAGE)
             if stage in ranking.passages
         ]
-        ranking.after = retriever.expand(
-            ranking.before,
+        ranking.vectors = retriever.expand(
+            ranking.vectors,
             query_ids,
-            as_passages(basis, basis_passages),
-            request.feedback,
+            as_passages(feedback_run, best_passages),
+            feedback,
         )
-        stage_run = ranking._record(
-            self._search_index(
-                retriever,
-                ranking.after,
-                query_ids,
-                request.candidates if mix is None else depth,
-                request,
-            ),
-        )
-        if mix is None or second_run is None:
-            return stage_run, stage_run
-        return stage_run, mix.after_feedback(stage_run, second_run, depth)
 
-    def _fuse(
+    def _fuse_with_second_index(
         self,
         queries: Mapping[str, str],
         ranking: Ranking,
         fusion: Fusion,
         request: SearchRequest,
     ) -> None:
-        """Fuse a ranking with the second one, in place.
+        """Replace the run of a ranking by its fusion with the run of the second index.
 
-        The run of the second index and the fused run are added to the ranking's stages.
+        Both runs are added to the stages of the ranking.
 
         Args:
             queries: query id -> text.
-            ranking: the ranking to fuse, whose run is replaced.
+            ranking: the ranking, which is changed in place.
             fusion: how the two runs are fused.
             request: options of the search.
         """
-        words_run = ranking._record(self._search_second(queries, request.candidates, request))
-        ranking.run = fusion.mix(ranking.run, words_run, request.candidates)
-        ranking.stages[_WORDS_STAGE] = words_run
+        second = self._search_second_index(queries, request.candidates, request)
+        ranking._add_details(second)
+        ranking.run = fusion.mix(ranking.run, second.run, request.candidates)
+        ranking.stages[_WORDS_STAGE] = second.run
         ranking.stages[_FUSION_STAGE] = ranking.run
 
-    def rank_plainly(
+    def rank_without_feedback(
         self,
         queries: Mapping[str, str],
         request: SearchRequest,
         ranking: Ranking,
     ) -> Run:
-        """Rank queries without feedback, to compare with a ranking that has it.
+        """Rank queries without the feedback of a request, to measure what feedback changes.
 
-        With an interpolation, the second ranking is mixed into the run once.
+        If the request has an interpolation, the run of the index is mixed with that of the second
+        index.
 
         Args:
             queries: query id -> text.
-            request: options of the ranking with feedback.
-            ranking: the ranking with feedback, whose query vectors before feedback are used.
+            request: options of the search with feedback.
+            ranking: the ranking with feedback. Its query vectors before feedback are searched, so
+                that the queries are not encoded again.
 
         Returns:
-            The run, with as many documents per query as the request has candidates.
+            The run, with `request.candidates` documents per query.
         """
         mix = request.interpolation
-        depth = request.candidates
-        plain_request = replace(
-            request,
-            k=depth if mix is None else max(depth, FULL_DEPTH),
-            feedback=None,
-            interpolation=None,
-        )
-        # Feedback turns the words of queries into vectors, which an index of words does not take.
-        vectors = None if isinstance(self.retriever, WordsRetriever) else ranking.before
-        run = self.rank(queries, plain_request, vectors).run
+        depth = request.candidates if mix is None else max(request.candidates, FULL_DEPTH)
+        request_without_feedback = replace(request, k=depth, feedback=None, interpolation=None)
+        # A BM25 index is searched with texts. Only feedback has turned them into vectors.
+        searches_texts = isinstance(self.retriever, WordsRetriever)
+        query_vectors = None if searches_texts else ranking.vectors_before_feedback
+        run = self.rank(queries, request_without_feedback, query_vectors).run
         if mix is None:
             return run
-        second_run = self.second_run(queries, plain_request.k, request)
-        return _truncated(mix.mix(run, second_run, plain_request.k), depth)
+        second_run = self.second_run(queries, depth, request)
+        return _truncated(mix.mix(run, second_run, depth), request.candidates)
 
     def rerank(
         self,
         queries: Mapping[str, str],
         ranking: Ranking,
         reranking: Reranking,
-        encoded: TokenVectors | None = None,
-        candidates: TokenVectors | None = None,
+        query_vectors: TokenVectors | None = None,
+        candidate_vectors: TokenVectors | None = None,
     ) -> Ranking:
         """Order the results of :meth:`rank` by late interaction.
 
         Args:
-            queries: id -> text.
-            ranking: its run is the candidates.
-            reranking: options.
-            encoded: token vectors of the queries; None encodes their texts.
-            candidates: token vectors of :meth:`rerank_texts`; None encodes them if the searcher has
-                no `tokens`.
+            queries: query id -> text.
+            ranking: the ranking whose run is reranked.
+            reranking: options of the reranking.
+            query_vectors: token vectors of the queries; None encodes their texts.
+            candidate_vectors: token vectors of the texts that :meth:`rerank_texts` returns; None
+                encodes these texts. Not used if the searcher has `tokens`.
         """
         if self.reranker is None:
             raise ArgumentError(
                 "reranking",
-                "expected a searcher with a late-interaction model, got one without.",
+                "expected a searcher with a late-interaction model, got one without; "
+                "pass it as late.",
             )
-        if (
-            ranking.by == "passage"
-            and self.reranker.tokens is not None
-            and self.reranker.passages != self.passages
-        ):
+        token_passages = self.reranker.passages
+        has_tokens = self.reranker.tokens is not None
+        if ranking.by == "passage" and has_tokens and token_passages != self.passages:
             raise ArgumentError(
                 "tokens",
-                f"expected those of the passages that are searched ({self.passages}), got others.",
+                f"expected token vectors of the index's passages ({self.passages}), got those of "
+                f"{token_passages or 'whole documents'}; encode the documents with the same "
+                "passages.",
             )
-        late_run, run, late_passages = self.reranker(
+        reranked = self.reranker(
             queries,
             ranking.run,
             reranking,
-            encoded,
-            candidates,
+            query_vectors,
+            candidate_vectors,
             by=ranking.by,
-            passages=ranking.best_passages if self.passages else None,
+            passages=self._retrieved_passages(ranking),
         )
         passages = dict(ranking.passages)
-        if late_passages:
-            passages[_LATE_STAGE] = late_passages
+        if reranked.passages:
+            passages[_LATE_STAGE] = reranked.passages
+        late_run = _truncated(reranked.late_run, reranking.depth)
         return replace(
             ranking,
-            run=run,
-            stages={**ranking.stages, _LATE_STAGE: _truncated(late_run, reranking.depth)},
+            run=reranked.run,
+            stages={**ranking.stages, _LATE_STAGE: late_run},
             candidates=ranking.run,
             passages=passages,
         )
 
     def rerank_texts(self, ranking: Ranking, reranking: Reranking) -> dict[str, str]:
-        """Return the texts to encode as `candidates` of :meth:`rerank`.
+        """Return the texts of the candidates that :meth:`rerank` scores.
 
-        They are needed where the searcher has no stored token vectors.
+        They need to be encoded only if the searcher has no `tokens`.
 
         Args:
             ranking: the ranking to rerank.
-            reranking: options, among them the number of candidates.
+            reranking: options of the reranking.
 
         Returns:
-            id of a document or passage -> text; empty without a model that reranks.
+            Id of a document or passage -> text; empty if the searcher has no model that reranks.
         """
         if self.reranker is None:
             return {}
-        return self.reranker.candidates(
+        return self.reranker.texts_to_encode(
             ranking.run,
-            reranking,
+            reranking.depth,
             ranking.by,
-            ranking.best_passages if self.passages else None,
+            self._retrieved_passages(ranking),
         )
 
-    def _check_passages(self, request: SearchRequest) -> None:
-        """Raise ``ValueError`` if an index does not hold the passages that a request needs.
+    def _retrieved_passages(self, ranking: Ranking) -> BestPassages | None:
+        """Return the passages by which a ranking retrieved its results.
 
-        The second index needs the passages of the first one if passages are ranked, or if feedback
-        reads documents of the second ranking.
+        They are None for an index of whole documents.
         """
+        return ranking.best_passages if self.passages else None
+
+    def _check_by(self, request: SearchRequest) -> None:
+        """Raise ``ValueError`` if a request ranks passages and the index holds none."""
         if request.by == "passage" and self.passages is None:
             raise ArgumentError(
                 "by",
-                "expected 'document', the index is of whole documents; got 'passage'. Cut them.",
+                "expected 'document' for an index of whole documents, got 'passage'; "
+                "build the index from passages.",
             )
+
+    def _check_passages_of_second_index(self, request: SearchRequest) -> None:
+        """Raise ``ValueError`` if the second index needs the passages of the index and lacks them.
+
+        It needs them if passages are ranked, or if feedback reads a run that the run of the second
+        index is mixed into.
+        """
         mix = request.interpolation
-        uses_second = mix is not None or request.fusion is not None
-        feedback_reads_second = mix is not None and mix.place != "after"
-        needs_passages = request.by == "passage" or feedback_reads_second
-        if self.second is None or self.passages is None or not uses_second or not needs_passages:
+        is_second_used = mix is not None or request.fusion is not None
+        if self.second is None or self.passages is None or not is_second_used:
+            return
+        if request.by == "passage":
+            reason = "because passages are ranked"
+        elif mix is not None and mix.mixes_before_feedback:
+            reason = "because feedback reads the best passages"
+        else:
             return
         second_passages = None
         if isinstance(self.second, BM25Index):
             second_passages = self.second.provenance.passages
         if second_passages != self.passages:
-            reason = (
-                "as passages are asked for"
-                if request.by == "passage"
-                else "whose best ones feedback reads"
-            )
             raise ArgumentError(
                 "second",
-                "expected a BM25 index of the passages that are searched "
-                f"({self.passages}), {reason}, got {second_passages or 'whole documents'}.",
+                f"expected a BM25 index of the index's passages ({self.passages}), {reason}, "
+                f"got {second_passages or 'whole documents'}.",
             )
 
     def second_run(self, queries: Mapping[str, str], k: int, request: SearchRequest) -> Run:
-        """Return the `k` best documents of the second ranking for each query.
+        """Return the best documents of the second index, or of the run that replaces it.
 
         Args:
-            queries: id -> text.
-            k: documents per query. A run is not truncated.
+            queries: query id -> text.
+            k: number of documents per query. A run is returned as deep as it is.
             request: options of the search.
         """
-        return self._search_second(queries, k, request).run
+        return self._search_second_index(queries, k, request).run
 
-    def _search_second(
-        self,
-        queries: Mapping[str, str],
-        k: int,
-        request: SearchRequest,
+    def _search_second_index(
+        self, queries: Mapping[str, str], k: int, request: SearchRequest
     ) -> _StageRun:
-        """Search the second ranking, see :meth:`second_run`."""
+        """Search the second index, or select the queries from the run that replaces it.
+
+        Args:
+            queries: query id -> text.
+            k: number of documents per query. A run is returned as deep as it is.
+            request: options of the search.
+
+        Raises:
+            ValueError: if there is no second index, or if a run would have to be filtered.
+        """
         second = self.second
         if second is None:
             raise ArgumentError(
@@ -786,7 +797,8 @@ class Searcher:
         if request.where is not None:
             raise ArgumentError(
                 "second",
-                "expected a BM25 index with metadata beside where, got a run, which has none.",
+                "expected a BM25 index with metadata to filter by where, got a run, which has no "
+                "metadata.",
             )
         run = {query: second[query] for query in queries if query in second}
         if not request.ignore_identical_ids:
@@ -798,15 +810,15 @@ class Searcher:
         )
 
     def _terms(self, ranking: Ranking, scores: Mapping[str, float]) -> dict[str, list[Json]]:
-        """Explain the sparse scores of documents by the terms they share with the query.
+        """Explain the sparse scores of documents by the terms that they share with the query.
 
         Args:
-            ranking: of the query of :meth:`search`.
+            ranking: a ranking whose only query has the id ``_QUERY``.
             scores: document id -> sparse score.
 
         Returns:
-            document id -> its terms, largest contribution first, without special tokens. Empty
-            unless the searcher has a sparse model and vectors.
+            Document id -> its terms, largest contribution first, without special tokens. Empty
+            if the searcher has no sparse model or no vectors.
         """
         retriever = self.retriever
         if (
@@ -817,18 +829,20 @@ class Searcher:
             return {}
         tokenizer = retriever.model.tokenizer
         term_name = term_names_of(tokenizer)
-        query_row = ranking.after.row(0)
-        # `before` and `after` are the query's vector before and after feedback.
-        has_feedback = ranking.before is not ranking.after
-        terms_before_feedback = set(ranking.before.row(0)[0].tolist())
+        query_row = ranking.vectors.row(0)
+        has_feedback = ranking.vectors is not ranking.vectors_before_feedback
+        original_terms, _ = ranking.vectors_before_feedback.row(0)
+        terms_before_feedback = set(original_terms.tolist())
         passage_of = ranking.passages.get(self.stage, {}).get(_QUERY, {})
-        # In an index of passages, the vector of a document is that of its best passage.
-        document_by_vector_id = {passage_of.get(name, name): name for name in scores}
+        # In an index of passages, a document has the vector of its best passage.
+        document_by_vector_id = {
+            passage_of.get(document, document): document for document in scores
+        }
         vectors = retriever.vectors_of(document_by_vector_id, skip_missing=True)
-        explained: dict[str, list[Json]] = {}
+        terms_of_documents: dict[str, list[Json]] = {}
         for row, vector_id in enumerate(vectors.ids):
-            name = document_by_vector_id[vector_id]
-            explained[name] = []
+            document = document_by_vector_id[vector_id]
+            terms_of_documents[document] = []
             for term, contribution in matched_terms(
                 query_row,
                 vectors.row(row),
@@ -837,15 +851,15 @@ class Searcher:
                 record: Json = {
                     "term": term_name[term],
                     "contribution": contribution,
-                    "share": contribution / scores[name],
+                    "share": contribution / scores[document],
                 }
                 if has_feedback:
                     record["feedback"] = term not in terms_before_feedback
-                explained[name].append(record)
-        return explained
+                terms_of_documents[document].append(record)
+        return terms_of_documents
 
 
-def _check_parts(
+def _check_types(
     index: object,
     model: object,
     vectors: object,
@@ -854,18 +868,19 @@ def _check_parts(
     tokens: object,
     options: object,
 ) -> None:
-    """Raise ``TypeError`` for an argument of a searcher that has another type, such as a path.
+    """Raise ``TypeError`` if an argument of :class:`Searcher` has a wrong type, such as a path.
 
-    The arguments are those of :class:`Searcher`. None is valid for all but `index`.
+    Each argument but `index` may be None.
     """
     if not hasattr(index, "search"):
         raise TypeError(
-            "index: expected what build_index or load_index gives, or a BM25Index, "
+            "index: expected an index that build_index, load_index or BM25Index.load returns, "
             f"got {type(index).__name__}.",
         )
     if model is not None and not hasattr(model, "encode_query"):
         raise TypeError(
-            f"model: expected the encoder of the index, got {type(model).__name__}; load it first.",
+            f"model: expected the model that made the index, got {type(model).__name__}; "
+            "load it first.",
         )
     check_release_of(model)
     if second is not None and not isinstance(second, (BM25Index, Mapping)):
@@ -885,36 +900,40 @@ def _check_parts(
         check_mapping("options", options, "name of an option of the search -> value")
 
 
-def _check_goes_with_index(
+def _check_unused_arguments(
     index: SparseIndex | BM25Index | DenseIndex | LateIndex,
     model: Model | None,
     vectors: SparseVectors | str | Path | None,
 ) -> None:
-    """Raise ``ValueError`` for a model or sparse vectors that the type of index does not use.
+    """Raise ``ValueError`` if a model or sparse vectors are passed that the index does not use.
 
     Args:
         index: the index.
-        model: the encoder of queries, which an index of words does not use.
-        vectors: sparse vectors of the documents, which only an index of sparse vectors uses.
+        model: the model that encodes queries. A BM25 index is searched with texts.
+        vectors: sparse vectors of the documents. Only an index of sparse vectors uses them.
     """
-    description = _WITHOUT_SPARSE_VECTORS.get(index.backend)
-    if description is None:
-        return
-    unused: dict[str, object] = {"vectors": vectors}
-    if index.backend == BM25Index.backend:
-        unused = {"model": model, "vectors": vectors}
-    for name, value in unused.items():
-        if value is not None:
-            raise ArgumentError(
-                name,
-                f"does nothing here, it goes with an index of sparse vectors, and this is "
-                f"{description}, which has none: expected None, got {value}.",
-            )
+    if index.backend == BM25Index.backend and model is not None:
+        raise ArgumentError(
+            "model",
+            "expected None for a BM25 index, which is searched with texts, "
+            f"got {type(model).__name__}.",
+        )
+    description = _INDEXES_WITHOUT_SPARSE_VECTORS.get(index.backend)
+    if description is not None and vectors is not None:
+        raise ArgumentError(
+            "vectors",
+            f"expected None for {description}, which does not use sparse vectors, got {vectors}.",
+        )
 
 
-def _document_id(name: str, by: str) -> str:
-    """Id of the document of a result, which is a document or, with ``by="passage"``, a passage."""
-    return document_of(name) if by == "passage" else name
+def _document_id(result_id: str, by: str) -> str:
+    """Return the id of the document of a result.
+
+    Args:
+        result_id: the id of a document, or of a passage with ``by="passage"``.
+        by: what the id names, ``"document"`` or ``"passage"``.
+    """
+    return document_of(result_id) if by == "passage" else result_id
 
 
 def _search_stage(
@@ -924,26 +943,28 @@ def _search_stage(
     request: SearchRequest,
     passages: str | None,
 ) -> _StageRun:
-    """Search the `k` best results of one index, as documents or as passages.
+    """Find the best documents or passages of one index for each query.
 
     Args:
-        stage: name of the ranking.
-        search: returns the `n` best entries of the index for each query, best first.
-        k: results per query.
-        request: whether passages are ranked, and documents with the query's id are left out.
+        stage: the name of the stage.
+        search: a function that maps a number n to the n best entries of the index for each query,
+            best first.
+        k: the number of results per query.
+        request: options of the search, of which `by` and `ignore_identical_ids` are used.
         passages: how documents are divided into the entries of the index; None if its entries are
             whole documents.
     """
-    ignored: set[str] = set()
+    ignored_queries: set[str] = set()
     if request.ignore_identical_ids:
         document_of_entry = str if passages is None else document_of
         search_others = SearchWithoutIdenticalIds(search, document_of_entry)
         search = search_others
-        ignored = search_others.ignored  # the searches below add to it
+        # Every search adds to this set.
+        ignored_queries = search_others.ignored
     if passages is None or request.by == "passage":
-        return _StageRun(stage, search(k), ignored_identical_ids=ignored)
+        return _StageRun(stage, search(k), ignored_identical_ids=ignored_queries)
     run, best_passages = search_documents(search, k)
-    return _StageRun(stage, run, best_passages, ignored)
+    return _StageRun(stage, run, best_passages, ignored_queries)
 
 
 def matched_terms(
@@ -951,16 +972,16 @@ def matched_terms(
     document: Row,
     without: Collection[int] = (),
 ) -> list[tuple[int, float]]:
-    """Terms that a query and a document share, with their contributions to the score.
+    """Return the terms that a query and a document share, with their contributions to the score.
 
     Args:
         query: terms and weights of the query.
         document: terms and weights of the document.
-        without: terms to leave out.
+        without: terms to leave out, such as special tokens.
 
     Returns:
-        Pairs of a term and the product of its weights, largest product first. Equal products are in
-        the order of terms.
+        Pairs of a term and the product of its two weights, largest product first. Equal products
+        are in ascending order of terms.
     """
     query_weights = _weight_by_term(query)
     document_weights = _weight_by_term(document)

@@ -49,7 +49,7 @@ def test_adding_documents_that_exist_is_refused(
     vectors = make_vectors(40)
     collection = open_collection(SPARSE_LAYOUT)
     collection.add(documents_of(vectors, range(30)))
-    message = r"10 of 20 ids are in .* already, 'd20' the first. Nothing was added"
+    message = r"10 of 20 ids are in .* already, for example 'd20'. Nothing was added"
     with pytest.raises(DataError, match=message):
         collection.add(documents_of(vectors, range(20, 40)))
     assert len(collection) == 30
@@ -465,7 +465,7 @@ def test_vectors_of_another_model_are_refused(
         make_vectors(3, seed=9, prefix="new"),
         Provenance("x" * 64),
     )
-    message = r"sparse vectors of the model that made .*mmmm.* another .xxxx"
+    message = r"sparse vectors of the model that made .*mmmm.* another model .xxxx"
     with pytest.raises(DataError, match=message):
         collection.upsert(Documents(of_another_model.ids, of_another_model))
     assert len(collection) == 20
@@ -530,10 +530,10 @@ def test_documents_that_do_not_fit_the_layout_are_refused(
     collection = open_collection(FULL_LAYOUT)
     vectors = make_vectors(3)
     tokens = random_tokens(vectors.ids)
-    with pytest.raises(DataError, match="keeps dense vectors, got only sparse, tokens"):
+    with pytest.raises(DataError, match="stores dense vectors, got only sparse, tokens"):
         collection.upsert(Documents(vectors.ids, vectors, tokens=tokens))
     short = np.zeros((3, 4), np.float32)
-    with pytest.raises(DataError, match=r"dense vectors of length 16 .*, got 4"):
+    with pytest.raises(DataError, match=r"dense vectors of dimension 16 .*, got 4"):
         collection.upsert(Documents(vectors.ids, vectors, short, tokens))
     with pytest.raises(ValueError, match="batch_size: expected an integer of at least 1, got 0"):
         collection.upsert(full_documents(vectors), batch_size=0)
@@ -636,14 +636,14 @@ def test_fusion_of_one_kind_of_vectors_is_refused(
         ),
         pytest.param(
             {"_id": 1},
-            "'_id' is where the id is kept, got it for 'd0'",
+            "the field '_id' is reserved for the id, got it for 'd0'",
             id="reserved field",
         ),
-        pytest.param({"x": float("nan")}, "what JSON can hold for 'd0'", id="nan"),
-        pytest.param({"x": object()}, "what JSON can hold for 'd0'", id="object"),
+        pytest.param({"x": float("nan")}, "values that JSON can represent for 'd0'", id="nan"),
+        pytest.param({"x": object()}, "values that JSON can represent for 'd0'", id="object"),
         pytest.param(
             {"x": "\ud800"},
-            r"for 'd0', .*half a surrogate pair",
+            r"for 'd0', .*an unpaired surrogate",
             id="half a surrogate pair",
         ),
     ],
@@ -667,7 +667,7 @@ def test_documents_whose_ids_do_not_fit_are_refused(make_vectors: MakeVectors) -
         ValueError, match="ids: expected ids that UTF-8 can encode, without zero bytes"
     ):
         Documents(not_unicode.ids, not_unicode)
-    with pytest.raises(ValueError, match="tokens: expected the ids of the 2"):
+    with pytest.raises(ValueError, match="tokens: expected the 2 ids of"):
         Documents(vectors.ids, vectors, tokens=random_tokens(["d1", "d0"]))
 
 
@@ -688,8 +688,8 @@ def test_documents_whose_vectors_cannot_be_stored_are_named(make_vectors: MakeVe
 
 def test_weights_above_the_largest_of_float16_are_refused() -> None:
     documents = Documents(["a"], SparseVectors.from_rows({"a": {0: 7e4}}, 5))
-    with pytest.raises(ValueError, match="up to 65504, got 70000"):
-        documents.check(Layout(5, weights="float16"), "here")
+    with pytest.raises(ValueError, match="up to 65504 for float16, got 70000"):
+        documents.check_compatible(Layout(5, weights="float16"), "here")
 
 
 @pytest.mark.parametrize(
@@ -708,7 +708,7 @@ def test_weights_above_the_largest_of_float16_are_refused() -> None:
         ),
         pytest.param(
             {"dense": 3, "fields": {"a": "geo"}},
-            "fields: expected a name and one of keyword",
+            "fields: expected one of keyword",
             id="unknown type of field",
         ),
     ],
@@ -738,5 +738,5 @@ def test_an_embedded_collection_is_open_once_at_a_time(
 def test_a_dropped_collection_is_not_opened_without_a_layout(tmp_path: Path) -> None:
     with QdrantCollection.embedded(tmp_path / "c", SPARSE_LAYOUT) as collection:
         collection.drop()
-    with pytest.raises(FileNotFoundError, match=r"no collection there. Give a layout"):
+    with pytest.raises(FileNotFoundError, match=r"there is no collection. Pass a layout"):
         QdrantCollection.embedded(tmp_path / "c")

@@ -76,7 +76,7 @@ def test_damaged_segments_are_named(folder: Path) -> None:
 
 def test_a_missing_record_of_the_collection_is_named(folder: Path) -> None:
     (folder / "collection.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"collection.json|no collection there"):
+    with pytest.raises(FileNotFoundError, match=r"collection.json|there is no collection"):
         load_index(folder)
 
 
@@ -176,7 +176,8 @@ def test_a_collection_on_a_server_is_replaced_only_on_request(
     of_another_vocabulary = make_vectors(5, vocab_size=700)
 
     message = (
-        r"got 50 documents. Choose another place, or drop it \(overwrite=True or --overwrite\)"
+        r"got 50 documents. Choose another folder or name, or replace the collection "
+        r"\(overwrite=True or --overwrite\)"
     )
     with pytest.raises(DataError, match=message):
         build_papers(others, server)
@@ -184,7 +185,7 @@ def test_a_collection_on_a_server_is_replaced_only_on_request(
     with pytest.raises(VocabularyMismatchError):
         build_papers(of_another_vocabulary, server)
     build_papers(of_another_vocabulary, server, overwrite=True)
-    with pytest.raises(DataError, match="got one of another vocabulary"):
+    with pytest.raises(DataError, match="got a collection with another vocabulary"):
         load_index(tmp_path)
 
 
@@ -230,7 +231,7 @@ URL = "http://localhost"
         ),
         pytest.param(
             {"url": URL},
-            "collection: expected a name for it on the server, got None",
+            "collection: expected the name of the collection, got None",
             id="no name of the collection",
         ),
         pytest.param(

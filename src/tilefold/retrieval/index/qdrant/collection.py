@@ -48,46 +48,46 @@ from tilefold.retrieval.index.qdrant.engine import (
 )
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-# Documents and bytes of a request that stores documents. A server takes 32 MB.
+# Largest number of documents and bytes of a request that stores documents. A server accepts 32 MB.
 BATCH_DOCUMENTS = 2000
 BATCH_BYTES = 8_000_000
-# Documents of a request that reads documents.
-_FETCHED_DOCUMENTS = 1000
-# Documents with the score of the last result that a search looks through: a number per result, and
-# at least this many.
+# Number of documents of a request that reads documents.
+_DOCUMENTS_PER_FETCH = 1000
+# Number of extra documents that a search retrieves if documents tie for the last place: this many
+# for each result, and a constant.
 _TIED_PER_RESULT = 10
 _MIN_TIED = 1000
 FUSIONS = ("rrf", "dbsf")
 
-# Called with the number of documents that are stored, and the number of all.
+# Called with the number of stored documents and the total number of documents.
 Progress = Callable[[int, int], None]
 
 
 class QdrantCollection:
     """A Qdrant collection of documents with sparse, dense and token vectors.
 
-    It is opened by :meth:`embedded` or :meth:`server`. As a context manager it is closed at the
-    end. Several threads may use it. Changes that a call has reported are durable, also if the
+    It is opened by :meth:`embedded` or :meth:`server`. As a context manager, it is closed at the
+    end. Several threads may use it. Changes that a call has reported are durable, even if the
     process is killed, and the call may be repeated.
 
     **Order.** Hits are in descending order of score, and equal scores are in the order of ids. The
     engine computes scores in float32 (relative error about 2^-24 per term, or 2^-11 with
     ``weights="float16"``). For sparse vectors alone, this order also decides which documents are
-    the `k` best, unless more than ``10 k + 1000`` documents share the last score. For other
-    queries, the engine chooses among equal documents at the end of the `k` best.
+    the `k` best, if no more than ``10 k + 1000`` documents share the last score. For other queries,
+    the engine chooses arbitrarily among documents that tie for the last place.
 
     Sparse search and MaxSim compare every document. Dense search of a large collection uses a
-    graph, which misses some documents, unless ``exact=True``.
+    graph, which misses some documents, if ``exact`` is False.
 
     Attributes:
-        place: where the collection is, for messages.
+        location: folder or address of the collection, for messages.
     """
 
     def __init__(self, engine: Engine, record: Record) -> None:
         self._engine = engine
         self._record = record
-        self.place = engine.place
-        # Closes the engine when nothing refers to the collection, or Python ends.
+        self.location = engine.location
+        # Closes the engine when the collection is garbage-collected, or when Python exits.
         self._finalizer = weakref.finalize(self, _close_quietly, engine)
 
     @classmethod
@@ -101,24 +101,26 @@ class QdrantCollection:
         """Open or create the collection in a folder, which one process at a time can open.
 
         Args:
-            folder: of the collection.
-            layout: of a new collection. An existing one must have the same.
-            verify: compare the files with their checksums, which takes 1 to 3 s per GB.
+            folder: the folder of the collection.
+            layout: the layout of a new collection. An existing collection must have the same
+                layout. None opens an existing collection only.
+            verify: whether to compare the files with their checksums, which takes 1 to 3 s per GB.
 
         Raises:
-            FileNotFoundError: if there is no collection, without `layout`.
-            InUseError: if it is open elsewhere.
-            VocabularyMismatchError: if it has another vocabulary than `layout`.
-            DataError: if it is damaged, or differs from `layout` otherwise.
+            FileNotFoundError: if there is no collection and `layout` is None.
+            InUseError: if the collection is open elsewhere.
+            VocabularyMismatchError: if the vocabularies of the collection and `layout` differ.
+            DataError: if the collection is damaged, or differs from `layout` in another way.
         """
         from tilefold.retrieval.index.qdrant.edge import RECORD, EdgeEngine
 
         folder = path_of("folder", folder)
         if layout is None and not (folder / RECORD).is_file():
             raise FileNotFoundError(
-                f"{folder}: no collection there. Give a layout to make one (or tilefold index).",
+                f"{folder}: there is no collection. Pass a layout to create one (or run tilefold "
+                "index).",
             )
-        return cls.of(EdgeEngine(folder, verify=verify), layout)
+        return cls.open(EdgeEngine(folder, verify=verify), layout)
 
     @classmethod
     def server(
@@ -134,51 +136,55 @@ class QdrantCollection:
         """Open or create a collection of a Qdrant server.
 
         Args:
-            url: of the server.
-            name: of the collection.
-            layout: of a new collection. An existing one must have the same.
-            api_key: key of the server; by default the environment variable ``QDRANT_API_KEY``.
-            timeout: seconds for a request.
-            patience: seconds for which a request is repeated while the server is unreachable or
-                busy.
+            url: URL of the server.
+            name: name of the collection.
+            layout: the layout of a new collection. An existing collection must have the same
+                layout. None opens an existing collection only.
+            api_key: API key of the server; None uses the environment variable ``QDRANT_API_KEY``.
+            timeout: time-out of a request, in seconds.
+            patience: number of seconds for which a request is retried while the server is
+                unreachable or busy.
 
         Raises:
+            FileNotFoundError: if there is no collection and `layout` is None.
+            VocabularyMismatchError: if the vocabularies of the collection and `layout` differ.
+            DataError: if the collection differs from `layout` in another way.
             UnreachableError: if the server does not answer.
             PermissionError: if the server refuses the key.
-
-        The other errors are those of :meth:`embedded`.
         """
         from tilefold.retrieval.index.qdrant.server import ServerEngine
 
-        return cls.of(ServerEngine(url, name, api_key, timeout, patience), layout)
+        return cls.open(ServerEngine(url, name, api_key, timeout, patience), layout)
 
     @classmethod
-    def of(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
-        """Open or create the collection of an engine, which is closed after an error.
+    def open(cls, engine: Engine, layout: Layout | None = None) -> QdrantCollection:
+        """Open or create the collection of an engine, and close the engine on an error.
 
         Args:
-            engine: engine of a folder or of a server.
-            layout: layout of a new collection. An existing one must have the same.
+            engine: the engine of a folder or of a server.
+            layout: the layout of a new collection. An existing collection must have the same
+                layout. None opens an existing collection only.
 
         Raises:
-            FileNotFoundError: if there is no collection, without `layout`.
-            VocabularyMismatchError: if the collection has another vocabulary than `layout`.
-            DataError: if it is damaged, or differs from `layout` otherwise.
+            FileNotFoundError: if there is no collection and `layout` is None.
+            VocabularyMismatchError: if the vocabularies of the collection and `layout` differ.
+            DataError: if the collection is damaged, or differs from `layout` in another way.
         """
         try:
             if layout is not None:
                 check_instance("layout", layout, Layout, "Layout(vocab_size=...)")
-            record = engine.record()
+            record = engine.read_record()
             if record is None:
                 if layout is None:
                     raise FileNotFoundError(
-                        f"{engine.place}: there is no such collection. Give a layout to make one.",
+                        f"{engine.location}: there is no such collection. Pass a layout to create "
+                        "one.",
                     )
                 engine.create(Record(layout))
                 # Another process may have created it first.
-                record = engine.record() or Record(layout)
+                record = engine.read_record() or Record(layout)
             if layout is not None:
-                record.layout.check_same(layout, engine.place)
+                record.layout.check_same(layout, engine.location)
         except BaseException:
             engine.close()
             raise
@@ -194,9 +200,9 @@ class QdrantCollection:
 
     @property
     def provenance(self) -> Provenance:
-        """Model and precision of the sparse vectors, and the texts.
+        """Fingerprint of the model, precision of the sparse vectors, and digest of the texts.
 
-        The texts are unknown once single documents were changed.
+        There is no digest after individual documents have been changed.
         """
         return Provenance(
             model_fingerprint=self.layout.models.get(SPARSE),
@@ -207,9 +213,9 @@ class QdrantCollection:
 
     @property
     def field_kinds(self) -> Mapping[str, list[str]] | None:
-        """Field of the payload -> kinds of its values, of all documents that there were.
+        """Field of the payload -> types of its values in all documents that were ever stored.
 
-        None for a collection of a version of tilefold that did not record them.
+        None if the collection was created by a version of tilefold that did not record them.
         """
         return self._record.kinds
 
@@ -225,25 +231,29 @@ class QdrantCollection:
     def close(self) -> None:
         """Release the folder or the connections.
 
-        This happens by itself when nothing refers to the collection, or Python ends.
+        This is automatic when the collection is garbage-collected, or when Python exits.
         """
         self._finalizer.detach()
         self._engine.close()
 
     def add(self, documents: Documents, *, progress: Progress | None = None) -> None:
-        """Add documents as :meth:`upsert` does.
+        """Add new documents.
+
+        Args:
+            documents: documents with each kind of vectors that the collection has.
+            progress: called after each request as ``progress(n_stored, n_total)``.
 
         Raises:
-            DataError: for an id that is there already; nothing is added.
+            DataError: if an id exists already. Nothing is added then.
         """
         self._check(documents)
         present_ids = self.present(documents.ids)
-        repeated = [name for name in documents.ids if name in present_ids]
+        repeated = [document_id for document_id in documents.ids if document_id in present_ids]
         if repeated:
             raise ArgumentDataError(
                 "documents",
-                f"{len(repeated)} of {len(documents)} ids are in {self.place} already, "
-                f"{repeated[0]!r} the first. Nothing was added; upsert replaces documents.",
+                f"{len(repeated)} of {len(documents)} ids are in {self.location} already, for "
+                f"example {repeated[0]!r}. Nothing was added; upsert replaces documents.",
             )
         self._upsert(documents, BATCH_DOCUMENTS, progress)
 
@@ -254,14 +264,15 @@ class QdrantCollection:
         batch_size: int = BATCH_DOCUMENTS,
         progress: Progress | None = None,
     ) -> None:
-        """Add documents, or replace documents with the same ids, with all vectors and the payload.
-
-        Vectors of another precision than those of the collection are a ``PrecisionWarning``.
+        """Add documents, or replace the vectors and the payload of documents with the same ids.
 
         Args:
-            documents: with all kinds of vectors of the collection.
-            batch_size: documents of a request, which are stored together or not at all.
-            progress: called after each request as ``progress(documents stored, all)``.
+            documents: documents with each kind of vectors that the collection has.
+            batch_size: number of documents per request, which are stored together or not at all.
+            progress: called after each request as ``progress(n_stored, n_total)``.
+
+        Warns:
+            PrecisionWarning: if the vectors have another precision than those of the collection.
         """
         self._check(documents)
         self._upsert(documents, batch_size, progress)
@@ -272,44 +283,46 @@ class QdrantCollection:
         batch_size: int,
         progress: Progress | None,
     ) -> None:
-        """Store checked documents, and warn if they have another precision than stored ones.
+        """Store documents, and warn if their precision differs from that of the stored ones.
 
         Args:
             documents: documents that :meth:`_check` accepted.
-            batch_size: documents of a request.
-            progress: called after each request as ``progress(documents stored, all)``.
+            batch_size: number of documents per request.
+            progress: called after each request as ``progress(n_stored, n_total)``.
         """
         precisions = dict(self._record.precisions)
         for kind, precision in documents.precisions.items():
+            stored_precision = precisions.get(kind)
             warn_of_other_precision(
                 f"documents: their {kind} vectors",
                 precision,
-                self.place,
-                precisions.get(kind),
+                self.location,
+                stored_precision,
                 stacklevel=3,
             )
-            precisions[kind] = joined_precisions([precision, precisions.get(kind)]) or precision
-        self._record_change(precisions, self._joined_kinds(documents))
+            precisions[kind] = joined_precisions([precision, stored_precision]) or precision
+        field_kinds = self._merged_field_kinds(documents)
+        self._start_change(replace(self._record, precisions=precisions, kinds=field_kinds))
         self._put(documents, batch_size, progress, resume=False)
 
     def delete(self, ids: Sequence[str]) -> int:
         """Delete documents.
 
         Args:
-            ids: of the documents; unknown ids are ignored.
+            ids: ids of the documents. Unknown ids are ignored.
 
         Returns:
-            How many of the documents there were.
+            The number of documents that were deleted.
 
         Raises:
-            TypeError: for one text instead of a list.
+            TypeError: if `ids` is a string instead of a list.
         """
         present_ids = sorted(self.present(ids))
         if present_ids:
-            self._record_change(self._record.precisions, self._record.kinds)
+            self._start_change(self._record)
         for start in range(0, len(present_ids), BATCH_DOCUMENTS):
             batch = present_ids[start : start + BATCH_DOCUMENTS]
-            self._engine.delete([key_of(name) for name in batch])
+            self._engine.delete([key_of(document_id) for document_id in batch])
         return len(present_ids)
 
     def build(
@@ -324,17 +337,18 @@ class QdrantCollection:
         """Fill an empty collection with documents, or resume an interrupted build of them.
 
         The collection is not :attr:`complete` until the build ends. A collection that has exactly
-        these documents is left as it is.
+        these documents is not changed.
 
         Args:
             documents: all documents of the collection.
-            texts_sha256: digest of their texts; by default that of the sparse vectors.
-            batch_size: documents of a request.
-            progress: called after each request as ``progress(documents stored, all)``.
-            resumes: called first, with the same arguments, if the build was interrupted before.
+            texts_sha256: digest of the documents' texts; None uses that of the sparse vectors.
+            batch_size: number of documents per request.
+            progress: called after each request as ``progress(n_stored, n_total)``.
+            resumes: called first, with the same arguments, if an interrupted build is resumed.
 
         Raises:
-            DataError: for a collection with other documents, or an unfinished build of others.
+            DataError: if the collection has other documents, or an unfinished build of other
+                documents.
         """
         self._check(documents)
         digest = documents.digest(self.layout)
@@ -348,9 +362,9 @@ class QdrantCollection:
             if self.complete:
                 got = f"{len(self)} documents"
             raise DataError(
-                f"{self.place}: expected an empty collection, or an unfinished build of the same "
-                f"vectors, got {got}. Choose another place, or drop it (overwrite=True or "
-                "--overwrite).",
+                f"{self.location}: expected an empty collection, or an unfinished build of the "
+                f"same vectors, got {got}. Choose another folder or name, or replace the "
+                "collection (overwrite=True or --overwrite).",
             )
         if texts_sha256 is None and documents.sparse is not None:
             texts_sha256 = documents.sparse.provenance.texts_sha256
@@ -370,8 +384,8 @@ class QdrantCollection:
         n_stored = len(self)
         if n_stored != len(documents):
             raise DataError(
-                f"{self.place}: expected {len(documents)} documents, got {n_stored}. Does another "
-                "write?",
+                f"{self.location}: expected {len(documents)} documents, got {n_stored}. Does "
+                "another program write to it?",
             )
         self._write(replace(self._record, complete=True))
 
@@ -383,141 +397,140 @@ class QdrantCollection:
     def optimize(self) -> None:
         """Build the final index of documents that were added to an embedded collection.
 
-        Search is then faster. A server does so by itself.
+        Searches are then faster. A server does this automatically.
         """
         self._engine.optimize()
 
     def count(self, where: Where = None) -> int:
-        """Return the number of documents, of all or of those that match."""
+        """Return the number of documents that match a filter, or of all documents."""
         return self._engine.count(self._checked_filter(where))
 
     def _checked_filter(self, where: Where) -> Filter | None:
-        """Parse a filter, and check that documents can meet its conditions.
+        """Parse a filter, and check that a document can match its conditions.
 
         Args:
             where: filter of documents; None for no filter.
 
         Raises:
-            ValueError: for a condition on a field that no document has, or on a kind of values
-                (such as numbers) that the field has in no document.
+            ValueError: if no document has the field of a condition, or has it with values of the
+                condition's type, such as numbers.
         """
         parsed = Filter.of(where)
         if parsed is None:
             return None
         must, must_not = parsed.conditions()
         for name, condition in [*must, *must_not]:
-            try:
-                check_comparable(name, condition, self.field_kinds)
-            except ValueError:
-                if self._may_hold(name, condition):
-                    continue
-                raise
+            self._check_condition(name, condition)
         return parsed
 
-    def _may_hold(self, name: str, condition: Condition) -> bool:
-        """Return whether a document may meet a condition that no recorded field meets.
-
-        The record of the fields may be incomplete. Other processes may have written documents since
-        it was read, and other programs than tilefold do not record their fields.
+    def _check_condition(self, name: str, condition: Condition) -> None:
+        """Raise ``ValueError`` if no document can match a condition.
 
         Args:
-            name: name of the field.
-            condition: condition on its values.
+            name: the name of the field.
+            condition: the condition on its values.
         """
-        kinds = self._read_field_kinds()
-        # Nothing can be excluded if the kinds are unknown. An empty collection accepts any filter.
-        if kinds is None or not len(self):
-            return True
-        if not paths_of(name, kinds):
-            # No document is known to have the field. The engine counts those that have it.
-            return self._engine.count(Filter(must_not={name: None})) > 0
         with suppress(ValueError):
-            check_comparable(name, condition, kinds)
-            return True
-        return False
+            check_comparable(name, condition, self.field_kinds)
+            return
+        # Other processes may have stored documents since the record was read.
+        latest_kinds = self._read_field_kinds()
+        # An empty collection accepts any filter.
+        if latest_kinds is None or not len(self):
+            return
+        # Programs other than tilefold do not record the fields of their documents.
+        is_recorded = bool(paths_of(name, latest_kinds))
+        if not is_recorded and self._has_field(name):
+            return
+        check_comparable(name, condition, latest_kinds)
+
+    def _has_field(self, name: str) -> bool:
+        """Return whether a document has a value in a field of the payload."""
+        return self._engine.count(Filter(must_not={name: None})) > 0
 
     def _check(self, documents: Documents) -> None:
-        """Raise an error unless the collection can store documents."""
+        """Raise an error if the collection cannot store documents."""
         check_instance("documents", documents, Documents, "Documents(ids, vectors)")
-        documents.check(self.layout, self.place)
+        documents.check_compatible(self.layout, self.location)
 
-    def _joined_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
-        """Return the kinds of the fields of all documents, with those of new ones."""
+    def _merged_field_kinds(self, documents: Documents) -> Mapping[str, list[str]] | None:
+        """Return the types of values per field, of the stored documents and of new ones."""
         recorded = self.field_kinds
         if recorded is not None and joined_kinds(recorded, documents.field_kinds) != recorded:
-            # Another process may have recorded fields, which writing the record must not lose.
+            # Another process may have recorded fields, which must not be lost when the record is
+            # replaced.
             recorded = self._read_field_kinds()
         return None if recorded is None else joined_kinds(recorded, documents.field_kinds)
 
     def _read_field_kinds(self) -> Mapping[str, list[str]] | None:
-        """Read the kinds of fields again, to which other processes may have added."""
-        latest = self._engine.record()
+        """Read the types of values per field again, because other processes may change them."""
+        latest = self._engine.read_record()
         if latest is not None:
             self._record = replace(self._record, kinds=latest.kinds)
         return self._record.kinds
 
     def ids(self) -> Iterator[str]:
-        """Iterate over the ids of all documents, in no order."""
+        """Iterate over the ids of all documents, in any order."""
         yield from self._engine.ids()
 
     def present(self, ids: Sequence[str]) -> set[str]:
-        """Return those of some ids that the collection has."""
+        """Return the subset of ids that are in the collection."""
         return set(self.payloads(ids))
 
     def payloads(self, ids: Sequence[str]) -> dict[str, Json]:
-        """Return id -> payload, without ids that the collection lacks."""
+        """Return the payloads of documents by id. Unknown ids are skipped."""
         payload_by_id = {}
-        for point in self._points(ids):
+        for point in self._points(ids, with_vectors=False):
             payload = dict(point.payload)
-            name = payload.pop(ID)
-            payload_by_id[name] = payload
+            document_id = payload.pop(ID)
+            payload_by_id[document_id] = payload
         return payload_by_id
 
     def vectors(self, ids: Sequence[str]) -> SparseVectors:
         """Return the sparse vectors of documents, with their stored weights.
 
         Args:
-            ids: of the documents; unknown ids are left out.
+            ids: ids of the documents. Unknown ids are skipped.
 
         Returns:
             The vectors, in the order of `ids`.
         """
         ids = checked_ids(ids)
         weights_by_id: dict[str, dict[int, float]] = {}
-        for point in self._points(ids, vectors=True):
+        for point in self._points(ids, with_vectors=True):
             terms, weights = point.vectors.get(SPARSE, ([], []))
             weights_by_id[point.payload[ID]] = dict(zip(terms, weights, strict=True))
+        # A collection without sparse vectors has no vocabulary. Its rows are empty.
+        vocab_size = self.layout.vocab_size or 1
         vectors = SparseVectors.from_rows(
-            {name: weights_by_id[name] for name in ids if name in weights_by_id},
-            self.layout.vocab_size or 1,
+            {document: weights_by_id[document] for document in ids if document in weights_by_id},
+            vocab_size,
             self.layout.fingerprint,
         )
+        # The digest is that of all texts, and these may be only some of them.
         vectors.provenance = replace(self.provenance, texts_sha256=None)
         return vectors
 
     def has_metadata(self) -> bool:
-        """Whether any document has a field besides its id.
-
-        It reads until the first one that has.
-        """
-        ids = self.ids()
-        while names := list(itertools.islice(ids, _FETCHED_DOCUMENTS)):
-            if any(self.payloads(names).values()):
+        """Return whether any document has a field besides its id."""
+        all_ids = self.ids()
+        while ids := list(itertools.islice(all_ids, _DOCUMENTS_PER_FETCH)):
+            if any(self.payloads(ids).values()):
                 return True
         return False
 
-    def _points(self, ids: Sequence[str], vectors: bool = False) -> Iterator[Point]:
-        """Iterate over the documents with some ids, in any order.
+    def _points(self, ids: Sequence[str], *, with_vectors: bool) -> Iterator[Point]:
+        """Iterate over the documents with these ids, in any order.
 
         Args:
-            ids: of the documents; unknown ids are left out.
-            vectors: whether to read the vectors too.
+            ids: ids of the documents. Unknown ids are skipped.
+            with_vectors: whether to read the vectors, too.
         """
-        keys = [key_of(name) for name in checked_ids(ids)]
-        for start in range(0, len(keys), _FETCHED_DOCUMENTS):
+        keys = [key_of(document_id) for document_id in checked_ids(ids)]
+        for start in range(0, len(keys), _DOCUMENTS_PER_FETCH):
             yield from self._engine.fetch(
-                keys[start : start + _FETCHED_DOCUMENTS],
-                vectors=vectors,
+                keys[start : start + _DOCUMENTS_PER_FETCH],
+                with_vectors=with_vectors,
             )
 
     def search(
@@ -536,32 +549,32 @@ class QdrantCollection:
 
         Sparse scores are inner products, and documents that share no term with the query are not
         returned. Dense scores are dot products or cosines, and scores of token vectors are MaxSim.
-        A document without a vector of a kind is not found by that kind.
+        A document without a vector of a kind is not retrieved by that kind.
 
         Args:
-            queries: with the kinds of vectors that are searched.
-            k: documents per query.
+            queries: queries with the kinds of vectors to search with.
+            k: number of documents per query.
             where: field -> value, list or range that must match, or a :class:`Filter`.
-            fusion: how the engine joins the rankings of several kinds of vectors. ``"rrf"`` is the
+            fusion: how the engine fuses the rankings of several kinds of vectors. ``"rrf"`` is the
                 sum of ``1 / (rank_constant + rank)``, as in
                 :func:`tilefold.retrieval.reciprocal_rank_fusion`. ``"dbsf"`` is the sum of scores
                 that are normalized by their distribution.
-            rerank: score the `depth` best documents of the first stage by MaxSim.
-            depth: documents of each ranking that is fused or reranked, `k` at least.
-            rank_constant: of ``"rrf"``.
-            exact: compare dense vectors with every document.
+            rerank: whether to score the `depth` best documents of the first stage by MaxSim.
+            depth: number of documents of each ranking that is fused or reranked, at least `k`.
+            rank_constant: constant of ``"rrf"``.
+            exact: whether to compare dense vectors with every document.
 
         Raises:
-            ValueError: for a wrong option, several kinds of vectors without a fusion, and a
-                condition on a field or a kind of values that no document has.
-            VocabularyMismatchError: for queries over another vocabulary.
-            DataError: for queries with vectors that the collection lacks.
+            ValueError: if an option is wrong, if several kinds of vectors have no fusion, or if no
+                document can match a condition of `where`.
+            VocabularyMismatchError: if the vocabularies of queries and collection differ.
+            DataError: if the collection does not have the vectors of the queries.
         """
         check_k(k)
         if isinstance(queries, SparseVectors):
             queries = Queries(queries.ids, queries)
         check_instance("queries", queries, Queries, "SparseVectors or Queries(ids, vectors)")
-        queries.check(self.layout, self.place)
+        queries.check_compatible(self.layout, self.location)
         _check_options(queries, fusion, rerank, depth, rank_constant)
         stage_of_rows = {}
         for row in range(len(queries)):
@@ -592,26 +605,31 @@ class QdrantCollection:
     ) -> list[Hit]:
         """Return the `k` best documents of a ranking, equal scores in the order of ids.
 
-        For sparse vectors, the engine was asked for ``k + 1`` documents. If the last two have equal
-        scores, more documents may share that score, and the engine chose any of them. It is then
-        asked again for up to ``10 k + 1000`` more documents, so that the order of ids decides.
+        For sparse vectors, the ranking has ``k + 1`` documents. If the last two have equal scores,
+        more documents may share that score, and the engine chose arbitrarily among them. The search
+        is then repeated with a higher limit, so that the order of ids decides.
 
         Args:
-            stage: stage of the search that gave the ranking.
+            stage: the stage of the search that the ranking is the result of.
             where: filter of the documents.
             ranking: ids and scores, best first.
-            k: the most documents to return.
+            k: largest number of documents to return.
         """
         is_sparse = stage.using == SPARSE
+        ranked = ranking
         if is_sparse and len(ranking) > k and ranking[k - 1][1] == ranking[k][1]:
             limit = k + _TIED_PER_RESULT * k + _MIN_TIED
-            (ranking,) = self._engine.query([stage._replace(limit=limit)], where)
-        for name, score in ranking:
+            ranked = self._engine.query([stage._replace(limit=limit)], where)[0]
+        for document_id, score in ranked:
             if not math.isfinite(score):
                 raise DataError(
-                    f"{self.place}: expected finite scores, got {score} for {name!r}. {REMEDY}",
+                    f"{self.location}: expected finite scores, got {score} for {document_id!r}. "
+                    f"{REMEDY}",
                 )
-        hits = [Hit(name, score) for name, score in ranking if score > 0 or not is_sparse]
+        # A sparse score of 0 means that no term is shared. Other scores may be negative.
+        hits = [
+            Hit(document_id, score) for document_id, score in ranked if score > 0 or not is_sparse
+        ]
         return sorted(hits, key=lambda hit: (-hit.score, hit.id))[:k]
 
     def _put(
@@ -624,10 +642,10 @@ class QdrantCollection:
         """Store documents, batch by batch.
 
         Args:
-            documents: to store.
-            batch_size: documents of a request.
-            progress: called after each request.
-            resume: leave out batches whose documents an interrupted build has stored.
+            documents: the documents to store.
+            batch_size: number of documents per request.
+            progress: called after each request as ``progress(n_stored, n_total)``.
+            resume: whether to skip batches whose documents an interrupted build has stored.
         """
         check_count("batch_size", batch_size)
         n_done = 0
@@ -640,38 +658,27 @@ class QdrantCollection:
                 progress(n_done, len(documents))
 
     def _has_all(self, points: Sequence[Point]) -> bool:
-        """Whether the collection has all of some documents."""
-        stored = self._engine.fetch([point.key for point in points], vectors=False)
+        """Return whether the collection has all of some documents."""
+        stored = self._engine.fetch([point.key for point in points], with_vectors=False)
         return len(stored) == len(points)
 
-    def _record_change(
-        self,
-        precisions: Mapping[str, str],
-        kinds: Mapping[str, list[str]] | None,
-    ) -> None:
-        """Record that single documents are about to change.
+    def _start_change(self, record: Record) -> None:
+        """Update the record before individual documents are changed.
 
-        The digests of the texts and vectors of the build are removed, because they will no longer
-        be true.
+        The digests of the build are removed from it, because they will no longer match.
 
         Args:
-            precisions: kind of vectors -> their precisions after the change.
-            kinds: field of the payload -> kinds of its values after the change; None if unknown.
+            record: the record after the change.
 
         Raises:
-            DataError: for a collection whose build is not finished.
+            DataError: if the build of the collection is not finished.
         """
         if not self.complete:
             raise DataError(
-                f"{self.place}: its build is not finished. Finish it (tilefold index), or drop it.",
+                f"{self.location}: its build is not finished. Finish it (tilefold index), or drop "
+                "the collection.",
             )
-        changed = replace(
-            self._record,
-            texts_sha256=None,
-            vectors_sha256=None,
-            precisions=precisions,
-            kinds=kinds,
-        )
+        changed = replace(record, texts_sha256=None, vectors_sha256=None)
         if self._record != changed:
             self._write(changed)
 
@@ -694,20 +701,20 @@ def _check_options(
     depth: int,
     rank_constant: int,
 ) -> None:
-    """Raise ``ValueError`` for options of a search that do not go together.
+    """Raise ``ValueError`` if options of a search are wrong or conflict with each other.
 
     Args:
         queries: queries with vectors of one or several kinds (sparse, dense, tokens).
         fusion: how the rankings of several kinds are fused; None for one kind.
-        rerank: whether token vectors rank the results of the other kinds anew.
-        depth: documents that each kind retrieves before fusion or reranking.
+        rerank: whether token vectors rerank the results of the other kinds.
+        depth: number of documents that each kind retrieves before fusion or reranking.
         rank_constant: constant of reciprocal rank fusion.
     """
     check_count("depth", depth)
     check_count("rank_constant", rank_constant)
     if fusion is not None:
         check_choice("fusion", fusion, FUSIONS)
-    # Kinds of the first stage. Tokens that rerank belong to the second stage.
+    # Token vectors that rerank belong to the second stage.
     first_kinds = [kind for kind in queries.kinds if not (rerank and kind == TOKENS)]
     if rerank and (queries.tokens is None or not first_kinds):
         raise ArgumentError(

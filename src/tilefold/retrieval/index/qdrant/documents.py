@@ -37,26 +37,27 @@ Dense = npt.NDArray[np.float32]
 # Namespace of the UUIDs of documents.
 _NAMESPACE = uuid.UUID("6b0f2f0e-6f0c-5a54-9f7e-2b1a3c1d9e41")
 _MAX_FLOAT16 = 65504.0
-# Qdrant takes fewer numbers of token vectors in one document.
+# The token vectors of a document must have fewer numbers than this.
 _MAX_TOKEN_FLOATS = 1_048_576
-# Integers that a payload stores without rounding.
+# Range of the integers that a payload stores without rounding.
 _MIN_PAYLOAD_INTEGER = -(1 << 63)
 _MAX_PAYLOAD_INTEGER = (1 << 64) - 1
-# About how many bytes a number takes in a request, and how many numbers the rest of a document.
+# Estimates of the bytes of a number in a request, and of the size of the rest of a document, in
+# numbers.
 _BYTES_PER_NUMBER = 20
 _NUMBERS_PER_DOCUMENT = 64
 
 
-def key_of(name: str) -> str:
-    """Return the UUID of a document's id, which is always the same."""
-    return str(uuid.uuid5(_NAMESPACE, name))
+def key_of(document_id: str) -> str:
+    """Return the UUID of a document's id. Equal ids have equal UUIDs."""
+    return str(uuid.uuid5(_NAMESPACE, document_id))
 
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
-    """Return ids as a list, and raise ``TypeError`` for one text, whose letters may be ids too."""
-    names = list_of_ids("ids", ids)
-    check_text_ids("ids", names)
-    return names
+    """Return ids as a list, and raise ``TypeError`` if they are one string instead of several."""
+    id_list = list_of_ids("ids", ids)
+    check_text_ids("ids", id_list)
+    return id_list
 
 
 @dataclass
@@ -64,13 +65,13 @@ class Queries:
     """N queries with any of the kinds of vectors of a collection.
 
     Attributes:
-        ids: unique, non-empty strings.
-        sparse: vectors with the same ids in the same order, or None.
-        dense: ``[N, D]`` finite float32, or None.
-        tokens: vectors with the same ids in the same order, or None.
+        ids: ids of the queries, unique and not empty.
+        sparse: sparse vectors with the same ids in the same order; None for none.
+        dense: dense vectors, finite float32 ``[N, D]``; None for none.
+        tokens: token vectors with the same ids in the same order; None for none.
 
     Raises:
-        DataError: without vectors, for other ids, and for numbers that are not finite.
+        DataError: if there are no vectors, if ids differ, or if a number is not finite.
     """
 
     ids: list[str]
@@ -79,55 +80,46 @@ class Queries:
     tokens: TokenVectors | None = None
 
     def __post_init__(self) -> None:
-        """Check that all vectors are finite and have the ids of the queries."""
+        """Check that all vectors are finite and have the attribute `ids` as their ids."""
         self.ids = list(list_of("ids", self.ids))
         check_ids(self.ids)
         if self.sparse is None and self.dense is None and self.tokens is None:
             raise ArgumentDataError(
-                "vectors", "expected sparse, dense or tokens, got None for all three."
+                "vectors",
+                "expected sparse, dense or tokens, got None for all three.",
             )
         if self.sparse is not None:
             check_vectors("sparse", self.sparse)
             self._check_same_ids("sparse", self.sparse.ids)
-        if self.tokens is not None:
-            check_instance("tokens", self.tokens, TokenVectors, "encode_texts(model, texts)")
-            self._check_same_ids("tokens", self.tokens.ids)
         if self.dense is not None:
             self.dense = _finite_array(self.dense, self.ids)
         if self.tokens is not None:
-            is_finite = self.tokens.values.float().isfinite()
-            if not bool(is_finite.all()):
-                value = self.tokens.values[~is_finite][0].item()
-                raise ArgumentDataError(
-                    "tokens",
-                    f"expected finite numbers, got {value}. Check the model's output.",
-                )
+            check_instance("tokens", self.tokens, TokenVectors, "encode_texts(model, texts)")
+            self._check_same_ids("tokens", self.tokens.ids)
+            _check_finite_tokens(self.tokens)
 
     def _check_same_ids(self, name: str, ids: Sequence[str]) -> None:
-        """Raise ``DataError`` unless vectors have the ids of the queries, in their order.
+        """Raise ``DataError`` if vectors do not have the attribute `ids` as their ids.
 
         Args:
-            name: name of the argument, for the error.
+            name: the name of the argument, for the error.
             ids: ids of the vectors.
         """
-        if list(ids) == self.ids:
-            return
-        # The error shows the first id that differs, or the number of ids if none does.
-        got: str | int = len(ids)
-        for vector_id, query_id in zip(ids, self.ids, strict=False):
-            if vector_id != query_id:
-                got = vector_id
-                break
-        raise DataError(
-            f"{name}: expected the ids of the {len(self.ids)} others in their order, got {got!r}.",
-        )
+        if len(ids) != len(self.ids):
+            raise DataError(f"{name}: expected the {len(self.ids)} ids of `ids`, got {len(ids)}.")
+        for vector_id, expected_id in zip(ids, self.ids, strict=True):
+            if vector_id != expected_id:
+                raise DataError(
+                    f"{name}: expected the {len(self.ids)} ids of `ids` in the same order, got "
+                    f"{vector_id!r} instead of {expected_id!r}.",
+                )
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def _sizes(self) -> dict[str, int]:
-        """Kind -> length of its vectors, of the kinds that are not None."""
+        """Kind of vectors -> their dimension, for the kinds that are not None."""
         sizes = {}
         if self.sparse is not None:
             sizes[SPARSE] = self.sparse.vocab_size
@@ -139,44 +131,49 @@ class Queries:
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of vectors that are not None, of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
+        """Kinds of vectors that are not None, such as ``["sparse", "dense"]``."""
         return list(self._sizes)
 
-    def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless a collection can be searched with these vectors.
+    @property
+    def _argument(self) -> str:
+        """Name of the argument that this object is passed as, for errors."""
+        return "queries"
+
+    def check_compatible(self, layout: Layout, location: str) -> None:
+        """Raise an error if a collection cannot be searched with these vectors.
 
         Args:
-            layout: kinds and lengths of the vectors of the collection.
-            place: folder or address of the collection, for errors.
+            layout: kinds and dimensions of the vectors of the collection.
+            location: folder or address of the collection, for errors.
 
         Raises:
-            VocabularyMismatchError: for another vocabulary.
-            DataError: for vectors of a kind or length that the collection lacks.
+            VocabularyMismatchError: if the vocabularies differ.
+            DataError: if the collection does not have a kind of vectors, or if dimensions differ.
         """
-        argument = "documents" if isinstance(self, Documents) else "queries"
+        argument = self._argument
         if self.sparse is not None and layout.vocab_size is not None:
-            check_same_vocabulary(layout, self.sparse, place, argument)
+            check_same_vocabulary(layout, self.sparse, location, argument)
         for kind, size in self._sizes.items():
             expected_size = layout.sizes[kind]
             if expected_size is None:
                 raise DataError(
-                    f"{argument}: {place} has no {kind} vectors, got some. It has: "
-                    f"{', '.join(layout.kinds)}.",
+                    f"{argument}: expected {', '.join(layout.kinds)} vectors, as {location} has, "
+                    f"got {kind} vectors.",
                 )
             if size != expected_size:
                 raise DataError(
-                    f"{argument}: expected {kind} vectors of length {expected_size} as in {place}, "
-                    f"got {size}.",
+                    f"{argument}: expected {kind} vectors of dimension {expected_size} as in "
+                    f"{location}, got {size}.",
                 )
 
     def vectors(self, row: int) -> Json:
         """Convert the vectors of one query or document to Python lists for Qdrant.
 
         Args:
-            row: position of the query or document.
+            row: the row of the query or document.
 
         Returns:
-            ``"sparse"`` -> terms and positive weights, ``"dense"`` -> a list of numbers,
+            ``"sparse"`` -> a pair of terms and positive weights, ``"dense"`` -> a list of numbers,
             ``"tokens"`` -> a list of numbers per token. Vectors without entries are left out.
         """
         vector_by_kind: Json = {}
@@ -204,17 +201,16 @@ class Documents(Queries):
     The first four attributes are those of :class:`Queries`.
 
     Attributes:
-        payloads: id -> fields to filter by, with values that JSON can hold. Documents may be
-            missing. Floats that equal a 64-bit integer are stored as that integer, because Qdrant
-            does not match 5.0 by 5.
-        models: of ``"dense"`` and ``"tokens"`` -> fingerprint of the model. That of sparse vectors
-            is in their provenance.
-        precisions: of ``"dense"`` and ``"tokens"`` -> number types in which the vectors were
-            computed, such as ``"bf16"``. That of sparse vectors is in their provenance.
+        payloads: document id -> fields to filter by, with values that JSON can represent. Documents
+            may be missing. Floats that equal a 64-bit integer are stored as that integer, because
+            Qdrant does not match 5.0 with 5.
+        models: ``"dense"`` or ``"tokens"`` -> fingerprint of the model. The provenance of sparse
+            vectors has their model.
+        precisions: ``"dense"`` or ``"tokens"`` -> number types in which the vectors were computed,
+            such as ``"bf16"``. The provenance of sparse vectors has their precision.
 
     Raises:
-        DataError: for parts that do not fit together, numbers that are not finite, and payloads
-            that cannot be stored.
+        DataError: if ids differ, if a number is not finite, or if a payload cannot be stored.
     """
 
     payloads: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
@@ -222,24 +218,20 @@ class Documents(Queries):
     precisions: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Check the payloads, and record the model and the precision of the sparse vectors.
-
-        Sparse vectors carry their provenance. For dense and token vectors, the caller passes it.
-        """
+        """Check the vectors and payloads, and add the model and precision of sparse vectors."""
         super().__post_init__()
         check_text_ids("ids", self.ids)
         document_ids = set(self.ids)
         check_fields_by_id("payloads", self.payloads)
         check_mapping("models", self.models, "kind of vectors -> fingerprint")
         check_mapping("precisions", self.precisions, "kind of vectors -> precision")
-        for name, payload in self.payloads.items():
-            if name not in document_ids:
-                raise DataError(f"payloads: expected ids of the documents, got {name!r}.")
-            _check_payload(name, payload)
-        self.payloads = {
-            name: {field_name: _canonical(value) for field_name, value in payload.items()}
-            for name, payload in self.payloads.items()
-        }
+        normalized_payloads = {}
+        for document_id, payload in self.payloads.items():
+            if document_id not in document_ids:
+                raise DataError(f"payloads: expected ids of the documents, got {document_id!r}.")
+            _check_payload(document_id, payload)
+            normalized_payloads[document_id] = _normalize_fields(payload)
+        self.payloads = normalized_payloads
         if self.sparse is not None:
             provenance = self.sparse.provenance
             if provenance.model_fingerprint:
@@ -249,61 +241,44 @@ class Documents(Queries):
 
     @property
     def field_kinds(self) -> dict[str, list[str]]:
-        """Field of the payloads -> kinds of its values."""
+        """Field of the payloads -> types of its values."""
         return kinds_by_field(self.payloads.values())
 
-    def check(self, layout: Layout, place: str) -> None:
-        """Raise an error unless a collection can store these documents.
+    def check_compatible(self, layout: Layout, location: str) -> None:
+        """Raise an error if a collection cannot store these documents.
 
         Args:
-            layout: of the collection.
-            place: where it is, for errors.
+            layout: the layout of the collection.
+            location: folder or address of the collection, for errors.
 
         Raises:
-            VocabularyMismatchError: for another vocabulary.
-            DataError: for a missing kind of vectors, another model or other passages, and numbers
-                that the collection cannot store.
+            VocabularyMismatchError: if the vocabularies differ.
+            DataError: if a kind of vectors is missing, if models or passages differ, or if the
+                collection cannot store a number.
         """
-        super().check(layout, place)
+        super().check_compatible(layout, location)
         for kind in layout.kinds:
             if kind not in self.kinds:
                 raise ArgumentDataError(
                     "documents",
-                    f"{place} keeps {kind} vectors, got only {', '.join(self.kinds)}. "
-                    "Give those of all as well.",
+                    f"{location} stores {kind} vectors, got only {', '.join(self.kinds)}. "
+                    f"Pass {kind} vectors of all documents, too.",
                 )
-        check_models(layout.models, self.models, place)
+        check_models(layout.models, self.models, location)
         self._check_integers(layout)
-        if self.sparse is not None and self.sparse.provenance.passages != layout.passages:
-            expected = _described_passages(layout.passages)
-            actual = _described_passages(self.sparse.provenance.passages)
-            raise ArgumentDataError(
-                "documents",
-                f"expected {expected} as in {place}, got {actual}. Encode them alike.",
-            )
-        if self.sparse is not None and layout.weights == "float16":
-            heaviest = float(self.sparse.data.max(initial=0.0))
-            if heaviest > _MAX_FLOAT16:
-                raise ArgumentDataError(
-                    "documents",
-                    f"float16 keeps weights up to {_MAX_FLOAT16:.0f}, got {heaviest:g}. "
-                    "Scale them.",
-                )
-        if self.tokens is not None and len(self):
-            lengths = self.tokens.offsets.diff()
-            longest = int(lengths.argmax())
-            n_floats = int(lengths[longest]) * self.tokens.dimension
-            if n_floats >= _MAX_TOKEN_FLOATS:
-                raise ArgumentDataError(
-                    "documents",
-                    f"Qdrant takes fewer than {_MAX_TOKEN_FLOATS:,} numbers of token vectors in "
-                    f"one, got {n_floats:,} in {self.ids[longest]!r}. Cut it, or pool its tokens.",
-                )
+        if self.sparse is not None:
+            _check_passages_and_weights(self.sparse, layout, location)
+        if self.tokens is not None:
+            _check_token_counts(self.tokens)
+
+    @property
+    def _argument(self) -> str:
+        return "documents"
 
     def _check_integers(self, layout: Layout) -> None:
-        """Raise ``DataError`` for a float in a payload field that is declared as integers.
+        """Raise ``DataError`` if a payload has a float in a field that is declared as integer.
 
-        Qdrant's index of the field would not find it.
+        Qdrant's index of the field would not contain the float.
         """
         integer_fields = {name for name, kind in layout.fields.items() if kind == "integer"}
         if not integer_fields:
@@ -317,28 +292,29 @@ class Documents(Queries):
                     )
 
     def points(self, rows: Sequence[int]) -> list[Point]:
-        """Return some of the documents for an engine."""
+        """Return the documents in some rows as an engine stores them."""
         points = []
         for row in rows:
-            name = self.ids[row]
-            payload = {**self.payloads.get(name, {}), ID: name}
-            points.append(Point(key_of(name), payload, self.vectors(row)))
+            document_id = self.ids[row]
+            payload = {**self.payloads.get(document_id, {}), ID: document_id}
+            points.append(Point(key_of(document_id), payload, self.vectors(row)))
         return points
 
     def batches(self, max_documents: int, max_bytes: int) -> Iterator[list[int]]:
         """Divide the documents among requests to the engine.
 
-        The size of a request is estimated from the numbers in its vectors and its payloads.
+        The size of a request is estimated from the numbers in its vectors and the length of its
+        payloads.
 
         Args:
-            max_documents: the most documents of a request.
-            max_bytes: the most bytes of a request, by the estimate. A larger document is a request
-                by itself.
+            max_documents: largest number of documents of a request.
+            max_bytes: largest estimated size of a request. A larger document is a request by
+                itself.
 
         Yields:
             Rows of the documents of each request, in order.
         """
-        # Numbers of each document. A sparse entry has two, its term and its weight.
+        # Numbers of each document. A sparse entry has two numbers, its term and its weight.
         n_numbers = np.full(len(self), _NUMBERS_PER_DOCUMENT)
         if self.dense is not None:
             n_numbers += self.dense.shape[1]
@@ -362,18 +338,19 @@ class Documents(Queries):
             yield batch
 
     def digest(self, layout: Layout) -> str:
-        """Return the SHA-256 of everything that a build with a layout would store.
+        """Return a SHA-256 of the documents and of the layout that they are stored with.
 
-        An interrupted build is resumed only if the digest is the same.
+        An interrupted build is resumed only if this digest has not changed.
 
         Args:
-            layout: layout of the collection.
+            layout: the layout of the collection.
         """
-        digest = hashlib.sha256(
-            json.dumps([layout.weights, layout.distance, layout.vocab_size]).encode(),
-        )
-        for name in self.ids:
-            digest.update(json.dumps([name, self.payloads.get(name, {})], sort_keys=True).encode())
+        # The dimensions of dense and token vectors are part of the documents.
+        settings = [layout.weights, layout.distance, layout.vocab_size]
+        hasher = hashlib.sha256(json.dumps(settings).encode())
+        for document_id in self.ids:
+            entry = [document_id, self.payloads.get(document_id, {})]
+            hasher.update(json.dumps(entry, sort_keys=True).encode())
         arrays: list[object] = []
         if self.sparse is not None:
             arrays += [self.sparse.indptr, self.sparse.indices, self.sparse.data]
@@ -382,13 +359,64 @@ class Documents(Queries):
             arrays += [self.tokens.offsets, self.tokens.values, self.tokens.scales]
         for array in arrays:
             if array is not None:
-                digest.update(np.asarray(array).tobytes())
-        return digest.hexdigest()
+                hasher.update(np.asarray(array).tobytes())
+        return hasher.hexdigest()
 
 
 def _described_passages(passages: str | None) -> str:
     """Describe how documents were divided, for an error."""
     return f"passages ({passages})" if passages else "whole documents"
+
+
+def _check_passages_and_weights(sparse: SparseVectors, layout: Layout, location: str) -> None:
+    """Raise ``DataError`` if a collection cannot store sparse vectors of documents.
+
+    Args:
+        sparse: the sparse vectors.
+        layout: the layout of the collection.
+        location: folder or address of the collection, for errors.
+    """
+    if sparse.provenance.passages != layout.passages:
+        expected = _described_passages(layout.passages)
+        actual = _described_passages(sparse.provenance.passages)
+        raise ArgumentDataError(
+            "documents",
+            f"expected {expected} as in {location}, got {actual}. Encode the documents with the "
+            "same passages.",
+        )
+    heaviest = float(sparse.data.max(initial=0.0))
+    if layout.weights == "float16" and heaviest > _MAX_FLOAT16:
+        raise ArgumentDataError(
+            "documents",
+            f"expected weights up to {_MAX_FLOAT16:.0f} for float16, got {heaviest:g}. Scale the "
+            "weights, or use float32.",
+        )
+
+
+def _check_token_counts(tokens: TokenVectors) -> None:
+    """Raise ``DataError`` if a document has more token vectors than Qdrant can store."""
+    if not len(tokens):
+        return
+    lengths = tokens.offsets.diff()
+    longest = int(lengths.argmax())
+    n_floats = int(lengths[longest]) * tokens.dimension
+    if n_floats >= _MAX_TOKEN_FLOATS:
+        raise ArgumentDataError(
+            "documents",
+            f"expected fewer than {_MAX_TOKEN_FLOATS:,} numbers of token vectors per document, got "
+            f"{n_floats:,} in {tokens.ids[longest]!r}. Truncate the document, or pool its tokens.",
+        )
+
+
+def _check_finite_tokens(tokens: TokenVectors) -> None:
+    """Raise ``DataError`` if a number of token vectors is NaN or infinite."""
+    is_finite = tokens.values.float().isfinite()
+    if not bool(is_finite.all()):
+        value = tokens.values[~is_finite][0].item()
+        raise ArgumentDataError(
+            "tokens",
+            f"expected finite numbers, got {value}. Check the model's output.",
+        )
 
 
 def _finite_array(dense: object, ids: list[str]) -> Dense:
@@ -399,9 +427,10 @@ def _finite_array(dense: object, ids: list[str]) -> Dense:
         ids: ids of the N vectors.
 
     Raises:
-        DataError: for another shape or dtype, NaN or infinity.
+        DataError: if the shape or dtype is wrong, or if a number is NaN or infinite.
     """
-    if hasattr(dense, "detach"):  # a torch tensor
+    # Only torch tensors have this method.
+    if hasattr(dense, "detach"):
         dense = dense.detach().cpu().float().numpy()
     array = np.asarray(dense)
     if array.ndim != 2 or array.shape[0] != len(ids) or not np.issubdtype(array.dtype, np.floating):
@@ -419,12 +448,20 @@ def _finite_array(dense: object, ids: list[str]) -> Dense:
     return array
 
 
-def _canonical(value: object) -> object:
-    """Return a value of a payload with one form of each number: see :func:`canonical_number`."""
+def _normalize_fields(payload: Mapping[str, object]) -> dict[str, object]:
+    """Return the fields of a payload with one form of each number."""
+    return {name: _normalize(value) for name, value in payload.items()}
+
+
+def _normalize(value: object) -> object:
+    """Return a value of a payload with one form of each number.
+
+    A float that equals a 64-bit integer becomes that integer.
+    """
     if isinstance(value, Mapping):
-        return {name: _canonical(item) for name, item in value.items()}
+        return _normalize_fields(value)
     if isinstance(value, list | tuple):
-        return [_canonical(item) for item in value]
+        return [_normalize(item) for item in value]
     return canonical_number(value) if isinstance(value, float) else value
 
 
@@ -435,28 +472,29 @@ def _payload_integer(digits: str) -> int:
     return int(digits)
 
 
-def _check_payload(name: str, payload: Mapping[str, object]) -> None:
-    """Raise ``DataError`` for a payload that Qdrant cannot store, or would change.
-
-    The payload is written as JSON and read again, which finds values that JSON lacks, integers that
-    Qdrant would round, and text that is not valid Unicode.
+def _check_payload(document_id: str, payload: Mapping[str, object]) -> None:
+    """Raise ``DataError`` if Qdrant cannot store a payload, or would change it.
 
     Args:
-        name: id of the document, for the error.
+        document_id: the id of the document, for the error.
         payload: fields of the document.
     """
     if ID in payload:
         raise DataError(
-            f"payloads: {ID!r} is where the id is kept, got it for {name!r}. Rename that field.",
+            f"payloads: the field {ID!r} is reserved for the id, got it for {document_id!r}. "
+            "Rename that field.",
         )
     try:
+        if not all(isinstance(name, str) for name in payload):
+            raise TypeError("a field name that is not a string")
+        # Values that JSON cannot represent, such as NaN, raise an error.
         text = json.dumps(dict(payload), allow_nan=False)
-        if not all(isinstance(key, str) for key in payload):
-            raise TypeError("a field whose name is no text")
+        # Integers that Qdrant would round raise an error.
         stored = json.loads(text, parse_int=_payload_integer)
         if not is_unicode(json.dumps(stored, ensure_ascii=False)):
-            raise ValueError("half a surrogate pair")
+            raise ValueError("an unpaired surrogate")
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"payloads: expected what JSON can hold for {name!r}, got other values ({error}).",
+            f"payloads: expected values that JSON can represent for {document_id!r}, got other "
+            f"values ({error}).",
         ) from error

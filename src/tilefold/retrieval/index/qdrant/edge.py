@@ -3,15 +3,15 @@
 This wrapper handles these properties of qdrant-edge-py 0.9.0:
 
 * Opening a folder that is open already fails, but damages it for the process that has it open. A
-  lock file is therefore taken first.
+  lock file is therefore locked first.
 * Errors are bare ``Exception``.
-* Numbers that are not finite, terms given twice and token vectors beyond the server's limit are
-  stored without an error. ``Documents`` refuses them.
+* Numbers that are not finite, repeated terms and token vectors beyond the server's limit are stored
+  without an error. ``Documents`` refuses them.
 * ``MatchValue(True)`` matches the integer 1.
-* There are no checksums. Bytes that changed give other rankings, abort the process or never return.
-  :class:`Checksums` are therefore compared before a folder is opened.
-* It maps files before they have space. On a full disk the system then ends the process, so the free
-  space is checked first.
+* There are no checksums. If bytes of a file change, a search gives other rankings, aborts the
+  process or never returns. :class:`Checksums` are therefore compared before a folder is opened.
+* It maps files before they have space. On a full disk, the system then kills the process, so the
+  free space is checked first.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ SHARD = "shard"
 CHECKSUMS = "checksums.json"
 COLLECTION_NAMES = (RECORD, SHARD, CHECKSUMS, LOCK)
 
-# Bytes that a batch of 8 MB may write: two files of 32 MB of the log.
+# Bytes that a batch of 8 MB may write: two log files of 32 MB.
 _WRITE_AHEAD_BYTES = 64 << 20
-# Documents of a page of ids.
+# Number of documents of a page of ids.
 _PAGE_SIZE = 1000
-# Bytes of a block of a file whose checksum is computed.
+# Size of the blocks in which a checksum is computed.
 _BLOCK_BYTES = 1 << 16
 _ZERO_BLOCK = bytes(_BLOCK_BYTES)
 _CHECKSUM_THREADS = min(8, os.cpu_count() or 1)
@@ -63,30 +63,22 @@ _CHECKSUM_THREADS = min(8, os.cpu_count() or 1)
 class EdgeEngine(Engine):
     """A collection in a folder, which one process at a time can open.
 
-    Files are compared with their checksums when the folder is opened. Closing computes missing
-    checksums.
-
-    Args:
-        folder: of the collection; it may be new.
-        verify: whether to compare checksums.
-
-    Raises:
-        InUseError: if the collection is open elsewhere.
-        DataError: if it is damaged.
+    Files are compared with their checksums when the folder is opened. Missing checksums are
+    computed when it is closed.
     """
 
     prefetch_argument = "prefetches"
     batch_queries = 64
     # The open shard of the engine; None before it is created and after it was closed.
     _shard: Any = None
-    # Id of the process that opened the folder.
+    # Id of the process that opened the folder. A process that was forked from it must not close it.
     _process: int | None = None
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         """Lock the folder, and open the collection if there is one.
 
         Args:
-            folder: folder of the collection. It is created if it is missing.
+            folder: the folder of the collection. It is created if it is missing.
             verify: whether to compare the files with their checksums.
 
         Raises:
@@ -102,23 +94,24 @@ class EdgeEngine(Engine):
         self.point_type = self.api.Point
         self.range_type = self.api.RangeFloat
         self.folder = folder
-        self.place = str(folder)
+        self.location = str(folder)
         try:
             self._lock = lock_folder(folder, reentrant=False)
         except InUseError:
             raise InUseError(
                 f"{folder}: the collection is open elsewhere, and an embedded one can be open once "
-                "at a time. Close it there, or keep it on a Qdrant server.",
+                "at a time. Close it there, or use a Qdrant server.",
             ) from None
         self._checksums = Checksums(folder / SHARD, version("qdrant-edge-py"))
         try:
-            record = self.record()
+            record = self.read_record()
             if record is not None:
                 self._load(record, verify)
-        except BaseException as error:
+        except RuntimeError as error:
             unlock_folder(self._lock)
-            if isinstance(error, RuntimeError):
-                raise DataError(f"{error} {REMEDY}") from error
+            raise DataError(f"{error} {REMEDY}") from error
+        except BaseException:
+            unlock_folder(self._lock)
             raise
         self._process = os.getpid()
 
@@ -126,65 +119,68 @@ class EdgeEngine(Engine):
         """Open the shard of an existing collection.
 
         Args:
-            record: description of the collection.
+            record: the record of the collection.
             verify: whether to compare the files with their checksums.
 
         Raises:
-            DataError: for files that are damaged.
+            DataError: if files are damaged.
         """
         self._checksums.read(verify=verify)
-        if verify and record.complete and not self._checksums.are_known:
+        if verify and record.complete and not self._checksums.exist:
             warnings.warn(
-                f"{self.place}: its files have no checksums, so that damage is not noticed: a "
-                "process that changed them did not close them. Closing it makes some.",
+                f"{self.location}: the collection was not closed properly and has no checksums, so "
+                "damage cannot be detected. Close it to write them.",
                 RuntimeWarning,
                 stacklevel=5,
             )
-        if not self._checksums.are_known:
-            # Opening a shard that was not closed writes files.
+        if not self._checksums.exist:
+            # The shard was not closed, and opening it will write files.
             need_space(self.folder)
         with self._errors():
             self._shard = self.api.EdgeShard.load(str(self.folder / SHARD))
-        self._checksums.confirm()
+        self._checksums.remove_if_files_changed()
 
-    def record(self) -> Record | None:
+    def read_record(self) -> Record | None:
         file = self.folder / RECORD
         if not file.exists():
             return None
-        return Record.from_dict(read_json_object(file, REMEDY), self.place)
+        return Record.from_dict(read_json_object(file, REMEDY), self.location)
 
     def create(self, record: Record) -> None:
         """Create an empty collection.
 
-        The record is written last. A shard without a record was left by a process that was killed,
-        and is removed.
+        The record is written last. A shard without a record is a leftover of a killed process, and
+        is removed.
 
         Args:
-            record: description of the collection, with its layout.
+            record: the record of the collection, with its layout.
         """
         edge = self.api
         layout = record.layout
         self._prepare_change()
         shutil.rmtree(self.folder / SHARD, ignore_errors=True)
+        # With m = 0 links per node, no HNSW graph is built. MaxSim then compares all documents and
+        # is exact. The other arguments are required, but have no effect without a graph.
+        no_graph = edge.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=10_000)
         vectors = self._vector_params(
             layout,
             edge.EdgeVectorParams,
-            edge.Distance.Dot,
-            edge.Distance.Cosine,
-            multivector_config=edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
-            # With m = 0 links per node, no HNSW graph is built. MaxSim then compares all documents
-            # and is exact. The other arguments are required, and have no effect without a graph.
-            hnsw_config=edge.HnswIndexConfig(m=0, ef_construct=4, full_scan_threshold=10_000),
+            distances={"dot": edge.Distance.Dot, "cosine": edge.Distance.Cosine},
+            maxsim_options={
+                "multivector_config": edge.MultiVectorConfig(edge.MultiVectorComparator.MaxSim),
+                "hnsw_config": no_graph,
+            },
         )
-        sparse = {}
+        sparse_vectors = {}
         if layout.vocab_size is not None:
+            # The engine's names are those of the layout with a capital letter, such as Float32.
             datatype = getattr(edge.VectorStorageDatatype, layout.weights.capitalize())
-            sparse[SPARSE] = edge.EdgeSparseVectorParams(datatype=datatype)
+            sparse_vectors[SPARSE] = edge.EdgeSparseVectorParams(datatype=datatype)
         with self._errors():
-            config = edge.EdgeConfig(vectors=vectors, sparse_vectors=sparse)
+            config = edge.EdgeConfig(vectors=vectors, sparse_vectors=sparse_vectors)
             self._shard = edge.EdgeShard.create(str(self.folder / SHARD), config)
-            for name, schema in layout.fields.items():
-                field_type = getattr(edge.PayloadSchemaType, schema.capitalize())
+            for name, field_kind in layout.fields.items():
+                field_type = getattr(edge.PayloadSchemaType, field_kind.capitalize())
                 self._shard.update(edge.UpdateOperation.create_field_index(name, field_type))
             self._shard.flush()
         self.write_record(record)
@@ -212,9 +208,9 @@ class EdgeEngine(Engine):
         self._call("update", operation)
         self._call("flush")
 
-    def _get(self, keys: list[str], vectors: bool) -> list[Any]:
+    def _get(self, keys: list[str], with_vectors: bool) -> list[Any]:
         with_payload = True
-        return list(self._call("retrieve", keys, with_payload, vectors))
+        return list(self._call("retrieve", keys, with_payload, with_vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
         request = self.api.ScrollRequest(offset=offset, limit=_PAGE_SIZE, with_payload=[ID])
@@ -236,8 +232,8 @@ class EdgeEngine(Engine):
     def close(self) -> None:
         """Flush, write checksums, and let other processes open the folder.
 
-        It does nothing for a collection that is closed already, or that a process has from its
-        parent process by a fork.
+        It does nothing for a collection that is closed already, or for one that was inherited
+        through a fork.
         """
         is_forked = self._process != os.getpid()
         is_closed = not self._lock.is_locked
@@ -246,43 +242,44 @@ class EdgeEngine(Engine):
         try:
             if self._shard is not None:
                 self._call("close")
-                self._checksums.confirm()
+                self._checksums.remove_if_files_changed()
                 self._write_checksums()
         finally:
             self._shard = None
             unlock_folder(self._lock)
 
     def _prepare_change(self, more_bytes: int = 0) -> None:
-        """Check the free space, and remove the checksums. Call it before every change.
+        """Check the free space, and remove the checksums, before a change.
 
         Args:
-            more_bytes: bytes that the change writes in addition to the log.
+            more_bytes: number of bytes that the change writes in addition to the log.
         """
-        is_closed = self._shard is None and self.record() is not None
+        is_closed = self._shard is None and self.read_record() is not None
         if is_closed:
-            return  # the change itself raises an error that says so
+            # The change itself raises the error.
+            return
         need_space(self.folder, more_bytes)
         self._checksums.remove()
 
     def _write_checksums(self) -> None:
-        """Write checksums of a closed shard, unless they are known or a build is unfinished.
+        """Write the checksums of a closed and complete collection, if it has none.
 
-        A failure is only a ``RuntimeWarning``, because the collection is complete without them.
+        A failure only warns, because the collection is complete without checksums.
         """
-        record = self.record()
-        if self._checksums.are_known or record is None or not record.complete:
+        record = self.read_record()
+        if self._checksums.exist or record is None or not record.complete:
             return
         try:
             need_space(self.folder)
             with self._errors():
-                # The engine leaves some work to the next opening, which would change files. So the
+                # The engine defers some work to the next opening, which would change files. So the
                 # shard is opened and closed once more before the checksums are computed.
                 self.api.EdgeShard.load(str(self.folder / SHARD)).close()
             self._checksums.write()
         except (OSError, RuntimeError) as error:
             warnings.warn(
-                f"{self.place}: is whole, but has no checksums ({error}), so that damage would not "
-                "be noticed. Open and close it again.",
+                f"{self.location}: the collection is complete, but its checksums could not be "
+                f"written ({error}), so damage would go unnoticed. Open and close it to retry.",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -297,85 +294,79 @@ class EdgeEngine(Engine):
         return {"query": self.api.Query.Nearest(vector, using=stage.using)}
 
     def _match(self, value: object) -> object:
-        # The engine takes a bool of Python for an integer, so that True would match 1. It takes a
-        # bool of numpy for a truth value.
+        # The engine treats Python's bool as an integer, so True would match 1. It treats numpy's
+        # bool as a truth value.
         return super()._match(np.bool_(value) if isinstance(value, bool) else value)
 
     def _empty(self, name: str) -> object:
         return self.api.IsEmptyCondition(name)
 
     def _call(self, method: str, *arguments: object) -> Any:
-        """Call a method of the shard, with errors as of :meth:`_errors`."""
+        """Call a method of the shard.
+
+        Args:
+            method: the name of the method.
+            arguments: arguments of the method.
+
+        Raises:
+            RuntimeError: if the collection is closed, or the engine fails.
+        """
+        shard = self._shard
+        if shard is None:
+            raise RuntimeError(f"{self.location}: the collection is closed. Open it again.")
         with self._errors():
-            return getattr(self._shard, method)(*arguments)
+            return getattr(shard, method)(*arguments)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Turn errors and panics of the engine into a ``RuntimeError`` that names the folder."""
         try:
-            with naming_full_disk(self.folder), self._engine_errors():
+            with naming_full_disk(self.folder):
                 yield
-        except AttributeError as error:
-            # After close() the shard is None, which has no methods.
-            if self._shard is None:
-                raise RuntimeError(
-                    f"{self.place}: the collection is closed. Open it again.",
-                ) from error
-            raise
-
-    @contextmanager
-    def _engine_errors(self) -> Iterator[None]:
-        """Turn bare exceptions and panics into a ``RuntimeError``."""
-        try:
-            yield
         except BaseException as error:
-            # pyo3's exception of panics cannot be imported.
+            # The engine raises a bare Exception. The class of panics cannot be imported.
             if type(error) is Exception or type(error).__name__ == "PanicException":
-                raise RuntimeError(f"{self.place}: Qdrant failed: {error}.") from error
+                raise RuntimeError(f"{self.location}: Qdrant failed: {error}.") from error
             raise
 
 
-def need_space(folder: Path, more_bytes: int = 0, named: Path | None = None) -> None:
+def need_space(folder: Path, more_bytes: int = 0, reported_path: Path | None = None) -> None:
     """Raise ``DiskFullError`` if a disk has less space than a change may need.
 
-    The engine needs space for its write-ahead log with every change.
+    Every change needs space for the engine's write-ahead log.
 
     Args:
         folder: a folder on the disk.
-        more_bytes: bytes that the change writes in addition to the log.
-        named: path that the error names; by default the folder.
+        more_bytes: number of bytes that the change writes in addition to the log.
+        reported_path: the path that the error names; None names the folder.
     """
     free_bytes = shutil.disk_usage(folder).free
     needed_bytes = _WRITE_AHEAD_BYTES + more_bytes
     if free_bytes < needed_bytes:
         raise DiskFullError(
-            f"{named or folder}: could not be written, the disk is full: Qdrant may need "
-            f"{needed_bytes >> 20} MB, {free_bytes >> 20} MB are free. Free some space there, or "
-            "choose another place; what was complete is kept.",
+            f"{reported_path or folder}: could not be written because the disk is full: Qdrant "
+            f"needs up to {needed_bytes >> 20} MB, but only {free_bytes >> 20} MB are free. Free "
+            "some space there, or choose another folder. Complete data is kept.",
         )
 
 
 def allocated(folder: Path) -> int:
-    """Return the bytes that the files in a folder take on the disk.
-
-    The result is 0 on Windows.
-    """
+    """Return the number of bytes that the files in a folder take on the disk; 0 on Windows."""
     if os.name == "nt":
         return 0
-    # The system counts blocks of 512 bytes. Holes of files have none.
+    # The system counts blocks of 512 bytes. Holes of sparse files have none.
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
 
 
 class Checksums:
-    """Sizes and SHA-256 of all files of a shard, in a file next to it.
+    """Sizes and SHA-256 of all files of a shard, stored in a file next to it.
 
-    The file is removed before the shard is changed, and written after it was closed. A process that
-    is killed in between leaves none. Opening and closing a shard changes only the order of members
-    in its JSON files, whose sorted text is digested. Checksums of another version of the engine are
-    removed, because it may change files when it opens a shard.
+    The file is removed before the shard is changed, and written after it was closed. So there are
+    no checksums if the process is killed in between. Opening and closing a shard changes only the
+    order of keys in its JSON files, which the checksums ignore.
 
     Args:
-        shard: folder of the shard.
+        shard: the folder of the shard.
         engine_version: version of the engine.
     """
 
@@ -387,14 +378,18 @@ class Checksums:
         self._sizes: dict[str, int | None] | None = None
 
     @property
-    def are_known(self) -> bool:
+    def exist(self) -> bool:
+        """Whether the files of the shard have checksums."""
         return self._sizes is not None
 
     def read(self, *, verify: bool) -> None:
         """Read the checksums, if there are any.
 
+        Checksums that were written with another version of the engine are removed afterwards,
+        because this version may change files when it opens the shard.
+
         Args:
-            verify: whether to compare the files with them.
+            verify: whether to compare the files with their checksums.
 
         Raises:
             DataError: if a file differs or is missing.
@@ -410,31 +405,33 @@ class Checksums:
                 f"{self._file}: expected the checksums of files, got {files!r:.80}. {REMEDY}",
             )
         if verify:
-            self._compare(files)
+            self._check_files(files)
         self._sizes = {name: entry.get("bytes") for name, entry in files.items()}
         if value.get("engine") != self._engine_version:
             self.remove()
 
-    def _compare(self, listed: Mapping[str, Json]) -> None:
-        """Raise ``DataError`` unless the files of the shard have the sizes and checksums of a list.
+    def _check_files(self, listed: Mapping[str, Json]) -> None:
+        """Raise ``DataError`` if a file of the shard is missing or differs from its checksum.
 
         Args:
             listed: relative name of a file -> its ``bytes`` and ``sha256``.
         """
-        entries = _entries(self._shard)
+        entries = _checksum_entries(self._shard)
         damaged = sorted(name for name, entry in listed.items() if entries.get(name) != entry)
         if not damaged:
             return
         first = damaged[0]
-        problem = "its checksum is not the one" if first in entries else "it is gone, and is"
+        problem = f"it is missing, but listed in {self._file.name}"
+        if first in entries:
+            problem = f"its size or checksum is not that in {self._file.name}"
         raise DataError(
-            f"{self._shard / first}: damaged; {problem} in {self._file.name} "
+            f"{self._shard / first}: damaged; {problem} "
             f"({len(damaged)} of {len(listed)} files). {REMEDY}",
         )
 
-    def confirm(self) -> None:
+    def remove_if_files_changed(self) -> None:
         """Remove the checksums if the engine has created, removed or resized a file."""
-        if not self.are_known:
+        if not self.exist:
             return
         if self._sizes != {name: _size(file) for name, file in _files(self._shard)}:
             self.remove()
@@ -444,12 +441,12 @@ class Checksums:
         self._sizes = None
         with suppress(FileNotFoundError):
             self._file.unlink()
-            # Without this, the file could be there again after a loss of power.
+            # Without this, the file could reappear after a loss of power.
             sync(self._file.parent)
 
     def write(self) -> None:
-        """Write checksums of the files as they are now."""
-        files = _entries(self._shard)
+        """Write the checksums of the current files."""
+        files = _checksum_entries(self._shard)
         write_json_object(
             self._file,
             {"engine": self._engine_version, "files": files},
@@ -459,32 +456,29 @@ class Checksums:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Iterate over relative names and paths of all files in a folder, in order."""
+    """Iterate over the relative names and the paths of all files in a folder, sorted by path."""
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             yield file.relative_to(folder).as_posix(), file
 
 
 def _size(file: Path) -> int | None:
-    """Return the size of a file.
-
-    The result is None for JSON, whose text may be written in another order.
-    """
+    """Return the size of a file, or None for a JSON file, whose text the engine may reformat."""
     return None if file.suffix == ".json" else file.stat().st_size
 
 
-def _entries(folder: Path) -> dict[str, Json]:
+def _checksum_entries(folder: Path) -> dict[str, Json]:
     """Compute the size and the checksum of each file in a folder, several files at a time.
 
     Returns:
-        Relative name of a file -> its ``bytes``, None for JSON, and ``sha256``.
+        Relative name of a file -> its ``bytes`` (None for a JSON file) and ``sha256``.
     """
     files = dict(_files(folder))
     try:
         with ThreadPoolExecutor(_CHECKSUM_THREADS) as pool:
             digests = list(pool.map(_sha256, files.values()))
     except RuntimeError:
-        # The interpreter is ending, and starts no more threads.
+        # The interpreter is shutting down, and cannot start threads.
         digests = [_sha256(file) for file in files.values()]
     return {
         name: {"bytes": _size(file), "sha256": digest}
@@ -495,9 +489,8 @@ def _entries(folder: Path) -> dict[str, Json]:
 def _sha256(file: Path) -> str:
     """Compute a SHA-256 that identifies the content of a file of the engine.
 
-    For a JSON file, it is the digest of its text with sorted members, whose order the engine
-    changes. The other files are large and mostly holes, which read as zeros and take no space on
-    the disk. For them, it is the digest of the blocks that are not zero, with their positions.
+    The text of a JSON file is digested with sorted keys, because the engine reorders them. Other
+    files are large sparse files. Their blocks that are not zero are digested, with their positions.
     """
     if file.suffix == ".json":
         content = file.read_bytes()
@@ -507,6 +500,7 @@ def _sha256(file: Path) -> str:
     digest = hashlib.sha256()
     with file.open("rb", buffering=0) as stream:
         position = _seek_data(stream, 0)
+        # The position is None if the rest of the file is a hole.
         while position is not None:
             block = stream.read(_BLOCK_BYTES)
             if not block:
@@ -518,23 +512,25 @@ def _sha256(file: Path) -> str:
 
 
 def _seek_data(stream: BinaryIO, position: int) -> int | None:
-    """Move a file to the next block that has data, to skip the holes of a sparse file.
+    """Seek to the next block that has data, to skip the holes of a sparse file.
 
     Args:
         stream: the open file.
-        position: position in bytes where the search begins.
+        position: the position in bytes where the search begins.
 
     Returns:
-        The position of the block, or None if only a hole follows.
+        The position of the block, or None if the rest of the file is a hole.
     """
     try:
         data = os.lseek(stream.fileno(), position, os.SEEK_DATA)
         # Blocks begin at multiples of their size.
         position = max(position, data // _BLOCK_BYTES * _BLOCK_BYTES)
     except AttributeError:
-        pass  # a system without SEEK_DATA: everything is read
+        # The system has no SEEK_DATA, so everything is read.
+        pass
     except OSError as error:
-        if error.errno == errno.ENXIO:  # no data after the position
+        if error.errno == errno.ENXIO:
+            # There is no data after the position.
             return None
-        # Other errors come from file systems without SEEK_DATA, where everything is read.
+        # The file system has no SEEK_DATA, so everything is read.
     return stream.seek(position)

@@ -35,20 +35,20 @@ class Layout:
 
     Attributes:
         vocab_size: number of terms of the sparse vectors; None without sparse vectors.
-        fingerprint: of their vocabulary, as in ``SparseVectors``.
-        dense: length of the dense vectors, or None.
-        tokens: length of a token vector (late interaction), or None.
+        fingerprint: digest of the vocabulary of the sparse vectors; None if it is unknown.
+        dense: dimension of the dense vectors; None without dense vectors.
+        tokens: dimension of the token vectors (late interaction); None without token vectors.
         weights: how sparse weights are stored, ``"float32"`` or ``"float16"``.
-        distance: of dense vectors, ``"dot"`` or ``"cosine"``.
-        fields: fields of the payload that have an index, for fast filters -> one of keyword,
-            integer, float, bool, text.
-        models: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> fingerprint of the model, as far as
-            it is known.
+        distance: similarity of dense vectors, ``"dot"`` or ``"cosine"``.
+        fields: field of the payload that has an index, for fast filters -> one of keyword, integer,
+            float, bool, text.
+        models: kind of vectors (``"sparse"``, ``"dense"`` or ``"tokens"``) -> fingerprint of the
+            model, if it is known.
         passages: how documents were divided into passages (:class:`tilefold.retrieval.Passages`);
             None for whole documents.
 
     Raises:
-        ValueError: without any vectors, or for a wrong value.
+        ValueError: if there is no kind of vectors, or if a value is wrong.
     """
 
     vocab_size: int | None = None
@@ -62,7 +62,7 @@ class Layout:
     passages: str | None = None
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a wrong value, or if there are no vectors."""
+        """Raise ``ValueError`` if there is no kind of vectors, or if a value is wrong."""
         if self.vocab_size is not None:
             check_count("vocab_size", self.vocab_size)
         if self.dense is not None:
@@ -79,69 +79,73 @@ class Layout:
         check_mapping("fields", self.fields, "field of the payload -> kind")
         check_mapping("models", self.models, "kind of vectors -> fingerprint")
         for name, kind in self.fields.items():
-            if kind not in FIELDS or name == ID:
+            if name == ID:
                 raise ArgumentError(
                     "fields",
-                    f"expected a name and one of {', '.join(FIELDS)}, got {name!r}: {kind!r}.",
+                    f"expected names other than {ID!r}, which is reserved for the document's id.",
+                )
+            if kind not in FIELDS:
+                raise ArgumentError(
+                    "fields",
+                    f"expected one of {', '.join(FIELDS)} for the field {name!r}, got {kind!r}.",
                 )
             check_field(name, "fields")
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """Kind of vectors -> their length, None for a kind that the collection lacks."""
+        """Kind of vectors -> their dimension; None for a kind that the collection does not have."""
         return {SPARSE: self.vocab_size, DENSE: self.dense, TOKENS: self.tokens}
 
     @property
     def kinds(self) -> list[str]:
-        """Kinds of vectors of the collection, of ``"sparse"``, ``"dense"`` and ``"tokens"``."""
+        """Kinds of vectors of the collection, such as ``["sparse", "dense"]``."""
         return [kind for kind, size in self.sizes.items() if size is not None]
 
-    def check_same(self, other: Layout, place: str) -> None:
-        """Raise an error unless the layout of a collection equals the one that a caller expects.
+    def check_same(self, requested: Layout, location: str) -> None:
+        """Raise an error if the layout of a collection differs from the one that a caller requests.
 
-        Fingerprints are compared where both layouts have them. Fields of the payload may differ.
+        Fingerprints are compared if both layouts have one. Fields of the payload may differ.
 
         Args:
-            other: layout that the caller expects.
-            place: folder or address of the collection, for the error.
+            requested: the layout that the caller requests.
+            location: folder or address of the collection, for the error.
 
         Raises:
-            VocabularyMismatchError: for another vocabulary.
-            DataError: for other vectors, models or passages.
+            VocabularyMismatchError: if the vocabularies differ.
+            DataError: if the vectors, models or passages differ.
         """
-        check_same_vocabulary(self, other, place, "layout")
+        check_same_vocabulary(self, requested, location, "layout")
         for name in ("dense", "tokens", "weights", "distance", "passages"):
-            expected = getattr(self, name)
-            actual = getattr(other, name)
-            if expected != actual:
+            stored_value = getattr(self, name)
+            requested_value = getattr(requested, name)
+            if requested_value != stored_value:
                 raise DataError(
-                    f"layout: expected {name}={expected!r} as in {place}, got {actual!r}. "
-                    "Choose another.",
+                    f"layout: expected {name}={stored_value!r} as in {location}, got "
+                    f"{requested_value!r}. Use that layout, or another collection.",
                 )
-        check_models(self.models, other.models, place)
+        check_models(self.models, requested.models, location)
 
 
 def check_models(
     collection_models: Mapping[str, str],
     models: Mapping[str, str],
-    place: str,
+    location: str,
 ) -> None:
-    """Raise ``DataError`` if vectors were made by another model than those of a collection.
+    """Raise ``DataError`` if vectors were made by a different model than the collection's.
 
-    A kind of vectors whose model is unknown on one side is not compared.
+    A kind of vectors whose model is unknown is not compared.
 
     Args:
-        collection_models: kind of vectors -> fingerprint of the model, of the collection.
-        models: kind of vectors -> fingerprint of the model, of the vectors.
-        place: folder or address of the collection, for the error.
+        collection_models: kind of vectors -> fingerprint of the collection's model.
+        models: kind of vectors -> fingerprint of the model that made the new vectors.
+        location: folder or address of the collection, for the error.
     """
     for kind, model in models.items():
-        collection_model = collection_models.get(kind, model)
-        if collection_model != model:
+        if kind in collection_models and collection_models[kind] != model:
             raise ArgumentDataError(
                 "documents",
-                f"expected {kind} vectors of the model that made {place} "
-                f"({collection_model[:12]}), got those of another ({model[:12]}). "
+                f"expected {kind} vectors of the model that made {location} "
+                f"({collection_models[kind][:12]}), got those of another model ({model[:12]}). "
                 "Encode with the same model, or choose another collection.",
             )
 
@@ -151,15 +155,16 @@ class Record:
     """Description of a collection, which is stored with it.
 
     Attributes:
-        layout: vectors of the collection.
-        texts_sha256: digest of all its documents; None once single documents were added, replaced
-            or deleted.
-        vectors_sha256: digest of the vectors of a build, by which it is resumed; None as above.
+        layout: layout of the collection.
+        texts_sha256: digest of the texts of a build; None after individual documents have been
+            changed.
+        vectors_sha256: digest of the input of a build, by which it is resumed; None after
+            individual documents have been changed.
         complete: whether no build is unfinished.
-        precisions: of ``"sparse"``, ``"dense"`` and ``"tokens"`` -> number types in which the
-            vectors were computed, such as ``"bf16"`` or ``"bf16, fp32"``, as far as they are known.
-        kinds: field of the payload -> kinds of its values, of all documents that there were; None
-            in a collection of a version that did not record them.
+        precisions: kind of vectors -> number types in which they were computed, such as ``"bf16"``
+            or ``"bf16, fp32"``, if they are known.
+        kinds: field of the payload -> types of its values in all documents that were ever stored;
+            None if the collection was created by a version that did not record them.
     """
 
     layout: Layout
@@ -173,21 +178,21 @@ class Record:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
     @classmethod
-    def from_dict(cls, value: Json, place: str) -> Record:
+    def from_dict(cls, value: Json, location: str) -> Record:
         """Read a record from the result of :meth:`to_dict`.
 
         Args:
             value: the JSON object.
-            place: where the collection is, for errors.
+            location: folder or address of the collection, for errors.
 
         Raises:
-            DataError: for a record of another schema, or a damaged one.
+            DataError: if the record is damaged or has another schema.
         """
         remedy = "Build the index again (tilefold index), or update tilefold."
         schema = value.get("schema_version")
         if schema != SCHEMA_VERSION:
             raise DataError(
-                f"{place}: expected a collection of schema {SCHEMA_VERSION}, got {schema!r}. "
+                f"{location}: expected a collection of schema {SCHEMA_VERSION}, got {schema!r}. "
                 f"{remedy}",
             )
         try:
@@ -206,7 +211,7 @@ class Record:
             )
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise DataError(
-                f"{place}: expected the record of a collection, got {dict(value)!r:.80} "
+                f"{location}: expected the record of a collection, got {dict(value)!r:.80} "
                 f"({error!r}). {remedy}",
             ) from error
 
@@ -217,8 +222,8 @@ class Point(NamedTuple):
     Attributes:
         key: UUID of the document.
         payload: fields of the document, with its id as :data:`ID`.
-        vectors: kind -> vector: sparse as (indices, weights), dense as a list ``[D]``, and tokens
-            as a list ``[n, D]``.
+        vectors: kind -> vector. A sparse vector is a pair of indices and weights, a dense vector is
+            a list ``[D]``, and token vectors are a list ``[n, D]``.
     """
 
     key: str
@@ -227,16 +232,18 @@ class Point(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A ranking by a vector, or by the fusion of earlier rankings.
+    """A stage of a search: a ranking by a vector, or by the fusion of earlier rankings.
 
     Attributes:
-        limit: documents of the ranking.
+        limit: number of documents of the ranking.
         using: kind of the vectors that are compared; empty for a fusion.
-        vector: of the query, as in :class:`Point`.
-        fusion: ``"rrf"`` or ``"dbsf"`` of `stages`; empty for a ranking by a vector.
-        rank_constant: of ``"rrf"``, for ranks from 1.
-        stages: earlier rankings, whose documents are ranked. Empty to rank all documents.
-        exact: whether dense vectors are compared without the approximation of a graph.
+        vector: vector of the query, as in :class:`Point`.
+        fusion: how the earlier rankings are fused, ``"rrf"`` or ``"dbsf"``; empty for a ranking by
+            a vector.
+        rank_constant: constant of ``"rrf"``, for ranks from 1.
+        earlier: the stages before this one, whose documents are ranked. Empty to rank all
+            documents.
+        exact: whether dense vectors are compared with every document, without a graph.
     """
 
     limit: int
@@ -244,37 +251,34 @@ class Stage(NamedTuple):
     vector: object = None
     fusion: str = ""
     rank_constant: int = 60
-    stages: tuple[Any, ...] = ()
+    earlier: tuple[Any, ...] = ()
     exact: bool = False
 
 
 class Engine(Protocol):
     """A collection in a folder or on a server.
 
-    Changes are durable once a method has returned. The methods that begin with an underscore take
-    and return objects of the client's package, and the others are shared by both engines.
+    Changes are durable once a method has returned. Methods that begin with an underscore take and
+    return objects of the client, which is qdrant-edge or qdrant-client.
 
     Attributes:
-        place: where the collection is, for messages.
-        api: module with the classes of requests.
-        point_type: class of a point.
-        range_type: class of a range of numbers.
-        prefetch_argument: name of the argument of a request for its earlier stages.
-        batch_queries: queries of a call.
+        location: folder or address of the collection, for messages.
+        api: the client's module with the classes of requests.
+        point_type: the client's class of points.
+        range_type: the client's class of ranges of numbers.
+        prefetch_argument: name of the argument of the client's requests for earlier stages.
+        batch_queries: number of queries of one call.
     """
 
-    place: str
+    location: str
     api: ModuleType
     point_type: ClientType
     range_type: ClientType
     prefetch_argument: str
     batch_queries: int
 
-    def record(self) -> Record | None:
-        """Read the record.
-
-        The result is None if there is no collection.
-        """
+    def read_record(self) -> Record | None:
+        """Read the record of the collection; None if there is no collection."""
         ...
 
     def create(self, record: Record) -> None:
@@ -290,7 +294,7 @@ class Engine(Protocol):
 
     def close(self) -> None: ...
     def _put(self, points: Sequence[object]) -> None: ...
-    def _get(self, keys: list[str], vectors: bool) -> list[Any]: ...
+    def _get(self, keys: list[str], with_vectors: bool) -> list[Any]: ...
     def _page(self, offset: object) -> tuple[list[Any], Any]: ...
     def _count(self, client_filter: object) -> int: ...
     def _query_batch(self, requests: Sequence[object]) -> list[Any]: ...
@@ -300,32 +304,35 @@ class Engine(Protocol):
         self,
         layout: Layout,
         params_type: ClientType,
-        dot: object,
-        cosine: object,
-        **maxsim: object,
+        *,
+        distances: Mapping[str, object],
+        maxsim_options: Mapping[str, object],
     ) -> Json:
-        """Return the parameters of dense and token vectors, by kind.
+        """Return the client's parameters of dense and token vectors.
 
         Args:
-            layout: of the collection.
-            params_type: class of parameters of the embedded engine or of the server's client.
-            dot: value by which this client names dot products.
-            cosine: value by which this client names cosines.
-            maxsim: further parameters of token vectors, which are compared by MaxSim.
+            layout: the layout of the collection.
+            params_type: the client's class of parameters.
+            distances: ``"dot"`` and ``"cosine"`` -> the client's value for this similarity.
+            maxsim_options: parameters that only token vectors have.
 
         Returns:
             ``"dense"`` and ``"tokens"`` -> parameters, for the kinds that the layout has.
         """
         params = {}
         if layout.dense is not None:
-            distance = dot if layout.distance == "dot" else cosine
-            params[DENSE] = params_type(size=layout.dense, distance=distance)
+            params[DENSE] = params_type(size=layout.dense, distance=distances[layout.distance])
         if layout.tokens is not None:
-            params[TOKENS] = params_type(size=layout.tokens, distance=dot, **maxsim)
+            # MaxSim is a sum of dot products.
+            params[TOKENS] = params_type(
+                size=layout.tokens,
+                distance=distances["dot"],
+                **maxsim_options,
+            )
         return params
 
     def upsert(self, points: Sequence[Point]) -> None:
-        """Add documents, or replace documents of the same keys."""
+        """Add documents, or replace documents with the same keys."""
         client_points = []
         for point in points:
             vectors = {kind: self._vector(kind, vector) for kind, vector in point.vectors.items()}
@@ -334,20 +341,21 @@ class Engine(Protocol):
             )
         self._put(client_points)
 
-    def fetch(self, keys: Sequence[str], vectors: bool) -> list[Point]:
+    def fetch(self, keys: Sequence[str], *, with_vectors: bool) -> list[Point]:
         """Read documents with their payloads.
 
         Args:
             keys: keys of the documents. Keys without a document are ignored.
-            vectors: whether to read the vectors too.
+            with_vectors: whether to read the vectors, too.
 
         Returns:
             The documents that exist, in any order.
         """
         points = []
-        for record in self._get(list(keys), vectors):
+        for record in self._get(list(keys), with_vectors):
             vector_by_kind = dict(record.vector or {})
             if SPARSE in vector_by_kind:
+                # A point has a pair of indices and weights.
                 sparse = vector_by_kind[SPARSE]
                 vector_by_kind[SPARSE] = (list(sparse.indices), list(sparse.values))
             points.append(Point(str(record.id), dict(record.payload or {}), vector_by_kind))
@@ -362,24 +370,28 @@ class Engine(Protocol):
             yield from (record.payload[ID] for record in records)
 
     def count(self, where: Filter | None) -> int:
-        return self._count(self._filter(where))
+        return self._count(self._to_client_filter(where))
 
-    def query(self, stages: Sequence[Stage], where: Filter | None) -> list[list[tuple[str, float]]]:
+    def query(
+        self,
+        queries: Sequence[Stage],
+        where: Filter | None,
+    ) -> list[list[tuple[str, float]]]:
         """Rank documents for several queries.
 
         Args:
-            stages: the last stage of each query, which contains the earlier ones.
+            queries: the last stage of each query, in which its earlier stages are nested.
             where: filter of the documents in every stage.
 
         Returns:
             Ids and scores of documents for each query, best first.
         """
-        client_filter = self._filter(where)
+        client_filter = self._to_client_filter(where)
         results: list[list[tuple[str, float]]] = []
-        for start in range(0, len(stages), self.batch_queries):
+        for start in range(0, len(queries), self.batch_queries):
             requests = [
                 self._request(self.api.QueryRequest, stage, client_filter, with_payload=[ID])
-                for stage in stages[start : start + self.batch_queries]
+                for stage in queries[start : start + self.batch_queries]
             ]
             for points in self._query_batch(requests):
                 results.append([(point.payload[ID], float(point.score)) for point in points])
@@ -392,38 +404,39 @@ class Engine(Protocol):
         client_filter: object,
         **options: object,
     ) -> object:
-        """Convert a stage of a search, with its earlier stages, to a request of the client.
+        """Convert a search stage and, recursively, the stages before it to a request of the client.
 
-        Qdrant names the earlier stages of a request its prefetches.
+        Qdrant calls the stages before a stage its prefetches.
 
         Args:
-            request_type: the client's class: ``QueryRequest`` for the last stage, or ``Prefetch``.
-            stage: the stage.
+            request_type: the client's class, ``QueryRequest`` for the last stage and ``Prefetch``
+                for earlier stages.
+            stage: the stage to convert.
             client_filter: filter of the documents, in the client's type.
-            options: further arguments of the request.
+            options: additional arguments of the request.
         """
-        earlier_stages = [
+        prefetches = [
             self._request(self.api.Prefetch, earlier_stage, client_filter)
-            for earlier_stage in stage.stages
+            for earlier_stage in stage.earlier
         ]
-        options[self.prefetch_argument] = earlier_stages or None
         return request_type(
             limit=stage.limit,
             filter=client_filter,
             params=self.api.SearchParams(exact=True) if stage.exact else None,
+            **{self.prefetch_argument: prefetches or None},
             **options,
             **self._query_arguments(stage),
         )
 
     def _vector(self, kind: str, vector: Any) -> object:
-        """Convert a vector of a :class:`Point`."""
+        """Convert a vector of a :class:`Point` to the client's type."""
         if kind != SPARSE:
             return vector
         indices, weights = vector
         return self.api.SparseVector(indices=indices, values=weights)
 
-    def _filter(self, where: Filter | None) -> object:
-        """Convert a filter."""
+    def _to_client_filter(self, where: Filter | None) -> object:
+        """Convert a filter to the client's type; None for no filter."""
         if where is None:
             return None
         required, excluded = where.conditions()
@@ -432,7 +445,12 @@ class Engine(Protocol):
         return self.api.Filter(must=must or None, must_not=must_not or None)
 
     def _condition(self, name: str, condition: Condition) -> object:
-        """Convert the condition on a field: no value, a range, one value or several."""
+        """Convert the condition on a field to the client's type.
+
+        Args:
+            name: the name of the field.
+            condition: a range, a list of values, or an empty condition for no value.
+        """
         if not condition:
             return self._empty(name)
         if isinstance(condition, dict):
@@ -446,34 +464,39 @@ class Engine(Protocol):
     def _in_range(self, name: str, bounds: Bounds) -> object:
         """Create the condition that a number of a field satisfies all bounds.
 
-        Qdrant rounds integers to float64 before it compares them with a range. A large integer near
-        a bound may thereby move to the other side of it. Such integers are matched, or excluded, by
-        their exact values.
+        Qdrant rounds integers to float64 before it compares them with a range, so a large integer
+        can end up on the wrong side of a bound. Such integers are matched or excluded by their
+        exact values. A number must meet one of the alternatives of :class:`RoundedRange`.
 
         Args:
-            name: name of the field.
+            name: the name of the field.
             bounds: operators and limits.
         """
-        exact = rounded_range(bounds)
+        rounded = rounded_range(bounds)
         alternatives = []
-        if exact.interval is not None:
-            alternatives.append(self._in_interval(name, *exact.interval))
-        if exact.integers:
-            alternatives.append(self._one_of(name, exact.integers))
-        for value, excluded in exact.boundaries:
-            # All numbers that round to `value`, without the integers that violate a bound.
+        if rounded.interval is not None:
+            # Numbers whose float64 is in the interval.
+            alternatives.append(self._in_interval(name, *rounded.interval))
+        if rounded.integers:
+            # Integers in the range whose float64 is not in the interval.
+            alternatives.append(self._one_of(name, rounded.integers))
+        for value, excluded in rounded.boundaries:
+            # Numbers that round to a limit, except the integers that are really out of range.
             boundary = self.api.Filter(
                 must=[self._in_interval(name, value, value)],
                 must_not=[self._one_of(name, excluded)],
             )
             alternatives.append(boundary)
         if not alternatives:
-            return self._one_of(name, [])  # matches nothing
+            # An empty list of values matches nothing.
+            return self._one_of(name, [])
         return alternatives[0] if len(alternatives) == 1 else self.api.Filter(should=alternatives)
 
     def _in_interval(self, name: str, low: float, high: float) -> object:
+        """Create the condition that a number of a field is in a closed interval."""
+        # Requests are written as JSON, which has no infinity.
         interval = self.range_type(
-            gte=low if math.isfinite(low) else None,  # JSON has no infinity
+            gte=low if math.isfinite(low) else None,
             lte=high if math.isfinite(high) else None,
         )
         return self.api.FieldCondition(key=name, range=interval)
@@ -500,17 +523,18 @@ def last_stage(
     """Plan the stages of a query.
 
     Args:
-        vectors: kind -> vector of the query, as in :class:`Point`. Its token vectors are removed if
-            they rerank.
-        k: documents of the result.
-        fusion: see :meth:`QdrantCollection.search`, as for the other options.
+        vectors: kind -> vector of the query, as in :class:`Point`. Token vectors are removed from
+            it if they rerank.
+        k: number of documents of the result.
+        fusion: how the rankings of several kinds of vectors are fused; None for one kind.
         rerank: whether token vectors rerank the result of the other vectors.
-        depth: documents of a ranking that is fused or reranked.
-        rank_constant: of the fusion ``"rrf"``.
-        exact: whether all dense vectors are compared.
+        depth: number of documents of a ranking that is fused or reranked.
+        rank_constant: constant of the fusion ``"rrf"``.
+        exact: whether dense vectors are compared with every document.
 
     Returns:
-        The last stage, or None for a query without a vector to begin with.
+        The last stage, in which the earlier stages are nested. None if the query has no vector for
+        the first stage.
     """
     tokens = vectors.pop(TOKENS, None) if rerank else None
     limit = depth if fusion is not None or rerank else k
@@ -526,11 +550,11 @@ def last_stage(
             depth if rerank else k,
             fusion=fusion,
             rank_constant=rank_constant,
-            stages=first_stages,
+            earlier=first_stages,
         )
     if rerank:
-        return Stage(k, TOKENS, tokens, stages=(stage,))
+        return Stage(k, TOKENS, tokens, earlier=(stage,))
     if stage.using == SPARSE:
-        # One document more, which shows whether others share the last score.
+        # One extra document shows whether more documents share the last score.
         return stage._replace(limit=k + 1)
     return stage

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from tilefold._internal.arguments import ArgumentError, path_of
 from tilefold._internal.files import atomic_directory, check_replaceable, lock_path, swap_directory
+from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Where, fields_by_id
 from tilefold.retrieval.errors import DataError
@@ -53,7 +54,7 @@ _OPTIONS = (
     "progress",
     "resumes",
 )
-# Bytes of a file that are copied at a time.
+# Number of bytes of a file that are copied at a time.
 _COPIED_BYTES = 1 << 20
 
 
@@ -62,8 +63,8 @@ class _Callbacks:
     """Functions that a build of a collection reports its progress to.
 
     Attributes:
-        progress: is called after each request with the number of documents stored, and of all.
-        resumes: is called first, with the same arguments, if an interrupted build is resumed.
+        progress: called after each request as ``progress(n_stored, n_total)``.
+        resumes: called first, with the same arguments, if an interrupted build is resumed.
     """
 
     progress: Progress | None
@@ -73,9 +74,9 @@ class _Callbacks:
 class QdrantIndex:
     """An index of sparse vectors in a Qdrant collection, embedded or on a server.
 
-    Search is exact, with the rounding and the order that the collection promises. The folder of an
-    embedded index is open in one process at a time. The folder of an index on a server has only its
-    address, and the API key is read from ``QDRANT_API_KEY``. Documents may be added, replaced and
+    Search is exact, with the rounding and the order that the collection promises. One process at a
+    time can open the folder of an embedded index. The folder of an index on a server has only its
+    address, and the API key is read from ``QDRANT_API_KEY``. Documents can be added, replaced and
     deleted through :attr:`collection`.
 
     Attributes:
@@ -83,7 +84,7 @@ class QdrantIndex:
     """
 
     backend: ClassVar[str] = "qdrant"
-    # Metadata are in the collection.
+    # The metadata of the documents are payloads of the collection.
     metadata: ClassVar[None] = None
 
     def __init__(
@@ -93,18 +94,19 @@ class QdrantIndex:
         folder: Path | None = None,
         address: dict[str, str] | None = None,
     ) -> None:
-        """Create an index of an open collection.
+        """Wrap an open collection as an index.
 
         Args:
-            collection: collection of sparse vectors.
-            folder: folder of an embedded index that was saved; None otherwise.
-            address: ``url`` and ``collection`` (its name) of an index on a server; None otherwise.
+            collection: an open collection of sparse vectors.
+            folder: the folder of an embedded index; None for an index on a server.
+            address: the ``url`` and the name (``collection``) of a collection on a server; None for
+                an embedded index.
         """
         self.collection = collection
         self._folder = folder
         self._address = address
-        # Removes a temporary folder.
-        self._discard: Callable[[], object] | None = None
+        # Closes the collection and removes its folder. Set by `build` for a temporary folder.
+        self._remove_temporary: Callable[[], object] | None = None
 
     @property
     def n_documents(self) -> int:
@@ -120,9 +122,9 @@ class QdrantIndex:
 
     @property
     def provenance(self) -> Provenance:
-        """Fingerprints of model and texts, and the precision of the vectors.
+        """Fingerprints of the model and the texts, and the precision of the vectors.
 
-        The texts are unknown once single documents were changed.
+        There is no digest of the texts after individual documents have been changed.
         """
         return self.collection.provenance
 
@@ -130,29 +132,30 @@ class QdrantIndex:
     def build(cls, vectors: SparseVectors, **options: Any) -> QdrantIndex:
         """Build an index, or resume an interrupted build of the same vectors.
 
-        An interrupted build is next to `folder`, or on the server.
+        The files of an interrupted build are in a hidden folder next to `folder`, or on the server.
 
         Args:
-            vectors: of the documents.
-            folder: of an embedded index. Without `folder` and `url` it is temporary until
-                :meth:`save`.
-            url: of a server.
+            vectors: sparse vectors of the documents.
+            folder: the folder of an embedded index. If there is no `folder` and no `url`, the index
+                is temporary until it is saved.
+            url: URL of a server.
             collection: name of the collection on the server.
-            api_key: see :meth:`QdrantCollection.server`.
-            timeout: see :meth:`QdrantCollection.server`.
-            patience: see :meth:`QdrantCollection.server`.
-            weights: ``"float32"``, or ``"float16"`` in what is searched (relative error 2^-11).
+            api_key: API key of the server; None uses the environment variable ``QDRANT_API_KEY``.
+            timeout: time-out of a request, in seconds.
+            patience: number of seconds for which a request is retried.
+            weights: how weights are stored for searches, ``"float32"`` or ``"float16"`` (relative
+                error 2^-11).
             metadata: document id -> fields, which are stored as payload.
-            overwrite: replace other vectors in the collection of the server, or an earlier index in
-                `folder`.
-            progress: see :meth:`QdrantCollection.build`.
-            resumes: see :meth:`QdrantCollection.build`.
+            overwrite: whether to replace a collection with other vectors on the server, or an
+                existing index in `folder`.
+            progress: called after each request as ``progress(n_stored, n_total)``.
+            resumes: called first, with the same arguments, if an interrupted build is resumed.
 
         Raises:
-            ValueError: without a positive weight, and for a wrong option.
+            ValueError: if no weight is positive, or an option is wrong.
             DataError: if the collection has other vectors.
-            FileExistsError: if the folder has other files, or an index without `overwrite`.
-            InUseError: if another process builds there.
+            FileExistsError: if the folder has other files, or an index and `overwrite` is False.
+            InUseError: if another process builds in the folder.
         """
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
@@ -182,7 +185,7 @@ class QdrantIndex:
             if folder is not None:
                 raise ArgumentError(
                     "folder",
-                    f"expected either a folder or the url of a server, got both, {folder!r}.",
+                    f"expected either a folder or the url of a server, got both ({folder!r}).",
                 )
             server_options = {
                 name: options[name]
@@ -200,7 +203,7 @@ class QdrantIndex:
             )
         for name in _SERVER_OPTIONS:
             if options.get(name) not in (None, False):
-                raise ArgumentError(name, "goes with url, the address of a server. Leave it out.")
+                raise ArgumentError(name, "needs url, the address of a server. Leave it out.")
         if folder is not None:
             return cls._in_folder(
                 path_of("folder", folder),
@@ -221,7 +224,7 @@ class QdrantIndex:
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
-        index._discard = weakref.finalize(index, _remove, index.collection, temporary)
+        index._remove_temporary = weakref.finalize(index, _remove, index.collection, temporary)
         return index
 
     @classmethod
@@ -239,24 +242,25 @@ class QdrantIndex:
         """Build an index on a server, or resume an interrupted build of the same documents.
 
         Args:
-            url: address of the server.
+            url: URL of the server.
             name: name of the collection.
             server_options: ``api_key``, ``timeout`` and ``patience`` of :class:`ServerEngine`.
             documents: all documents of the index.
-            layout: layout of the collection.
-            callbacks: functions that are called with the progress.
-            overwrite: drop an existing collection of other documents.
+            layout: the layout of the collection.
+            callbacks: functions that the build reports its progress to.
+            overwrite: whether to drop an existing collection with other documents.
         """
         if not name:
             raise ArgumentError(
                 "collection",
-                f"expected a name for it on the server, got {name!r}.",
+                f"expected the name of the collection, got {name!r}.",
             )
         engine = ServerEngine(url, name, **server_options)
-        record = engine.record() if overwrite else None
+        record = engine.read_record() if overwrite else None
         if record is not None and record.vectors_sha256 != documents.digest(layout):
             engine.drop()
-        collection = QdrantCollection.of(engine, layout)
+        collection = QdrantCollection.open(engine, layout)
+        # A collection with an unfinished build of the same documents is resumed.
         try:
             collection.build(
                 documents,
@@ -280,25 +284,25 @@ class QdrantIndex:
     ) -> QdrantIndex:
         """Build an embedded index, or resume an interrupted build of the same documents.
 
-        The index is built in a hidden folder next to `folder`, and takes its place at the end. An
-        interrupted build leaves the hidden folder, from which the next build goes on.
+        The index is built in a hidden folder next to `folder`, which is renamed at the end. An
+        interrupted build leaves the hidden folder, from which the next build resumes.
 
         Args:
-            folder: folder of the index.
+            folder: the folder of the index.
             documents: all documents of the index.
-            layout: layout of the collection.
-            callbacks: functions that are called with the progress.
-            overwrite: replace an earlier index.
+            layout: the layout of the collection.
+            callbacks: functions that the build reports its progress to.
+            overwrite: whether to replace an existing index.
         """
         check_replaceable(folder, _OWN_NAMES, overwrite=overwrite)
-        documents.check(layout, str(folder))
+        documents.check_compatible(layout, str(folder))
         unfinished = folder.parent / f".{folder.name}.building"
         with lock_path(folder):
-            # Another process may have finished an index meanwhile.
+            # Another process may have finished an index in the meantime.
             check_replaceable(folder, _OWN_NAMES, overwrite=overwrite)
             try:
-                engine = _open_unfinished(unfinished, documents.digest(layout))
-                with QdrantCollection.of(engine, layout) as collection:
+                engine = _resume_or_restart(unfinished, documents.digest(layout))
+                with QdrantCollection.open(engine, layout) as collection:
                     collection.build(
                         documents,
                         progress=callbacks.progress,
@@ -306,34 +310,38 @@ class QdrantIndex:
                     )
                     cls(collection)._describe(unfinished)
             except BaseException:
-                # Without a record, there is nothing that the next build could go on from.
+                # Without a record, there is nothing that the next build could resume.
                 has_progress = (unfinished / RECORD).exists()
                 if not has_progress:
                     shutil.rmtree(unfinished, ignore_errors=True)
                 raise
             swap_directory(unfinished, folder)
-        # The files were written just now, and are not compared with their checksums.
+        # The files have just been written, so they are not compared with their checksums.
         return cls(QdrantCollection.embedded(folder, verify=False), folder=folder)
 
     def search(self, queries: SparseVectors, k: int, *, where: Where = None) -> list[list[Hit]]:
-        """Search documents whose payload matches `where`.
+        """Return at most `k` documents for each query, best first.
 
-        See :class:`SparseIndex`.
+        Args:
+            queries: sparse vectors over the vocabulary of the index.
+            k: number of documents per query.
+            where: filter of the documents' payloads.
         """
         check_search(self, queries, k)
         return self.collection.search(queries, int(k), where=where)
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Write a copy of an embedded index, or the address of one on a server.
+        """Write an embedded index, or the address of an index on a server, into a folder.
 
-        The folder of an embedded index itself is brought up to date without a copy.
+        An embedded index is copied. If `path` is its own folder, only the manifest is updated.
 
         Args:
-            path: the directory, new or empty.
-            overwrite: replace an earlier index of this backend.
+            path: the folder, new or empty.
+            overwrite: whether to replace an existing index of this backend.
 
         Raises:
-            FileExistsError: if there is something else at `path`, or an index without `overwrite`.
+            FileExistsError: if `path` has an index and `overwrite` is False, or if it has anything
+                else.
         """
         path = path_of("path", path)
         if self._folder is not None and path.resolve() == self._folder.resolve():
@@ -341,13 +349,7 @@ class QdrantIndex:
             return
         with atomic_directory(path, own_names=_OWN_NAMES, overwrite=overwrite) as folder:
             if self._folder is not None:
-                # Every change was flushed, so the files are complete.
-                need_space(folder, allocated(self._folder / SHARD), named=path)
-                shutil.copytree(self._folder / SHARD, folder / SHARD, copy_function=_copy_sparse)
-                shutil.copyfile(self._folder / RECORD, folder / RECORD)
-                # Closing the copy writes its checksums.
-                with closing(EdgeEngine(folder, verify=False)) as copy:
-                    copy.optimize()
+                _copy_collection(self._folder, folder, reported_path=path)
             self._describe(folder)
 
     @classmethod
@@ -355,70 +357,110 @@ class QdrantIndex:
         """Open a finished index that :meth:`save` or :meth:`build` wrote.
 
         Args:
-            path: folder with the index, or with the address of an index on a server.
+            path: the folder of an embedded index, or of the address of an index on a server.
 
         Raises:
-            DataError: for a damaged or unfinished index, or one of another vocabulary. The other
-                errors are those of :class:`QdrantCollection`.
+            DataError: if the index is damaged or unfinished, or if the collection has another
+                vocabulary.
+            InUseError: if an embedded index is open elsewhere.
+            UnreachableError: if the server does not answer.
+            PermissionError: if the server refuses the key.
         """
         manifest = read_manifest(path, cls.backend)
-        folder = Path(path)
-        url = manifest["options"].get("url")
-        name = manifest["options"].get("collection")
-        is_on_server = url is not None or name is not None
-        for option, value in (("url", url), ("collection", name)):
-            if is_on_server and not isinstance(value, str):
-                raise DataError(
-                    f"{path}: expected a text as {option} of the options, got {value!r:.80}. "
-                    f"{REMEDY}",
-                )
-        if is_on_server:
-            collection = QdrantCollection.server(url, name)
+        options = manifest["options"]
+        if "url" in options or "collection" in options:
+            index = cls._load_from_server(path, options)
         else:
-            collection = QdrantCollection.embedded(folder)
-        if not collection.complete or collection.layout.vocab_size != manifest["vocab_size"]:
+            folder = Path(path)
+            index = cls(QdrantCollection.embedded(folder), folder=folder)
+        collection = index.collection
+        problem = None
+        if not collection.complete:
+            problem = "a collection whose build is not finished"
+        elif collection.layout.vocab_size != manifest["vocab_size"]:
+            problem = "a collection with another vocabulary"
+        if problem is not None:
             collection.close()
-            got = "one whose build is not finished"
-            if collection.complete:
-                got = "one of another vocabulary"
             raise DataError(
-                f"{collection.place}: expected the collection of {path}, got {got}. Run tilefold "
-                "index again.",
+                f"{collection.location}: expected the collection of {path}, got {problem}. Run "
+                "tilefold index again.",
             )
-        if is_on_server:
-            return cls(collection, address={"url": url, "collection": name})
-        return cls(collection, folder=folder)
+        return index
+
+    @classmethod
+    def _load_from_server(cls, path: str | Path, options: Json) -> QdrantIndex:
+        """Open an index on a server by the address in its manifest.
+
+        Args:
+            path: the folder of the manifest, for the error.
+            options: options of the manifest, with ``url`` and ``collection``.
+
+        Raises:
+            DataError: if the address is damaged.
+        """
+        address: dict[str, str] = {}
+        for name in ("url", "collection"):
+            value = options.get(name)
+            if not isinstance(value, str):
+                raise DataError(
+                    f"{path}: expected a string for the option {name}, got {value!r:.80}. {REMEDY}",
+                )
+            address[name] = value
+        collection = QdrantCollection.server(address["url"], address["collection"])
+        return cls(collection, address=address)
 
     def close(self) -> None:
         """Let other processes open the folder, and remove a temporary folder."""
         self.collection.close()
-        if self._discard is not None:
-            self._discard()
+        if self._remove_temporary is not None:
+            self._remove_temporary()
 
     def _describe(self, folder: Path) -> None:
-        """Write the manifest into a folder of the index."""
+        """Write the manifest into the folder of the index."""
         package = "qdrant-edge-py" if self._address is None else "qdrant-client"
         options = {"weights": self.collection.layout.weights, **(self._address or {})}
         write_manifest(folder, self, package, options, changing=_OWN_NAMES)
 
 
-def _open_unfinished(folder: Path, digest: str) -> EdgeEngine:
-    """Open the folder of an interrupted build, or a new one.
+def _resume_or_restart(folder: Path, digest: str) -> EdgeEngine:
+    """Open an interrupted build to resume it, or restart if it is damaged or has other documents.
 
     Args:
-        folder: hidden folder of the build.
-        digest: digest of the documents of the new build. An interrupted build of other documents,
-            or a damaged one, is removed.
+        folder: the hidden folder of the build. It may be missing.
+        digest: digest of the documents of the new build.
+
+    Returns:
+        The engine of the folder. It has no collection if there is no build to resume.
     """
     try:
         engine = EdgeEngine(folder)
     except DataError:
         shutil.rmtree(folder)
         engine = EdgeEngine(folder)
-    record = engine.record()
-    if record is not None and record.vectors_sha256 not in (None, digest):
-        engine.drop()
+    record = engine.read_record()
+    if record is not None:
+        # A build that was interrupted before the first document has no digest.
+        has_other_documents = record.vectors_sha256 not in (None, digest)
+        if has_other_documents:
+            # The engine can create a new collection afterwards.
+            engine.drop()
     return engine
+
+
+def _copy_collection(source: Path, target: Path, *, reported_path: Path) -> None:
+    """Copy the collection of an embedded index.
+
+    Args:
+        source: the folder of the index. Every change was flushed, so its files are complete.
+        target: the new folder.
+        reported_path: the path that the error about a full disk names.
+    """
+    need_space(target, allocated(source / SHARD), reported_path=reported_path)
+    shutil.copytree(source / SHARD, target / SHARD, copy_function=_copy_sparse)
+    shutil.copyfile(source / RECORD, target / RECORD)
+    # Closing the copy writes its checksums.
+    with closing(EdgeEngine(target, verify=False)) as copy:
+        copy.optimize()
 
 
 def _remove(collection: QdrantCollection, folder: str) -> None:
@@ -428,7 +470,7 @@ def _remove(collection: QdrantCollection, folder: str) -> None:
 
 
 def _copy_sparse(source: str, target: str) -> str:
-    """Copy a file, with holes for blocks of zeros, of which the engine's files have many."""
+    """Copy a file as a sparse file, because the engine's files are mostly blocks of zeros."""
     with Path(source).open("rb") as source_file, Path(target).open("wb") as target_file:
         while block := source_file.read(_COPIED_BYTES):
             if block.strip(b"\0"):

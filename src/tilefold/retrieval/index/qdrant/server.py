@@ -19,18 +19,21 @@ from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.qdrant.engine import ID, SPARSE, Engine, Record, Stage
 
 KEY_VARIABLE = "QDRANT_API_KEY"
-# Member of a collection's metadata that has the record, as text because servers merge objects.
-_RECORD_MEMBER = "tilefold"
+# Key in a collection's metadata of the record. The record is stored as a string of JSON, because
+# servers merge objects.
+_RECORD_KEY = "tilefold"
 _NAME_PATTERN = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}")
-_API_KEY_PATTERN = re.compile(r"[\x21-\x7e]+")  # printable ASCII without spaces
-# HTTP statuses after which a request is sent again, and the status of a name that is in use.
+# Printable ASCII without spaces.
+_API_KEY_PATTERN = re.compile(r"[\x21-\x7e]+")
+# HTTP statuses after which a request is retried.
 _TOO_MANY_REQUESTS = 429
 _BUSY_STATUSES = (_TOO_MANY_REQUESTS, 502, 503, 504)
-_CONFLICT = 409
-# Seconds between attempts: they double from the first to the longest pause.
+# HTTP status if a collection of the same name exists.
+_NAME_IN_USE = 409
+# Pauses between attempts in seconds. They double from the first to the longest one.
 _FIRST_PAUSE = 0.2
 _LONGEST_PAUSE = 5.0
-# Documents of a page of ids.
+# Number of documents of a page of ids.
 _PAGE_SIZE = 1000
 _MAX_ERROR_CHARACTERS = 300
 
@@ -39,26 +42,16 @@ class UnreachableError(ConnectionError):
     """A server did not answer in time."""
 
 
-class _ExistsError(RuntimeError):
-    """A collection of that name is there already."""
+class _NameInUseError(RuntimeError):
+    """A collection of the same name exists."""
 
 
 class ServerEngine(Engine):
     """A collection of a Qdrant server.
 
-    A request is sent again, with growing pauses, while the server cannot be reached or is busy. It
-    takes ``timeout + patience`` seconds at most. All requests may be repeated, because points have
-    ids of their own. The API key is never part of a message or of a file.
-
-    Args:
-        url: of the server.
-        name: of the collection.
-        api_key: by default ``QDRANT_API_KEY`` of the environment.
-        timeout: seconds for a request.
-        patience: seconds in which a request is sent again.
-
-    Raises:
-        ArgumentError: for an argument of another form.
+    A request is retried, with growing pauses, while the server cannot be reached or is busy. It
+    takes at most ``timeout + patience`` seconds. All requests may be repeated, because the ids of
+    points are chosen here. The API key is never part of a message or of a file.
     """
 
     prefetch_argument = "prefetch"
@@ -75,15 +68,15 @@ class ServerEngine(Engine):
         """Check the arguments, and create the client without sending a request.
 
         Args:
-            url: address of the server, ``http://host:port`` or ``https://host``.
+            url: URL of the server, ``http://host:port`` or ``https://host``.
             name: name of the collection.
-            api_key: key of the server; by default the environment variable ``QDRANT_API_KEY``.
-            timeout: seconds for a request.
-            patience: seconds for which a request is repeated while the server is unreachable or
-                busy.
+            api_key: API key of the server; None uses the environment variable ``QDRANT_API_KEY``.
+            timeout: time-out of a request, in seconds.
+            patience: number of seconds for which a request is retried while the server is
+                unreachable or busy.
 
         Raises:
-            ArgumentError: for an argument of another form.
+            ArgumentError: if an argument is invalid.
         """
         package = require(
             "qdrant_client",
@@ -96,17 +89,19 @@ class ServerEngine(Engine):
             raise ArgumentError("name", f"expected letters, digits, '.', '_' or '-', got {name!r}.")
         _check_seconds("timeout", timeout, above=0.0)
         _check_seconds("patience", patience, above=-1.0)
-        parts, host = _split_url(url)
+        url_parts = _split_url(url)
+        is_encrypted = url_parts.scheme == "https"
         self.url = url.rstrip("/")
         self.name = name
-        self.place = f"collection {name!r} at {self.url}"
+        self.location = f"collection {name!r} at {self.url}"
         self._key = api_key if api_key is not None else os.environ.get(KEY_VARIABLE) or None
         if self._key is not None and not _API_KEY_PATTERN.fullmatch(self._key):
             raise ArgumentError(
                 "api_key",
-                f"expected printable ASCII, no spaces (or {KEY_VARIABLE}), got other text.",
+                f"expected printable ASCII without spaces (here or in {KEY_VARIABLE}), got other "
+                "characters.",
             )
-        if self._key and parts.scheme == "http" and not _is_loopback(host):
+        if self._key and not is_encrypted and not _is_loopback(str(url_parts.hostname)):
             warnings.warn(
                 f"{self.url}: the API key is sent without encryption. Use https.",
                 stacklevel=3,
@@ -115,89 +110,90 @@ class ServerEngine(Engine):
         self.api = package.models
         self.point_type = self.api.PointStruct
         self.range_type = self.api.Range
-        default_port = 443 if parts.scheme == "https" else 6333
+        default_port = 443 if is_encrypted else 6333
         self._client = package.QdrantClient(
             url=self.url,
-            port=parts.port or default_port,
+            port=url_parts.port or default_port,
             timeout=max(1, round(timeout)),
             headers={"api-key": self._key} if self._key else None,
             check_compatibility=False,
         )
 
-    def record(self) -> Record | None:
-        """Read the record of the collection.
+    def read_record(self) -> Record | None:
+        """Read the record that tilefold stores in the metadata of the collection.
 
         Returns:
             The record, or None if the collection does not exist.
 
         Raises:
-            DataError: for a collection that tilefold did not create, or a damaged record.
+            DataError: if tilefold did not create the collection, or if the record is damaged.
         """
         if not self._send("collection_exists"):
             return None
         metadata = getattr(self._send("get_collection").config, "metadata", None) or {}
-        if _RECORD_MEMBER not in metadata:
+        if _RECORD_KEY not in metadata:
             raise DataError(
-                f"{self.place}: expected a collection that tilefold made, got one that says "
-                "nothing of its vocabulary (Qdrant keeps that from version 1.16 on). Choose "
-                "another name; nothing was changed.",
+                f"{self.location}: expected a collection that tilefold made, got one without "
+                "tilefold's metadata (they need Qdrant 1.16 or later). Choose another name; "
+                "nothing was changed.",
             )
-        text = metadata[_RECORD_MEMBER]
+        text = metadata[_RECORD_KEY]
         try:
             value = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise DataError(
-                f"{self.place}: expected a record, got {text!r:.80} ({error}). Choose another "
+                f"{self.location}: expected a record, got {text!r:.80} ({error}). Choose another "
                 "name.",
             ) from error
-        return Record.from_dict(value if isinstance(value, dict) else {}, self.place)
+        return Record.from_dict(value if isinstance(value, dict) else {}, self.location)
 
     def create(self, record: Record) -> None:
         """Create an empty collection.
 
-        A collection that another process creates at the same moment is used as it is.
+        If another process has created the collection in the meantime, that collection is used.
 
         Args:
-            record: description of the collection, which the server stores as its metadata.
+            record: the record of the collection, which the server stores in its metadata.
 
         Raises:
             DataError: if the collection does not exist afterwards.
         """
-        models = self.api
+        qdrant = self.api
         layout = record.layout
         vectors = self._vector_params(
             layout,
-            models.VectorParams,
-            models.Distance.DOT,
-            models.Distance.COSINE,
-            multivector_config=models.MultiVectorConfig(
-                comparator=models.MultiVectorComparator.MAX_SIM,
-            ),
-            # m is the number of links per node of the HNSW graph. Without a graph, MaxSim compares
-            # all documents and is exact.
-            hnsw_config=models.HnswConfigDiff(m=0),
+            qdrant.VectorParams,
+            distances={"dot": qdrant.Distance.DOT, "cosine": qdrant.Distance.COSINE},
+            maxsim_options={
+                "multivector_config": qdrant.MultiVectorConfig(
+                    comparator=qdrant.MultiVectorComparator.MAX_SIM,
+                ),
+                # With m = 0 links per node, no HNSW graph is built. MaxSim then compares all
+                # documents and is exact.
+                "hnsw_config": qdrant.HnswConfigDiff(m=0),
+            },
         )
-        sparse = None
+        sparse_vectors = None
         if layout.vocab_size is not None:
-            index = models.SparseIndexParams(datatype=models.Datatype(layout.weights))
-            sparse = {SPARSE: models.SparseVectorParams(index=index)}
-        # Another process may have created the collection.
-        with suppress(_ExistsError):
+            index = qdrant.SparseIndexParams(datatype=qdrant.Datatype(layout.weights))
+            sparse_vectors = {SPARSE: qdrant.SparseVectorParams(index=index)}
+        with suppress(_NameInUseError):
             self._send(
                 "create_collection",
                 vectors_config=vectors,
-                sparse_vectors_config=sparse,
-                metadata=_metadata(record),
+                sparse_vectors_config=sparse_vectors,
+                metadata=_metadata_of(record),
             )
-        if self.record() is None:
+        if self.read_record() is None:
             raise DataError(
-                f"{self.place}: was created and is not there. Is another program removing it?",
+                f"{self.location}: does not exist after it was created. Is another program "
+                "removing it?",
             )
-        for name, schema in layout.fields.items():
-            self._send("create_payload_index", name, schema)
+        for name, field_kind in layout.fields.items():
+            self._send("create_payload_index", name, field_kind)
 
     def write_record(self, record: Record) -> None:
-        self._send("update_collection", metadata=_metadata(record))
+        self._send("update_collection", metadata=_metadata_of(record))
 
     def drop(self) -> None:
         self._send("delete_collection")
@@ -208,8 +204,8 @@ class ServerEngine(Engine):
     def _put(self, points: Sequence[object]) -> None:
         self._send("upsert", points, wait=True)
 
-    def _get(self, keys: list[str], vectors: bool) -> list[Any]:
-        return list(self._send("retrieve", keys, with_payload=True, with_vectors=vectors))
+    def _get(self, keys: list[str], with_vectors: bool) -> list[Any]:
+        return list(self._send("retrieve", keys, with_payload=True, with_vectors=with_vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
         points, next_offset = self._send(
@@ -234,22 +230,22 @@ class ServerEngine(Engine):
         self._client.close()
 
     def _query_arguments(self, stage: Stage) -> Json:
-        models = self.api
+        qdrant = self.api
         if stage.fusion == "rrf":
             # The server counts ranks from 0.
-            return {"query": models.RrfQuery(rrf=models.Rrf(k=stage.rank_constant + 1))}
+            return {"query": qdrant.RrfQuery(rrf=qdrant.Rrf(k=stage.rank_constant + 1))}
         if stage.fusion:
-            return {"query": models.FusionQuery(fusion=models.Fusion.DBSF)}
+            return {"query": qdrant.FusionQuery(fusion=qdrant.Fusion.DBSF)}
         vector = self._vector(stage.using, stage.vector)
-        return {"query": models.NearestQuery(nearest=vector), "using": stage.using}
+        return {"query": qdrant.NearestQuery(nearest=vector), "using": stage.using}
 
     def _send(self, method: str, *arguments: object, **options: object) -> Any:
-        """Call a method of the client, and repeat it while the server is unreachable or busy.
+        """Call a method of the client, and retry while the server is unreachable or busy.
 
         Pauses between the attempts double up to a limit.
 
         Args:
-            method: name of the method, whose first argument is the name of the collection.
+            method: the name of the method, whose first argument is the name of the collection.
             arguments: the other positional arguments.
             options: keyword arguments.
 
@@ -258,8 +254,8 @@ class ServerEngine(Engine):
 
         Raises:
             UnreachableError: if no attempt succeeded within the seconds of ``patience``.
-            RuntimeError: if the answer is not one of a Qdrant server, or for another error of it.
-            PermissionError: if the server refused the key.
+            RuntimeError: if the server is not Qdrant, or reports another error.
+            PermissionError: if the server refuses the key.
             FileNotFoundError: if there is no such collection.
         """
         started = time.monotonic()
@@ -269,27 +265,27 @@ class ServerEngine(Engine):
                 return getattr(self._client, method)(self.name, *arguments, **options)
             except Exception as error:  # the client has many types of errors
                 if not _is_temporary(error):
-                    self._raise_lasting_error(error)
+                    self._raise_permanent_error(error)
                 waited = time.monotonic() - started
                 if waited + pause > self._patience:
                     raise UnreachableError(
-                        f"{self.place}: no answer from the Qdrant server after {waited:.1f} s "
-                        f"({self._text(error)}). Is it running? What was reported as done before "
-                        "is kept; the same call goes on from there.",
+                        f"{self.location}: no answer from the Qdrant server after {waited:.1f} s "
+                        f"({self._error_text(error)}). Is it running? Work already reported is "
+                        "kept; repeat the call to continue.",
                     ) from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _raise_lasting_error(self, error: Exception) -> NoReturn:
-        """Raise what the caller sees for an error that another attempt would not change.
+    def _raise_permanent_error(self, error: Exception) -> NoReturn:
+        """Convert a permanent error of the client to the public error, and raise it.
 
         Args:
-            error: error of the client, for which :func:`_is_temporary` is False.
+            error: an error for which :func:`_is_temporary` is False.
 
         Raises:
-            PermissionError: if the server refused the key.
+            PermissionError: if the server refuses the key.
             FileNotFoundError: if there is no such collection.
-            RuntimeError: for another HTTP status, or an answer that is not of a Qdrant server.
+            RuntimeError: if the server is not Qdrant, or answers another HTTP status.
             Exception: the error itself if it does not concern the network.
         """
         status = _http_status(error)
@@ -298,46 +294,47 @@ class ServerEngine(Engine):
         # The client raises ResponseHandlingException for answers that it cannot read.
         if type(error).__name__ == "ResponseHandlingException":
             raise RuntimeError(
-                f"{self.place}: expected the answers of a Qdrant server, got "
-                f"({self._text(error)}). Is it the right address?",
+                f"{self.location}: the answer is not from a Qdrant server "
+                f"({self._error_text(error)}). Is it the right address?",
             ) from None
         raise error
 
     def _error_of_status(self, status: int, error: Exception) -> Exception:
-        """Create the error that the caller sees for an HTTP status.
+        """Return the public error for an HTTP status that is not worth a retry.
 
         Args:
-            status: HTTP status that another attempt would not change.
-            error: error of the client, whose text is quoted.
+            status: the HTTP status.
+            error: the error of the client, whose text is quoted.
         """
         if status in (401, 403):
-            key = f"no key; set {KEY_VARIABLE}"
-            if self._key:
-                key = f"the key given (api_key, or {KEY_VARIABLE})"
-            return PermissionError(
-                f"{self.place}: the Qdrant server answered {status} to {key}. Ask for access.",
+            problem = (
+                f"refused the API key (status {status}). Pass another api_key, or set "
+                f"{KEY_VARIABLE}"
             )
+            if not self._key:
+                problem = (
+                    f"requires an API key (status {status}). Pass api_key, or set {KEY_VARIABLE}"
+                )
+            return PermissionError(f"{self.location}: the Qdrant server {problem}.")
         if status == 404:
             return FileNotFoundError(
-                f"{self.place}: there is no such collection, or no Qdrant server. Build it "
-                "(tilefold index).",
+                f"{self.location}: there is no such collection, or no Qdrant server. Build the "
+                "collection (tilefold index), or check the URL.",
             )
-        error_type = _ExistsError if status == _CONFLICT else RuntimeError
+        error_type = _NameInUseError if status == _NAME_IN_USE else RuntimeError
         return error_type(
-            f"{self.place}: the Qdrant server answered {status}: {self._text(error)}",
+            f"{self.location}: the Qdrant server answered {status}: {self._error_text(error)}",
         )
 
-    def _text(self, error: BaseException) -> str:
-        """Return the message of an error of the client, for a message to the user.
+    def _error_text(self, error: BaseException) -> str:
+        """Return the most specific text of an error of the client, for a message.
 
         It is one line of limited length, in which the API key is replaced by asterisks.
-
-        Args:
-            error: the error. The body of the server's answer, or else the error that the client
-                wrapped, says more than the error itself.
         """
-        source = getattr(error, "source", None)  # the error that the client wrapped
-        content = getattr(error, "content", None)  # body of the answer
+        # The body of the server's answer, or else the error that the client wrapped, says more than
+        # the error itself.
+        content = getattr(error, "content", None)
+        source = getattr(error, "source", None)
         if isinstance(content, bytes) and content:
             text = content.decode("utf-8", "replace")
         else:
@@ -348,37 +345,33 @@ class ServerEngine(Engine):
         return text[:_MAX_ERROR_CHARACTERS]
 
 
-def _split_url(url: str) -> tuple[SplitResult, str]:
-    """Split the address of a server.
-
-    Args:
-        url: ``http://host:port`` or ``https://host``.
-
-    Returns:
-        The parts of the address, and its host.
+def _split_url(url: object) -> SplitResult:
+    """Split the URL of a server, ``http://host:port`` or ``https://host``, into its parts.
 
     Raises:
-        ArgumentError: for an address of another form. An address with a user name, a password or a
-            query is refused too, because these may be secrets and addresses are shown in messages.
+        ArgumentError: if the URL has any other form. A user name, a password or a query is refused,
+            because it may be a secret, and URLs are shown in messages.
     """
-    parts = urlsplit(url) if isinstance(url, str) else urlsplit("")
+    if not isinstance(url, str):
+        raise ArgumentError("url", f"expected http://host:6333 or https://host, got {url!r}.")
+    parts = urlsplit(url)
     if parts.username or parts.password or parts.query:
         raise ArgumentError(
             "url",
-            f"expected an address without a key in it; give that as {KEY_VARIABLE} or api_key.",
+            f"expected an address without a key in it; pass the key as {KEY_VARIABLE} or api_key.",
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ArgumentError("url", f"expected http://host:6333 or https://host, got {url!r}.")
-    return parts, parts.hostname
+    return parts
 
 
-def _metadata(record: Record) -> dict[str, str]:
-    """Return the metadata of a collection with a record."""
-    return {_RECORD_MEMBER: json.dumps(record.to_dict())}
+def _metadata_of(record: Record) -> dict[str, str]:
+    """Return the metadata of a collection, which contain its record."""
+    return {_RECORD_KEY: json.dumps(record.to_dict())}
 
 
 def _check_seconds(option: str, value: object, above: float) -> None:
-    """Raise ``ArgumentError`` unless an option is a number of seconds above a limit."""
+    """Raise ``ArgumentError`` if an option is not a number of seconds above a limit."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not above < value < 1e6:  # type: ignore[operator]
         raise ArgumentError(
@@ -388,19 +381,13 @@ def _check_seconds(option: str, value: object, above: float) -> None:
 
 
 def _http_status(error: Exception) -> int | None:
-    """Return the HTTP status of an answer that the client raised as an error; None without one."""
+    """Return the HTTP status of an error of the client; None if there was no answer."""
     status: int | None = getattr(error, "status_code", None)
     return status
 
 
 def _is_temporary(error: Exception) -> bool:
-    """Return whether the same request may succeed later.
-
-    This is so if the server was not reached or says that it is busy.
-
-    Args:
-        error: error of the client.
-    """
+    """Return whether an error of the client means that the server is unreachable or busy."""
     # The server limits the rate of requests. The class is compared by its name, so that no module
     # of the client is imported.
     if type(error).__name__ == "ResourceExhaustedResponse":
@@ -412,14 +399,14 @@ def _is_temporary(error: Exception) -> bool:
 
 
 def _is_transport_error(error: BaseException) -> bool:
-    """Whether an error means that no answer came, rather than one that cannot be read."""
+    """Return whether an error means that there was no answer, not one that cannot be read."""
     source = getattr(error, "source", error)
     package = type(source).__module__.partition(".")[0]
     return isinstance(source, OSError) or package in ("httpx", "httpcore")
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is this machine."""
+    """Return whether a host is this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
