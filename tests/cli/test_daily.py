@@ -747,7 +747,7 @@ def test_train_resumes_and_says_where(
     assert re.search(losses, resumed.out), resumed.out
     assert re.match(r"trained 4 steps, resumed after step 2, in \d+ s, loss ", resumed.out)
     assert "training resumes: 2 of 4 were done before (--fresh starts over)" in resumed.err
-    log = f"the log of the training is {tmp_path}/m/training_log.jsonl; with matplotlib"
+    log = f"the log of the training is {tmp_path}/m/training_log.jsonl; if matplotlib"
     assert log in resumed.err
 
 
