@@ -69,15 +69,15 @@ def forward(
         group_peak, group_root, group_mass, group_support = stats[group.stats_index]
         for block in _blocks(group, tensors, options, dtype):
             *row_shape, n_keys = block.scores.shape
-            row_probabilities, root, mass, peak = row_weights(
+            result = row_weights(
                 block.scores.view(-1, n_keys),
                 alpha_minus_1.expand(*row_shape, 1).reshape(-1, 1),
                 kind,
             )
-            probabilities = row_probabilities.view(block.scores.shape)
-            group_peak[:, :, block.rows] = peak.view(row_shape)
-            group_root[:, :, block.rows] = root.view(row_shape)
-            group_mass[:, :, block.rows] = mass.view(row_shape)
+            probabilities = result.probabilities.view(block.scores.shape)
+            group_peak[:, :, block.rows] = result.peak.view(row_shape)
+            group_root[:, :, block.rows] = result.root.view(row_shape)
+            group_mass[:, :, block.rows] = result.mass.view(row_shape)
             group_support[:, :, block.rows] = (probabilities > 0).sum(dim=-1)
             weights = probabilities
             if tensors.seed is not None:

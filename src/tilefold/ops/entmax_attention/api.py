@@ -17,6 +17,7 @@ from tilefold.ops._shared.plan import Buffer, cdiv
 from tilefold.ops.entmax_attention import _reference, _tiled
 from tilefold.ops.entmax_attention._arguments import check_arguments, prepare_tensors
 from tilefold.ops.entmax_attention._problem import (
+    ALPHA_IS_TENSOR,
     AttentionOptions,
     AttentionSaved,
     AttentionTensors,
@@ -211,24 +212,24 @@ def entmax_attention(
         A tensor shaped like ``q``. With ``return_stats`` also the statistics.
 
     Raises:
-        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
+        TypeError: for arguments that are not tensors, or have a dtype that is not supported.
         ValueError: for shapes, devices, masks, offsets or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     seed = None
     if type(dropout_p) is not float or dropout_p != 0:
         seed = _seed(q, dropout_p, generator)
-    learned_alpha: Tensor | None = None
-    alpha_number = 0.0
+    alpha_tensor: Tensor | None = None
+    alpha_number = ALPHA_IS_TENSOR
     if isinstance(alpha, Tensor):
-        learned_alpha = alpha
+        alpha_tensor = alpha
     else:
         alpha_number = alpha
     tensors = AttentionTensors(
         q=q,
         k=k,
         v=v,
-        alpha=learned_alpha,
+        alpha=alpha_tensor,
         key_padding_mask=key_padding_mask,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
@@ -250,7 +251,7 @@ def entmax_attention(
     options, prepare = check_arguments(tensors, *raw_options)
     if prepare is not None:
         tensors = prepare(tensors)
-    if stats is None:  # of the reference
+    if stats is None:  # the reference has no statistics
         with torch.no_grad():
             _, tau, support = _reference.attention_with_rows(tensors, options)
         rows = RowStats(tau, support, torch.zeros_like(tau))

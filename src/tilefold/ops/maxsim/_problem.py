@@ -195,7 +195,7 @@ class XtrSaved(NamedTuple):
 
     @property
     def maxsim_saved(self) -> MaxSimSaved:
-        """The same tensors in the form that backward of MaxSim reads."""
+        """Saved tensors in the form that backward of MaxSim reads."""
         return MaxSimSaved(
             queries=self.queries,
             documents=self.documents,

@@ -40,10 +40,16 @@ def forward(
     options: MaxSimOptions,
     training: bool,
 ) -> tuple[Tensor | None, ...]:
-    """Compute the scores, and if ``training`` the winners or smooth maxima for backward.
+    """Compute the scores, and for training the winners or smooth maxima that backward reads.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether backward may follow.
 
     Returns:
-        One entry for each of :data:`RESULTS`.
+        The operator's results: scores, winners or smooth maxima, and three results that only
+        kernels have, which are ``None``.
     """
     if host_may_read(tensors.queries.device, "tiled"):
         check_values(tensors)
@@ -71,9 +77,9 @@ def forward(
                 problem,
                 documents,
                 block,
-                training,
-                n_masked,
-                first_masked,
+                with_winners=training,
+                n_masked=n_masked,
+                first_masked=first_masked,
             )
         block.add_scores(maxima, scores)
         if values_to_save is not None:
@@ -82,7 +88,8 @@ def forward(
         _add_fully_masked_documents(problem, queries, documents, scores)
     if options.mean:
         scores.div_(problem.divisor)
-    return scores, saved.view(problem.saved_dtype) if training else None, None, None, None
+    returned_values = saved.view(problem.saved_dtype) if training else None
+    return scores, returned_values, None, None, None
 
 
 def _with_int8_queries(problem: Problem) -> Problem:

@@ -291,9 +291,9 @@ def _rows_per_query(problem: Problem) -> int:
 
 
 def _padding_can_be_skipped(problem: Problem, kind: str, config: Constants) -> bool:
-    """Return whether the kernel should not read tiles after the last unmasked token of a document.
+    """Return whether the kernel can skip tiles after the last unmasked token of a document.
 
-    It must read them in mode "zero". It saves nothing if a document is a single tile.
+    In mode "zero", it must read them. If a document is a single tile, nothing would be skipped.
 
     Args:
         problem: the problem.
@@ -611,7 +611,7 @@ def xtr_forward(
     training: bool,
     setting: Setting,
 ) -> None:
-    """Return no plan: XTR scores are computed by torch operations."""
+    """Return no plan: torch operations compute XTR scores. Only the dtype is checked."""
     check_interpreter_dtypes(setting, tensors.queries.dtype)
 
 
@@ -627,8 +627,13 @@ def xtr_backward(
 ) -> Plan:
     """Plan the gradients of XTR scores: those of MaxSim, for the winners that were retrieved."""
     plan = backward(
-        dscores / saved.divisor, saved.maxsim_saved, options.maxsim_options, needs, setting
+        dscores / saved.divisor,
+        saved.maxsim_saved,
+        options.maxsim_options,
+        needs,
+        setting,
     )
+    # the tensors here are only layouts; this step divides the values
     division = TorchStep(torch.div, ("dscores", "divisor"), output="dscores")
     return plan._replace(steps=(division, *plan.steps))
 
@@ -640,30 +645,32 @@ def backward(
     needs: tuple[bool, ...],
     setting: Setting,
 ) -> Plan:
-    """Plan the gradients of queries and documents."""
+    """Plan the gradients of queries and documents.
+
+    Args:
+        dscores: layout of the gradient of the scores.
+        saved: layouts of what the forward pass saved.
+        options: checked options.
+        needs: whether the gradients of queries and of documents are needed.
+        setting: facts about the device.
+    """
     problem = Problem.of(saved.tensors, options)
     if problem.empty or saved.saved is None or saved.saved.numel() == 0:
         return Plan(fills={"dqueries": 0, "ddocuments": 0})
     all_pairs = problem.pairing == "all"
     tensors = saved._asdict()
-    # Kernels read the gradient of the scores of all pairs with any strides, and that of other pairs
-    # with one stride for all pairs.
     strides = dscores.stride()
-    readable = setting.aligned and (
-        all_pairs or dscores.dim() == 1 or dscores.is_contiguous() or not any(strides)
-    )
-    if not readable:
-        tensors["dscores"] = dscores  # which makes a contiguous copy
+    if not _is_readable(dscores, all_pairs, setting):
+        tensors["dscores"] = dscores  # the builder adds a contiguous copy
         strides = (dscores.size(-1), 1)
-    if not problem.temperature:  # winners are unmasked
+    if not problem.temperature:  # no winner is masked
         tensors |= {"query_mask": None, "document_mask": None}
     need_queries, need_documents = needs
-    # The largest gradient scales products in fp16.
-    has_largest = problem.queries.dtype == torch.float16 and (
-        need_documents or problem.temperature > 0
-    )
+    # products in fp16 are scaled by the largest gradient, so that they neither overflow nor vanish
+    uses_fp16_products = need_documents or problem.temperature > 0
+    needs_largest = problem.queries.dtype == torch.float16 and uses_fp16_products
     leading = []
-    if has_largest:
+    if needs_largest:
         largest_entry = functools.partial(torch.linalg.vector_norm, ord=math.inf)
         leading.append(TorchStep(largest_entry, ("dscores",), output="largest"))
     builder = MaxSimPlanBuilder(problem, setting, tensors, *leading)
@@ -671,7 +678,7 @@ def backward(
         stride_q=strides[0] if all_pairs else 0,
         stride_d=strides[-1],
         factor=1.0 / problem.divisor,
-        HAS_LARGEST=has_largest,
+        HAS_LARGEST=needs_largest,
         NO_WINNER=no_winner(saved.saved.dtype),
     )
     if problem.normalize and "query_norms" in builder.non_empty:
@@ -685,7 +692,7 @@ def backward(
             ["cu_queries"],
             output="owners",
         )
-    # Documents come first: their lists of winners are freed before the gradient of the queries.
+    # documents first: their lists of winners are freed before the gradient of the queries
     if need_documents:
         _add_gradient(builder, of_documents=True)
     if need_queries:
@@ -693,8 +700,30 @@ def backward(
     return builder.build()
 
 
+def _is_readable(dscores: Tensor, all_pairs: bool, setting: Setting) -> bool:
+    """Return whether kernels can read the gradient of the scores without a copy.
+
+    For all pairs, kernels read ``[Nq, Nd]`` with any strides. For other pairings, they read one
+    number per pair with a single stride.
+
+    Args:
+        dscores: layout of the gradient of the scores.
+        all_pairs: whether all pairs are scored.
+        setting: facts about the device.
+    """
+    if not setting.aligned:
+        return False
+    has_single_stride = dscores.dim() == 1 or dscores.is_contiguous() or not any(dscores.stride())
+    return all_pairs or has_single_stride
+
+
 def row_queries(n_rows: int, offsets: Tensor) -> Tensor:
-    """Return the ``[Tq]`` int32 query of each packed row, as the forward kernel finds it."""
+    """Return the query of each packed row, int32 ``[Tq]``, as the forward kernel computes it.
+
+    Args:
+        n_rows: number of rows of all queries.
+        offsets: ``[Nq + 1]`` offsets of the queries.
+    """
     last_query = offsets.size(0) - 2
     return sequences_of_rows(offsets, n_rows, int32=True).clamp_(max=last_query)
 

@@ -23,6 +23,7 @@ from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.maxsim import _reference, _tiled, tiles
 from tilefold.ops.maxsim._arguments import check_arguments
 from tilefold.ops.maxsim._problem import (
+    NO_WINNER_BITS,
     MaxSimTensors,
     Problem,
     XtrOptions,
@@ -171,9 +172,14 @@ def _forward(
     """Compute the XTR scores, and what backward reads.
 
     A query token retrieves the document tokens whose similarity is at least its ``top_k``-th
-    largest one. The score of a document is the sum of the maxima that were retrieved, divided by
-    their number. With ``impute`` the threshold takes the place of a maximum that was not retrieved,
-    and the divisor is the number of query tokens.
+    largest one, the threshold. The score of a document is the sum of the maxima that were
+    retrieved, divided by their number. With ``impute`` the threshold replaces a maximum that was
+    not retrieved, and the divisor is the number of query tokens.
+
+    Args:
+        tensors: tensors of the call.
+        options: checked options.
+        training: whether backward may follow.
 
     Returns:
         ``[Nq, Nd]`` scores; ``[Nd, Tq]`` winners that were retrieved, or ``None`` without
@@ -210,11 +216,12 @@ def _forward(
             block.add_sums(retrieved.T.to(dtype), counts, all_documents)
         if training:
             bits = winner_bits(winners, problem.saved_dtype)
-            saved[:, block.rows] = bits.masked_fill_(~retrieved, -1).T
+            saved[:, block.rows] = bits.masked_fill_(~retrieved, NO_WINNER_BITS).T
     if options.impute:
         counts += queries.counts[:, None]
     divisor = counts.clamp_(min=1)
-    return scores.div_(divisor), saved.view(problem.saved_dtype) if training else None, divisor
+    returned_winners = saved.view(problem.saved_dtype) if training else None
+    return scores.div_(divisor), returned_winners, divisor
 
 
 def _backward(
