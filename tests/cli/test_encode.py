@@ -663,7 +663,7 @@ def test_rows_of_another_collection_and_no_rows_are_refused(
         1,
         "made from other documents than those of other",
     )
-    fails(call("score", tmp_path / "none.parquet", *command), 1, "Make one with: tilefold mine")
+    fails(call("score", tmp_path / "none.parquet", *command), 1, "Create one with: tilefold mine")
 
 
 def test_what_needs_no_download_is_suggested(
