@@ -1,5 +1,5 @@
-"""Benchmarks of the operators: every number is gated on correctness in the same run and carries its
-provenance.
+"""Benchmarks of the operators.
 
-Start with ``tilefold bench --list``; README.md says which file does what.
+A number is reported only if the results were correct in the same run, and with its provenance:
+hardware, versions and date. ``tilefold bench --list`` is a good start. README.md describes the files.
 """

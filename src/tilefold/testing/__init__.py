@@ -24,18 +24,20 @@ gradients, and ``(c + 2) u`` with the largest.
 
 **Sums in any order.** Whatever the order of its additions, and with fused multiply-adds or without,
 a sum of ``n`` products (or numbers) ``x_i`` is off by at most ``n u / (1 - n u) * sum |x_i|``
-(Higham, *Accuracy and Stability of Numerical Algorithms*, 3.1). Where roundings are independent and
-of mean zero, an error has variance ``u^2`` times the sum of the squared partial sums; in an order
-that does not follow the values, the k-th one is on average at most ``(k / n)^2 S^2 + k (1 - k / n)
-/ n * Q``, with ``S`` the sum and ``Q`` the sum of the squares, and they add up to no more than ``n
-(S^2 / 3 + Q / 6)`` and what the last terms add. So ``u sqrt(n (S^2 + Q))`` bounds the standard
-deviation (:func:`rounding_scale`, from the data at hand, in fp64), with a factor of two left for
-what is not quite independent; comparisons allow ``CONFIDENCE = 8`` of them (two in ``10^15`` by a
-normal distribution).
+(Higham, *Accuracy and Stability of Numerical Algorithms*, 3.1).
+
+If roundings are independent and have mean zero, an error has the variance ``u^2`` times the sum of
+the squared partial sums. Let ``S`` be the sum and ``Q`` the sum of the squares. In an order that
+does not depend on the values, the square of the k-th partial sum is on average at most
+``(k / n)^2 S^2 + k (1 - k / n) / n * Q``. All of them add up to no more than ``n (S^2 / 3 + Q / 6)``
+and the contribution of the last terms. So ``u sqrt(n (S^2 + Q))`` bounds the standard deviation,
+with a factor of two in reserve for roundings that are not quite independent.
+:func:`rounding_scale` computes it in fp64. Comparisons allow ``CONFIDENCE = 8`` standard deviations
+(two errors in ``10^15`` by a normal distribution).
 
 In a norm over many entries the squares average, and products of random rows have ``||S|| =
-||Q^(1/2)||``: one standard deviation is ``u sqrt(2 D)``, 5.4e-6 at ``D = 4,096``: that is where the
-1e-5 of the accumulation above comes from.
+||Q^(1/2)||``. One standard deviation is then ``u sqrt(2 D)``, 5.4e-6 at ``D = 4,096``, from which
+the 1e-5 of the accumulation above follows.
 """
 
 from __future__ import annotations
