@@ -30,8 +30,10 @@ If roundings are independent and have mean zero, an error has the variance ``u^2
 the squared partial sums. Let ``S`` be the sum and ``Q`` the sum of the squares. In an order that
 does not depend on the values, the square of the k-th partial sum is on average at most
 ``(k / n)^2 S^2 + k (1 - k / n) / n * Q``. All of them add up to no more than
-``n (S^2 / 3 + Q / 6)`` and the contribution of the last terms. So ``u sqrt(n (S^2 + Q))`` bounds the standard deviation,
-with a factor of two in reserve for roundings that are not quite independent.
+``n (S^2 / 3 + Q / 6)`` and the contribution of the last terms.
+
+So ``u sqrt(n (S^2 + Q))`` bounds the standard deviation, with a factor of two in reserve for
+roundings that are not quite independent.
 :func:`rounding_scale` computes it in fp64. Comparisons allow ``CONFIDENCE = 8`` standard deviations
 (two errors in ``10^15`` by a normal distribution).
 
