@@ -27,7 +27,7 @@ class BaseSpladeLoss(SpladeLoss):
     and their schedule are those of ``SpladeLoss``. Each column of texts is one forward.
 
     Raises:
-        ValueError: in forward, for a model without ``base_embedding``.
+        ValueError: in forward, if the model returns no ``base_embedding``.
     """
 
     def forward(
@@ -140,7 +140,7 @@ class JoinedSpladeLoss(CachedSpladeLoss):
             reps: embeddings of each column, as a list with one tensor ``[rows, V]`` per mini-batch.
                 Joined columns are one column, in which the rows of all columns alternate.
             labels: labels of the ranking loss.
-            with_backward: as in the stock loss.
+            with_backward: whether to call backward at once, as in the stock loss.
         """
         if self._n_joined > 1:
             # The rows of a joined mini-batch alternate between the columns: a view

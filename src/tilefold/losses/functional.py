@@ -56,9 +56,9 @@ def flops(
         A scalar.
 
     Raises:
-        TypeError: if ``scores`` is not a floating-point tensor, or ``threshold`` no number.
-        ValueError: for a negative threshold, and for shapes, DTensor placements or groups that do
-            not fit.
+        TypeError: if ``scores`` is not a floating-point tensor, or ``threshold`` is not a number.
+        ValueError: if the threshold is negative, or a shape, DTensor placement or group is not
+            supported.
     """
     columns = columns_of(scores, group)
     column_sums = _zero_short_rows(columns, threshold).sum(dim=0)
@@ -192,8 +192,8 @@ def check_threshold(threshold: object) -> None:
         threshold: number of active terms up to which a regulariser ignores a row.
 
     Raises:
-        TypeError: for anything but a number or None.
-        ValueError: for a negative number, or NaN.
+        TypeError: if it is neither a number nor None.
+        ValueError: if it is negative or NaN.
     """
     if threshold is None:
         return
@@ -206,8 +206,8 @@ def check_epsilon(epsilon: float) -> None:
     """Raise an error unless an epsilon is a number of at least 0.
 
     Raises:
-        TypeError: for anything but a number.
-        ValueError: for a negative number, or NaN.
+        TypeError: if it is not a number.
+        ValueError: if it is negative or NaN.
     """
     check_number("epsilon", epsilon)
     if not epsilon >= 0:
@@ -294,8 +294,8 @@ def activated_lm_loss(
         ignore_index: label of positions that do not count; without any other, all parts are 0.
 
     Raises:
-        TypeError: for an argument that is no tensor, or an option that is no number.
-        ValueError: for shapes that do not fit together, or an option out of range.
+        TypeError: if an argument is not a tensor, or an option is not a number.
+        ValueError: if shapes are inconsistent, or an option is out of range.
     """
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)

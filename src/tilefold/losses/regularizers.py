@@ -71,7 +71,7 @@ class GlobalFlopsLoss(_Thresholded):
     Args:
         threshold: rows with at most this many nonzero scores count as zero (the l0 mask of arXiv
             2504.14839).
-        group: as in :class:`Regularizer`.
+        group: ranks that hold other rows of the batch; see :class:`Regularizer`.
     """
 
     _penalty = staticmethod(flops)
@@ -111,7 +111,7 @@ class AntiZeroLoss(Regularizer):
 
     Args:
         epsilon: bounds the penalty of a batch of zeros.
-        group: as in :class:`Regularizer`.
+        group: ranks that hold other rows of the batch; see :class:`Regularizer`.
     """
 
     def __init__(self, epsilon: float = 1e-8, group: Group = "world") -> None:
@@ -136,10 +136,10 @@ class DFFlopsLoss(Regularizer):
     one every weight is 1, which is FLOPS.
 
     Args:
-        alpha, beta: of the weights.
+        alpha, beta: options of the weights; see :func:`df_weights`.
         refresh_every: training steps between estimates, or ``None`` for
             :meth:`set_document_frequency` alone.
-        threshold, group: as in :class:`GlobalFlopsLoss`.
+        threshold, group: see :class:`GlobalFlopsLoss`.
 
     Raises:
         ValueError: if ``refresh_every`` is not positive, or ``alpha`` or ``beta`` out of range.

@@ -52,7 +52,7 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
         kwargs: other arguments of ``SparseEncoder``.
 
     Warns:
-        UserWarning: for a model with :class:`EpicPooling` but without ``max_active_dims``. Its
+        UserWarning: if a model has :class:`EpicPooling` but no ``max_active_dims``. Its
             vectors have a weight for every term of the vocabulary.
     """
     from sentence_transformers import SparseEncoder

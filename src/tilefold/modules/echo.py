@@ -33,12 +33,12 @@ class EchoTransformer(Transformer):
     (``encode``), the document's template is used.
 
     Args:
-        model_name_or_path, options: as in ``Transformer``.
-        query_template: for ``task="query"``, with ``{text}`` twice.
-        document_template: for every other task.
+        model_name_or_path, options: arguments of ``Transformer``.
+        query_template: template of ``task="query"``, with ``{text}`` twice.
+        document_template: template of every other task, with ``{text}`` twice.
 
     Raises:
-        TypeError: in the call, for inputs that are not texts.
+        TypeError: in the call, if an input is not a text.
         ValueError: for a template that does not have ``{text}`` twice; in the call, for a length
             without room for one token of each copy, and for features that :meth:`preprocess` did
             not make.
@@ -89,7 +89,7 @@ class EchoTransformer(Transformer):
             ``input_ids``, ``attention_mask`` and ``pooling_mask``, each int64 ``[B, S]``.
 
         Raises:
-            TypeError: for inputs that are not texts.
+            TypeError: if an input is not a text.
             ValueError: if the length limit leaves no token for each copy.
         """
         if not inputs:

@@ -119,8 +119,8 @@ class ScoreOptions(NamedTuple):
     """Data type, implementation and layout of the scores that a pooling returns.
 
     Attributes:
-        out_dtype: as in :func:`tilefold.ops.lsr_head`.
-        impl: as in :func:`tilefold.ops.lsr_head`.
+        out_dtype: dtype of the scores; see :func:`tilefold.ops.lsr_head`.
+        impl: implementation; see :func:`tilefold.ops.lsr_head`.
         sparse: return CSR rows under these options, if the pooling can. A pooling that cannot
             returns dense rows, which the caller prunes.
     """
@@ -374,7 +374,7 @@ def head_scores(
         selection: the tokens that take part.
         score_options: data type, implementation and layout of the result.
         logit_scale: factor on the logits, bias included.
-        options: further arguments of :func:`tilefold.ops.lsr_head`, such as ``pooling``.
+        options: other arguments of :func:`tilefold.ops.lsr_head`, such as ``pooling``.
     """
     hidden, weight, bias = head
     mask, cu_seqlens = selection

@@ -56,7 +56,7 @@ class HeadPooling(PoolingModule):
         embedding_dimension: V, if it is known before the first forward.
 
     Raises:
-        ValueError: for an unknown name, or a number out of range.
+        ValueError: if a name is unknown, or a number out of range.
     """
 
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class

@@ -42,8 +42,8 @@ class OnnxGraph(FusedPooling, InputModule):
     not trained.
 
     Args:
-        tokenizer: of the model.
-        path: of the graph.
+        tokenizer: tokenizer of the exported model.
+        path: file of the graph.
         settings: V (``vocab_size``); the ``sha256`` of the graph; ``max_seq_length``,
             ``query_length`` and ``document_length`` of the model's ``Transformer``; entries that
             the graph gives of a row (``top_k``, None for all); the names of the ``SpladePooling``
@@ -52,8 +52,8 @@ class OnnxGraph(FusedPooling, InputModule):
             the model (``error``).
 
     Raises:
-        ImportError: without onnxruntime, when it first encodes.
-        ValueError: for a file that is not the one that was exported.
+        ImportError: if onnxruntime is not installed, when it first encodes.
+        ValueError: if the file is not the one that was exported.
     """
 
     reads_logits = False
@@ -169,7 +169,7 @@ class OnnxGraph(FusedPooling, InputModule):
         """Return the session of ONNX Runtime that runs the graph, and open it at the first call.
 
         Raises:
-            ImportError: without onnxruntime.
+            ImportError: if onnxruntime is not installed.
         """
         if self._session is None:
             try:

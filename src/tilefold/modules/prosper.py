@@ -47,10 +47,10 @@ class ProsperTransformer(Transformer):
     Windows and norms of either side are a :class:`tilefold.modules.window.LexicalWindow` after it.
 
     Args:
-        model_name_or_path, options: as in ``Transformer``, with the task ``"text-generation"`` or
-            ``"fill-mask"``.
+        model_name_or_path, options: arguments of ``Transformer``, with the task
+            ``"text-generation"`` or ``"fill-mask"``.
         pooling: ``"last"`` token (the paper), ``"cls"`` (the first), or ``"max"``.
-        literal_residual: with False, ``W = w``.
+        literal_residual: whether the residual is added; ``W = w`` without it.
         logit_scale: factor on the logits, bias included.
 
     Attributes:
@@ -58,7 +58,7 @@ class ProsperTransformer(Transformer):
         impl: implementation of the operators.
 
     Raises:
-        ValueError: for an unknown pooling, or a model without a linear LM head.
+        ValueError: if the pooling is unknown, or the model has no linear LM head.
     """
 
     config_keys: list[str] = [  # noqa: RUF012

@@ -56,7 +56,7 @@ class SplateHead(PoolingModule):
         adapter_size: rows of W1.
         activation: ``act`` of the MLM head, a name of transformers; ``None`` for a head that is
             only a decoder.
-        layer_norm_eps, norm_bias: of the MLM head's LayerNorm, and whether it has a bias.
+        layer_norm_eps, norm_bias: epsilon of the MLM head's LayerNorm, and whether it has a bias.
         transform_bias: whether ``T`` has a bias c.
         logit_scale: factor on the logits, bias included.
         train_bias: train ``b`` too, from which the sparsity starts.

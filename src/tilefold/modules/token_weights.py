@@ -44,7 +44,7 @@ class TokenWeights(PoolingModule):
 
     Args:
         hidden_size, vocab_size: D and V.
-        activation: as in :class:`HeadPooling`.
+        activation: name of an activation of :class:`HeadPooling`.
         scale: start of a learned factor on the weights; None has no such factor.
         ignore_ids: token ids that get no weight, for instance the special ones.
         saturation: the weight that counts half, or None to count weights as they are.
@@ -54,7 +54,7 @@ class TokenWeights(PoolingModule):
         scale: ``[1]`` parameter, or None.
 
     Raises:
-        ValueError: for an unknown name, or a number out of range.
+        ValueError: if a name is unknown, or a number out of range.
     """
 
     reads_logits = False
@@ -228,7 +228,7 @@ def _scatter_signed(
     out_dtype: torch.dtype | None,
     impl: str,
 ) -> Tensor:
-    """Return the largest weight of each term's tokens, also where it is negative.
+    """Return the largest weight of each term's tokens, even if it is negative.
 
     :func:`tilefold.ops.token_scatter` returns scores of at least 0. All weights are therefore
     shifted to 1 or more, scattered, and shifted back. This is not done in half precision, which

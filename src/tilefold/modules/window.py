@@ -26,7 +26,7 @@ class LexicalWindow(PoolingModule):
         embedding_dimension: V, if it is known before the first forward.
 
     Raises:
-        ValueError: for other values.
+        ValueError: if an option has another value.
     """
 
     reads_logits = False

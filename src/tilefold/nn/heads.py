@@ -95,7 +95,8 @@ class LSRHead(LinearParameters):
             ``"none"``.
         logit_scale: factor on ``hidden @ weight.T``, before the bias.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``.
-        device, dtype: of the parameters ``weight`` ``[V, D]`` and ``bias`` ``[V]`` or ``None``.
+        device, dtype: device and dtype of the parameters, ``weight`` ``[V, D]`` and ``bias`` ``[V]``
+            or ``None``.
     """
 
     option_names = ("pooling", "activation", "logit_scale", "impl")
@@ -215,7 +216,7 @@ class TokenWeightHead(LinearParameters):
     ``head.load_state_dict(torch.load(path, weights_only=True))``.
 
     Args:
-        hidden_size, vocab_size, bias, impl, device, dtype: as in :class:`LSRHead`; ``weight`` is
+        hidden_size, vocab_size, bias, impl, device, dtype: see :class:`LSRHead`; ``weight`` is
             ``[1, D]``, ``bias`` ``[1]`` or ``None``.
         reduce: ``"max"`` or ``"sum"`` over the tokens with the same id.
         activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or

@@ -64,7 +64,7 @@ class VocabularyParallel(ParallelStyle):
             The head.
 
         Raises:
-            TypeError: for a module that is not an LSRHead.
+            TypeError: if the module is not an LSRHead.
         """
         if not isinstance(module, LSRHead):
             raise TypeError(

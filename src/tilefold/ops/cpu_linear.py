@@ -37,7 +37,7 @@ def fast_linear(model: nn.Module, device: torch.device) -> AbstractContextManage
 
 
 class _FastLinear(TorchFunctionMode):
-    """Mode that sends ``torch.nn.functional.linear`` to oneDNN where it is faster."""
+    """Mode that sends ``torch.nn.functional.linear`` to oneDNN if it is faster."""
 
     def __torch_function__(
         self,

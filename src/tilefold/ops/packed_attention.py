@@ -42,13 +42,14 @@ def packed_softmax_attention(
     attention in fp32. A flash attention that was activated in place of torch's
     (``torch.nn.attention.activate_flash_attention_impl``) runs if it can, that is without dropout.
     If it cannot, the memory-efficient kernel runs, after one warning. On the CPU, attention is
-    computed sequence by sequence. Otherwise (a window in fp32, a head dimension that is no multiple
-    of 8, other devices) the sequences are padded within this function. No path waits for the GPU.
+    computed sequence by sequence. Otherwise (a window in fp32, a head dimension that is not a
+    multiple of 8, other devices) the sequences are padded within this function. No path
+    synchronises with the GPU.
 
     Args:
         query: ``[T, H, D]`` floating, of any strides.
-        key: as ``query``, with as many heads.
-        value: as ``query``, with as many heads.
+        key: ``[T, H, D]``, with as many heads as ``query``.
+        value: ``[T, H, D]``, with as many heads as ``query``.
         cu_seqlens: int32 ``[B + 1]``, from 0 to T, of any stride, on the device of ``query``.
         max_seqlen: at least the length of the longest sequence.
         scale: factor of the scores; ``D ** -0.5`` by default.
@@ -59,7 +60,7 @@ def packed_softmax_attention(
         ``[T, H, D]`` in the dtype of ``query``.
 
     Raises:
-        ValueError: for other shapes, or offsets of another dtype.
+        ValueError: if a shape is wrong, or the offsets are not int32.
     """
     if query.dim() != 3 or key.shape != query.shape or value.shape != query.shape:
         raise ValueError(

@@ -78,7 +78,7 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
 
     Raises:
         RuntimeError: if nothing can be built here.
-        ValueError: for fewer than one worker.
+        ValueError: if ``workers`` is below 1.
     """
     check_kernels_can_be_built()
     from tilefold.ops._shared._triton.launch import Build, recorded_builds

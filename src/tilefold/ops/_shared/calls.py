@@ -41,7 +41,7 @@ def call_key(
             tensors may change strides, but no shape.
 
     Returns:
-        The key, or ``None`` where torch has to see the registered operator.
+        The key, or ``None`` if torch has to see the registered operator.
     """
     first: Any
     tensor: Any

@@ -65,14 +65,14 @@ def _why_device_is_too_old(device: torch.device) -> str | None:
 
 @functools.cache
 def sm_count(device: torch.device) -> int:
-    """Number of multiprocessors of ``device``, or 3 where kernels are interpreted."""
+    """Return the number of multiprocessors of a device, or 3 if kernels are interpreted."""
     if device.type != "cuda":
         return 3
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of ``device``, or ``(0, 0)`` where kernels are interpreted."""
+    """Return the compute capability of a device, or ``(0, 0)`` if kernels are interpreted."""
     compiled = device.type == "cuda" and not triton_interpreted()
     return torch.cuda.get_device_capability(device) if compiled else (0, 0)
 
@@ -115,7 +115,7 @@ def resolve_impl(impl: str, device: torch.device, operator: str = "") -> str:
         operator: name of the operator, to find out whether its kernels failed to build.
 
     Raises:
-        RuntimeError: for ``"triton"`` if it cannot run; see also :func:`_check_transforms`.
+        RuntimeError: if ``"triton"`` cannot run; see also :func:`_check_transforms`.
         ValueError: if the name is unknown.
     """
     check_choice("impl", impl, IMPLS)
@@ -162,7 +162,7 @@ def chosen_impl(operator: str, name: str, tensor: Tensor, impl: str = "auto") ->
 
     Raises:
         RuntimeError: if ``impl`` cannot run here; see :func:`resolve_impl`.
-        TypeError: for ``"triton"`` with another dtype.
+        TypeError: if the kernels do not support the dtype, for ``"triton"``.
         ValueError: if the name is unknown.
     """
     resolved = resolve_impl(impl, tensor.device, operator)

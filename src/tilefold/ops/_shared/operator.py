@@ -101,7 +101,7 @@ class Operator(Generic[TensorsT, OptionsT]):
         saved: record type of what backward reads. Each field has the name of a tensor or a result.
         results: names of the results.
         outputs: ``(tensors, options, training)`` to the results' shapes and dtypes, for plans and
-            for compilers. ``training`` is false where no gradient may be asked for. A result that
+            for compilers. ``training`` is false if no gradient can be needed. A result that
             only backward reads then has no elements.
         gradients: by the name of each tensor that has a gradient, the name of the saved tensor with
             the gradient's shape and dtype, or a function ``(saved, options)`` to the gradient's

@@ -29,11 +29,11 @@ class Setting(NamedTuple):
     """Facts that plans depend on, apart from the layouts of tensors and the options.
 
     Attributes:
-        capability: compute capability of the device, ``(0, 0)`` where kernels are interpreted.
+        capability: compute capability of the device, ``(0, 0)`` if kernels are interpreted.
         multiprocessors: number of multiprocessors of the device.
         tf32: whether products of fp32 may run in TF32.
         aligned: whether all tensors begin at multiples of 16 bytes, as TMA descriptors need.
-        given_up: names of the kernels that cannot be built on the device
+        given_up: names of the kernels that failed to build on the device
             (:attr:`KernelFallback.kernel`).
         accumulated: names of tensors whose gradient is added to a buffer. The buffer of ``x`` is an
             input of the plan, ``dx``.

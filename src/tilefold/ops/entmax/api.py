@@ -80,8 +80,8 @@ def entmax(
             sizes, of that shape without ``dim``.
 
     Raises:
-        TypeError: for arguments that are not tensors, or have a dtype that is not supported.
-        ValueError: for an alpha outside [1, 2], shapes, devices or a ``dim`` that do not fit.
+        TypeError: if an argument is not a tensor, or has an unsupported dtype.
+        ValueError: if alpha is outside [1, 2], or shapes, devices or ``dim`` are inconsistent.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     if isinstance(alpha, Tensor):
@@ -104,7 +104,7 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
     Args:
         x: scores; fp16, bf16, fp32 or fp64.
         dim: the dimension along which probabilities sum to 1.
-        impl: as in :func:`entmax`.
+        impl: implementation; see :func:`entmax`.
 
     Returns:
         The Euclidean projection of every row onto the probability simplex, shaped like ``x``.

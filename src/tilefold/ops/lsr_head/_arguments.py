@@ -156,8 +156,8 @@ def _check_quantized(hidden: Tensor, pooling: str) -> None:
     """Raise an error for a pooling or a dtype that a quantised weight does not support.
 
     Raises:
-        TypeError: for fp64.
-        ValueError: for another pooling than max.
+        TypeError: if hidden is fp64.
+        ValueError: if the pooling is not max.
     """
     if pooling != "max":
         raise ValueError(

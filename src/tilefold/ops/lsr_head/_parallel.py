@@ -100,7 +100,7 @@ def parallel_head(
         out_dtype: dtype of the scores; ``None`` is that of the products.
 
     Returns:
-        ``[B, V]`` scores as a DTensor, ``Shard(1)`` where the vocabulary is sharded.
+        ``[B, V]`` scores as a DTensor, ``Shard(1)`` if the vocabulary is sharded.
     """
     from torch.distributed.tensor import DTensor, Partial, Shard
 

@@ -92,8 +92,8 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
             have no effect: quantise again after an optimiser step.
 
     Raises:
-        TypeError: for other types and dtypes.
-        ValueError: for other shapes.
+        TypeError: if the weight is not a tensor of one of these dtypes.
+        ValueError: if its shape is wrong.
     """
     check_shape("weight", check_tensor("weight", weight), "V D")
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
@@ -152,7 +152,7 @@ def chosen_quantized_impl(hidden: Tensor, impl: str = "auto") -> str:
 
     Raises:
         ValueError: if the name is unknown.
-        RuntimeError: for ``"triton"`` on a device that cannot multiply fp8.
+        RuntimeError: if ``"triton"`` cannot run, or the device cannot multiply fp8.
     """
     resolved = resolve_impl(impl, hidden.device, QUANTIZED_HEAD)
     if (

@@ -78,9 +78,9 @@ def chosen_impl(hidden: Tensor, impl: str = "auto") -> str:
         ``"reference"``, ``"tiled"`` or ``"triton"``.
 
     Raises:
-        ValueError: for an unknown name.
-        RuntimeError: for ``"triton"`` on a device that it does not support.
-        TypeError: for ``"triton"`` with a dtype that it does not support.
+        ValueError: if the name is unknown.
+        RuntimeError: if the device cannot run ``"triton"``.
+        TypeError: if ``"triton"`` does not support the dtype.
     """
     return HEAD.chosen_impl(hidden, impl)
 
@@ -151,8 +151,8 @@ def lsr_head(
         ``[B, V]`` scores.
 
     Raises:
-        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
-        ValueError: for shapes, devices, masks, ``cu_seqlens`` or options that do not fit together.
+        TypeError: if an argument is not a tensor, or has an unsupported dtype.
+        ValueError: if shapes, devices, masks, ``cu_seqlens`` or options are inconsistent.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     options = (pooling, activation, logit_scale, out_dtype, screen)
@@ -337,7 +337,7 @@ def lsr_head_rows(
         The rows, or ``None`` if Triton's kernels do not run.
 
     Raises:
-        ValueError: for a capacity or ``top_k`` below 1, or ``min_weight`` NaN.
+        ValueError: if the capacity or ``top_k`` is below 1, or ``min_weight`` is NaN.
     """
     if capacity < 1 or math.isnan(min_weight) or (top_k is not None and top_k < 1):
         raise ValueError(

@@ -16,7 +16,7 @@ class SearchTensors(NamedTuple):
     Attributes:
         weights: ``[Nq, T]`` fp32 weights of the query terms.
         terms: ``[Nq, T]`` int32 query terms.
-        offsets: where the postings of each block and term begin.
+        offsets: position at which the postings of each block and term begin.
         places: ``[nnz]`` documents of the postings.
         postings: ``[nnz]`` weights of the postings.
         largest: ``[V]`` largest weight of each term.

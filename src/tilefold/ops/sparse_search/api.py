@@ -76,7 +76,7 @@ def sparse_topk(
             last one are 0, and the documents -1.
 
     Raises:
-        TypeError, ValueError: for tensors of other dtypes, shapes and devices, and a ``k`` below 1.
+        TypeError, ValueError: if a dtype, shape or device is wrong, or ``k`` is below 1.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:

@@ -95,16 +95,16 @@ def token_scatter(
         weights: ``[B, S]`` or ``[B, S, 1]`` (the output of a linear layer with one feature), or
             packed ``[T]`` or ``[T, 1]`` with ``cu_seqlens``; fp16, bf16, fp32 or fp64.
         input_ids: ``[B, S]`` or packed ``[T]``, int32 or int64, in ``0 .. vocab_size - 1`` for
-            tokens that count. On the CPU another id raises. On a GPU, where a check costs a
-            synchronisation, it makes its sequence's scores NaN.
+            tokens that are neither masked nor ignored. On the CPU another id raises an error. On a
+            GPU, where a check costs a synchronisation, it makes its sequence's scores NaN.
         vocab_size: V, the number of columns.
         attention_mask: ``[B, S]``, nonzero = valid, in any pattern.
         cu_seqlens: ``[B + 1]`` int32 or int64, ``0 = cu_seqlens[0] <= ... <= cu_seqlens[B] = T``.
-            On the CPU other values raise; on a GPU they make every score NaN.
+            On the CPU other values raise an error; on a GPU they make every score NaN.
         reduce: ``"max"`` or ``"sum"``.
         activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
             ``"none"``.
-        ignore_ids: ids whose tokens do not count, at most 64, such as CLS, SEP, PAD and UNK. They
+        ignore_ids: ids whose tokens get no score, at most 64, such as CLS, SEP, PAD and UNK. They
             may be outside of the vocabulary.
         out_dtype: dtype of the scores; by default that of ``weights``.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``; see :func:`chosen_impl`.
@@ -113,8 +113,8 @@ def token_scatter(
         ``[B, V]`` scores.
 
     Raises:
-        TypeError: for arguments that are not tensors, or of a dtype that is not supported.
-        ValueError: for shapes, devices, ids, ``cu_seqlens`` or options that do not fit together.
+        TypeError: if an argument is not a tensor, or has an unsupported dtype.
+        ValueError: if shapes, devices, ids, ``cu_seqlens`` or options are inconsistent.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
