@@ -95,8 +95,8 @@ class LSRHead(LinearParameters):
             ``"none"``.
         logit_scale: factor on ``hidden @ weight.T``, before the bias.
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``.
-        device, dtype: device and dtype of the parameters, ``weight`` ``[V, D]`` and ``bias`` ``[V]``
-            or ``None``.
+        device, dtype: device and dtype of the parameters: ``weight`` ``[V, D]``, and ``bias``
+            ``[V]`` or ``None``.
     """
 
     option_names = ("pooling", "activation", "logit_scale", "impl")
