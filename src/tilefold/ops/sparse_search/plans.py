@@ -33,11 +33,17 @@ def forward(
     training: bool,
     setting: Setting,
 ) -> Plan:
-    """Plan the scores of all documents by block, and then the best documents of each query.
+    """Record the plan of a search: the scores of all documents, then each query's best documents.
 
     The first kernel also writes the highest score of each group of documents, and of each group of
     groups. The second kernel searches the best groups of groups, then the best groups in them, then
     the best documents in those.
+
+    Args:
+        tensors: layouts of the queries and the postings.
+        options: the checked options.
+        training: ignored, since a search has no gradient.
+        setting: the device.
     """
     n_queries, n_query_terms = tensors.terms.shape
     k = options.k
@@ -74,8 +80,9 @@ def forward(
     )
     builder.make_contiguous(tensors._asdict())
     builder.add_buffer("score", (n_queries, n_documents), torch.int32)
-    builder.add_buffer("group", (n_queries, n_groups), torch.int32)
-    builder.add_buffer("high", (n_queries, n_high_groups), torch.int32)
+    builder.add_buffer("group", (n_queries, n_groups), torch.int32)  # highest score of a group
+    builder.add_buffer("high", (n_queries, n_high_groups), torch.int32)  # of a group of groups
+    # scratch of the second kernel
     builder.add_buffer("member", (n_queries, 3 * max_listed), torch.int32)
     builder.add_buffer("listed", (n_queries, max_listed), torch.int32)
     builder.add_launch(
