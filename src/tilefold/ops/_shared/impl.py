@@ -26,17 +26,17 @@ SWITCH = "TILEFOLD_DISABLE"
 
 @functools.cache
 def triton_installed() -> bool:
-    """Whether the ``triton`` package can be imported (it is not imported here)."""
+    """Return whether the ``triton`` package can be imported (it is not imported here)."""
     return importlib.util.find_spec("triton") is not None
 
 
 def triton_interpreted() -> bool:
-    """Whether Triton runs its kernels in Python on the CPU (``TRITON_INTERPRET=1``)."""
+    """Return whether Triton runs its kernels in Python on the CPU (``TRITON_INTERPRET=1``)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def switched_off() -> bool:
-    """Whether ``TILEFOLD_DISABLE`` is set in the environment, with a warning the first time.
+    """Return whether ``TILEFOLD_DISABLE`` is set in the environment, with a warning the first time.
 
     Models and libraries then stay stock, and ``"auto"`` runs plain torch.
     """

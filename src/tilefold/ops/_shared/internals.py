@@ -45,7 +45,7 @@ current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStr
 
 
 def is_eager(tensor: Tensor) -> bool:
-    """Whether no mode and no transform is active, and ``tensor`` is not a batched one.
+    """Return whether no mode and no transform is active, and ``tensor`` is not a batched one.
 
     It must not be called in a trace.
     """
@@ -58,12 +58,12 @@ def is_eager(tensor: Tensor) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is active."""
+    """Return whether forward-mode differentiation is active."""
     return forward_ad._current_level >= 0
 
 
 def in_function_transform() -> bool:
-    """Whether ``torch.func`` differentiates, by ``grad``, ``vjp`` or ``jacrev``."""
+    """Return whether ``torch.func`` differentiates, by ``grad``, ``vjp`` or ``jacrev``."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return False
     differentiating = torch._C._functorch.TransformType.Grad
@@ -99,7 +99,7 @@ matmul_precision = _precision_reader()
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:
-    """Whether products of ``dtype`` may run in TF32, as those of cuBLAS.
+    """Return whether products of ``dtype`` may run in TF32, as those of cuBLAS.
 
     Only fp32 can.
     """
@@ -131,7 +131,7 @@ def specialized(kernel: Any) -> list[bool]:
 
 
 def has_launch_hooks() -> bool:
-    """Whether a profiler has installed hooks, which only Triton's own launches call."""
+    """Return whether a profiler has installed hooks, which only Triton's own launches call."""
     runtime = _triton_runtime()
     enter_hook = runtime.launch_enter_hook
     exit_hook = runtime.launch_exit_hook
@@ -280,7 +280,7 @@ def efficient_attention_varlen(
 
 @functools.cache
 def has_onednn_linear() -> bool:
-    """Whether torch has oneDNN's linear layer for x86, as its compiler for CPUs uses it."""
+    """Return whether torch has oneDNN's linear layer for x86, as its compiler for CPUs uses it."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     operators = ("_linear_pointwise", "_reorder_linear_weight")
@@ -289,7 +289,7 @@ def has_onednn_linear() -> bool:
 
 @functools.cache
 def has_int8_products() -> bool:
-    """Whether torch multiplies int8 on the CPU faster than fp32: oneDNN, by AVX-512."""
+    """Return whether torch multiplies int8 on the CPU faster than fp32: oneDNN, by AVX-512."""
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return (
         available

@@ -84,7 +84,7 @@ def power_of_2(x):
 
 @triton.jit
 def needs_care(e, KIND: tl.constexpr):
-    """Whether alpha is so close to 1 that the logarithm of ``x`` needs a series.
+    """Return whether alpha is so close to 1 that the logarithm of ``x`` needs a series.
 
     ``e`` and the result are scalars.
     """
@@ -98,7 +98,7 @@ def needs_care(e, KIND: tl.constexpr):
 
 @triton.jit
 def is_steep(e, KIND: tl.constexpr):
-    """Whether alpha is above 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
+    """Return whether alpha is above 1.5, where ``p^(1 - 2 e)`` would be a negative power."""
     if KIND == "gentle":
         return False
     elif KIND == "steep":

@@ -274,7 +274,7 @@ def launch(kernel: Any, grid: Grid, arguments: Values, constants: Constants) -> 
 
 
 def rows_fit_descriptor(matrix: Tensor) -> bool:
-    """Whether the rows of a contiguous matrix are as long as a TMA descriptor needs.
+    """Return whether the rows of a contiguous matrix are as long as a TMA descriptor needs.
 
     Its first address is not read.
     """
@@ -285,7 +285,7 @@ def rows_fit_descriptor(matrix: Tensor) -> bool:
 
 
 def is_build_failure(error: Exception) -> bool:
-    """Whether ``error`` says that a kernel cannot be built, loaded or launched.
+    """Return whether ``error`` says that a kernel cannot be built, loaded or launched.
 
     Other errors come from a kernel that ran, such as an illegal access to memory.
     """

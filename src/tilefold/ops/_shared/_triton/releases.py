@@ -53,7 +53,7 @@ def release_name() -> str:
 
 
 def interpreted_rows_count_elements() -> bool:
-    """Whether interpreted TMA descriptors need rows of a multiple of 16 elements.
+    """Return whether interpreted TMA descriptors need rows of a multiple of 16 elements.
 
     Newer releases need a multiple of 16 bytes, as the hardware does.
     """
