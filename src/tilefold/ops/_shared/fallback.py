@@ -23,7 +23,7 @@ TILED_PATH_RUNS = (
 
 
 class KernelFallback(NamedTuple):
-    """What runs instead of a kernel that cannot be built.
+    """Replacement of a kernel that cannot be built.
 
     Attributes:
         kernel: name of the operator and of the kernel that cannot be built, for warnings.

@@ -140,7 +140,7 @@ def has_launch_hooks() -> bool:
 
 
 class LaunchFacts(NamedTuple):
-    """What the CUDA driver needs to launch a kernel.
+    """Facts that the CUDA driver needs to launch a kernel.
 
     Attributes:
         ptx: the kernel's PTX.
