@@ -376,7 +376,7 @@ def test_colbert_scores_rejects(
         pytest.param(
             list(QUERIES),
             list(DOCUMENTS[0]),
-            r"must hold sequences of shape \[L, D\], got one of shape \[16\]",
+            r"must have shape \[L, D\], got \[16\]",
             id="vectors instead of sequences",
         ),
         pytest.param(QUERIES, DOCUMENTS, "as many as queries", id="unequal numbers"),

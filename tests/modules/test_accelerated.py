@@ -114,7 +114,7 @@ def test_sparse_rows_and_saved_vectors_are_those_of_encode(
             items = list(
                 model.encode_sparse_batch.stream([Window(texts)], task=task, to_host=place > 0),
             )
-        streamed = as_csr([item for item in items if isinstance(item, Batch)], len(texts), 0)
+        streamed = as_csr([item for item in items if isinstance(item, Batch)], len(texts))
         torch.testing.assert_close(streamed.to_dense(), expected[place], rtol=1e-5, atol=1e-6)
     assert not is_accelerated(model)
     with accelerate(model):

@@ -751,7 +751,7 @@ def test_a_model_with_an_alpha_and_another_attention_is_refused(
     (folder / "config.json").write_text(json.dumps(config))
     collection.save_beir(tmp_path / "data")
     assert run_cli(*encode_command(folder, tmp_path / "data", tmp_path / "vectors")) == 1
-    message = "must run entmax attention where its configuration has entmax_alpha"
+    message = "must run entmax attention in every layer whose configuration has entmax_alpha"
     assert message in capsys.readouterr().err
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from tilefold.ops.implementations import switched_off
 class Replacement:
     """A callable that replaces a method on one instance.
 
-    It is no module, so that the state dict of the instance does not change.
+    It is not an ``nn.Module``, so that the state dict of the instance does not change.
 
     Args:
         owner: the instance.
@@ -46,47 +45,61 @@ class _Target(NamedTuple):
     """A function that is replaced in a module of a library.
 
     Attributes:
-        module: name of the module.
-        name: name of the function in it, such as ``"function"`` or ``"Class.method"``.
+        module: the name of the module.
+        name: the name of the function in the module, or ``"Class.method"``.
     """
 
     module: str
     name: str
 
 
-class Acceleration:
-    """Replacements of functions in one library: either all of them are in force, or none.
+class _Location(NamedTuple):
+    """Where a function is stored.
 
-    As a context manager, it restores the library's own functions at the end.
+    Attributes:
+        owner: the module, or the class of a method.
+        attribute: the name of the function in its owner.
+    """
+
+    owner: object
+    attribute: str
+
+
+class Acceleration:
+    """Replacements of functions in one library: either all of them are active, or none.
+
+    As a context manager, it restores the library's own functions on exit.
 
     Args:
-        library: name of the library, for error messages.
-        requirement: oldest supported release as a requirement of pip, for error messages.
-        modules_by_name: modules of the library in which a function is replaced, by its name, which
-            may be ``"Class.method"``.
+        library: the name of the library, for error messages.
+        requirement: the oldest supported release as a pip requirement, for error messages.
+        modules_by_function: the modules that hold each function, by the name of the function or
+            ``"Class.method"``.
     """
 
     def __init__(
         self,
         library: str,
         requirement: str,
-        modules_by_name: Mapping[str, Sequence[str]],
+        modules_by_function: Mapping[str, Sequence[str]],
     ) -> None:
         """Record which functions of a library can be replaced; nothing is imported yet.
 
         Args:
-            library: name of the library, for error messages.
-            requirement: oldest supported release as a requirement of pip, for error messages.
-            modules_by_name: modules of the library in which a function is replaced, by its name,
-                which may be ``"Class.method"``.
+            library: the name of the library, for error messages.
+            requirement: the oldest supported release as a pip requirement, for error messages.
+            modules_by_function: the modules that hold each function, by the name of the function or
+                ``"Class.method"``.
         """
         self.library = library
         self.requirement = requirement
         self._targets = [
-            _Target(module, name) for name, modules in modules_by_name.items() for module in modules
+            _Target(module, name)
+            for name, modules in modules_by_function.items()
+            for module in modules
         ]
-        # The library's own functions, one for each target; empty if none is replaced.
-        self._stock: list[object] = []
+        # The library's own functions, one for each target; empty if they are not replaced.
+        self._originals: list[object] = []
 
     def apply(self, functions: Mapping[str, Callable[..., object]]) -> Acceleration:
         """Replace the library's functions until :meth:`restore`.
@@ -95,31 +108,31 @@ class Acceleration:
         instead.
 
         Args:
-            functions: replacements by the names of the functions.
+            functions: maps the name of each function to its replacement.
 
         Raises:
-            ImportError: without the library.
-            RuntimeError: if a release of the library lacks one of the names.
+            ImportError: if the library cannot be imported.
+            RuntimeError: if this release of the library lacks one of the functions.
         """
         if switched_off():
             self.restore()
             return self
         try:
-            owners = [self._owner(target) for target in self._targets]
+            locations = [self._locate(target) for target in self._targets]
         except ImportError as error:
             raise ImportError(
                 f"accelerate() changes {self.library}, which cannot be imported; "
                 f'pip install "{self.requirement}".',
             ) from error
-        if not self._stock:  # a second call must not record replacements as the library's own
-            self._stock = [getattr(owner, attribute) for owner, attribute in owners]
-        for (owner, attribute), target in zip(owners, self._targets, strict=True):
+        if not self._originals:  # a second call must not record replacements as originals
+            self._originals = [getattr(owner, attribute) for owner, attribute in locations]
+        for (owner, attribute), target in zip(locations, self._targets, strict=True):
             setattr(owner, attribute, functions[target.name])
         return self
 
     def is_accelerated(self) -> bool:
-        """Return whether the library's functions are replaced."""
-        return bool(self._stock)
+        """Whether the library's functions are replaced."""
+        return bool(self._originals)
 
     def __enter__(self) -> Acceleration:
         return self
@@ -131,34 +144,33 @@ class Acceleration:
         return f"Acceleration({self.library}, active={self.is_accelerated()})"
 
     def restore(self) -> None:
-        """Bring the library's own functions back, if they were replaced."""
-        if not self._stock:
+        """Restore the library's own functions, if they were replaced."""
+        if not self._originals:
             return
-        for target, function in zip(self._targets, self._stock, strict=True):
-            owner, attribute = self._owner(target)
+        for target, function in zip(self._targets, self._originals, strict=True):
+            owner, attribute = self._locate(target)
             setattr(owner, attribute, function)
-        self._stock = []
+        self._originals = []
 
-    def _owner(self, target: _Target) -> tuple[object, str]:
-        """Return the object that holds a target's function, and the name of the function in it.
-
-        For ``"Class.method"`` the object is the class, else the module.
+    def _locate(self, target: _Target) -> _Location:
+        """Return where a function is stored: in its module, or in the class of a method.
 
         Args:
             target: the function.
 
         Raises:
             ImportError: if the module cannot be imported.
-            RuntimeError: if it has no such function.
+            RuntimeError: if there is no such function.
         """
         *class_names, attribute = target.name.split(".")
-        module: object = import_module(target.module)
+        owner: object = import_module(target.module)
         try:
-            owner = functools.reduce(getattr, class_names, module)
+            for class_name in class_names:
+                owner = getattr(owner, class_name)
             getattr(owner, attribute)  # raises an error if the function is missing
         except AttributeError as error:
             raise RuntimeError(
                 f"{self.library} must have {target.module}.{target.name}, got a version without "
-                "it; call the functions themselves.",
+                "it; call tilefold's functions directly instead.",
             ) from error
-        return owner, attribute
+        return _Location(owner, attribute)

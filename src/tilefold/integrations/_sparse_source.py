@@ -1,4 +1,4 @@
-"""Sparse vectors for clients of other libraries, from a model in this process or a server."""
+"""Sparse vectors for the clients of other libraries, from a model in this process or a server."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tilefold._internal.arguments import check_encoder, list_of_texts
 from tilefold._internal.typing import Model
 
 Side = Literal["query", "document"]
-# Indices of terms, ascending, and their weights.
+# The indices of terms, ascending, and their weights.
 Vector = tuple[list[int], list[float]]
-# Printable ASCII without spaces, which a header can hold.
+# Printable ASCII without spaces, which an HTTP header can hold.
 _API_KEY = re.compile(r"[\x21-\x7e]+")
-# A busy server is tried again after a time that doubles with each attempt.
+# A busy server is tried again after a wait, which doubles with each attempt.
 _MAX_ATTEMPTS = 5
 _FIRST_WAIT_SECONDS = 0.2
 
@@ -34,19 +34,20 @@ class SparseSource:
     """Sparse vectors of texts, from a model or a server.
 
     Args:
-        model: a ``SparseEncoder``, or a folder or Hugging Face name of one, which is loaded at
-            first use.
-        url: address of ``tilefold serve``, instead of a model.
-        api_key: key of the server.
-        top_k: heaviest terms kept per text; ``None`` keeps all.
-        batch_size: texts that are encoded at a time.
-        timeout: seconds to wait for an answer of the server.
-        sides: False for other servers with ``/embed_sparse``, which do not tell queries from
-            documents.
+        model: a ``SparseEncoder``, or the folder or Hugging Face name of one, which is loaded when
+            it is first used.
+        url: the address of ``tilefold serve``, instead of a model.
+        api_key: the key of the server.
+        top_k: the number of heaviest terms to keep per text; None keeps all.
+        batch_size: the number of texts that are encoded at once.
+        timeout: the number of seconds to wait for an answer of the server.
+        sides: whether the server has separate paths for queries and documents. Other servers with
+            ``/embed_sparse`` do not.
 
     Raises:
-        TypeError: a model that is neither a name nor a loaded ``SparseEncoder``.
-        ValueError: not exactly one of `model` and `url`, or a value out of range.
+        TypeError: if ``model`` is neither a name nor a loaded ``SparseEncoder``.
+        ValueError: if not exactly one of ``model`` and ``url`` is given, or a value is out of
+            range.
     """
 
     def __init__(
@@ -63,12 +64,12 @@ class SparseSource:
         """Check the arguments. Neither the model nor the server is used yet.
 
         Args:
-            model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
-            url: address of the server, instead of a model.
-            api_key: key of the server.
-            top_k: heaviest terms kept per text; ``None`` keeps all.
-            batch_size: texts that are encoded at a time.
-            timeout: seconds to wait for an answer of the server.
+            model: a ``SparseEncoder``, or the folder or Hugging Face name of one.
+            url: the address of the server, instead of a model.
+            api_key: the key of the server.
+            top_k: the number of heaviest terms to keep per text; None keeps all.
+            batch_size: the number of texts that are encoded at once.
+            timeout: the number of seconds to wait for an answer of the server.
             sides: whether the server has separate paths for queries and documents.
         """
         if model is None and url is None:
@@ -89,6 +90,8 @@ class SparseSource:
         if not timeout > 0:
             raise ValueError(f"timeout: expected a number above 0, got {timeout}.")
         self.model = model
+        # The loaded model; None if it is given by name and was not used yet.
+        self._loaded_model: Model | None = None if isinstance(model, str) else model
         self.url = url
         self.api_key = api_key
         self.top_k = top_k
@@ -104,8 +107,8 @@ class SparseSource:
             side: whether they are queries or documents.
 
         Raises:
-            TypeError: `texts` is one string, no sequence, or holds anything but strings.
-            ServerError: the server sent no vectors.
+            TypeError: if ``texts`` is not a sequence of strings.
+            ServerError: if the server sent no vectors.
         """
         texts = list_of_texts("texts", texts)
         if not texts:
@@ -117,11 +120,12 @@ class SparseSource:
             batch = texts[start : start + self.batch_size]
             answer = self._request(batch, side)
             for indices, weights in _parse_vectors(answer, len(batch)):
-                vectors.append(_strongest(indices, weights, self.top_k))
+                # Servers other than ``tilefold serve`` do not know ``top_k``.
+                vectors.append(_heaviest_terms(indices, weights, self.top_k))
         return vectors
 
     def _encode_in_process(self, texts: list[str], side: Side) -> list[Vector]:
-        """Encode texts by the model in this process, which is loaded at first use.
+        """Encode texts with the model in this process.
 
         Args:
             texts: at least one text.
@@ -130,15 +134,12 @@ class SparseSource:
         Returns:
             The vector of each text: ascending indices of terms, and their weights.
         """
-        from tilefold.integrations.sentence_transformers import accelerate, encode_sparse
-        from tilefold.modules import load_encoder
+        from tilefold.integrations.sentence_transformers import encode_sparse
 
-        if isinstance(self.model, str):
-            self.model = load_encoder(self.model)
-            with suppress(ValueError):  # a stock model encodes, too, if it cannot be accelerated
-                accelerate(self.model)
+        if self._loaded_model is None:
+            self._loaded_model = _load_accelerated(str(self.model))
         rows = encode_sparse(
-            self.model,
+            self._loaded_model,
             texts,
             task=side,
             batch_size=self.batch_size,
@@ -150,7 +151,7 @@ class SparseSource:
         return [(columns[start:end], weights[start:end]) for start, end in pairwise(offsets)]
 
     def _request(self, texts: list[str], side: Side) -> Any:
-        """Return the server's answer for a batch of texts, as parsed JSON.
+        """Return the answer of the server for a batch of texts, as parsed JSON.
 
         A busy server (status 429) is tried again a few times, after waits of 0.2, 0.4, 0.8 and 1.6
         seconds.
@@ -160,7 +161,7 @@ class SparseSource:
             side: whether they are queries or documents.
 
         Raises:
-            ServerError: the server refused the request, cannot be reached, or sent no JSON.
+            ServerError: if the server refused the request, could not be reached, or sent no JSON.
         """
         body: dict[str, object] = {"inputs": texts, "format": "arrays"}
         if self.top_k is not None:
@@ -186,17 +187,17 @@ class SparseSource:
         return answer
 
     def _post(self, body: bytes, side: Side) -> tuple[int, bytes]:
-        """Send a request to the server, without trying again.
+        """Send a request to the server once.
 
         Args:
             body: the request as JSON.
-            side: whether the texts in it are queries or documents.
+            side: whether its texts are queries or documents.
 
         Returns:
-            Status and body of the response.
+            The status and the body of the response.
 
         Raises:
-            ServerError: the server cannot be reached.
+            ServerError: if the server cannot be reached.
         """
         parts = urlsplit(self.url or "")
         is_https = parts.scheme == "https"
@@ -222,10 +223,25 @@ class SparseSource:
             connection.close()
 
 
-def _check_url(url: str) -> None:
-    """Raise ``ValueError`` for an address that is not one of a server, or has superfluous parts.
+def _load_accelerated(name: str) -> Model:
+    """Load a SparseEncoder and accelerate it, if possible.
 
-    A name, a password, a query and a fragment in the address would be ignored.
+    Args:
+        name: the folder or the Hugging Face name of the model.
+    """
+    from tilefold.integrations.sentence_transformers import accelerate
+    from tilefold.modules import load_encoder
+
+    model = load_encoder(name)
+    with suppress(ValueError):  # a model that cannot be accelerated encodes as it is
+        accelerate(model)
+    return model
+
+
+def _check_url(url: str) -> None:
+    """Raise ``ValueError`` if an address is not that of a server, or has parts that are ignored.
+
+    These parts are a name, a password, a query and a fragment.
 
     Args:
         url: the address.
@@ -233,7 +249,7 @@ def _check_url(url: str) -> None:
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         is_address = False
     if not is_address:
         raise ValueError(f"url: expected an address such as http://localhost:8080, got {url!r}.")
@@ -244,16 +260,16 @@ def _check_url(url: str) -> None:
         )
 
 
-def _strongest(indices: list[int], weights: list[float], top_k: int | None) -> Vector:
-    """Return the heaviest entries of a vector, in ascending order of their indices.
+def _heaviest_terms(indices: list[int], weights: list[float], top_k: int | None) -> Vector:
+    """Return the ``top_k`` heaviest terms of a vector, in ascending order of their indices.
 
-    This is for servers that do not know ``top_k`` and send all entries. The choice equals that of a
-    model in this process: among equal weights, entries with lower indices are kept.
+    The choice equals that of a model in this process: among equal weights, the terms with lower
+    indices are kept.
 
     Args:
-        indices: indices of terms, ascending.
-        weights: their weights.
-        top_k: number of entries that are kept; ``None`` keeps all.
+        indices: the indices of the terms, ascending.
+        weights: the weights of the terms.
+        top_k: the number of terms to keep; None keeps all.
     """
     if top_k is None or len(indices) <= top_k:
         return indices, weights
@@ -262,20 +278,20 @@ def _strongest(indices: list[int], weights: list[float], top_k: int | None) -> V
         key=lambda position: (-weights[position], indices[position]),
     )
     positions = sorted(by_weight[:top_k])
-    strongest_weights = [weights[position] for position in positions]
-    return [indices[position] for position in positions], strongest_weights
+    heaviest_weights = [weights[position] for position in positions]
+    return [indices[position] for position in positions], heaviest_weights
 
 
 def _parse_vectors(answer: Any, n_texts: int) -> list[Vector]:
-    """Convert a server's answer to vectors.
+    """Convert the answer of a server to vectors.
 
     Args:
-        answer: parsed JSON: one object with ``indices`` and ``values`` per text, or one list of
-            entries per text from servers that do not know ``format``.
-        n_texts: number of texts of the request.
+        answer: parsed JSON. For each text, ``tilefold serve`` sends an object with ``indices`` and
+            ``values``, and other servers send a list of entries.
+        n_texts: the number of texts of the request.
 
     Raises:
-        ServerError: the answer holds something else, or another number of vectors.
+        ServerError: if the answer is not a list of vectors, or their number is wrong.
     """
     try:
         vectors = [_parse_vector(row) for row in answer]
@@ -297,22 +313,22 @@ def _parse_vectors(answer: Any, n_texts: int) -> list[Vector]:
 
 
 def _parse_vector(row: Any) -> Vector:
-    """Convert one vector of a server's answer, in either of two forms."""
+    """Convert one vector of an answer, an object with two lists or a list of entries."""
     if isinstance(row, dict):
         return list(row["indices"]), list(row["values"])
     return [entry["index"] for entry in row], [entry["value"] for entry in row]
 
 
 def _is_valid(vector: Vector) -> bool:
-    """Whether a vector of a server has integers as indices, and as many finite weights.
+    """Whether a vector from a server has integer indices and equally many finite weights.
 
     Args:
-        vector: indices and weights, of any types.
+        vector: the indices and the weights, whose types are not known yet.
     """
     indices, weights = vector
     if len(indices) != len(weights):
         return False
-    # ``type`` and not ``isinstance``, because bools are integers, too.
+    # ``type`` instead of ``isinstance``, because bools are instances of int.
     are_integers = all(type(index) is int for index in indices)
     return are_integers and all(
         type(weight) in (int, float) and math.isfinite(weight) for weight in weights

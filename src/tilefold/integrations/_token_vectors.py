@@ -8,18 +8,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+# The shape of token vectors by its number of dimensions: one sequence, a batch of sequences, and
+# groups of documents.
+_SHAPES = {2: "[L, D]", 3: "[B, L, D]", 4: "[B, N, L, D]"}
+
 
 def as_tokens(name: str, embeddings: object, dims: int) -> Tensor:
-    """Convert padded token vectors to one floating tensor ``[..., L, D]``.
+    """Convert token vectors to one floating tensor ``[..., L, D]``.
 
     Args:
-        name: name of the argument, for error messages.
-        embeddings: a tensor or an array, or a list of sequences of one length, which are stacked.
-        dims: number of dimensions that the result must have: 2 for one sequence, 3 for a batch, 4
-            for groups of documents.
+        name: the name of the argument, for error messages.
+        embeddings: a tensor or an array, or a list of sequences of equal length, which are stacked.
+        dims: the number of dimensions of the result: 2 for one sequence, 3 for a batch, 4 for
+            groups of documents.
 
     Raises:
-        ValueError: for an empty list, or another number of dimensions.
+        ValueError: if a list is empty, or the number of dimensions is wrong.
     """
     if isinstance(embeddings, (list, tuple)):
         if not embeddings:
@@ -29,20 +33,18 @@ def as_tokens(name: str, embeddings: object, dims: int) -> Tensor:
         embeddings = torch.stack([as_tensor(item) for item in embeddings])
     vectors = as_tensor(embeddings)
     if vectors.dim() != dims:
-        shape = list(vectors.shape)
-        if dims == 3:
-            raise ValueError(f"{name} must have shape [B, L, D], got {shape}.")
-        if dims == 4:
-            raise ValueError(f"{name} must have shape [B, N, L, D], got {shape}.")
         raise ValueError(
-            f"{name} must hold sequences of shape [L, D], got one of shape {shape}.",
+            f"{name} must have shape {_SHAPES[dims]}, got {list(vectors.shape)}.",
         )
     return vectors if vectors.is_floating_point() else vectors.float()
 
 
 def token_vectors(name: str, items: Sequence[object]) -> list[Tensor]:
     """Convert each sequence of a list to a floating tensor ``[L_i, D]``."""
-    return [as_tokens(name, as_tensor(item), 2) for item in items]
+    return [
+        as_tokens(f"{name}[{position}]", as_tensor(item), dims=2)
+        for position, item in enumerate(items)
+    ]
 
 
 def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -52,7 +54,7 @@ def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         sequences: at least one tensor ``[L_i, D]``.
 
     Returns:
-        Vectors ``[T, D]``, and the offsets of the sequences, int32 ``[N + 1]``.
+        The vectors ``[T, D]``, and the offsets of the sequences, int32 ``[N + 1]``.
     """
     lengths = [vectors.size(0) for vectors in sequences]
     offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -63,7 +65,7 @@ def pack(sequences: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def as_tensor(item: object) -> Tensor:
     """Convert an array or a nested list to a tensor.
 
-    Arrays share their memory with the tensor. Read-only ones are copied, because torch would warn.
+    The tensor shares the memory of an array. Read-only arrays are copied, because torch would warn.
     """
     if isinstance(item, Tensor):
         return item

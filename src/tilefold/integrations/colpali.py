@@ -1,12 +1,11 @@
 """colpali-engine's late-interaction scores without the similarities ``[Bq, Bd, Lq, Ld]``.
 
-colpali-engine has no masks: padding is a row of zeros, which takes part in the maximum with a
-similarity of 0, larger than a negative one. These functions compute the same. Among equal
-similarities, such as with rows of zeros, the first row takes the gradient that colpali-engine
-splits; the models drop the gradients of padding.
+colpali-engine has no masks: padding is a zero row, whose similarity of 0 counts in the maximum and
+exceeds negative similarities. These functions compute the same. If several similarities are equal,
+as those of zero rows are, the first row gets the gradient that colpali-engine divides among them.
+The models drop the gradients of padding.
 
-The losses call the functions by name; only :func:`accelerate`, which replaces those names, imports
-colpali-engine.
+Only :func:`accelerate`, which replaces the functions of colpali-engine, imports it.
 """
 
 from __future__ import annotations
@@ -34,20 +33,22 @@ def maxsim_inbatch(
     """Compute MaxSim of every query with every document (ColPali, arXiv 2407.01449).
 
     It replaces ``colpali_engine.utils.maxsim.maxsim_inbatch``.
-    ``scores[i, j] = sum_s max_t query[i, s] . doc[j, t]`` over all rows, rows of zeros included.
+    ``scores[i, j] = sum_s max_t query[i, s] . doc[j, t]`` over all rows, including zero rows.
 
     Args:
-        query: ``[Bq, Lq, D]``, padded with zeros; fp16, bf16, fp32 or fp64.
-        doc: ``[Bd, Ld, D]``, of the same dtype and device (any floating dtype under autocast).
-        tau: temperature of the smooth maximum ``tau * logsumexp(. / tau)``, as the losses take with
-            ``use_smooth_max=True``; ``None`` for the maximum.
-        impl: as in :func:`tilefold.ops.maxsim`.
+        query: the token vectors of the queries, ``[Bq, Lq, D]``, padded with zeros; fp16, bf16,
+            fp32 or fp64.
+        doc: the token vectors of the documents, ``[Bd, Ld, D]``, on the same device. Their dtype is
+            that of the queries, or any floating dtype under autocast.
+        tau: the temperature of the smooth maximum ``tau * logsumexp(. / tau)``, as in the losses
+            with ``use_smooth_max=True``; None for the maximum.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Returns:
-        ``[Bq, Bd]`` fp32 (fp64 for fp64), differentiable.
+        Differentiable scores ``[Bq, Bd]`` in fp32 (fp64 for fp64).
 
     Raises:
-        TypeError, ValueError: for arguments that do not fit.
+        TypeError, ValueError: if arguments are invalid.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     check_shape("query", check_tensor("query", query), "B L D")
@@ -67,13 +68,15 @@ def maxsim_kd(
     It replaces ``colpali_engine.utils.maxsim.maxsim_kd``.
 
     Args:
-        query: ``[B, Lq, D]``, padded with zeros.
-        doc: ``[B, N, Ld, D]``, of the same dtype and device.
-        tau: as in :func:`maxsim_inbatch`.
-        impl: as in :func:`maxsim_inbatch`.
+        query: the token vectors of the queries, ``[B, Lq, D]``, padded with zeros.
+        doc: the token vectors of N documents for each query, ``[B, N, Ld, D]``, of the same dtype
+            and device.
+        tau: the temperature of the smooth maximum, see :func:`maxsim_inbatch`; None for the
+            maximum.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as :func:`maxsim_inbatch`.
+        TypeError, ValueError, RuntimeError: see :func:`maxsim_inbatch`.
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B N L D")
@@ -81,7 +84,7 @@ def maxsim_kd(
 
 
 _LOSSES = "colpali_engine.loss.late_interaction_losses"
-_MODULES_BY_NAME = {
+_MODULES_BY_FUNCTION = {
     "maxsim_inbatch": [
         "colpali_engine.utils.maxsim",
         "colpali_engine.utils.processing_utils",
@@ -90,7 +93,7 @@ _MODULES_BY_NAME = {
     "maxsim_kd": ["colpali_engine.utils.maxsim", _LOSSES],
     "ColbertModule._inbatch_scores": [_LOSSES],
 }
-_PATCHES = Acceleration("colpali-engine", "colpali-engine>=0.3.18", _MODULES_BY_NAME)
+_PATCHES = Acceleration("colpali-engine", "colpali-engine>=0.3.18", _MODULES_BY_FUNCTION)
 restore = _PATCHES.restore
 is_accelerated = _PATCHES.is_accelerated
 
@@ -98,30 +101,31 @@ is_accelerated = _PATCHES.is_accelerated
 def accelerate(*, impl: str = "auto") -> Acceleration:
     """Make colpali-engine's losses and ``score_multi_vector`` use the functions of this module.
 
-    Losses created before or after the call score without the similarities, in-batch smooth maxima
-    (``use_smooth_max=True``) included. The smooth maxima of explicit negatives, ``[B, N, Lq, Ld]``,
-    stay colpali-engine's own, and so do the similarities of each query with its positive, ``[B, Lq,
-    Ld]``. ``COLPALI_SCORES_BACKEND`` is not read.
+    Existing losses and new ones then score without materialising the similarity matrix. Replaced
+    are in-batch scores, also with smooth maxima (``use_smooth_max=True``), and scores of explicit
+    negatives with plain maxima. Two computations remain as they are: smooth maxima of explicit
+    negatives, ``[B, N, Lq, Ld]``, and the similarities of each query with its positive document,
+    ``[B, Lq, Ld]``. ``COLPALI_SCORES_BACKEND`` is not read.
 
     Args:
-        impl: as in :func:`tilefold.ops.maxsim`.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its
-        end. Nothing is replaced with ``TILEFOLD_DISABLE=1`` in the environment.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement on exit.
+        Nothing is replaced with ``TILEFOLD_DISABLE=1`` in the environment.
 
     Raises:
-        ValueError: for an unknown ``impl``.
-        ImportError: without colpali-engine.
-        RuntimeError: if a release of colpali-engine lacks one of the functions.
+        ValueError: if ``impl`` is unknown.
+        ImportError: if colpali-engine is not installed.
+        RuntimeError: if this release of colpali-engine lacks one of the functions.
     """
 
     def inbatch_scores(self: Any, query_embeddings: Tensor, doc_embeddings: Tensor) -> Tensor:
-        """Compute in-batch scores of a loss, in place of ``ColbertModule._inbatch_scores``."""
+        """Compute the in-batch scores of a loss; replaces ``ColbertModule._inbatch_scores``."""
         tau = self.tau if self.use_smooth_max else None
         scores = maxsim_inbatch(query_embeddings, doc_embeddings, tau=tau, impl=impl)
         if self.normalize_scores:
-            # colpali-engine counts rows as tokens by their first number: padding is zeros.
+            # colpali-engine treats rows whose first value is 0 as padding.
             n_query_tokens = (query_embeddings[:, :, 0] != 0).sum(dim=1)
             scores = self._apply_normalization(scores, n_query_tokens)
         return scores

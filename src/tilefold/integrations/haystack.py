@@ -1,8 +1,8 @@
-"""Sparse embedders for Haystack, of a model in this process or of a server.
+"""Sparse embedders for Haystack, with a model in this process or through a server.
 
-Needs the package ``haystack-ai``, which is imported with this module. Haystack's own components for
-text-embeddings-inference work with ``tilefold serve``, too. These also take a model, and the
-server's other fields.
+This module imports the package ``haystack-ai``. Haystack's own components for
+text-embeddings-inference work with ``tilefold serve``, too. These components also accept a model,
+and the other options of the server.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ __all__ = ["ServerError", "TilefoldSparseDocumentEmbedder", "TilefoldSparseTextE
 
 
 class _Embedder:
-    """Base of both components.
-
-    Args:
-        model: as in :class:`tilefold.integrations._sparse_source.SparseSource`.
-        url: as there.
-        api_key: key of the server.
-        **options: other arguments, as there.
-    """
+    """Base class of both components, which Haystack can save as part of a pipeline."""
 
     def __init__(
         self,
@@ -42,28 +35,29 @@ class _Embedder:
         api_key: Secret | None = None,
         **options: Any,
     ) -> None:
-        """Prepare to encode by a model or a server.
+        """Prepare to encode with a model or through a server.
 
         Args:
-            model: a ``SparseEncoder``, or a folder or Hugging Face name of one.
-            url: address of ``tilefold serve``, instead of a model.
-            api_key: key of the server.
+            model: a ``SparseEncoder``, or the folder or Hugging Face name of one.
+            url: the address of ``tilefold serve``, instead of a model.
+            api_key: the key of the server.
             **options: other arguments of ``SparseSource``, such as ``top_k``.
         """
-        self._arguments = {"model": model, "url": url, **options}
+        self._arguments = {"model": model, "url": url, **options}  # for to_dict()
         self._api_key = api_key
         key = None if api_key is None else api_key.resolve_value()
         self._source = SparseSource(model, url, api_key=key, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the component as a dictionary, with which Haystack stores a pipeline.
+        """Return the component as a dictionary, from which Haystack can save a pipeline.
 
         Raises:
-            ValueError: the model is an object, which a file cannot name.
+            ValueError: if the model was given as an object, which cannot be saved.
         """
         if not isinstance(self._arguments["model"], str | None):
             raise ValueError(
-                "model: expected a folder or a name to store the pipeline, got an object.",
+                "model: expected a folder or a name, which a saved pipeline can store, got an "
+                "object.",
             )
         api_key = None if self._api_key is None else self._api_key.to_dict()
         component_data: dict[str, Any] = default_to_dict(self, **self._arguments, api_key=api_key)
@@ -80,10 +74,10 @@ class _Embedder:
 
 @component
 class TilefoldSparseTextEmbedder(_Embedder):
-    """Computes the sparse embedding of a query, by the model's route for queries.
+    """Computes the sparse embedding of a query, through the model's route for queries.
 
-    Its arguments are the same as of :class:`tilefold.integrations._sparse_source.SparseSource`,
-    with `api_key` as a ``Secret``.
+    The arguments are those of :class:`tilefold.integrations._sparse_source.SparseSource`, with
+    ``api_key`` as a ``Secret``.
     """
 
     @component.output_types(sparse_embedding=SparseEmbedding)
@@ -95,9 +89,9 @@ class TilefoldSparseTextEmbedder(_Embedder):
 
 @component
 class TilefoldSparseDocumentEmbedder(_Embedder):
-    """Adds sparse embeddings to documents, by the model's route for documents.
+    """Adds sparse embeddings to documents, through the model's route for documents.
 
-    Documents without content get none. The arguments are the same as of
+    Documents without content get none. The arguments are those of
     :class:`TilefoldSparseTextEmbedder`.
     """
 

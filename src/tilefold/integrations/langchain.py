@@ -1,6 +1,6 @@
-"""Sparse embeddings for LangChain's Qdrant store, of a model in this process or of a server.
+"""Sparse embeddings for LangChain's Qdrant store, with a model in this process or through a server.
 
-Needs the package ``langchain-qdrant``, which is imported with this module.
+This module imports the package ``langchain-qdrant``.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["ServerError", "TilefoldSparseEmbeddings"]
 class TilefoldSparseEmbeddings(SparseEmbeddings):
     """``langchain_qdrant.SparseEmbeddings`` of any ``SparseEncoder``.
 
-    Queries and documents take their own routes through the model.
+    Queries and documents take different routes through the model.
 
     Args:
-        model: as in :class:`tilefold.integrations._sparse_source.SparseSource`.
-        url: as there.
-        **options: other arguments, as there.
+        model: a ``SparseEncoder``, or the folder or Hugging Face name of one.
+        url: the address of ``tilefold serve``, instead of a model.
+        **options: other arguments of :class:`tilefold.integrations._sparse_source.SparseSource`.
     """
 
     def __init__(self, model: Model | None = None, url: str | None = None, **options: Any) -> None:

@@ -1,6 +1,6 @@
-"""Sparse embeddings for LlamaIndex, of a model in this process or of a server.
+"""Sparse embeddings for LlamaIndex, with a model in this process or through a server.
 
-Needs the package ``llama-index-core``, which is imported with this module.
+This module imports the package ``llama-index-core``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ __all__ = ["ServerError", "TilefoldSparseEmbedding"]
 class TilefoldSparseEmbedding(BaseSparseEmbedding):
     """LlamaIndex's ``BaseSparseEmbedding`` of any ``SparseEncoder``.
 
-    Queries and documents take their own routes through the model.
+    Queries and documents take different routes through the model.
     ``QdrantVectorStore(enable_hybrid=True, sparse_doc_fn=e.document_vectors,
     sparse_query_fn=e.query_vectors)`` stores and searches the vectors of an embedding ``e``.
 
     Args:
-        model: as in :class:`tilefold.integrations._sparse_source.SparseSource`.
-        url: as there.
-        **options: other arguments, as there.
+        model: a ``SparseEncoder``, or the folder or Hugging Face name of one.
+        url: the address of ``tilefold serve``, instead of a model.
+        **options: other arguments of :class:`tilefold.integrations._sparse_source.SparseSource`.
     """
 
     _source: SparseSource = PrivateAttr()
@@ -49,11 +49,11 @@ class TilefoldSparseEmbedding(BaseSparseEmbedding):
         return "TilefoldSparseEmbedding"
 
     def document_vectors(self, texts: list[str]) -> tuple[list[list[int]], list[list[float]]]:
-        """Return indices and weights of documents, as ``QdrantVectorStore`` takes them."""
+        """Return the indices and weights of documents, as ``QdrantVectorStore`` expects them."""
         return self._indices_and_weights(texts, "document")
 
     def query_vectors(self, texts: list[str]) -> tuple[list[list[int]], list[list[float]]]:
-        """Return indices and weights of queries, as ``QdrantVectorStore`` takes them."""
+        """Return the indices and weights of queries, as ``QdrantVectorStore`` expects them."""
         return self._indices_and_weights(texts, "query")
 
     def _indices_and_weights(

@@ -1,13 +1,13 @@
 """PyLate's ColBERT scores without similarities, with PyLate's signatures and masks.
 
-The stock functions write the similarities ``[Nq, Nd, Lq, Ld]`` of all tokens, and these do not.
-Pass them to PyLate's losses as ``score_metric=``; :func:`accelerate` makes PyLate's reranker and
-evaluators use them. Only :func:`accelerate` imports PyLate.
+PyLate's functions materialise the similarities ``[Nq, Nd, Lq, Ld]`` of all tokens, and these do
+not. Pass them to PyLate's losses as ``score_metric=``; :func:`accelerate` makes PyLate's reranker
+and evaluators use them. Only :func:`accelerate` imports PyLate.
 
-PyLate multiplies similarities by the masks *before* the maximum. A masked document token (padding,
-a word of the skiplist) thus counts as a similarity of 0, and wins where all others are negative; a
-document without an unmasked token scores 0. These functions compute the same, for masks of any
-pattern, and all of them are differentiable.
+PyLate multiplies similarities by the masks *before* the maximum. So a masked document token
+(padding, or a word of the skiplist) counts with a similarity of 0, which is the maximum if all
+others are negative, and a document without an unmasked token scores 0. These functions compute the
+same for any mask, and all of them are differentiable.
 """
 
 from __future__ import annotations
@@ -43,37 +43,45 @@ def colbert_scores(
     documents_mask: object = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Compute MaxSim of every query with every document, as ``pylate.scores.colbert_scores``.
+    """Compute MaxSim of every query with every document (ColBERT, arXiv 2004.12832).
 
-    ``scores[i, j] = sum_s max_t mask_q[i, s] * mask_d[j, t] * queries[i, s] . documents[j, t]``
-    (ColBERT, arXiv 2004.12832).
+    It replaces ``pylate.scores.colbert_scores``.
+    ``scores[i, j] = sum_s max_t mask_q[i, s] * mask_d[j, t] * queries[i, s] . documents[j, t]``.
 
     Args:
-        queries_embeddings: ``[Nq, Lq, D]`` tensor, array or list; fp16, bf16, fp32 or fp64.
-        documents_embeddings: ``[Nd, Ld, D]``, of the same dtype and device.
-        queries_mask: ``[Nq, Lq]``. Bools or integers: nonzero = keep. A floating-point mask
-            multiplies the similarities and has a gradient if it requires one; it costs a copy of
-            the embeddings.
-        documents_mask: ``[Nd, Ld]``, likewise.
-        backend: ``None``, ``"auto"`` or an ``impl`` of :func:`tilefold.ops.maxsim`; ``"torch"`` is
-            ``"reference"``. The environment variable ``PYLATE_SCORES_BACKEND`` is not read.
+        queries_embeddings: the token vectors of the queries, a tensor, array or list
+            ``[Nq, Lq, D]``; fp16, bf16, fp32 or fp64.
+        documents_embeddings: the token vectors of the documents, ``[Nd, Ld, D]``, of the same dtype
+            and device.
+        queries_mask: which query tokens count, ``[Nq, Lq]``: nonzero bools or integers. A
+            floating-point mask multiplies the similarities and has a gradient if it requires one;
+            it costs a copy of the embeddings.
+        documents_mask: which document tokens count, ``[Nd, Ld]``, of the same kinds.
+        backend: None, ``"auto"``, ``"torch"`` (which is ``"reference"``) or another ``impl`` of
+            :func:`tilefold.ops.maxsim`. The environment variable ``PYLATE_SCORES_BACKEND`` is not
+            read.
 
     Returns:
-        ``[Nq, Nd]`` fp32 (fp64 for fp64).
+        Scores ``[Nq, Nd]`` in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes, devices or a backend that do not fit.
+        ValueError, TypeError: if shapes, dtypes, devices or the backend are invalid.
         RuntimeError: if ``backend="triton"`` cannot run here.
     """
-    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, 3)
-    documents, document_mask = _apply_mask("documents", documents_embeddings, documents_mask, 3)
+    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, dims=3)
+    documents, document_mask = _apply_mask(
+        "documents",
+        documents_embeddings,
+        documents_mask,
+        dims=3,
+    )
     return maxsim(
         queries,
         documents,
         query_mask=query_mask,
         document_mask=document_mask,
         pairing="all",
-        mask_mode="zero",
+        mask_mode="zero",  # masked pairs count with similarity 0, as in PyLate
         impl=_impl_of_backend(backend),
     )
 
@@ -85,19 +93,21 @@ def colbert_scores_pairwise(
 ) -> Tensor:
     """Compute MaxSim ``[B]`` of query ``i`` with document ``i``, without masks.
 
-    It replaces ``pylate.scores.colbert_scores_pairwise``. Rows of zeros, such as padding, take part
-    with a similarity of 0, and a document without a row scores 0.
+    It replaces ``pylate.scores.colbert_scores_pairwise``. Zero rows, such as padding, count with
+    similarity 0, and an empty document scores 0.
 
     Args:
-        queries_embeddings: ``[B, L, D]``, or a list of ``[L_i, D]``, which are not padded.
-        documents_embeddings: likewise.
-        backend: as in :func:`colbert_scores`.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]`` or a list of unpadded
+            tensors ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of the documents, ``[B, Ld, D]`` or a list of
+            unpadded tensors ``[Ld_i, D]``.
+        backend: the implementation, see :func:`colbert_scores`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
     """
-    queries, query_offsets = _pack_lists("queries", queries_embeddings)
-    documents, document_offsets = _pack_lists("documents", documents_embeddings)
+    queries, query_offsets = _packed_or_padded("queries", queries_embeddings)
+    documents, document_offsets = _packed_or_padded("documents", documents_embeddings)
     return maxsim(
         queries,
         documents,
@@ -117,37 +127,42 @@ def colbert_kd_scores(
 ) -> Tensor:
     """Compute MaxSim ``[B, N]`` of each query with its N documents.
 
-    It replaces ``pylate.scores.colbert_kd_scores``, for ``score_metric=`` of
+    It replaces ``pylate.scores.colbert_kd_scores``. Pass it as ``score_metric=`` to
     ``losses.Distillation``.
 
     Args:
-        queries_embeddings: ``[B, Lq, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``.
-        queries_mask: ``[B, Lq]``, as in :func:`colbert_scores`.
-        documents_mask: ``[B, N, Ld]``, as in :func:`colbert_scores`.
-        backend: as in :func:`colbert_scores`.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]``.
+        documents_embeddings: the token vectors of N documents for each query, ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]``, see :func:`colbert_scores`.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        backend: the implementation, see :func:`colbert_scores`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
     """
-    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, 3)
-    documents, document_mask = _apply_mask("documents", documents_embeddings, documents_mask, 4)
+    queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, dims=3)
+    documents, document_mask = _apply_mask(
+        "documents",
+        documents_embeddings,
+        documents_mask,
+        dims=4,
+    )
     return maxsim(
         queries,
         documents,
         query_mask=query_mask,
         document_mask=document_mask,
         pairing="grouped",
-        mask_mode="zero",
+        mask_mode="zero",  # masked pairs count with similarity 0, as in PyLate
         impl=_impl_of_backend(backend),
     )
 
 
 class ColBERTScores:
-    """Scores of every query with every document of stacked groups, in one call.
+    """MaxSim scores of every query with every document of all groups.
 
-    It replaces ``pylate.scores.ColBERTScores``, for ``score_metric=`` of ``losses.Contrastive`` and
-    ``losses.CachedContrastive``.
+    It replaces ``pylate.scores.ColBERTScores``. Pass an instance as ``score_metric=`` to
+    ``losses.Contrastive`` or ``losses.CachedContrastive``.
     """
 
     def __call__(
@@ -158,56 +173,58 @@ class ColBERTScores:
         documents_mask: object = None,
         backend: str | None = None,
     ) -> Tensor:
-        """Compute scores ``[Nq, B * N]``, of document ``n`` of group ``j`` in column ``j * N + n``.
+        """Compute the scores of every query with every document.
 
         Args:
-            queries_embeddings: ``[Nq, Lq, D]``.
-            documents_embeddings: ``[B, N, Ld, D]``.
-            queries_mask: ``[Nq, Lq]``, as in :func:`colbert_scores`.
-            documents_mask: ``[B, N, Ld]``, as in :func:`colbert_scores`.
-            backend: as in :func:`colbert_scores`.
+            queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]``.
+            documents_embeddings: the token vectors of B groups of N documents, ``[B, N, Ld, D]``.
+            queries_mask: which query tokens count, ``[Nq, Lq]``, see :func:`colbert_scores`.
+            documents_mask: which document tokens count, ``[B, N, Ld]``.
+            backend: the implementation, see :func:`colbert_scores`.
+
+        Returns:
+            The scores ``[Nq, B * N]``. Column ``j * N + n`` is document ``n`` of group ``j``.
         """
-        # One list of documents instead of groups: [B * N, Ld, D].
-        grouped_documents = as_tokens("documents_embeddings", documents_embeddings, 4)
-        documents = grouped_documents.flatten(0, 1)
-        mask = None
+        grouped_documents = as_tokens("documents_embeddings", documents_embeddings, dims=4)
+        documents = grouped_documents.flatten(0, 1)  # [B * N, Ld, D]
+        flat_mask = None
         if documents_mask is not None:
-            mask = torch.as_tensor(documents_mask).flatten(0, 1)
-        return colbert_scores(queries_embeddings, documents, queries_mask, mask, backend)
+            flat_mask = torch.as_tensor(documents_mask).flatten(0, 1)
+        return colbert_scores(queries_embeddings, documents, queries_mask, flat_mask, backend)
 
 
 _SCORES = ("pylate.scores", "pylate.scores.colbert")
 _ALL_SCORES = (*_SCORES, "pylate.scores.similarity_functions")
-_MODULES_BY_NAME = {
+_MODULES_BY_FUNCTION = {
     "colbert_scores": [*_ALL_SCORES, "pylate.rank.rank"],
     "colbert_scores_pairwise": [*_ALL_SCORES, "pylate.evaluation.colbert_triplet"],
     "colbert_kd_scores": [*_SCORES, "pylate.evaluation.colbert_distillation"],
     "ColBERTScores.__call__": ["pylate.scores.colbert"],
 }
-_PATCHES = Acceleration("pylate", "pylate>=1.6", _MODULES_BY_NAME)
+_PATCHES = Acceleration("pylate", "pylate>=1.6", _MODULES_BY_FUNCTION)
 restore = _PATCHES.restore
 is_accelerated = _PATCHES.is_accelerated
 
 
 def accelerate(*, impl: str = "auto") -> Acceleration:
-    """Make every module of PyLate that calls PyLate's scores use the functions of this module.
+    """Replace PyLate's scoring functions by those of this module.
 
-    From then on ``rank.rerank``, the triplet and distillation evaluators, and the losses
-    ``Contrastive`` and ``CachedContrastive`` without a ``score_metric`` use them.
-    ``losses.Distillation`` imports its default early, so pass it
-    ``score_metric=colbert_kd_scores``. Names that your own code imported before stay PyLate's.
+    ``rank.rerank``, the triplet and distillation evaluators, and the losses ``Contrastive`` and
+    ``CachedContrastive`` without a ``score_metric`` then use them. Functions that were imported
+    earlier are not replaced. ``losses.Distillation`` imports its default early, so pass it
+    ``score_metric=colbert_kd_scores``.
 
     Args:
-        impl: implementation of calls without ``backend=``, see :func:`tilefold.ops.maxsim`.
+        impl: the implementation for calls without ``backend=``, see :func:`tilefold.ops.maxsim`.
 
     Returns:
-        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement at its
-        end. Nothing is replaced with ``TILEFOLD_DISABLE=1`` in the environment.
+        A handle (:class:`Acceleration`); as a context manager, it undoes the replacement on exit.
+        Nothing is replaced with ``TILEFOLD_DISABLE=1`` in the environment.
 
     Raises:
-        ValueError: for an unknown ``impl``.
-        ImportError: without PyLate.
-        RuntimeError: if a release of PyLate lacks one of the functions.
+        ValueError: if ``impl`` is unknown.
+        ImportError: if PyLate is not installed.
+        RuntimeError: if this release of PyLate lacks one of the functions.
     """
     check_impl(impl)
     return _PATCHES.apply(
@@ -224,8 +241,8 @@ def _with_default_backend(function: Callable[..., Tensor], impl: str) -> Callabl
     """Wrap a scoring function so that calls without a backend use a default one.
 
     Args:
-        function: a function whose last parameter is ``backend``. Callers pass it by position or by
-            name, or leave it out.
+        function: a function whose last parameter is ``backend``. Callers may pass this argument by
+            position or by name, or leave it out.
         impl: the default backend, an implementation of :func:`tilefold.ops.maxsim`.
 
     Returns:
@@ -247,13 +264,13 @@ def _with_default_backend(function: Callable[..., Tensor], impl: str) -> Callabl
 
 
 def _impl_of_backend(backend: str | None) -> str:
-    """Return the implementation of :func:`maxsim` for the argument ``backend`` of a score.
+    """Return the implementation of :func:`maxsim` for the argument ``backend`` of a score function.
 
     Args:
-        backend: ``None``, PyLate's ``"torch"``, or the name of an implementation.
+        backend: None, PyLate's ``"torch"``, or the name of an implementation.
 
     Raises:
-        ValueError: for another backend.
+        ValueError: if the backend is unknown.
     """
     if backend is None:
         return "auto"
@@ -261,7 +278,8 @@ def _impl_of_backend(backend: str | None) -> str:
     if name not in IMPLS:
         listed = ", ".join(repr(impl) for impl in (*IMPLS, "torch"))
         raise ValueError(
-            f"backend must be None or one of {listed}, got {backend!r}; PyLate itself has others.",
+            f"backend must be None or one of {listed}, got {backend!r}; PyLate's other backends "
+            "are not supported.",
         )
     return name
 
@@ -272,23 +290,23 @@ def _apply_mask(
     mask: object,
     dims: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Convert embeddings and their mask to the tensors that :func:`maxsim` takes.
+    """Convert embeddings and their mask to tensors, and apply a floating mask to the embeddings.
 
-    ``maxsim`` takes no floating mask. PyLate multiplies the similarities of a token by its entry of
-    the mask, which equals multiplying the embedding of the token by it.
+    :func:`maxsim` accepts no floating mask. PyLate multiplies the similarities of a token by its
+    entry of the mask, which equals multiplying the embedding of the token by it.
 
     Args:
         name: ``"queries"`` or ``"documents"``, for error messages.
         embeddings: a tensor, an array or a list, of shape ``[..., L, D]``.
-        mask: ``[..., L]`` of bools, integers or floats; ``None`` keeps all tokens.
-        dims: number of dimensions that the embeddings must have.
+        mask: the mask ``[..., L]`` of bools, integers or floats; None keeps all tokens.
+        dims: the number of dimensions that the embeddings must have.
 
     Returns:
-        Embeddings ``[..., L, D]``, multiplied by a floating mask, and the mask ``[..., L]``. The
-        mask is ``None`` if there is none, or it is floating.
+        The embeddings ``[..., L, D]``, and the mask ``[..., L]``. The mask is None if there is
+        none, or if it was applied to the embeddings.
 
     Raises:
-        ValueError: for another shape of the embeddings or of the mask.
+        ValueError: if the embeddings or the mask have another shape.
     """
     vectors = as_tokens(f"{name}_embeddings", embeddings, dims)
     if mask is None:
@@ -305,18 +323,25 @@ def _apply_mask(
     return vectors, mask_tensor
 
 
-def _pack_lists(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
-    """Convert padded embeddings to one tensor, or pack a list of embeddings of any lengths.
+def _packed_or_padded(name: str, embeddings: object) -> tuple[Tensor, Tensor | None]:
+    """Pack a list of embeddings of different lengths, and convert padded embeddings to a tensor.
 
     Args:
         name: ``"queries"`` or ``"documents"``, for error messages.
-        embeddings: a padded tensor or array ``[B, L, D]``, or a list of B items ``[L_i, D]``.
+        embeddings: a padded tensor or array ``[B, L, D]``, or a list of B tensors ``[L_i, D]``.
 
     Returns:
-        For a padded tensor, ``[B, L, D]`` and ``None``. For a list, packed vectors ``[T, D]`` and
-        their offsets ``[B + 1]``.
+        The packed vectors ``[T, D]`` of a list with their offsets ``[B + 1]``; a padded tensor
+        ``[B, L, D]`` with None.
+
+    Raises:
+        ValueError: if a list is empty, or a shape is wrong.
     """
-    if isinstance(embeddings, (list, tuple)) and embeddings:
-        return pack(token_vectors(f"{name}_embeddings", embeddings))
-    # An empty list is refused here.
-    return as_tokens(f"{name}_embeddings", embeddings, 3), None
+    argument = f"{name}_embeddings"
+    if not isinstance(embeddings, (list, tuple)):
+        return as_tokens(argument, embeddings, dims=3), None
+    if not embeddings:
+        raise ValueError(
+            f"{argument} must hold at least one sequence, got an empty list; skip the call.",
+        )
+    return pack(token_vectors(argument, embeddings))

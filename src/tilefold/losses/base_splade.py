@@ -122,9 +122,8 @@ class JoinedSpladeLoss(CachedSpladeLoss):
         """
         if self.mini_batch_num_tokens or JOINED not in features[0]:
             return None  # a limit of tokens per mini-batch applies to each column separately
-        joined_columns, _ = features[0][JOINED]
         # None if these are not all columns of the joined batch
-        joined: dict[str, Any] | None = joined_columns.rows(features)
+        joined: dict[str, Any] | None = features[0][JOINED].columns.rows(features)
         return joined
 
     def calculate_loss(

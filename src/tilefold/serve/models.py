@@ -417,12 +417,11 @@ class Served:
         No matrix ``[B, V]`` is created, which would take longer than copying the rows.
         """
         model: Any = self.model
-        batch = model.encode_sparse_batch.batch(
+        packed = model.encode_sparse_batch.encode_rows(
             cut_texts(model, texts),
             task=key.side,
             prompt_name=key.prompt_name,
         )
-        packed = batch.rows
         weights = packed.values.float().numpy()
         _check_weights(weights)
         return split_rows(

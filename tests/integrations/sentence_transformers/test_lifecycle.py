@@ -40,7 +40,7 @@ from tilefold.integrations.sentence_transformers import (
     restore,
     warm_up,
 )
-from tilefold.integrations.sentence_transformers._warm_up import steps
+from tilefold.integrations.sentence_transformers._warm_up import warm_up_calls
 from tilefold.integrations.sentence_transformers.packing import accelerate as _packing
 from tilefold.integrations.sentence_transformers.packing.inputs import on_device, padded_inputs
 from tilefold.integrations.transformers import one_gpu, use_packed
@@ -358,7 +358,7 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
     results = []
     for training in (False, True):
         with recorded_builds() as launches:
-            for step in steps(
+            for call in warm_up_calls(
                 model,
                 (8,),
                 4,
@@ -366,7 +366,7 @@ def test_the_steps_of_a_model_list_its_head(tokenizer_folder: Path) -> None:
                 training=training,
                 dtype=None,
             ):
-                step()
+                call()
         results.append({each.kernel.__name__ for each in launches.values()})
     assert results[0] == {"copy_packed_kernel", "max_forward_kernel"}
     assert results[1] > results[0] and "dhidden_kernel" in results[1]

@@ -343,7 +343,7 @@ DOCUMENTS_MASK = GROUPS["documents_mask"]
         pytest.param(
             "colbert_scores_pairwise",
             (list(QUERY_VECTORS[0]), DOCUMENT_VECTORS[:, 0]),
-            r"sequences of shape \[L, D\], got one of shape \[16\]",
+            r"must have shape \[L, D\], got \[16\]",
             id="vectors instead of sequences",
         ),
         pytest.param(
@@ -361,7 +361,7 @@ DOCUMENTS_MASK = GROUPS["documents_mask"]
         pytest.param(
             "maxsim",
             (QUERY_VECTORS, list(QUERY_VECTORS[0])),
-            r"b must hold sequences of shape \[L, D\], got one of shape \[16\]",
+            r"b\[\d\] must have shape \[L, D\], got \[16\]",
             id="vectors instead of documents",
         ),
         pytest.param(

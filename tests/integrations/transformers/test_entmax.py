@@ -383,7 +383,7 @@ def test_use_entmax_rejects_a_model_whose_attention_cannot_be_chosen() -> None:
         vocab_size=20,
     )
     model = FixedAttentionModel._from_config(config, attn_implementation="sdpa")
-    with pytest.raises(ValueError, match="model must support a choice of attention"):
+    with pytest.raises(ValueError, match="model must support choosing its attention"):
         use_entmax(model)
 
 

@@ -187,17 +187,17 @@ def averaged_linear_layer() -> Any:
     [
         pytest.param(
             partial(network, "mpnet"),
-            "does not go through transformers' AttentionInterface",
+            "does not use transformers' AttentionInterface",
             id="mpnet",
         ),
-        pytest.param(partial(network, "bert", is_decoder=True), "is no encoder", id="decoder"),
+        pytest.param(partial(network, "bert", is_decoder=True), "is not an encoder", id="decoder"),
         pytest.param(
             partial(network, "bert", attn_implementation="eager"),
             "attn_implementation='eager' was chosen",
             id="eager attention",
         ),
         pytest.param(network_that_mixes_tokens, "disagree by", id="embeddings that mix tokens"),
-        pytest.param(averaged_linear_layer, "is no transformers model", id="linear layer"),
+        pytest.param(averaged_linear_layer, "is not a transformers model", id="linear layer"),
     ],
 )
 def test_use_packed_returns_why_a_model_stays_padded_and_does_not_change_it(

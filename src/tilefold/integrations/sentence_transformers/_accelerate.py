@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from sentence_transformers import SparseEncoder
@@ -21,10 +21,13 @@ from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _pooling
 from tilefold.integrations.sentence_transformers._heads import (
     check_head,
-    find_pairs,
+    find_fusable_poolings,
     is_multi_vector,
 )
-from tilefold.integrations.sentence_transformers._self_check import check_pair, check_similarity
+from tilefold.integrations.sentence_transformers._self_check import (
+    check_fused_head,
+    check_fused_similarity,
+)
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
     GRAPHS,
     EncodingGraphs,
@@ -37,7 +40,8 @@ from tilefold.integrations.sentence_transformers.streaming import encoders as _e
 from tilefold.integrations.sentence_transformers.streaming.stream import (
     SparseStream,
     as_csr,
-    encode_batch,
+    encode_sparse_rows,
+    no_rows,
     prompt_of,
 )
 from tilefold.integrations.transformers import stop_packed
@@ -46,10 +50,11 @@ from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 from tilefold.pipeline.rows import Batch
 
-# Largest number of texts that are encoded without background threads, and their batch size.
+# The largest number of texts that are encoded without background threads, and their batch size.
 FEW = 32
-_METHODS = ("similarity", "similarity_pairwise")
-# The method that torch.nn.parallel.replicate calls on every module that it copies.
+# The functions that replace the methods of a MultiVectorEncoder, by the name of the method.
+_SIMILARITY_FUNCTIONS = {"similarity": maxsim, "similarity_pairwise": maxsim_pairwise}
+# The method that torch.nn.DataParallel calls on every module that it copies.
 _REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -60,8 +65,8 @@ class FusedSimilarity(Replacement):
 
     Args:
         model: the model.
-        name: name of the method that is replaced.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        name: the name of the method that is replaced.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
     """
 
     def __init__(self, model: Model, name: str, impl: str) -> None:
@@ -73,32 +78,33 @@ class FusedSimilarity(Replacement):
         """Compute MaxSim scores of queries and documents, ``[Nq, Nd]`` or pairwise ``[N]``.
 
         Args:
-            embeddings1: token vectors of the queries, in any form that ``maxsim`` takes.
-            embeddings2: token vectors of the documents, likewise.
-            **options: keywords of the stock function. By default they follow the model.
+            embeddings1: the token vectors of the queries, in any form that
+                :func:`.multi_vector.maxsim` accepts.
+            embeddings2: the token vectors of the documents, in any such form.
+            **options: keyword arguments of that function. By default, ``length_normalize`` follows
+                the model, and ``impl`` is the argument of :func:`accelerate`.
         """
-        function = maxsim if self.name == "similarity" else maxsim_pairwise
+        function = _SIMILARITY_FUNCTIONS[self.name]
         options.setdefault("length_normalize", self.owner.similarity_fn_name == "meanmaxsim")
         options.setdefault("impl", self.impl)
         return function(embeddings1, embeddings2, **options)
 
 
 class NoReplicas(Replacement):
-    """Refuses ``torch.nn.DataParallel``, whose replicas would use the original module's weights."""
+    """Refuses ``torch.nn.DataParallel``, whose replicas would use the original module's weights.
 
-    def __call__(self) -> nn.Module:
-        """Raise ``RuntimeError`` with the ways to train on one or several GPUs.
+    It replaces ``_replicate_for_data_parallel``, which DataParallel calls on every module.
+    """
 
-        ``torch.nn.parallel.replicate`` calls this in place of the module's own method.
-        """
+    def __call__(self) -> NoReturn:
+        """Raise ``RuntimeError`` with the ways to train on one or several GPUs."""
         n_gpus = max(2, torch.cuda.device_count())  # for the command in the message
         raise RuntimeError(
             f"an accelerated {type(self.owner).__name__} must run in one process for each GPU, got "
-            "torch.nn.DataParallel, which copies it within one (transformers' Trainer does this "
-            "where several GPUs are visible). For all GPUs, start the training with `torchrun "
-            f"--nproc-per-node {n_gpus} SCRIPT` (or `accelerate launch`); for one, set "
-            "CUDA_VISIBLE_DEVICES=0, or make the trainer's arguments with "
-            "tilefold.integrations.transformers.one_gpu.",
+            "torch.nn.DataParallel, which transformers' Trainer uses if several GPUs are visible. "
+            f"To use all GPUs, start the training with `torchrun --nproc-per-node {n_gpus} SCRIPT` "
+            "or `accelerate launch`. To use one, set CUDA_VISIBLE_DEVICES=0, or make the trainer's "
+            "arguments with tilefold.integrations.transformers.one_gpu.",
         )
 
 
@@ -106,14 +112,14 @@ class NoReplicas(Replacement):
 class Acceleration:
     """Handle of an accelerated model.
 
-    As a context manager, it returns the model and restores it at the end.
+    As a context manager, it returns the model and restores it on exit.
 
     Attributes:
         model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
-        heads: number of fused LM heads. A Router may have one per route. Token weights and a
-            MultiVectorEncoder have none.
-        padded: reasons why networks run on padded batches, by the names of their classes; empty if
-            all run packed.
+        heads: the number of fused LM heads. A Router may have one per route; models with token
+            weights and a MultiVectorEncoder have none.
+        padded: the reasons why networks run on padded batches, by the name of the network's class;
+            empty if all run packed.
     """
 
     model: Model
@@ -127,7 +133,7 @@ class Acceleration:
         self.restore()
 
     def restore(self) -> None:
-        """Make the model stock again."""
+        """Undo the acceleration of the model."""
         restore(self.model)
 
     def __repr__(self) -> str:
@@ -213,24 +219,29 @@ def accelerate(
                 "see quantize_tokens.",
             )
         _fuse_similarity(model, impl, check)  # runs the self-check of similarities
-        _add_encoder(model, "encode_token_batch", _encoders.TokenBatchEncoder(model))
-        padded = _pack(model, check, packed)  # runs the self-checks of packing
-        return Acceleration(model, 0, padded)
-    if not isinstance(model, SparseEncoder):
+        model.encode_token_batch = _encoders.TokenBatchEncoder(model)
+        n_heads = 0
+    elif isinstance(model, SparseEncoder):
+        n_heads = _fuse_heads(model, impl, check, quantize, screen)  # runs their self-check
+        _pooling.count_no_padding(model)
+        model.encode_sparse_batch = _encoders.SparseBatchEncoder(model)
+        _forbid_replicas(model)
+    else:
         raise TypeError(
             "model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, "
-            f"got {type(model).__name__}; others write no big score matrix.",
+            f"got {type(model).__name__}; other models compute no large matrix of scores.",
         )
-    n_heads = _fuse_heads(model, impl, check, quantize, screen)  # runs the self-check of heads
-    _pooling.count_no_padding(model)
-    _add_encoder(model, "encode_sparse_batch", _encoders.SparseBatchEncoder(model))
-    setattr(model, _REPLICATE, NoReplicas(model))
-    padded = _pack(model, check, packed)  # runs the self-checks of packing
+    _add_fast_encode(model)
+    if not packed:
+        return Acceleration(model, n_heads, {"all": "packed=False was chosen"})
+    padded = pack_inputs(model, check)  # runs the self-checks of packing
+    if _has_packed_inputs(model):
+        _forbid_replicas(model)
     return Acceleration(model, n_heads, padded)
 
 
 def _check_bits(quantize: object, screen: object) -> None:
-    """Raise an error for values of `quantize` or `screen` that :func:`accelerate` does not take."""
+    """Raise an error if :func:`accelerate` does not accept ``quantize`` or ``screen``."""
     if quantize not in {None, "fp8"}:
         remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
@@ -247,24 +258,24 @@ def _fuse_heads(
 ) -> int:
     """Replace the forwards of the LM heads and poolings of a SparseEncoder.
 
-    An LM head then returns its input, and the pooling after it computes the scores from that, with
+    An LM head then returns its input, and the pooling after it computes the scores from that and
     the head's weight. Everything is checked before the first change.
 
     Args:
         model: the SparseEncoder.
-        impl: implementation of the operator.
-        check: whether the scores of each head are compared with stock ones (:func:`check_pair`).
-        quantize: ``"fp8"`` to round head and token states; ``None`` for no rounding.
+        impl: the implementation of the operator.
+        check: whether the scores of each head are compared with the stock ones.
+        quantize: ``"fp8"`` to round heads and hidden states; None for no rounding.
         screen: whether a product in 8 bits first finds the scores that can be positive.
 
     Returns:
-        Number of fused LM heads.
+        The number of fused LM heads.
     """
-    pairs = find_pairs(model)
-    pairs_with_head = [pair for pair in pairs if pair.head is not None]
-    for pair in pairs_with_head:
-        check_head(pair.head)
-        pooling = _pooling.fused_pooling(pair.pooling)
+    fusables = find_fusable_poolings(model)
+    with_head = [fusable for fusable in fusables if fusable.head is not None]
+    for fusable in with_head:
+        check_head(fusable.head)
+        pooling = _pooling.fused_pooling(fusable.pooling)
         if quantize is not None and not pooling.quantizable:
             name = getattr(pooling, "pooling", type(pooling).__name__)
             raise ValueError(
@@ -272,67 +283,56 @@ def _fuse_heads(
                 "only max runs in fp8.",
             )
         if check:
-            check_pair(pair, impl)
-    for pair in pairs:
-        pair.pooling.forward = _pooling.FusedForward(
-            pair.pooling,
-            pair.head,
+            check_fused_head(fusable, impl)
+    for fusable in fusables:
+        fusable.pooling.forward = _pooling.FusedForward(
+            fusable.pooling,
+            fusable.head,
             impl,
             quantize=quantize,
-            last=pair.last,
-            screen=screen,
+            is_last=fusable.is_last,
+            screens_int8=screen,
         )
-    for pair in pairs_with_head:
-        pair.head.forward = pass_hidden_states
+    for fusable in with_head:
+        fusable.head.forward = pass_hidden_states
         # Several routes may share a Transformer, which needs the hook once.
-        if _check_head_is_fused not in pair.transformer._forward_pre_hooks.values():
-            pair.transformer.register_forward_pre_hook(_check_head_is_fused)
-    distinct_heads = {id(pair.head) for pair in pairs_with_head}
+        if _check_head_is_fused not in fusable.transformer._forward_pre_hooks.values():
+            fusable.transformer.register_forward_pre_hook(_check_head_is_fused)
+    distinct_heads = {id(fusable.head) for fusable in with_head}
     return len(distinct_heads)
 
 
-def _add_encoder(model: Model, name: str, encoder: object) -> None:
-    """Put an encoder of batches, CUDA graphs and a faster ``encode`` on the instance of a model.
+def _add_fast_encode(model: Model) -> None:
+    """Put CUDA graphs and a faster ``encode`` on the instance of a model.
 
-    An ``encode`` that another package has put on the instance stays.
+    An ``encode`` that was already set on the instance is kept.
 
     Args:
         model: the model.
-        name: name of the attribute that gets the encoder.
-        encoder: the encoder.
     """
-    setattr(model, name, encoder)
     setattr(model, GRAPHS, EncodingGraphs(model))
     if "encode" not in vars(model):
         model.encode = _encoders.FusedEncode(model)
 
 
-def _pack(model: Model, check: bool, packed: bool) -> dict[str, str]:
-    """Let the Transformers of a model run on packed tokens, where all modules support them.
+def _has_packed_inputs(model: Model) -> bool:
+    """Whether a Transformer of a model runs on packed tokens."""
+    return any(isinstance(replacement, PackedInputs) for _, _, replacement in replacements(model))
 
-    Args:
-        model: the model.
-        check: whether packed outputs are compared with padded ones.
-        packed: the argument of :func:`accelerate`. False changes nothing.
 
-    Returns:
-        Reasons why networks stay padded, by the names of their classes.
+def _forbid_replicas(model: Model) -> None:
+    """Let ``torch.nn.DataParallel`` raise an error for a model.
+
+    Its copies would run the replaced methods of the original, i.e. use the original's weights.
     """
-    if not packed:
-        return {"all": "packed=False was chosen"}
-    padded = pack_inputs(model, check)
-    if any(isinstance(replacement, PackedInputs) for _, _, replacement in replacements(model)):
-        # torch.nn.DataParallel must not copy the model: the copies would run its replaced methods,
-        # and so its own weights.
-        setattr(model, _REPLICATE, NoReplicas(model))
-    return padded
+    setattr(model, _REPLICATE, NoReplicas(model))
 
 
 def restore(model: Model) -> None:
-    """Undo :func:`accelerate`: remove all that it has put on the modules of a model.
+    """Undo :func:`accelerate`: remove everything it has added to the modules of a model.
 
-    These are replaced methods, the attention for packed tokens, the forwards of LM heads and the
-    hooks that check them. A model that is not accelerated does not change.
+    This covers replaced methods, packed attention, the forwards of LM heads and the hooks that
+    check them. A model that is not accelerated does not change.
 
     Args:
         model: the model, which is changed in place.
@@ -348,23 +348,31 @@ def restore(model: Model) -> None:
     for module, name, replacement in list(replacements(model)):
         delattr(module, name)  # the method of the class applies again
         if isinstance(replacement, PackedInputs):
-            transformer = replacement.owner
-            stop_packed(transformer.model)
+            stop_packed(replacement.owner.model)
     for module in model.modules():
-        is_fused_head = vars(module).get("forward") is pass_hidden_states
-        if is_fused_head:
+        if _is_fused_head(module):
             del module.forward
-        hooks = module._forward_pre_hooks
-        keys_of_checks = [key for key, hook in hooks.items() if hook is _check_head_is_fused]
-        for key in keys_of_checks:
-            del hooks[key]
+        _remove_head_checks(module)
+
+
+def _is_fused_head(module: nn.Module) -> bool:
+    """Whether :func:`accelerate` has replaced the forward of an LM head on the instance."""
+    return vars(module).get("forward") is pass_hidden_states
+
+
+def _remove_head_checks(module: nn.Module) -> None:
+    """Remove the hooks that check whether the LM head of a Transformer is fused."""
+    hooks = module._forward_pre_hooks
+    keys_of_checks = [key for key, hook in hooks.items() if hook is _check_head_is_fused]
+    for key in keys_of_checks:
+        del hooks[key]
 
 
 def is_accelerated(model: Model) -> bool:
     """Whether :func:`accelerate` has replaced methods of a model.
 
     Args:
-        model: the model. Anything that is no module is not accelerated.
+        model: the model. Anything that is not a module is not accelerated.
     """
     if not isinstance(model, nn.Module):
         return False
@@ -380,19 +388,20 @@ def is_accelerated(model: Model) -> bool:
 
 
 def _check_head_is_fused(transformer: Transformer, _: object) -> None:
-    """Raise an error if another LM head has replaced the fused one (a forward pre-hook).
+    """Raise an error if another LM head has replaced the fused one.
 
-    Adding or merging an adapter replaces the head's layer. The new one would compute logits, which
-    the fused pooling would read as hidden states.
+    This is a forward pre-hook of the Transformer. Adding or merging an adapter replaces the head's
+    layer. The new layer would compute logits, and the fused pooling would read them as hidden
+    states.
 
     Args:
         transformer: the module with the LM head.
-        _: inputs of its forward; not used.
+        _: the inputs of the forward.
     """
     if torch.compiler.is_compiling():  # the check cannot be traced
         return
     head = transformer.model.get_output_embeddings()
-    if vars(head).get("forward") is not pass_hidden_states:
+    if not _is_fused_head(head):
         raise RuntimeError(
             "the LM head must be the one that accelerate(model) saw, "
             f"got a {type(head).__name__} in its place (an adapter was added, merged or removed, "
@@ -405,7 +414,7 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
 
     Args:
         model: the model.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
         check: whether scores are first compared with the model's.
 
     Raises:
@@ -414,17 +423,18 @@ def _fuse_similarity(model: Model, impl: str, check: bool) -> None:
     stock_class = next(
         base for base in type(model).__mro__ if base.__name__ == "MultiVectorEncoder"
     )
-    for name in _METHODS:
+    functions = [FusedSimilarity(model, name, impl) for name in _SIMILARITY_FUNCTIONS]
+    for function in functions:
+        name = function.name
         is_overridden = getattr(type(model), name) is not getattr(stock_class, name)
         if name in vars(model) or is_overridden:
             raise ValueError(
-                f"model must score with MultiVectorEncoder.{name}, "
-                f"got a {type(model).__name__}; use maxsim in it.",
+                f"model must score with MultiVectorEncoder.{name}, got a "
+                f"{type(model).__name__} that overrides it; call tilefold.ops.maxsim in the "
+                "override instead.",
             )
-    functions = [FusedSimilarity(model, name, impl) for name in _METHODS]
-    if check:
-        for function in functions:
-            check_similarity(model, function.name, function)
+        if check:
+            check_fused_similarity(model, name, function)
     for function in functions:
         setattr(model, function.name, function)
 
@@ -460,10 +470,11 @@ def encode_sparse(
         prompt_name: name of a prompt of the model; by default that of the task, if the model has
             one.
         prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
-        batch_size: largest number of texts encoded at a time; by default what suits the device.
-        batch_tokens: largest number of tokens encoded at a time; by default what suits the device.
-        top_k: keep at most this many entries per row; by default the model's ``max_active_dims``.
-        min_weight: keep entries strictly greater than this.
+        batch_size: the largest number of texts encoded at a time; by default chosen for the device.
+        batch_tokens: the largest number of tokens encoded at a time; by default chosen for the
+            device.
+        top_k: the largest number of entries per row; by default the model's ``max_active_dims``.
+        min_weight: only entries strictly greater than this are kept.
 
     Raises:
         TypeError: if ``texts`` is one string, a mapping or a set, or holds anything but strings, or
@@ -487,7 +498,7 @@ def encode_sparse(
             with in_eval_mode(model):
                 return _encode_stock(model, texts, options, task, prompt, batch_size or FEW)
         if len(texts) > FEW or batch_tokens is not None:
-            batches = _encode_many(
+            batches = _encode_in_stream(
                 model,
                 texts,
                 options,
@@ -497,16 +508,24 @@ def encode_sparse(
                 batch_tokens,
             )
         else:
-            batches = _encode_few(model, texts, options, task, prompt, batch_size or FEW)
-        vocab_size = 0
-        if not batches:
+            batches = _encode_in_this_thread(
+                model,
+                texts,
+                options,
+                task,
+                prompt,
+                batch_size or FEW,
+            )
+        if batches:
+            rows = as_csr(batches, len(texts))
+        else:
             vocab_size = _encoders.fused_vocab_size(model) or int(model.get_embedding_dimension())
-        rows = as_csr(batches, len(texts), vocab_size)
+            rows = no_rows(vocab_size)
     _store_fingerprint(rows, model)
     return rows
 
 
-def _encode_many(
+def _encode_in_stream(
     model: Model,
     texts: list[str],
     options: SparseOptions,
@@ -521,13 +540,13 @@ def _encode_many(
         model: an accelerated SparseEncoder, which runs in eval mode.
         texts: the texts.
         options: which entries of a row are kept.
-        task: ``"query"``, ``"document"`` or ``None``.
+        task: ``"query"``, ``"document"`` or None.
         prompt: text that is put before every text.
-        batch_size: largest number of texts of a batch; ``None`` for no limit.
-        batch_tokens: largest number of tokens of a batch; ``None`` for what suits the device.
+        batch_size: the largest number of texts per batch; None for no limit.
+        batch_tokens: the largest number of tokens per batch; None chooses it for the device.
 
     Returns:
-        Batches whose positions are those in `texts`.
+        The batches, each with the positions of its texts in ``texts``.
     """
     with in_eval_mode(model):
         stream = SparseStream(
@@ -542,10 +561,10 @@ def _encode_many(
 
 
 def _ignore_progress(n_texts: int) -> None:
-    """Take the number of texts of each batch, which no progress bar shows."""
+    """Ignore the number of texts of a batch, since there is no progress bar."""
 
 
-def _encode_few(
+def _encode_in_this_thread(
     model: Model,
     texts: list[str],
     options: SparseOptions,
@@ -553,18 +572,18 @@ def _encode_few(
     prompt: str | None,
     batch_size: int,
 ) -> list[Batch]:
-    """Encode few texts to sparse rows in this thread, the longest first.
+    """Encode a few texts to sparse rows without background threads, the longest first.
 
     Args:
         model: an accelerated SparseEncoder.
         texts: the texts.
-        task: ``"query"``, ``"document"`` or ``None``.
-        prompt: text that is put before every text.
         options: which entries of a row are kept.
-        batch_size: number of texts of a batch.
+        task: ``"query"``, ``"document"`` or None.
+        prompt: text that is put before every text.
+        batch_size: the number of texts per batch.
 
     Returns:
-        Batches whose positions are those in `texts`.
+        The batches, each with the positions of its texts in ``texts``.
     """
     # Texts of similar length share a batch.
     order = sorted(range(len(texts)), key=lambda position: -len(texts[position]))
@@ -572,8 +591,8 @@ def _encode_few(
     for start in range(0, len(order), batch_size):
         positions = order[start : start + batch_size]
         batch_texts = [texts[position] for position in positions]
-        batch = encode_batch(model, batch_texts, task, prompt, options)
-        batches.append(batch._replace(positions=positions))
+        rows = encode_sparse_rows(model, batch_texts, task, prompt, options)
+        batches.append(Batch(window=0, positions=positions, rows=rows))
     return batches
 
 
@@ -585,18 +604,18 @@ def _encode_stock(
     prompt: str | None,
     batch_size: int,
 ) -> Tensor:
-    """Encode texts by the model's own ``encode``, with the result of :func:`encode_sparse`.
+    """Encode texts with the stock ``encode`` of a model; same result as :func:`encode_sparse`.
 
     Args:
-        model: a stock SparseEncoder in eval mode.
+        model: a SparseEncoder in eval mode that is not accelerated.
         texts: the texts.
         options: which entries of a row are kept.
-        task: ``"query"``, ``"document"`` or ``None``.
+        task: ``"query"``, ``"document"`` or None.
         prompt: text that is put before every text.
-        batch_size: number of texts of a batch.
+        batch_size: the number of texts per batch.
 
     Returns:
-        Rows ``[len(texts), V]`` in CSR on the CPU, with the vocabulary's fingerprint.
+        The rows ``[len(texts), V]`` in CSR on the CPU, with the fingerprint of the vocabulary.
     """
     scores = model.encode(
         texts,

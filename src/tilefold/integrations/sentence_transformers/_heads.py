@@ -1,4 +1,4 @@
-"""LM heads of a model: the poolings that read them, and their weights, adapters included."""
+"""Poolings of a model that can be fused, and the LM heads that they read, with LoRA adapters."""
 
 from __future__ import annotations
 
@@ -15,53 +15,49 @@ from torch import Tensor, nn
 
 from tilefold.modules.fused_pooling import FusedPooling, Head
 
-# Columns of LoRA updates are padded to a multiple of this, so that rows of the weight stay aligned.
+# LoRA updates are padded to a multiple of this number of columns, so that the rows of the weight
+# stay aligned.
 _LOW_RANK_ALIGNMENT = 8
 
 
-class SpladePair(NamedTuple):
-    """A pooling on one route through the model, and the LM head that it reads.
+class FusablePooling(NamedTuple):
+    """A pooling on a route through the model, with the LM head that it reads, if any.
 
     Attributes:
-        transformer: the module before the pooling, which runs `head` last; ``None`` for a module of
-            :mod:`tilefold.modules` that reads no logits.
-        head: the LM head; ``None`` for such a module, too.
         pooling: the pooling.
-        last: whether the pooling is the last module of the route.
+        transformer: the module before the pooling, whose last operation is the LM head; ``None`` if
+            the pooling reads no logits, as some of :mod:`tilefold.modules`.
+        head: the LM head; ``None`` if the pooling reads no logits.
+        is_last: whether the pooling is the last module of all its routes.
     """
 
+    pooling: Any
     transformer: Any
     head: Any
-    pooling: Any
-    last: bool = True
+    is_last: bool = True
 
 
-def find_pairs(model: nn.Module) -> list[SpladePair]:
-    """Return the poolings of a SparseEncoder with the LM heads that they read.
+def find_fusable_poolings(model: nn.Module) -> list[FusablePooling]:
+    """Return the poolings of a SparseEncoder that can be fused, over all routes of its Routers.
 
-    All routes of its Router modules are searched. A pair on several routes is listed once.
+    A pooling and head on several routes are listed once.
 
     Args:
         model: the SparseEncoder.
 
     Raises:
-        ValueError: if there is none, or a pair cannot be fused.
+        ValueError: if there is no pooling, or one cannot be fused.
     """
-    pairs: dict[tuple[int, int], SpladePair] = {}
-    unpooled: list[Transformer] = []
+    poolings: list[FusablePooling] = []
+    unpooled: list[Transformer] = []  # on routes without a pooling of logits
     for pipeline in pipelines_of(model):
-        positions = _logit_readers(pipeline)
-        route_pairs = _headless_pairs(pipeline)
+        positions = _positions_of_logit_readers(pipeline)
         if positions:
-            route_pairs.insert(0, _pair_at(pipeline, positions))
+            poolings.append(_logit_pooling(pipeline, positions))
         else:
             unpooled += [module for module in pipeline if isinstance(module, Transformer)]
-        for pair in route_pairs:
-            # A pooling counts as the last module only if it is the last one on all of its routes.
-            key = id(pair.transformer), id(pair.pooling)
-            is_last_so_far = key not in pairs or pairs[key].last
-            pairs[key] = pair._replace(last=pair.last and is_last_so_far)
-    if not pairs:
+        poolings += _poolings_without_head(pipeline)
+    if not poolings:
         modules = [module for module in model.modules() if isinstance(module, Module)]
         names = ", ".join(type(module).__name__ for module in modules)
         raise ValueError(
@@ -69,12 +65,28 @@ def find_pairs(model: nn.Module) -> list[SpladePair]:
             f"got {names or 'no modules'}; models with a SparseAutoEncoder or only static "
             "embeddings have no such head and run as they are.",
         )
-    _check_exclusive([pair for pair in pairs.values() if pair.head is not None], unpooled)
-    return list(pairs.values())
+    poolings = _merged(poolings)
+    with_head = [pooling for pooling in poolings if pooling.head is not None]
+    _check_exclusive(with_head, unpooled)
+    return poolings
 
 
-def _logit_readers(pipeline: list[nn.Module]) -> list[int]:
-    """Return the positions of poolings that read logits."""
+def _merged(poolings: list[FusablePooling]) -> list[FusablePooling]:
+    """Merge the entries of poolings that occur on several routes.
+
+    Args:
+        poolings: one entry per pooling and route.
+    """
+    merged: dict[tuple[int, int], FusablePooling] = {}
+    for entry in poolings:
+        key = id(entry.transformer), id(entry.pooling)
+        is_last_so_far = key not in merged or merged[key].is_last
+        merged[key] = entry._replace(is_last=entry.is_last and is_last_so_far)
+    return list(merged.values())
+
+
+def _positions_of_logit_readers(pipeline: list[nn.Module]) -> list[int]:
+    """Return the positions of the poolings that read logits."""
     return [
         position
         for position, module in enumerate(pipeline)
@@ -83,14 +95,14 @@ def _logit_readers(pipeline: list[nn.Module]) -> list[int]:
     ]
 
 
-def _headless_pairs(pipeline: list[nn.Module]) -> list[SpladePair]:
-    """Return pairs without a head, of the modules that read no logits."""
+def _poolings_without_head(pipeline: list[nn.Module]) -> list[FusablePooling]:
+    """Return an entry for each pooling that reads no logits, so needs no fused head."""
     return [
-        SpladePair(
+        FusablePooling(
+            pooling=module,
             transformer=None,
             head=None,
-            pooling=module,
-            last=position == len(pipeline) - 1,
+            is_last=position == len(pipeline) - 1,
         )
         for position, module in enumerate(pipeline)
         if isinstance(module, FusedPooling) and not module.reads_logits
@@ -103,13 +115,12 @@ def is_multi_vector(model: object) -> bool:
 
 
 def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield every sequence of modules that an input may pass, over all routes of Routers.
+    """Yield every sequence of modules through which an input may pass, over all routes of Routers.
 
     Args:
-        model: a model, whose modules run one after another. A Router runs one of its routes.
+        model: a model whose modules run one after another. A Router runs one of its routes.
     """
-    # For each module of the model, the sequences of modules that may run in its place: one per
-    # route of a Router.
+    # For each module, the sequences of modules that may run: one per route of a Router.
     alternatives: list[list[list[nn.Module]]] = []
     for module in model._modules.values():
         if isinstance(module, Router):
@@ -123,15 +134,15 @@ def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:
         yield list(chain.from_iterable(paths))
 
 
-def _pair_at(pipeline: list[nn.Module], positions: list[int]) -> SpladePair:
-    """Return the pair of a pooling that reads logits.
+def _logit_pooling(pipeline: list[nn.Module], positions: list[int]) -> FusablePooling:
+    """Return the pooling of a route that reads logits, with the LM head before it.
 
     Args:
         pipeline: the modules of a route.
-        positions: positions of the poolings that read logits.
+        positions: the positions of the poolings that read logits, of which there must be one.
 
     Raises:
-        ValueError: if there are several, if no Transformer precedes the pooling directly, or if the
+        ValueError: if there are several, if no Transformer directly precedes the pooling, or if the
             pooling's forward cannot be fused.
     """
     position = positions[0]
@@ -139,8 +150,8 @@ def _pair_at(pipeline: list[nn.Module], positions: list[int]) -> SpladePair:
     if len(positions) > 1 or not isinstance(transformer, Transformer):
         names = " -> ".join(type(module).__name__ for module in pipeline)
         raise ValueError(
-            "one pooling of logits must directly follow a Transformer, "
-            f"got {names}; put nothing between.",
+            "one pooling of logits must directly follow a Transformer, with nothing in between, "
+            f"got {names}; remove the other modules.",
         )
     pooling = pipeline[position]
     if isinstance(pooling, FusedPooling):
@@ -150,37 +161,39 @@ def _pair_at(pipeline: list[nn.Module], positions: list[int]) -> SpladePair:
             "SpladePooling must run its own forward, "
             f"got {type(pooling).__name__} with another one; use the stock one.",
         )
-    return SpladePair(
+    return FusablePooling(
+        pooling=pooling,
         transformer=transformer,
         head=_find_head(transformer.model),
-        pooling=pooling,
-        last=position == len(pipeline) - 1,
+        is_last=position == len(pipeline) - 1,
     )
 
 
-def _check_exclusive(pairs: list[SpladePair], unpooled: list[Transformer]) -> None:
-    """Check that fused heads feed poolings only, and that a pooling belongs to one head.
+def _check_exclusive(poolings: list[FusablePooling], unpooled: list[Transformer]) -> None:
+    """Check that a pooling follows every use of a fused head, and that it has only that head.
 
-    A fused head returns hidden states, with which only its pooling can work.
+    A fused head returns hidden states, which only its pooling can read.
 
     Args:
-        pairs: the pairs with a head.
-        unpooled: Transformers on routes without a pooling of logits.
+        poolings: the poolings with a head.
+        unpooled: the Transformers on routes without a pooling of logits.
 
     Raises:
         ValueError: if a head is also used without a pooling, or a pooling has several heads.
     """
-    heads = {id(pair.head) for pair in pairs}
+    heads = {id(pooling.head) for pooling in poolings}
     for transformer in unpooled:
         getter = getattr(transformer.model, "get_output_embeddings", None)
         if callable(getter) and id(getter()) in heads:
             raise ValueError(
-                "an LM head must feed SpladePooling on every route, "
-                "got one without it; give it its own Transformer.",
+                "an LM head must feed a SpladePooling on every route, but one route has no "
+                "SpladePooling; give that route its own Transformer.",
             )
-    for pair in pairs:
-        kind = type(pair.pooling).__name__
-        if any(other.pooling is pair.pooling and other.head is not pair.head for other in pairs):
+    head_of_pooling: dict[int, nn.Module] = {}
+    for entry in poolings:
+        first_head = head_of_pooling.setdefault(id(entry.pooling), entry.head)
+        if first_head is not entry.head:
+            kind = type(entry.pooling).__name__
             raise ValueError(
                 f"a {kind} must belong to one LM head, got several; "
                 f"give each route its own {kind}.",
@@ -194,7 +207,7 @@ def _find_head(network: object) -> nn.Module:
         network: the model.
 
     Raises:
-        ValueError: if it has none.
+        ValueError: if it has no LM head.
     """
     getter = getattr(network, "get_output_embeddings", None)
     head = getter() if callable(getter) else None
@@ -208,7 +221,7 @@ def _find_head(network: object) -> nn.Module:
 
 
 def check_head(head: Any) -> None:
-    """Check that an LM head computes ``hidden @ weight.T + bias``, and return nothing.
+    """Check that an LM head computes ``hidden @ weight.T + bias``.
 
     peft may have wrapped the head, as a module to save or with LoRA adapters.
 
@@ -216,7 +229,8 @@ def check_head(head: Any) -> None:
         head: the LM head.
 
     Raises:
-        ValueError: for another forward on an instance, hooks, or a layer that is not supported.
+        ValueError: if a layer's forward was replaced on the instance, if it has hooks, or if the
+            layer is not supported.
     """
     layers = [head]
     if _is_peft(head, "ModulesToSaveWrapper"):
@@ -234,11 +248,11 @@ def check_head(head: Any) -> None:
             raise ValueError(
                 f"the LM head must have no hooks, got a {name} with some; remove them first.",
             )
-    base_linear(head)  # raises an error for a layer that is not supported
+    base_linear(head)  # raises an error if a layer is not supported
 
 
 def head_operands(head: nn.Module, hidden: Tensor) -> Head:
-    """Return operands with which one product computes the logits of an LM head.
+    """Write an LM head, including LoRA adapters, as a single matrix product.
 
     The logits are ``operands.hidden @ operands.weight.T + operands.bias``. A LoRA update becomes
     additional columns of both factors: ``W h + s B A drop(h)`` is ``[W | B]`` times
@@ -247,9 +261,9 @@ def head_operands(head: nn.Module, hidden: Tensor) -> Head:
 
     Args:
         head: an LM head that :func:`check_head` accepts.
-        hidden: hidden states ``[..., D]``.
+        hidden: the hidden states ``[..., D]``.
     """
-    *wrappers, linear = _layers_of(head)
+    *wrappers, linear = _layers_of(head)  # the outermost wrapper comes first
     for layer in wrappers:
         if _is_peft(layer, "Linear") and layer.disable_adapters and layer.merged:
             layer.unmerge()  # peft's forward does so, too, if adapters are disabled
@@ -271,40 +285,61 @@ def base_linear(head: nn.Module) -> nn.Linear:
 def _layers_of(head: nn.Module) -> Iterator[Any]:
     """Yield the active layers of a head, from the outermost wrapper of peft to the ``nn.Linear``.
 
-    A ``ModulesToSaveWrapper`` holds the original head and a trained copy per adapter, of which one
-    is active. A LoRA ``Linear`` adds adapters to its base layer.
-
     Args:
         head: the LM head.
 
     Raises:
-        ValueError: for a layer that is not supported.
+        ValueError: if a layer is not supported.
     """
     layer: Any = head
-    while type(layer).forward is not nn.Linear.forward:
+    while type(layer).forward is not nn.Linear.forward:  # until the innermost layer
         yield layer
         if _is_peft(layer, "ModulesToSaveWrapper"):
-            adapters = layer.active_adapters
-            saved = layer.modules_to_save
-            is_original = layer.disable_adapters or not adapters or adapters[0] not in saved
-            layer = layer.original_module if is_original else saved[adapters[0]]
+            layer = _active_module(layer)
         elif _is_peft(layer, "Linear"):
-            all_variants = getattr(layer, "lora_variant", {})
-            variants = [name for name in layer.active_adapters if name in all_variants]
-            if variants or layer.fan_in_fan_out:
-                raise ValueError(
-                    "a LoRA adapter on the LM head must be a plain one, got a variant (DoRA or "
-                    f"alike) in {variants or layer.active_adapters}; merge it first, or leave the "
-                    "LM head out of target_modules.",
-                )
+            _check_lora_is_plain(layer)
             layer = layer.base_layer
         else:
             raise ValueError(
                 "the LM head must be a torch.nn.Linear, plain or in a LoRA or modules_to_save "
                 f"wrapper of peft, got {type(layer).__module__}.{type(layer).__qualname__}; "
-                "keep the LM head out of quantisation; merge it.",
+                "merge other adapters, and exclude the LM head from quantisation.",
             )
     yield layer
+
+
+def _active_module(wrapper: Any) -> Any:
+    """Return the module that runs in peft's ``ModulesToSaveWrapper``.
+
+    The wrapper holds the original module and a trained copy for each adapter.
+
+    Args:
+        wrapper: the wrapper.
+    """
+    adapters = wrapper.active_adapters
+    copies = wrapper.modules_to_save
+    if wrapper.disable_adapters or not adapters or adapters[0] not in copies:
+        return wrapper.original_module
+    return copies[adapters[0]]
+
+
+def _check_lora_is_plain(layer: Any) -> None:
+    """Check that a LoRA layer of peft computes nothing but ``W h + s B A drop(h)``.
+
+    Args:
+        layer: peft's LoRA layer.
+
+    Raises:
+        ValueError: if an active adapter is a variant such as DoRA, or the weight is transposed.
+    """
+    all_variants = getattr(layer, "lora_variant", {})
+    variants = [name for name in layer.active_adapters if name in all_variants]
+    if variants or layer.fan_in_fan_out:
+        raise ValueError(
+            "a LoRA adapter on the LM head must be a plain one, got a variant (such as DoRA) in "
+            f"{variants or layer.active_adapters}; merge it first, or leave the LM head out of "
+            "target_modules.",
+        )
 
 
 def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
@@ -312,15 +347,15 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
 
     An adapter of rank r adds r columns to the hidden states and to the weight: with down-projection
     A, up-projection B and scaling s, ``W h + s B A drop(h)`` is ``[W | B]`` times
-    ``[h ; s A drop(h)]``. Columns of zeros keep rows of the weight aligned.
+    ``[h ; s A drop(h)]``. Zero columns pad the rank for alignment.
 
     Args:
         layer: peft's LoRA layer.
-        hidden: its input ``[..., D]``.
-        base: operands of the base layer.
+        hidden: the input of the layer, ``[..., D]``.
+        base: the operands of the base layer.
 
     Returns:
-        Operands of the layer with its adapters.
+        The operands of the layer with its adapters.
     """
     features = [hidden]  # columns of the new hidden states
     columns = [base.weight]  # columns of the new weight
@@ -338,13 +373,13 @@ def _with_lora(layer: Any, hidden: Tensor, base: Head) -> Head:
         if up.bias is not None:
             update_bias = (up.bias * scaling).to(base.weight.dtype)
             bias = update_bias if bias is None else bias + update_bias
-    total_rank = sum(column.size(1) for column in columns[1:])
+    if len(columns) == 1:  # no active adapter
+        return base
+    total_rank = sum(update.size(1) for update in columns[1:])
     padding = -total_rank % _LOW_RANK_ALIGNMENT
     if padding > 0:
         features.append(hidden.new_zeros(*hidden.shape[:-1], padding))
         columns.append(base.weight.new_zeros(base.weight.size(0), padding))
-    if len(columns) == 1:
-        return base
     return Head(torch.cat(features, dim=-1), torch.cat(columns, dim=-1), bias)
 
 
@@ -352,34 +387,35 @@ _PEFT_MODULES = {"Linear": "peft.tuners.lora.layer", "ModulesToSaveWrapper": "pe
 
 
 def _is_peft(layer: nn.Module, name: str) -> bool:
-    """Whether ``layer`` is PEFT's class ``name``.
+    """Whether the class of a layer is the class of peft with this name.
 
-    The class is compared by name, so that peft need not be installed.
+    Names are compared, so that peft need not be installed.
     """
     kind = type(layer)
     return kind.__module__ == _PEFT_MODULES[name] and kind.__qualname__ == name
 
 
 def _check_weight_is_local(weight: Tensor, head: nn.Linear, hidden: Tensor) -> None:
-    """Raise an error for a sharded weight, or one on another device than the hidden states.
+    """Raise an error if a weight is sharded, or on another device than the hidden states.
 
-    The pooling reads the weight outside of its module's forward. FSDP gathers shards only for that.
+    The pooling reads the weight outside of its module's forward, and FSDP gathers shards only
+    during that forward.
 
     Args:
         weight: the weight as it is when the pooling reads it.
-        head: the LM head, which knows the full size.
+        head: the LM head, whose sizes are those of the whole weight.
         hidden: the hidden states.
     """
     is_shard = weight.numel() < head.out_features * head.in_features
     if is_shard or type(weight).__name__ == "DTensor":
         raise RuntimeError(
-            "the weight of the LM head must be whole when the pooling reads it, got a shard; "
-            "apply FSDP to the whole model, to the head with reshard_after_forward=False "
-            "(ZeRO-3: exclude it).",
+            "the weight of the LM head must be whole when the pooling reads it, got a shard; with "
+            "FSDP, shard the whole model, or the head with reshard_after_forward=False; with "
+            "ZeRO-3, exclude the head.",
         )
     if weight.device != hidden.device:
         raise RuntimeError(
             "the weight of the LM head must be on the device of the hidden states "
             f"({hidden.device}), got {weight.device}; torch.nn.DataParallel replicates modules "
-            "without parameters: use torchrun, or show it one GPU.",
+            "without parameters: use torchrun, or make only one GPU visible.",
         )

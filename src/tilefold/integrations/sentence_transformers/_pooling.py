@@ -28,45 +28,50 @@ from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.lsr_head import lsr_head_rows
 
 
-class _SparseOutput(NamedTuple):
-    """Form in which fused poolings return scores: CSR with some options, or rows of a capacity."""
+class _OutputForm(NamedTuple):
+    """Form in which fused poolings return scores.
+
+    Attributes:
+        options: which entries of a row sparse scores keep; ``None`` for dense scores.
+        capacity: the number of entries that is reserved for each sparse row; ``None`` for CSR.
+    """
 
     options: SparseOptions | None = None
     capacity: int | None = None
 
 
-_DENSE_OUTPUT = _SparseOutput()
-_sparse_output: ContextVar[_SparseOutput] = ContextVar("tilefold_sparse", default=_DENSE_OUTPUT)
+_DENSE_OUTPUT = _OutputForm()
+_output_form: ContextVar[_OutputForm] = ContextVar("tilefold_sparse", default=_DENSE_OUTPUT)
 
 
 @contextmanager
 def sparse_scores(options: SparseOptions, capacity: int | None = None) -> Iterator[None]:
-    """Let fused poolings return sparse scores in this thread, within a context.
+    """Let fused poolings of this thread return sparse scores.
 
     Args:
         options: which entries of a row are kept.
-        capacity: number of entries that is reserved for each row. A pooling that supports it then
-            returns rows of this capacity, which need no synchronisation with the GPU. ``None``
-            lets all of them return CSR.
+        capacity: the number of entries to reserve for each row. Poolings that support it then
+            return rows of fixed capacity, which need no synchronisation with the GPU. All others
+            return CSR, and every pooling does if this is None.
     """
-    token = _sparse_output.set(_SparseOutput(options, capacity))
+    token = _output_form.set(_OutputForm(options, capacity))
     try:
         yield
     finally:
-        _sparse_output.reset(token)
+        _output_form.reset(token)
 
 
 class StockPooling(FusedPooling):
-    """Computes the scores of a stock ``SpladePooling`` without logits.
+    """Computes the scores of sentence-transformers' ``SpladePooling`` without logits.
 
     Args:
         pooling: the stock module, whose options are read at every call.
-        screen: see ``accelerate``.
+        screens_int8: whether a product in 8 bits first finds the scores that can be positive.
     """
 
-    def __init__(self, pooling: SpladePooling, screen: bool) -> None:
+    def __init__(self, pooling: SpladePooling, screens_int8: bool) -> None:
         self.stock = pooling
-        self.screen = screen
+        self.screens_int8 = screens_int8
 
     @property
     def quantizable(self) -> bool:
@@ -74,7 +79,7 @@ class StockPooling(FusedPooling):
 
     @property
     def pooling(self) -> str:
-        """Its name, for messages."""
+        """The name of the pooling, for messages."""
         return str(self.stock.pooling_strategy)
 
     def fused_scores(
@@ -83,15 +88,15 @@ class StockPooling(FusedPooling):
         head: Head | None,
         score_options: ScoreOptions,
     ) -> Tensor:
-        """Compute the scores of the stock module, with its current options.
+        """Compute the scores of the stock module with its current options.
 
         Args:
-            features: output of the Transformer, padded or packed.
-            head: hidden states and the weights of the LM head.
-            score_options: dtype, implementation, and which entries sparse scores keep.
+            features: the output of the Transformer, padded or packed.
+            head: the hidden states and the weights of the LM head.
+            score_options: the dtype, the implementation, and which entries sparse scores keep.
 
         Returns:
-            Dense scores ``[B, V]``; sparse ones in CSR, or as rows of a capacity within
+            Scores ``[B, V]``, dense or in CSR; rows of fixed capacity within
             ``sparse_scores(options, capacity)``.
         """
         if head is None:
@@ -108,7 +113,7 @@ class StockPooling(FusedPooling):
                 stock.pooling_strategy,
                 stock.activation_function,
                 training=stock.training,
-                flattened=cu_seqlens is not None,
+                packed=cu_seqlens is not None,
             )
         if score_options.sparse is not None:
             rows: Tensor = self._sparse_scores(
@@ -129,7 +134,7 @@ class StockPooling(FusedPooling):
             pooling=stock.pooling_strategy,
             activation=poolings.STOCK_ACTIVATIONS[stock.activation_function],
             out_dtype=out_dtype,
-            screen=self.screen,
+            screen=self.screens_int8,
             impl=score_options.impl,
         )
         self._store_dimension(scores.shape[1])
@@ -144,19 +149,19 @@ class StockPooling(FusedPooling):
         sparse: SparseOptions,
         impl: str,
     ) -> Any:
-        """Compute sparse scores, as rows of a capacity if possible, else in CSR.
+        """Compute sparse scores, as rows of fixed capacity if possible, otherwise in CSR.
 
         Args:
-            head: hidden states and the weights of the LM head.
-            attention_mask: ``[B, S]`` of padded texts.
-            cu_seqlens: offsets ``[B + 1]`` of packed texts.
-            out_dtype: dtype of the scores.
+            head: the hidden states and the weights of the LM head.
+            attention_mask: the mask ``[B, S]`` of padded texts.
+            cu_seqlens: the offsets ``[B + 1]`` of packed texts.
+            out_dtype: the dtype of the scores.
             sparse: which entries are kept.
-            impl: implementation of the operator.
+            impl: the implementation of the operator.
         """
         stock = self.stock
         activation = poolings.STOCK_ACTIVATIONS[stock.activation_function]
-        capacity = _sparse_output.get().capacity
+        capacity = _output_form.get().capacity
         if capacity is not None:
             rows = lsr_head_rows(
                 head.hidden,
@@ -170,10 +175,10 @@ class StockPooling(FusedPooling):
                 out_dtype=out_dtype,
                 top_k=sparse.top_k,
                 min_weight=sparse.min_weight,
-                screen=self.screen,
+                screen=self.screens_int8,
                 impl=impl,
             )
-            if rows is not None:  # some calls cannot return rows of a capacity
+            if rows is not None:  # some calls cannot return rows of fixed capacity
                 self._store_dimension(rows.vocab_size)
                 return rows
         scores = lsr_head_sparse(
@@ -193,30 +198,38 @@ class StockPooling(FusedPooling):
         return scores
 
     def _store_dimension(self, vocab_size: int) -> None:
-        """Store the dimension of the scores in the stock module, as its own forward does."""
+        """Store the dimension of the scores in the stock module, as its forward does."""
         if self.stock.embedding_dimension is None:
             self.stock.embedding_dimension = vocab_size
 
 
-def fused_pooling(pooling: FusedPooling | SpladePooling, screen: bool = False) -> FusedPooling:
-    """Return a module of :mod:`tilefold.modules`, or an adapter of a stock ``SpladePooling``."""
-    return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling, screen)
-
-
-class FusedForward(Replacement):
-    """Replaces the forward of one pooling.
-
-    Options of the pooling and weights of the head, if there is one, are read (and rounded to
-    ``"fp8"``) at every call, since some changes of a weight cannot be detected (``weight.data``,
-    numpy, a move).
+def fused_pooling(
+    pooling: FusedPooling | SpladePooling,
+    screens_int8: bool = False,
+) -> FusedPooling:
+    """Return a fused pooling as it is, and an adapter for sentence-transformers' ``SpladePooling``.
 
     Args:
         pooling: the pooling.
-        head: the LM head before it, if the pooling reads logits.
-        impl: implementation of the operator.
-        quantize: ``"fp8"`` or ``None``.
-        last: whether the pooling is the model's last module. Only that one may return CSR rows.
-        screen: see ``accelerate``.
+        screens_int8: whether a product in 8 bits first finds the scores that can be positive.
+    """
+    return pooling if isinstance(pooling, FusedPooling) else StockPooling(pooling, screens_int8)
+
+
+class FusedForward(Replacement):
+    """Replaces the forward of one pooling, which then computes scores without logits.
+
+    Options of the pooling and weights of the head are read at every call, because changes of a
+    weight cannot always be detected (through ``weight.data`` or numpy, or by a move). For the same
+    reason, they are rounded to fp8 at every call.
+
+    Attributes:
+        pooling: the fused pooling.
+        head: the LM head before the pooling; ``None`` if the pooling reads no logits.
+        impl: the implementation of the operator.
+        quantize: ``"fp8"`` to round head and hidden states if no gradient is needed, or ``None``.
+        is_last: whether the pooling is the last module of the model. Only the last module may
+            return sparse scores.
     """
 
     def __init__(
@@ -225,32 +238,34 @@ class FusedForward(Replacement):
         head: nn.Module | None,
         impl: str,
         quantize: str | None = None,
-        last: bool = True,
-        screen: bool = False,
+        is_last: bool = True,
+        screens_int8: bool = False,
     ) -> None:
-        """Create the forward.
+        """Store the parts of the fused forward.
 
         Args:
             pooling: the pooling.
-            head: the LM head before it, if the pooling reads logits.
-            impl: implementation of the operator.
-            quantize: ``"fp8"`` or ``None``.
-            last: whether the pooling is the model's last module. Only that one may return CSR rows.
-            screen: whether a product in 8 bits first finds the scores that can be positive.
+            head: the LM head before the pooling; None if the pooling reads no logits.
+            impl: the implementation of the operator.
+            quantize: ``"fp8"`` or None.
+            is_last: whether the pooling is the last module of the model.
+            screens_int8: whether a product in 8 bits first finds the scores that can be positive.
         """
         super().__init__(pooling)
-        self.pooling = fused_pooling(pooling, screen)
+        self.pooling = fused_pooling(pooling, screens_int8)
         self.head = head
         self.impl = impl
         self.quantize = quantize
-        self.last = last
+        self.is_last = is_last
 
     def __call__(self, features: Features) -> Features:
-        """Compute ``sentence_embedding`` ``[B, V]`` and remove the head's hidden states.
+        """Compute the scores ``sentence_embedding``, ``[B, V]``.
+
+        The hidden states ``token_embeddings``, ``[B, S, D]`` or packed ``[1, T, D]``, are removed
+        if the pooling reads an LM head: nothing after it expects them in place of logits.
 
         Args:
-            features: output of the Transformer. Its ``token_embeddings`` are hidden states
-                ``[B, S, D]``, or ``[1, T, D]`` of packed texts.
+            features: the output of the Transformer.
         """
         operands = None
         out_dtype = None
@@ -258,22 +273,32 @@ class FusedForward(Replacement):
             hidden: Tensor = features.pop("token_embeddings")
             out_dtype = hidden.dtype
             is_packed = "cu_seq_lens_q" in features
-            operands = head_operands(self.head, hidden.squeeze(0) if is_packed else hidden)
-            if not poolings.autocast_applies(hidden):
-                # Some models return fp32 from a half-precision head.
-                cast_hidden = operands.hidden.to(operands.weight.dtype)
-                operands = operands._replace(hidden=cast_hidden)
-            if self.quantize is not None and not torch.is_grad_enabled():
-                operands = operands._replace(weight=quantize_weight(operands.weight))
+            operands = self._operands(self.head, hidden.squeeze(0) if is_packed else hidden)
         sparse = None
-        if self.last and not torch.compiler.is_compiling():
-            sparse = _sparse_output.get().options
+        if self.is_last and not torch.compiler.is_compiling():
+            sparse = _output_form.get().options
         features["sentence_embedding"] = self.pooling.fused_scores(
             features,
             operands,
             ScoreOptions(out_dtype, self.impl, sparse),
         )
         return features
+
+    def _operands(self, head: nn.Module, hidden: Tensor) -> Head:
+        """Return hidden states and the weights of the LM head, in the dtypes of their product.
+
+        Args:
+            head: the LM head.
+            hidden: hidden states ``[B, S, D]`` or packed ``[T, D]``.
+        """
+        operands = head_operands(head, hidden)
+        if not poolings.autocast_applies(hidden):
+            # Some models return fp32 from a half-precision head.
+            cast_hidden = operands.hidden.to(operands.weight.dtype)
+            operands = operands._replace(hidden=cast_hidden)
+        if self.quantize is not None and not torch.is_grad_enabled():
+            operands = operands._replace(weight=quantize_weight(operands.weight))
+        return operands
 
     # Python puts this name into the errors of wrong calls, which then read like those of the stock
     # forward.
@@ -287,17 +312,17 @@ def fused_forwards(model: nn.Module) -> list[FusedForward]:
 
 
 class StaticTokens(Replacement):
-    """Forward of a stock ``SparseStaticEmbedding`` that gives ``[PAD]`` in a text no weight."""
+    """Replaces the forward of a ``SparseStaticEmbedding``, which then ignores ``[PAD]`` tokens."""
 
     def __call__(self, features: Features) -> Features:
-        """Run the stock forward with a mask that leaves out padding tokens."""
+        """Run the original forward with a mask that excludes padding tokens."""
         features["attention_mask"] = mask_without_padding(features, self.owner.tokenizer)
         outputs: Features = type(self.owner).forward(self.owner, features)
         return outputs
 
 
 def count_no_padding(model: nn.Module) -> None:
-    """Put :class:`StaticTokens` on the stock static modules of a model."""
+    """Put :class:`StaticTokens` on every ``SparseStaticEmbedding`` of a model."""
     for module in model.modules():
         if type(module) is SparseStaticEmbedding and "forward" not in vars(module):
             module.forward = StaticTokens(module)
@@ -310,30 +335,31 @@ def stock_output_dtype(
     pooling: str,
     activation: str,
     training: bool,
-    flattened: bool,
+    packed: bool,
 ) -> torch.dtype:
     """Return the dtype of the scores that a stock ``SpladePooling`` computes under autocast.
 
-    It depends on autocast's lists of operations, on the mode and on torch's version, so that no
-    table can hold it. A pooling of one token with one logit runs once to show it.
+    It depends on the operations that autocast converts, on the mode and on torch's version. So it
+    is measured by pooling a single logit.
 
     Args:
-        device: type of the device, such as ``"cuda"``.
-        autocast_dtype: dtype of autocast on this device.
-        pooling: the module's ``pooling_strategy``.
-        activation: its ``activation_function``.
+        device: the type of the device, such as ``"cuda"``.
+        autocast_dtype: the dtype of autocast on this device.
+        pooling: the ``pooling_strategy`` of the module.
+        activation: the ``activation_function`` of the module.
         training: whether the module is in training mode.
-        flattened: whether texts are packed.
+        packed: whether texts are packed.
     """
     stock = SpladePooling(pooling, activation).train(training)
     with torch.no_grad(), torch.autocast(device, dtype=autocast_dtype):
-        token = torch.zeros(1, 1, 1, device=device)
+        hidden = torch.zeros(1, 1, 1, device=device)
+        weight = torch.zeros(1, 1, device=device)
         features = {
-            # Autocast chooses the dtype of logits, as it does for those of an LM head.
-            "token_embeddings": linear(token, token[0]),
+            # Autocast chooses the dtype of the logit, as it does for those of an LM head.
+            "token_embeddings": linear(hidden, weight),
             "attention_mask": torch.ones(1, 1, device=device),
         }
-        if flattened:
-            features["cu_seq_lens_q"] = torch.tensor([0, 1])
+        if packed:
+            features["cu_seq_lens_q"] = torch.tensor([0, 1])  # one text of one token
         dtype: torch.dtype = stock(features)["sentence_embedding"].dtype
     return dtype

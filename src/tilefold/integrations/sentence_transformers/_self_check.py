@@ -1,13 +1,13 @@
 """Self-checks of ``accelerate(check=True)``, which compare the accelerated with the stock model.
 
-They run at every call of ``accelerate``, so also at every load of a model by a command:
+They run at every call of ``accelerate``, so also whenever a command loads a model:
 
 | check | called by | forward passes |
 |---|---|---|
-| :func:`check_pair` | ``_accelerate._fuse_heads`` | three for each LM head |
+| :func:`check_fused_head` | ``_accelerate._fuse_heads`` | three for each LM head |
 | ``transformers.packed.use_packed`` | ``packing.accelerate.pack_inputs`` | two for each network |
-| ``packing.accelerate.pack_inputs`` | ``_accelerate._pack`` | two for each route of a model |
-| :func:`check_similarity` | ``_accelerate._fuse_similarity`` | none, only scores of vectors |
+| ``packing.accelerate.pack_inputs`` | ``_accelerate.accelerate`` | two for each route of a model |
+| :func:`check_fused_similarity` | ``_accelerate._fuse_similarity`` | none, only scores of vectors |
 
 A route in 16 bits, whose packed and padded outputs differ by what may be rounding, runs twice more
 as a copy in fp32.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from sentence_transformers.base.modules import Transformer
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from tilefold._internal.typing import Model
 from tilefold.integrations.sentence_transformers._heads import (
-    SpladePair,
+    FusablePooling,
     base_linear,
     head_operands,
 )
@@ -34,101 +35,131 @@ from tilefold.integrations.transformers.networks import in_eval_mode, largest_di
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
 
 _TEXTS = ["one", "a second text, with a few more tokens than the first"]
-# Allowed difference relative to the largest score: wide enough for bf16 logits and TF32, far below
-# the difference that a wrong formula makes.
+# The allowed difference of scores, relative to the largest score. It is wide enough for bf16 logits
+# and TF32, but far below the difference that a wrong formula makes.
 TOLERANCE = 0.02
-# Allowed relative difference of a factor between all logits.
+# The allowed relative error of a factor that all logits have in common.
 _SCALE_TOLERANCE = 1e-2
-# Length in tokens at which the two texts are truncated, which is more than either has.
+# The number of tokens at which the two texts are truncated, more than either has.
 _MAX_LENGTH = 64
-# Largest number of position embeddings that a model does not use for tokens.
+# The largest number of position embeddings that a model does not use for tokens.
 _RESERVED_POSITIONS = 4
-# Allowed difference of similarities, relative to the largest score: the stock function rounds
+# The allowed difference of similarities, relative to the largest score. The stock function rounds
 # similarities to bf16.
 _SIMILARITY_TOLERANCE = 2**-6
+# Logits of the probe: multiples of a step between two limits. The multiplier and the prime modulus
+# have no common factor, so that neighbouring logits differ a lot and repeat late.
+_PROBE_MULTIPLIER = 37
+_PROBE_MODULUS = 2003
+_PROBE_STEP = 0.25
+# Makes every logit different from 0, since scaling would not change a 0.
+_PROBE_OFFSET = 0.125
 
 
 class HeadProbe:
-    """A forward of the LM head that returns logits known in advance.
+    """Stand-in for the forward of an LM head, which returns known logits and records its calls.
 
-    They show whether the model changes logits after its head.
+    Comparing these logits with the output of the model shows whether the model changes logits after
+    its head.
 
     Attributes:
+        vocab_size: the number of logits V of each token.
         hidden: the input of each call.
         logits: the output of each call.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        """Create the probe of a head with ``vocab_size`` logits per token."""
         self.vocab_size = vocab_size
         self.hidden: list[Tensor] = []
         self.logits: list[Tensor] = []
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """Return logits ``[..., V]`` between -251 and 251, in the dtype of ``hidden``.
+        """Return deterministic logits ``[..., V]`` from -251 to 251, and record the call.
 
-        The values are large enough that a soft cap on logits would change them.
+        A soft cap would change logits as large as these.
 
         Args:
             hidden: hidden states ``[..., D]``. Only their shape, dtype and device matter.
         """
         n_tokens = hidden[..., 0].numel()
         numbers = torch.arange(n_tokens * self.vocab_size, device=hidden.device)
-        # Whole numbers from -1001 to 1001. Neighbours differ much: 37 and the prime 2003 share no
-        # factor.
-        spread = numbers * 37 % 2003 - 1001
-        # Quarters with an offset, so that no logit is 0, which a factor would not change.
-        logits = (spread * 0.25 + 0.125).to(hidden.dtype).view(*hidden.shape[:-1], self.vocab_size)
+        spread = numbers * _PROBE_MULTIPLIER % _PROBE_MODULUS - _PROBE_MODULUS // 2
+        flat_logits = (spread * _PROBE_STEP + _PROBE_OFFSET).to(hidden.dtype)
+        logits = flat_logits.view(*hidden.shape[:-1], self.vocab_size)
         self.hidden.append(hidden)
         self.logits.append(logits)
         return logits
 
 
-def check_pair(pair: SpladePair, impl: str) -> None:
-    """Compare stock and fused scores of two short texts, in three forward passes.
+class _ProbeRun(NamedTuple):
+    """A forward pass of a Transformer whose LM head was replaced by a probe.
 
-    The first one probes whether the model changes logits after its LM head, the second one computes
-    stock scores and the third one fused scores. Parameters, modes and the random state do not
-    change.
+    Attributes:
+        probe: the probe, which has recorded its calls.
+        output: the logits that the Transformer returned.
+    """
+
+    probe: HeadProbe
+    output: Tensor
+
+
+def check_fused_head(fusable: FusablePooling, impl: str) -> None:
+    """Compare the fused scores of two short texts with the stock ones.
+
+    This takes three forward passes: a probe whether the model changes logits after its LM head,
+    stock scores, and fused scores. Parameters, training modes and the random state do not change.
 
     Args:
-        pair: the modules.
-        impl: implementation of the operator.
+        fusable: the pooling with its Transformer and its LM head.
+        impl: the implementation of the operator.
 
     Raises:
-        ValueError: if scores differ, or the model changes logits after its LM head.
+        ValueError: if the scores differ, or the model changes logits after its LM head.
         RuntimeError: if the model cannot run, or is sharded.
     """
-    if any(type(parameter).__name__ == "DTensor" for parameter in pair.transformer.parameters()):
+    transformer = fusable.transformer
+    if any(type(parameter).__name__ == "DTensor" for parameter in transformer.parameters()):
         raise RuntimeError(
-            "model must be whole for the check of accelerate(), got a sharded one; "
-            "call it before fully_shard(model), or pass check=False.",
+            "model must not be sharded for the check of accelerate(), got a sharded model; "
+            "call accelerate() before fully_shard(model), or pass check=False.",
         )
-    with as_evaluated((pair.transformer, pair.pooling)):
+    with temporarily_evaluating((transformer, fusable.pooling)):
         try:
-            features = tiny_batch(pair.transformer)
-            probe = HeadProbe(base_linear(pair.head).out_features)
-            with _replaced_forward(pair.head, probe):
-                probe_output = pair.transformer(dict(features))["token_embeddings"]
-            expected = pair.pooling(pair.transformer(dict(features)))["sentence_embedding"]
+            features = short_texts_features(transformer)
+            probe_run = _run_with_probe(fusable, features)
+            expected = fusable.pooling(transformer(dict(features)))["sentence_embedding"]
         except Exception as error:
             raise RuntimeError(
                 "model must be able to encode two short texts on its device for the check of "
                 f"accelerate(), but it raised {type(error).__name__}: {error}; "
                 "move it to its device first, or pass check=False.",
             ) from error
-        _check_logits_untouched(pair, probe, probe_output, features)
-        fused = FusedForward(pair.pooling, pair.head, impl)
-        with _replaced_forward(pair.head, pass_hidden_states):
-            scores = fused(pair.transformer(dict(features)))["sentence_embedding"]
+        _check_logits_untouched(fusable, probe_run, features)
+        scores = _fused_scores(fusable, features, impl)
         allowed = TOLERANCE * max(1.0, float(expected.abs().max()))
         difference = largest_difference(scores, expected)
-        if not difference <= allowed:  # a NaN is no small difference
+        if not difference <= allowed:  # also catches NaN
             raise ValueError(
                 f"fused scores must equal stock scores within {allowed:.3g} on two short texts, "
                 f"got a difference of {difference:.3g} (shapes {list(scores.shape)} and "
-                f"{list(expected.shape)}); leave it stock; report it.",
+                f"{list(expected.shape)}); do not accelerate this model, and please report it.",
             )
+
+
+def _run_with_probe(fusable: FusablePooling, features: Features) -> _ProbeRun:
+    """Run a Transformer with a probe in place of its LM head."""
+    probe = HeadProbe(base_linear(fusable.head).out_features)
+    with _replaced_forward(fusable.head, probe):
+        output = fusable.transformer(dict(features))["token_embeddings"]
+    return _ProbeRun(probe, output)
+
+
+def _fused_scores(fusable: FusablePooling, features: Features, impl: str) -> Tensor:
+    """Return the fused scores ``[B, V]`` of a batch, without changing the modules."""
+    fused_forward = FusedForward(fusable.pooling, fusable.head, impl)
+    with _replaced_forward(fusable.head, pass_hidden_states):
+        scores: Tensor = fused_forward(fusable.transformer(dict(features)))["sentence_embedding"]
+    return scores
 
 
 @contextmanager
@@ -142,30 +173,30 @@ def _replaced_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> I
 
 
 def _check_logits_untouched(
-    pair: SpladePair,
-    probe: HeadProbe,
-    output: Tensor,
+    fusable: FusablePooling,
+    probe_run: _ProbeRun,
     features: Features,
 ) -> None:
     """Raise an error if the model changes logits after its LM head.
 
-    The head's forward was replaced by a probe in a run of the model. The Transformer must have
-    returned the probe's logits, or the logits times a factor if the head has no bias.
+    The Transformer must have returned the logits of the probe, or these logits times a factor if
+    the head has no bias.
 
     Args:
-        pair: the modules.
-        probe: the probe after the run.
-        output: logits that the Transformer returned in this run.
-        features: the input of the run.
+        fusable: the pooling with its Transformer and its LM head.
+        probe_run: the forward pass with the probe.
+        features: the input of this pass.
 
     Raises:
         ValueError: if the logits were changed, or the head did not see every token once.
     """
-    name = type(pair.transformer.model).__name__
+    name = type(fusable.transformer.model).__name__
+    probe = probe_run.probe
+    output = probe_run.output
     if len(probe.logits) != 1:
         raise ValueError(
             f"the LM head must run once per forward, got {len(probe.logits)} in {name}; "
-            "leave it stock.",
+            "do not accelerate this model.",
         )
     logits = probe.logits[0]
     expected_shape = features["input_ids"].shape
@@ -182,20 +213,20 @@ def _check_logits_untouched(
         scaled_logits = scale * logits.float()
         is_scaled = torch.allclose(output.float(), scaled_logits, rtol=_SCALE_TOLERANCE)
         # Without a bias, a factor on the hidden states is the same factor on the logits.
-        if is_scaled and head_operands(pair.head, probe.hidden[0]).bias is None:
+        if is_scaled and head_operands(fusable.head, probe.hidden[0]).bias is None:
             return
     raise ValueError(
-        "logits must reach SpladePooling as the LM head computes them, "
-        f"got changed ones in {name} (soft-capping, a scale on a biased head or a cut of the "
-        "vocabulary); leave the model stock, or call tilefold.ops.lsr_head.",
+        "the LM head's logits must reach SpladePooling unchanged, "
+        f"got changed logits in {name} (by soft-capping, a factor after a head with a bias, or a "
+        "smaller vocabulary); do not accelerate this model, or call tilefold.ops.lsr_head in it.",
     )
 
 
-def tiny_batch(transformer: Transformer) -> Features:
-    """Return features of two short texts of different lengths on the module's device.
+def short_texts_features(transformer: Transformer) -> Features:
+    """Return the features of two short texts of different lengths on the module's device.
 
-    Different lengths are needed, so that the shorter text has padding. A module that truncates
-    texts to a few tokens would give both the same length. Its limit is raised for this call.
+    The lengths must differ, so that the shorter text has padding. If the module truncated texts to
+    a few tokens, both would have the same length. So its limit is raised for this call.
 
     Args:
         transformer: the Transformer module, whose ``preprocess`` tokenises the texts.
@@ -204,21 +235,23 @@ def tiny_batch(transformer: Transformer) -> Features:
     if type(transformer).preprocess is not Transformer.preprocess:
         return on_device(transformer.preprocess(_TEXTS), device)
     n_positions = getattr(transformer.model.config, "max_position_embeddings", None)
-    if not n_positions:
-        n_positions = _MAX_LENGTH + _RESERVED_POSITIONS
-    max_length = max(1, min(_MAX_LENGTH, n_positions - _RESERVED_POSITIONS))
+    max_length = _MAX_LENGTH
+    if n_positions:
+        max_length = max(1, min(_MAX_LENGTH, n_positions - _RESERVED_POSITIONS))
     options = {"text": {"max_length": max_length}}
     features = transformer.preprocess(_TEXTS, processing_kwargs=options)
-    # This restores the module's limit in the tokenizer, which is saved with the model.
+    # The limit is stored in the tokenizer, which is saved with the model. A call without options
+    # stores the module's limit again.
     Transformer.preprocess(transformer, _TEXTS)
     return on_device(features, device)
 
 
 @contextmanager
-def as_evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put modules into eval mode without gradients within a context, and restore them at the end.
+def temporarily_evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode without gradients within a context.
 
-    The modes are restored, and ``embedding_dimension``, which the first forward of a pooling sets.
+    On exit, this restores their modes and ``embedding_dimension``, which the first forward of a
+    pooling sets.
 
     Args:
         modules: the modules.
@@ -236,12 +269,14 @@ def as_evaluated(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.embedding_dimension = dimension
 
 
-def check_similarity(model: Model, name: str, function: Callable[..., Tensor]) -> None:
-    """Compare fused and stock scores of a few vectors, on the model's device and in its dtype.
+def check_fused_similarity(model: Model, name: str, function: Callable[..., Tensor]) -> None:
+    """Compare the fused scores of a few vectors with those of a MultiVectorEncoder.
+
+    The vectors have the device and the dtype of the model.
 
     Args:
         model: a MultiVectorEncoder.
-        name: name of its method.
+        name: the name of its similarity method.
         function: the function that will replace the method.
 
     Raises:
@@ -251,12 +286,13 @@ def check_similarity(model: Model, name: str, function: Callable[..., Tensor]) -
     floating_parameters = (
         parameter for parameter in model.parameters() if parameter.is_floating_point()
     )
-    parameter = next(floating_parameters, torch.zeros(1))
+    # A model without floating parameters is checked on the CPU in fp32.
+    reference = next(floating_parameters, torch.zeros(1))
     # Two queries of 3 and 1 vectors, and two documents of 4 and 2 vectors.
     n_vectors = 10
     dim = 16
     vectors = torch.arange(n_vectors * dim, dtype=torch.float32).sin().view(n_vectors, dim)
-    vectors = vectors.to(parameter.device, parameter.dtype)
+    vectors = vectors.to(reference.device, reference.dtype)
     queries = [vectors[:3], vectors[3:4]]
     documents = [vectors[4:8], vectors[8:]]
     try:
@@ -267,13 +303,13 @@ def check_similarity(model: Model, name: str, function: Callable[..., Tensor]) -
         allowed = _SIMILARITY_TOLERANCE * expected.abs().max().item()
     except Exception as error:
         raise RuntimeError(
-            f"model must be able to score four short sequences on {parameter.device} for the check "
+            f"model must be able to score four short sequences on {reference.device} for the check "
             f"of accelerate(), but it raised {type(error).__name__}: {error}; "
             "move it to its device first, or pass check=False.",
         ) from error
-    if not difference <= allowed:  # a NaN is no small difference
+    if not difference <= allowed:  # also catches NaN
         raise ValueError(
             f"fused scores must equal those of model.{name} within {allowed:.3g} on four "
-            f"short sequences, got {difference:.3g} (shapes {list(scores.shape)} and "
-            f"{list(expected.shape)}); leave such a model stock.",
+            f"short sequences, got a difference of {difference:.3g} (shapes {list(scores.shape)} "
+            f"and {list(expected.shape)}); do not accelerate this model.",
         )

@@ -1,4 +1,4 @@
-"""Queries and documents in the forms of sentence-transformers, scored by ``maxsim`` in parts."""
+"""Queries and documents in the forms of sentence-transformers, and their MaxSim scores."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from tilefold.integrations._token_vectors import as_tensor, as_tokens, pack, token_vectors
 from tilefold.ops import maxsim
 
-EMPTY_DOCUMENT_SCORE = -1e9  # score of a document without a token in sentence-transformers
-# Number of elements of one side that are packed, or moved to another device, at a time.
+EMPTY_DOCUMENT_SCORE = -1e9  # the score of a document without tokens in sentence-transformers
+# The largest number of elements of queries or documents that are packed or moved at once.
 CHUNK_ELEMENTS = 100_000_000
 
 
-class SidePart(NamedTuple):
-    """Some sequences of a side, padded or packed.
+class TokenVectors(NamedTuple):
+    """Token vectors of queries or documents on one device, padded or packed.
 
     Attributes:
-        rows: token vectors: padded ``[..., L, D]``, or packed ``[T, D]``.
-        mask: which padded vectors count, bool ``[..., L]``; ``None`` for packed ones.
-        cu_seqlens: offsets of packed sequences, ``[B + 1]``; ``None`` for padded ones.
+        vectors: the vectors, padded ``[..., L, D]`` or packed ``[T, D]``.
+        mask: which padded vectors count, bool ``[..., L]``; ``None`` if they are packed.
+        cu_seqlens: the offsets of packed sequences, ``[B + 1]``; ``None`` if they are padded.
     """
 
-    rows: Tensor
+    vectors: Tensor
     mask: Tensor | None
     cu_seqlens: Tensor | None
 
@@ -33,85 +33,90 @@ class SidePart(NamedTuple):
         """Return the number of vectors of each sequence that count, ``[...]``."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens.diff()
-        is_counted: Tensor = self.rows.any(dim=-1) if self.mask is None else self.mask
+        is_counted: Tensor = self.vectors.any(dim=-1) if self.mask is None else self.mask
         return is_counted.sum(dim=-1)
 
 
 class Side:
-    """All queries or all documents of a call.
+    """One side of a call that scores: all queries, or all documents.
 
-    Args:
-        name: name of the argument, for error messages.
-        embeddings: ``[N, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``.
-        mask: which vectors count, ``[N, L]`` or a list; ``None`` if all of them do, except rows of
-            zeros in a padded tensor.
-        weighted: whether a floating mask multiplies the vectors.
+    Attributes:
+        vectors: the token vectors: one padded tensor ``[N, L, D]``, or a list of ``[L_i, D]``.
+        mask: which vectors count, ``[N, L]``, or ``None``.
+        device: the device of the token vectors; ``None`` for NumPy arrays.
+        count: the number of sequences N.
     """
 
     def __init__(self, name: str, embeddings: object, mask: object, weighted: bool = False) -> None:
-        """Convert token vectors and their mask to tensors.
+        """Convert the token vectors of one side and their mask to tensors.
 
         Args:
-            name: name of the argument, for error messages.
-            embeddings: ``[N, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``.
-            mask: which vectors count, ``[N, L]`` or a list; ``None`` if all of them do, except rows
-                of zeros in a padded tensor.
+            name: the name of the argument, for error messages.
+            embeddings: the token vectors, ``[N, L, D]``, ``[L, D]`` or a list of ``[L_i, D]``.
+            mask: which vectors count, ``[N, L]`` or a list. If it is None, zero rows of a padded
+                tensor are padding, and all other vectors count.
             weighted: whether a floating mask multiplies the vectors.
         """
-        self.rows: Tensor | list[Tensor]
+        self.vectors: Tensor | list[Tensor]
         if isinstance(embeddings, (list, tuple)):
-            self.rows = token_vectors(name, embeddings)
-            longest = max((item.size(0) for item in self.rows), default=0)
-            first_item = embeddings[0] if embeddings else None
+            self.vectors = token_vectors(name, embeddings)
+            longest = max((sequence.size(0) for sequence in self.vectors), default=0)
+            source = embeddings[0] if embeddings else None
         else:
-            rows = as_tensor(embeddings)
-            self.rows = as_tokens(name, rows[None] if rows.dim() == 2 else rows, 3)
-            longest = self.rows.size(1)
-            first_item = embeddings
-        # Arrays have no device. They are moved to the device of the other side.
-        self.device = first_item.device if isinstance(first_item, Tensor) else None
-        self.count = len(self.rows)
-        mask_name = f"{name.removesuffix('_embeddings')}_mask"
-        self.mask = None if mask is None else _mask(mask_name, mask, self.count, longest)
-        if weighted and self.mask is not None and self.mask.is_floating_point():
-            self._multiply(self.mask)
+            tensor = as_tensor(embeddings)
+            batch = tensor[None] if tensor.dim() == 2 else tensor  # a single sequence is a batch
+            self.vectors = as_tokens(name, batch, dims=3)
+            longest = self.vectors.size(1)
+            source = embeddings
+        # NumPy arrays have no device. They are moved to the device of the other side.
+        self.device = source.device if isinstance(source, Tensor) else None
+        self.count = len(self.vectors)
+        self.mask: Tensor | None = None
+        if mask is not None:
+            mask_name = f"{name.removesuffix('_embeddings')}_mask"
+            self.mask = _batch_mask(mask_name, mask, self.count, longest)
+            if weighted and self.mask.is_floating_point():
+                self._multiply(self.mask)
 
     def _multiply(self, weights: Tensor) -> None:
         """Multiply the vectors by weights ``[N, L]``."""
-        if isinstance(self.rows, Tensor):
-            self.rows = self.rows * weights.to(self.rows)[..., None]
+        if isinstance(self.vectors, Tensor):
+            self.vectors = self.vectors * weights.to(self.vectors)[..., None]
             return
-        self.rows = [
+        self.vectors = [
             vectors * vector_weights[: len(vectors), None].to(vectors)
-            for vectors, vector_weights in zip(self.rows, weights, strict=True)
+            for vectors, vector_weights in zip(self.vectors, weights, strict=True)
         ]
 
     def slices(self, device: torch.device, budget: int) -> list[slice]:
         """Divide the sequences into parts that are moved to a device one after another.
 
+        The size of a part includes padding, except for lists without a mask, which are packed.
+
         Args:
             device: the device.
-            budget: largest number of elements of a part. A longer sequence is a part by itself.
+            budget: the largest number of elements of a part. A longer sequence is a part by itself.
 
         Returns:
-            Slices of the sequences; one slice if they are padded and on the device already.
+            Slices of the sequences; a single slice if they are padded and already on the device.
         """
-        if isinstance(self.rows, Tensor) and self.rows.device == device:
+        if isinstance(self.vectors, Tensor) and self.vectors.device == device:
             return [slice(0, self.count)]
-        is_packed = isinstance(self.rows, list) and self.mask is None
+        is_packed = isinstance(self.vectors, list) and self.mask is None
         slices: list[slice] = []
         # The current part: its first sequence, longest sequence and number of vectors.
         start = 0
         longest = 0
         n_vectors = 0
-        for position, vectors in enumerate(self.rows):
+        for position, vectors in enumerate(self.vectors):
             length, dim = vectors.shape
             longest = max(longest, length)
             n_vectors += length
             n_sequences = position + 1 - start
-            n_stored_vectors = n_vectors if is_packed else n_sequences * longest
-            if position > start and n_stored_vectors * dim > budget:
-                # The part ends before this sequence, which begins the next one.
+            n_padded_vectors = n_sequences * longest
+            n_elements = (n_vectors if is_packed else n_padded_vectors) * dim
+            if position > start and n_elements > budget:
+                # The part ends before this sequence, which begins the next part.
                 slices.append(slice(start, position))
                 start = position
                 longest = length
@@ -119,27 +124,31 @@ class Side:
         slices.append(slice(start, self.count))
         return slices
 
-    def part(self, sequences: slice, device: torch.device) -> SidePart:
-        """Return some of the sequences on a device.
+    def select(self, sequences: slice, device: torch.device) -> TokenVectors:
+        """Return consecutive sequences on a device.
 
         A list without a mask is packed, and a list with a mask is padded.
 
         Args:
-            sequences: slice of the sequences; at least one if the side is a list.
+            sequences: the slice of the sequences. It must not be empty if the side is a list.
             device: the device.
         """
-        rows = self.rows[sequences]
-        if isinstance(rows, list):
-            if self.mask is None:
-                packed, offsets = pack(rows)
-                return SidePart(packed.to(device), mask=None, cu_seqlens=offsets.to(device))
-            rows = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-        rows = rows.to(device)
+        selected = self.vectors[sequences]
+        if isinstance(selected, list) and self.mask is None:
+            packed, offsets = pack(selected)
+            return TokenVectors(packed.to(device), mask=None, cu_seqlens=offsets.to(device))
+        if isinstance(selected, list):
+            selected = torch.nn.utils.rnn.pad_sequence(selected, batch_first=True)
+        vectors = selected.to(device)
         if self.mask is None:
-            is_counted = rows.any(dim=-1)  # rows of zeros are padding
+            is_counted = vectors.any(dim=-1)  # zero rows are padding
         else:
-            is_counted = self.mask[sequences, : rows.size(1)].to(device) != 0
-        return SidePart(rows, mask=is_counted, cu_seqlens=None)
+            is_counted = self.mask[sequences, : vectors.size(1)].to(device) != 0
+        return TokenVectors(vectors, mask=is_counted, cu_seqlens=None)
+
+    def to(self, device: torch.device) -> TokenVectors:
+        """Return all sequences on a device. There must be one if the side is a list."""
+        return self.select(slice(0, self.count), device)
 
 
 def scores_of_sides(
@@ -151,19 +160,21 @@ def scores_of_sides(
     chunk_elements: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Score queries and documents part by part.
+    """Compute MaxSim of queries and documents part by part.
 
     Args:
         queries: Nq queries.
         documents: Nd documents.
-        pairing: ``"all"``, or ``"aligned"``: one document for each query.
+        pairing: ``"all"`` scores every query with every document, ``"aligned"`` query ``i`` with
+            document ``i``.
         length_normalize: whether scores are divided by the number of query tokens.
-        impl: implementation of ``maxsim``.
-        chunk_elements: number of elements of a part; by default ``CHUNK_ELEMENTS``.
-        device: device that computes; by default that of the documents.
+        impl: the implementation of ``maxsim``.
+        chunk_elements: the largest number of elements of a part; by default ``CHUNK_ELEMENTS``.
+        device: the device that computes; by default that of the result.
 
     Returns:
-        fp32 scores ``[Nq, Nd]`` or ``[N]`` on the device of the documents, else of the queries.
+        fp32 scores ``[Nq, Nd]`` or ``[N]`` on the device of the documents; on that of the queries
+        if the documents are NumPy arrays.
     """
     output_device = documents.device or queries.device or torch.device("cpu")
     compute_device = output_device if device is None else torch.device(device)
@@ -177,46 +188,46 @@ def scores_of_sides(
         shape = (queries.count, documents.count) if pairing == "all" else (0,)
         return torch.zeros(shape, device=output_device)
 
-    def score_part(query_part: SidePart, sequences: slice) -> Tensor:
+    def score_part(query_part: TokenVectors, document_slice: slice) -> Tensor:
         """Score queries with some of the documents, and move the scores to the output device."""
-        document_part = documents.part(sequences, compute_device)
-        scores = score(query_part, document_part, pairing, length_normalize, impl)
+        document_part = documents.select(document_slice, compute_device)
+        scores = maxsim_scores(query_part, document_part, pairing, length_normalize, impl)
         return scores.to(output_device)
 
     document_slices = documents.slices(compute_device, budget)
     if pairing == "aligned":
         parts = [
-            score_part(queries.part(sequences, compute_device), sequences)
+            score_part(queries.select(sequences, compute_device), sequences)
             for sequences in document_slices
         ]
         return _concatenate(parts, 0)
     rows = []
     for query_slice in queries.slices(compute_device, budget):
-        query_part = queries.part(query_slice, compute_device)
+        query_part = queries.select(query_slice, compute_device)
         columns = [score_part(query_part, sequences) for sequences in document_slices]
         rows.append(_concatenate(columns, 1))
     return _concatenate(rows, 0)
 
 
-def score(
-    queries: SidePart,
-    documents: SidePart,
+def maxsim_scores(
+    queries: TokenVectors,
+    documents: TokenVectors,
     pairing: str,
     length_normalize: bool,
     impl: str,
 ) -> Tensor:
-    """Compute the scores of sentence-transformers: fp32, -1e9 for documents without a token.
+    """Compute MaxSim as sentence-transformers does: in fp32, with -1e9 for empty documents.
 
     Args:
-        queries: part of the queries.
-        documents: part of the documents.
+        queries: the token vectors of queries.
+        documents: the token vectors of documents.
         pairing: see :func:`tilefold.ops.maxsim`.
         length_normalize: whether scores are divided by the number of query tokens.
-        impl: implementation of ``maxsim``.
+        impl: the implementation of ``maxsim``.
     """
     scores: Tensor = maxsim(
-        queries.rows,
-        documents.rows,
+        queries.vectors,
+        documents.vectors,
         query_mask=queries.mask,
         document_mask=documents.mask,
         cu_seqlens_q=queries.cu_seqlens,
@@ -234,48 +245,59 @@ def score(
     return scores / n_query_tokens[:, None]  # one row of scores per query
 
 
-def groups(embeddings: object, mask: object) -> tuple[Tensor, Tensor]:
+class GroupedDocuments(NamedTuple):
+    """Padded token vectors of N documents for each of B queries.
+
+    Attributes:
+        vectors: the vectors ``[B, N, Ld, D]``.
+        mask: which vectors count, bool ``[B, N, Ld]``.
+    """
+
+    vectors: Tensor
+    mask: Tensor
+
+
+def as_grouped_documents(embeddings: object, mask: object) -> GroupedDocuments:
     """Convert documents that are grouped by query, and their mask, to tensors.
 
     Args:
-        embeddings: token vectors of N documents for each of B queries, ``[B, N, Ld, D]``.
-        mask: which vectors count, ``[B, N, Ld]``. Without one, rows of zeros are padding.
-
-    Returns:
-        Vectors ``[B, N, Ld, D]``, and a bool mask ``[B, N, Ld]``.
+        embeddings: the token vectors of N documents for each of B queries, ``[B, N, Ld, D]``.
+        mask: which vectors count, ``[B, N, Ld]``. If it is None, zero rows are padding.
 
     Raises:
-        ValueError: for another shape of the vectors or the mask.
+        ValueError: if the vectors or the mask have another shape.
     """
-    rows = as_tokens("documents_embeddings", embeddings, 4)
+    vectors = as_tokens("documents_embeddings", embeddings, dims=4)
     if mask is None:
-        return rows, rows.any(dim=-1)
-    shape = list(rows.shape[:-1])
-    mask = _as_mask("documents_mask", mask, shape)
-    if list(mask.shape) != shape:
+        return GroupedDocuments(vectors, vectors.any(dim=-1))
+    shape = list(vectors.shape[:-1])
+    mask_tensor = _as_mask("documents_mask", mask, shape)
+    if list(mask_tensor.shape) != shape:
         raise ValueError(
-            f"documents_mask must have shape {shape}, one entry per token, got {list(mask.shape)}.",
+            f"documents_mask must have shape {shape}, one entry per token, "
+            f"got {list(mask_tensor.shape)}.",
         )
-    return rows, mask.to(rows.device) != 0
+    return GroupedDocuments(vectors, mask_tensor.to(vectors.device) != 0)
 
 
 def _concatenate(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=dim)
 
 
-def _mask(name: str, mask: object, count: int, longest: int) -> Tensor:
-    """Convert a mask to a tensor ``[count, longest]``.
+def _batch_mask(name: str, mask: object, count: int, longest: int) -> Tensor:
+    """Convert the mask of a batch of sequences to a tensor ``[count, longest]``.
 
     Args:
-        name: name of the argument, for error messages.
-        mask: a tensor or an array ``[count, longest]`` or ``[longest]``, or a list of masks.
-        count: number of sequences.
-        longest: number of vectors of the longest sequence.
+        name: the name of the argument, for error messages.
+        mask: a tensor or an array ``[count, longest]``, a list of masks, or ``[longest]``, which
+            all sequences share.
+        count: the number of sequences.
+        longest: the number of vectors of the longest sequence.
     """
     if isinstance(mask, (list, tuple)):
-        rows = [_as_mask(name, item, ["L"]) for item in mask]
-        if rows:
-            mask = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        sequence_masks = [_as_mask(name, sequence_mask, ["L"]) for sequence_mask in mask]
+        if sequence_masks:
+            mask = torch.nn.utils.rnn.pad_sequence(sequence_masks, batch_first=True)
         else:
             mask = torch.zeros(0, longest)
     tensor = _as_mask(name, mask, [count, longest])
@@ -289,21 +311,21 @@ def _mask(name: str, mask: object, count: int, longest: int) -> Tensor:
     return tensor.expand(count, -1)
 
 
-def _as_mask(name: str, mask: object, shape: Sequence[object]) -> Tensor:
-    """Convert a mask to a tensor, of any shape.
+def _as_mask(name: str, mask: object, expected_shape: Sequence[object]) -> Tensor:
+    """Convert a mask to a tensor, without checking its shape.
 
     Args:
-        name: name of the argument, for the error message.
+        name: the name of the argument, for the error message.
         mask: a tensor or an array.
-        shape: expected shape, for the error message.
+        expected_shape: the shape that the error message names.
 
     Raises:
-        TypeError: for anything that is no array of numbers.
+        TypeError: if the mask is not an array of numbers.
     """
     try:
         return torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as error:
         got = type(mask).__name__
         raise TypeError(
-            f"{name} must be a tensor or an array of numbers of shape {shape}, got {got}.",
+            f"{name} must be a tensor or an array of numbers of shape {expected_shape}, got {got}.",
         ) from error

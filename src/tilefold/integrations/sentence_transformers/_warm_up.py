@@ -1,6 +1,7 @@
 """``warm_up``: build the kernels of a model before its first step or request.
 
-Kernels are built for the model's own calls with synthetic texts of the lengths that matter.
+The model runs on synthetic texts of the lengths that matter, and all kernels that it needs are
+built.
 """
 
 from __future__ import annotations
@@ -42,32 +43,34 @@ def warm_up(
     dtype: torch.dtype | None = torch.bfloat16,
     workers: int | None = None,
 ) -> Built:
-    """Build the kernels of a model ahead, so that no first call or step waits for a compiler.
+    """Build the kernels of a model ahead of time, so that no call waits for a compiler.
 
-    The model runs as :func:`accelerate` makes it, under autocast: for each length, it computes the
-    scores of a batch, half of whose texts are shorter, and with ``training`` their gradients. A
-    ``MultiVectorEncoder`` scores texts of the first length, as queries, with those of every length.
-    With ``inference``, few texts of up to the greatest length are encoded, too, and an accelerated
-    model keeps the CUDA graphs. Otherwise the model does not change. ``TILEFOLD_DISABLE=1`` builds
+    For each length, the accelerated model computes the scores of a batch under autocast, and with
+    ``training`` also their gradients. Half of the texts of a batch are shorter. A
+    ``MultiVectorEncoder`` scores queries of the first length with documents of every length. With
+    ``inference``, CUDA graphs are captured for a few texts of up to the largest length, and an
+    accelerated model keeps them. Otherwise the model does not change. ``TILEFOLD_DISABLE=1`` builds
     nothing.
 
     Args:
         model: a ``SparseEncoder`` or ``MultiVectorEncoder`` on a CUDA device.
-        lengths: tokens of the longest text of a batch; for a ``MultiVectorEncoder`` first those of
-            queries.
-        batch_size: texts in a batch. Launches are chosen by shape, so take that of the job.
+        lengths: the number of tokens of the longest text of each batch; the first one is also that
+            of a ``MultiVectorEncoder``'s queries.
+        batch_size: the number of texts per batch. Kernels are chosen by shape, so use that of the
+            job.
         inference: whether to build the kernels of scores without gradients.
         training: whether to build the kernels of scores with gradients.
-        dtype: of autocast; ``None`` for none.
-        workers: threads that build; by default one per core, at most 16.
+        dtype: the dtype of autocast; None for no autocast.
+        workers: the number of threads that build; by default one per core, at most 16.
 
     Returns:
         The kernels that were built.
 
     Raises:
-        RuntimeError: nothing can be built on this machine, or the model is not on a GPU.
-        ValueError: for lengths, a batch or workers below 1, or if there is nothing to build.
-        TypeError: for a model that :func:`accelerate` does not take.
+        RuntimeError: if nothing can be built on this machine, or the model is not on a GPU.
+        ValueError: if lengths, the batch size or workers are below 1, or if there is nothing to
+            build.
+        TypeError: if :func:`accelerate` does not accept the model.
     """
     check_instance("model", model, torch.nn.Module, "a loaded model")
     lengths = list_of("lengths", lengths, ordered=False)
@@ -92,12 +95,12 @@ def warm_up(
     with ExitStack() as stack:
         stack.enter_context(torch.cuda.device(device))
         if not is_accelerated(model):
-            # The check would build some kernels one after the other.
+            # The check would build kernels one after another.
             accelerate(model, check=False)
             stack.callback(restore, model)
         stack.enter_context(in_eval_mode(model))
-        calls = steps(model, lengths, batch_size, inference, training, dtype)
-        # Dropout in the calls must not change the caller's random numbers.
+        calls = warm_up_calls(model, lengths, batch_size, inference, training, dtype)
+        # Dropout must not change the caller's random numbers.
         stack.enter_context(torch.random.fork_rng(devices=[device]))
         built = build_kernels(calls, workers)
         if inference:
@@ -106,11 +109,11 @@ def warm_up(
 
 
 def _capture_graphs(model: Model, longest: int) -> None:
-    """Capture the CUDA graphs of ``encode`` for few queries or documents.
+    """Capture the CUDA graphs with which ``encode`` encodes a few queries or documents.
 
     Args:
         model: an accelerated model.
-        longest: number of tokens of the longest text.
+        longest: the number of tokens of the longest text.
     """
     graphs = graphs_of(model)
     if graphs is None:
@@ -119,13 +122,13 @@ def _capture_graphs(model: Model, longest: int) -> None:
         encode = partial(
             model.encode,
             task=task,
-            batch_size=TEXT_COUNTS[-1],
+            batch_size=TEXT_COUNTS[-1],  # a batch of the largest graph is not divided
             show_progress_bar=False,
         )
-        graphs.warm(encode, longest)
+        graphs.warm(encode, longest)  # encodes texts of every size of graphs
 
 
-def steps(
+def warm_up_calls(
     model: Model,
     lengths: Sequence[int],
     batch_size: int,
@@ -133,42 +136,44 @@ def steps(
     training: bool,
     dtype: torch.dtype | None,
 ) -> list[Callable[[], object]]:
-    """Return functions that run the model on synthetic batches, so that its kernels are built.
+    """Return functions that run the model on synthetic batches, to build its kernels.
 
     Args:
         model: an accelerated model.
-        lengths: tokens of the longest text of each batch of documents. Queries have the first
-            length.
-        batch_size: texts in a batch.
+        lengths: the number of tokens of the longest document of each batch. The longest query has
+            the first of them, since queries of a job have one limit.
+        batch_size: the number of texts per batch.
         inference: whether to run each batch without gradients.
         training: whether to run each batch with gradients.
-        dtype: dtype of autocast; ``None`` for none.
+        dtype: the dtype of autocast; None for no autocast.
 
     Returns:
-        One function per length and kind of run, without arguments.
+        Functions without arguments: one per length and kind of run.
     """
-    queries = synthetic_batch(model, lengths[0], batch_size)
+    query_length = lengths[0]
+    queries = synthetic_batch(model, query_length, batch_size)
+    kinds_of_run: list[bool] = []  # whether gradients are computed
+    if inference:
+        kinds_of_run.append(False)
+    if training:
+        kinds_of_run.append(True)
     calls: list[Callable[[], object]] = []
     for length in lengths:
         documents = synthetic_batch(model, length, batch_size)
-        if inference:
-            calls.append(
-                partial(_run_step, model, queries, documents, trains=False, dtype=dtype),
-            )
-        if training:
-            calls.append(
-                partial(_run_step, model, queries, documents, trains=True, dtype=dtype),
-            )
+        calls += [
+            partial(_warm_up_step, model, queries, documents, trains=trains, dtype=dtype)
+            for trains in kinds_of_run
+        ]
     return calls
 
 
 def synthetic_batch(model: Model, length: int, batch_size: int) -> Features:
-    """Return features of synthetic texts on the device of the model.
+    """Return the features of synthetic texts on the device of the model.
 
     Args:
         model: an accelerated model.
-        length: number of tokens of the first and of every other text. The rest have half as many.
-        batch_size: number of texts.
+        length: the number of tokens of every second text. The others have half as many.
+        batch_size: the number of texts.
     """
     texts = []
     for position in range(batch_size):
@@ -180,25 +185,25 @@ def synthetic_batch(model: Model, length: int, batch_size: int) -> Features:
     return on_device(features, next(model.parameters()).device)
 
 
-def _run_step(
+def _warm_up_step(
     model: Model,
     queries: Features,
     documents: Features,
     trains: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    """Run a forward pass on documents, and in training a backward pass, for their kernels.
+    """Run a forward pass on documents, and in training a backward pass, to build their kernels.
 
-    A SparseEncoder computes the documents' sparse scores. A MultiVectorEncoder, whose outputs are
-    token vectors, scores the documents with the queries. The gradients are those of the sum of all
-    scores. All results are dropped.
+    A SparseEncoder computes the sparse scores of the documents. A MultiVectorEncoder, whose outputs
+    are token vectors, scores the documents with the queries. The loss is the sum of all scores. All
+    results are dropped.
 
     Args:
         model: the model, which is set to training or eval mode.
-        queries: features of as many queries, for a ``MultiVectorEncoder``.
-        documents: features of documents.
+        queries: the features of one query per document, for a ``MultiVectorEncoder``.
+        documents: the features of the documents.
         trains: whether to compute gradients.
-        dtype: dtype of autocast; ``None`` for none.
+        dtype: the dtype of autocast; None for no autocast.
     """
     parameters = [
         parameter for parameter in model.train(trains).parameters() if parameter.requires_grad

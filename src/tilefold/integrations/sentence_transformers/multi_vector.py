@@ -1,12 +1,13 @@
 """Fused scores of ``MultiVectorEncoder`` models (ColBERT), for losses and evaluators.
 
-Each function has the name, arguments and results of the stock function that it replaces. It does
-not write the similarities ``[Nq, Nd, Lq, Ld]``, as the stock function does.
+Each function has the name, the arguments and the results of the function of sentence-transformers
+that it replaces. In contrast to that function, it does not materialise the similarities ``[Nq, Nd,
+Lq, Ld]``.
 
 * ``colbert_*`` and ``xtr_*`` replace functions of
   ``sentence_transformers.multi_vector_encoder.scoring``, for the ``similarity_fct=`` of a loss.
-* ``maxsim`` and its variants replace functions of ``sentence_transformers.util``. They take lists
-  of any lengths. An accelerated model uses them.
+* ``maxsim`` and its variants replace functions of ``sentence_transformers.util``. They accept lists
+  of sequences of different lengths. An accelerated model uses them.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilefold.integrations.sentence_transformers import _sides
 from tilefold.integrations.sentence_transformers._sides import (
     EMPTY_DOCUMENT_SCORE,
+    GroupedDocuments,
     Side,
-    SidePart,
+    TokenVectors,
+    as_grouped_documents,
+    maxsim_scores,
     scores_of_sides,
 )
 from tilefold.ops import xtr_scores as fused_xtr_scores
@@ -57,24 +60,26 @@ def maxsim(
     """Compute MaxSim of every query with every document (ColBERT, arXiv 2004.12832).
 
     Args:
-        a: queries: a list of ``[Lq_i, D]`` tensors or arrays, as ``encode_query`` returns them;
-            ``[Nq, Lq, D]`` padded; or one ``[Lq, D]``. Lists are packed, not padded.
-        b: documents, likewise, of the same dtype.
-        a_mask: ``[Nq, Lq]`` or a list; nonzero entries count. A floating mask multiplies the
-            similarities of its tokens. Without one, rows of zeros of a padded tensor are padding.
-        b_mask: ``[Nd, Ld]`` or a list; nonzero entries count.
-        chunk_elements: numbers of either side that are packed, or moved to ``device``, at a time;
-            by default 100 million. Similarities are never written, so nothing else needs to be cut.
-        length_normalize: whether to divide by the number of the query's tokens (at least 1).
-        device: where to score; by default where the documents are. The scores come back to the
-            device of the documents.
-        impl: as in :func:`tilefold.ops.maxsim`.
+        a: the token vectors of the queries: a list of ``[Lq_i, D]`` tensors or arrays, as
+            ``encode_query`` returns them, padded ``[Nq, Lq, D]``, or ``[Lq, D]`` of one query.
+            Lists are packed, not padded.
+        b: the token vectors of the documents, in the same forms and dtype.
+        a_mask: which query tokens count, ``[Nq, Lq]`` or a list. A floating mask multiplies the
+            similarities of its tokens. Without a mask, zero rows of a padded tensor are padding.
+        b_mask: which document tokens count, ``[Nd, Ld]`` or a list.
+        chunk_elements: the largest number of elements of queries or documents that are packed or
+            moved to ``device`` at once; by default 100 million. The similarities take no memory.
+        length_normalize: whether scores are divided by the number of tokens of the query (at least
+            1).
+        device: the device that computes; by default that of the documents, on which the scores are
+            returned in any case.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Returns:
-        ``[Nq, Nd]`` fp32. A document without a token scores -1e9 before any division.
+        fp32 scores ``[Nq, Nd]``. A document without tokens scores -1e9 before any division.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: if shapes, dtypes or options are invalid.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     return scores_of_sides(
@@ -99,20 +104,22 @@ def mean_maxsim(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`maxsim`, divided by the number of each query's tokens, ``[Nq, Nd]``.
+    """Compute :func:`maxsim`, by default divided by the number of query tokens, ``[Nq, Nd]``.
 
     Args:
-        a: token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
-        b: token vectors of the documents, likewise.
-        a_mask: which query tokens count, ``[Nq, Lq]`` or a list; ``None`` for all.
-        b_mask: which document tokens count, likewise.
-        chunk_elements: numbers of either side that are moved to ``device`` at a time.
-        length_normalize: whether scores are divided by the number of query tokens.
-        device: device that computes; by default that of the documents.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        a: the token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
+        b: the token vectors of the documents, a list of ``[Ld_i, D]`` or padded ``[Nd, Ld, D]``.
+        a_mask: which query tokens count, ``[Nq, Lq]`` or a list, see :func:`maxsim`.
+        b_mask: which document tokens count, ``[Nd, Ld]`` or a list.
+        chunk_elements: the largest number of elements of queries or documents that are packed or
+            moved to ``device`` at once.
+        length_normalize: whether scores are divided by the number of query tokens. False gives
+            :func:`maxsim`, as in sentence-transformers.
+        device: the device that computes; by default that of the documents.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`maxsim`.
+        ValueError, TypeError, RuntimeError: see :func:`maxsim`.
     """
     return maxsim(a, b, a_mask, b_mask, chunk_elements, length_normalize, device, impl=impl)
 
@@ -131,17 +138,18 @@ def maxsim_pairwise(
     """Compute MaxSim of query ``i`` with document ``i``, ``[N]`` fp32.
 
     Args:
-        a: token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
-        b: token vectors of the documents, likewise, one for each query.
-        a_mask: which query tokens count, ``[Nq, Lq]`` or a list; ``None`` for all.
-        b_mask: which document tokens count, likewise.
-        chunk_elements: numbers of either side that are moved to ``device`` at a time.
+        a: the token vectors of N queries, a list of ``[Lq_i, D]`` or padded ``[N, Lq, D]``.
+        b: the token vectors of N documents, a list of ``[Ld_i, D]`` or padded ``[N, Ld, D]``.
+        a_mask: which query tokens count, ``[N, Lq]`` or a list, see :func:`maxsim`.
+        b_mask: which document tokens count, ``[N, Ld]`` or a list.
+        chunk_elements: the largest number of elements of queries or documents that are packed or
+            moved to ``device`` at once.
         length_normalize: whether scores are divided by the number of query tokens.
-        device: device that computes; by default that of the documents.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        device: the device that computes; by default that of the documents.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`maxsim`.
+        ValueError, TypeError, RuntimeError: see :func:`maxsim`.
     """
     return scores_of_sides(
         Side("a", a, a_mask, weighted=True),
@@ -165,20 +173,21 @@ def mean_maxsim_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`maxsim_pairwise`, divided by the number of each query's tokens, ``[N]``.
+    """Compute :func:`maxsim_pairwise`, by default divided by the number of query tokens, ``[N]``.
 
     Args:
-        a: token vectors of the queries, a list of ``[Lq_i, D]`` or padded ``[Nq, Lq, D]``.
-        b: token vectors of the documents, likewise, one for each query.
-        a_mask: which query tokens count, ``[Nq, Lq]`` or a list; ``None`` for all.
-        b_mask: which document tokens count, likewise.
-        chunk_elements: numbers of either side that are moved to ``device`` at a time.
+        a: the token vectors of N queries, a list of ``[Lq_i, D]`` or padded ``[N, Lq, D]``.
+        b: the token vectors of N documents, a list of ``[Ld_i, D]`` or padded ``[N, Ld, D]``.
+        a_mask: which query tokens count, ``[N, Lq]`` or a list, see :func:`maxsim`.
+        b_mask: which document tokens count, ``[N, Ld]`` or a list.
+        chunk_elements: the largest number of elements of queries or documents that are packed or
+            moved to ``device`` at once.
         length_normalize: whether scores are divided by the number of query tokens.
-        device: device that computes; by default that of the documents.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        device: the device that computes; by default that of the documents.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`maxsim`.
+        ValueError, TypeError, RuntimeError: see :func:`maxsim`.
     """
     return maxsim_pairwise(
         a,
@@ -205,33 +214,39 @@ def colbert_scores(
     """Compute MaxSim of every query with every document of the batch (ColBERT, arXiv 2004.12832).
 
     ``scores[i, j * N + n] = sum_s max_t queries[i, s] . documents[j, n, t]`` over unmasked tokens.
-    For ``MultiVectorMultipleNegativesRankingLoss`` and its cached form, in place of
-    ``colbert_scores``.
+    Pass it as ``similarity_fct=`` to ``MultiVectorMultipleNegativesRankingLoss`` or its cached
+    form.
 
     Args:
-        queries_embeddings: ``[Nq, Lq, D]``; or a list of ``[Lq_i, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``, N documents for each of B queries.
-        queries_mask: ``[Nq, Lq]``; nonzero entries count. A floating mask multiplies the
-            similarities of its tokens. Without one, every token counts, and rows of zeros of a
-            padded tensor are padding.
-        documents_mask: one entry per document token; nonzero entries count.
-        chunk_elements: numbers of either side that are packed or moved at a time, where lists are
-            given. Similarities are never written, so nothing else needs to be cut.
-        length_normalize: whether to divide by the number of the query's unmasked tokens (at least
-            1).
-        impl: as in :func:`tilefold.ops.maxsim`.
+        queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]`` or a list of
+            ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of N documents for each of B queries,
+            ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[Nq, Lq]`` or a list. A floating mask multiplies
+            the similarities of its tokens. Without a mask, zero rows of a padded tensor are
+            padding, and all other tokens count.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        chunk_elements: the largest number of elements of a list that are packed or moved at once.
+            The similarities take no memory.
+        length_normalize: whether scores are divided by the number of unmasked tokens of the query
+            (at least 1).
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Returns:
-        ``[Nq, B * N]`` fp32 on the device of the documents. A document without an unmasked token
-        scores -1e9 before any division, without a gradient.
+        fp32 scores ``[Nq, B * N]`` on the device of the documents. A document without an unmasked
+        token scores -1e9 before any division, without a gradient.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: if shapes, dtypes or options are invalid.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
-    rows, mask = _sides.groups(documents_embeddings, documents_mask)
-    documents = Side("documents_embeddings", rows.flatten(0, 1), mask.flatten(0, 1))
+    groups = as_grouped_documents(documents_embeddings, documents_mask)
+    documents = Side(
+        "documents_embeddings",
+        groups.vectors.flatten(0, 1),
+        groups.mask.flatten(0, 1),
+    )
     return scores_of_sides(
         queries,
         documents,
@@ -254,20 +269,23 @@ def colbert_scores_pairwise(
 ) -> Tensor:
     """Compute MaxSim of query ``i`` with document ``i``, ``[B]``.
 
-    For ``MultiVectorMarginMSELoss``.
+    Pass it as ``similarity_fct=`` to ``MultiVectorMarginMSELoss``.
 
     Args:
-        queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``.
-        documents_embeddings: ``[B, Ld, D]``, or a list of ``[Ld_i, D]``.
-        queries_mask: ``[B, Lq]`` or a list; nonzero entries count. A floating mask multiplies the
-            similarities of its tokens.
-        documents_mask: ``[B, Ld]`` or a list; nonzero entries count.
-        chunk_elements: numbers of either side that are packed or moved at a time.
-        length_normalize: whether to divide by the number of the query's unmasked tokens.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]`` or a list of
+            ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of the documents, ``[B, Ld, D]`` or a list of
+            ``[Ld_i, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]`` or a list. A floating mask multiplies
+            the similarities of its tokens.
+        documents_mask: which document tokens count, ``[B, Ld]`` or a list.
+        chunk_elements: the largest number of elements of queries or documents that are packed or
+            moved at once.
+        length_normalize: whether scores are divided by the number of unmasked tokens of the query.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
     """
     return scores_of_sides(
         Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True),
@@ -291,30 +309,31 @@ def colbert_kd_scores(
 ) -> Tensor:
     """Compute MaxSim of query ``i`` with each of its N documents, ``[B, N]``.
 
-    For ``MultiVectorDistillKLDivLoss``.
+    Pass it as ``similarity_fct=`` to ``MultiVectorDistillKLDivLoss``.
 
     Args:
-        queries_embeddings: ``[B, Lq, D]``, or a list of ``[Lq_i, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``, one group of N documents for each query.
-        queries_mask: ``[B, Lq]`` or a list; nonzero entries count. A floating mask multiplies the
-            similarities of its tokens.
-        documents_mask: ``[B, N, Ld]``; nonzero entries count.
-        chunk_elements: ignored, for compatibility.
-        length_normalize: whether to divide by the number of the query's unmasked tokens.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]`` or a list of
+            ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of N documents for each query, ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]`` or a list. A floating mask multiplies
+            the similarities of its tokens.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        length_normalize: whether scores are divided by the number of unmasked tokens of the query.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
     """
     queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
-    rows, mask = _sides.groups(documents_embeddings, documents_mask)
-    _check_groups(queries, rows)
-    return _sides.score(
-        queries.part(slice(0, queries.count), rows.device),
-        SidePart(rows, mask, None),
-        "grouped",
-        length_normalize,
-        impl,
+    groups = as_grouped_documents(documents_embeddings, documents_mask)
+    _check_groups(queries, groups.vectors)
+    return maxsim_scores(
+        queries.to(groups.vectors.device),
+        TokenVectors(groups.vectors, groups.mask, cu_seqlens=None),
+        pairing="grouped",
+        length_normalize=length_normalize,
+        impl=impl,
     )
 
 
@@ -328,21 +347,22 @@ def mean_colbert_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`colbert_scores`, divided by the number of each query's unmasked tokens.
+    """Compute :func:`colbert_scores` with ``length_normalize=True`` by default.
 
-    A model with the similarity ``'meanmaxsim'`` scores like this.
+    This is the similarity ``"meanmaxsim"`` of a model.
 
     Args:
-        queries_embeddings: ``[Nq, Lq, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``.
-        queries_mask: ``[Nq, Lq]``; nonzero entries count.
-        documents_mask: ``[B, N, Ld]``; nonzero entries count.
-        chunk_elements: numbers of either side that are packed or moved at a time.
-        length_normalize: False for scores that are not divided.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]``.
+        documents_embeddings: the token vectors of the documents, ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[Nq, Lq]``.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        chunk_elements: the largest number of elements of a list that are packed or moved at once.
+        length_normalize: whether scores are divided by the number of unmasked tokens of the query.
+            It can be turned off for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
     """
     return colbert_scores(
         queries_embeddings,
@@ -365,21 +385,23 @@ def mean_colbert_scores_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`colbert_scores_pairwise`, divided by each query's number of tokens.
+    """Compute :func:`colbert_scores_pairwise` with ``length_normalize=True`` by default.
 
-    A model with the similarity ``'meanmaxsim'`` scores like this.
+    This is the similarity ``"meanmaxsim"`` of a model.
 
     Args:
-        queries_embeddings: ``[B, Lq, D]``.
-        documents_embeddings: ``[B, Ld, D]``.
-        queries_mask: ``[B, Lq]``; nonzero entries count.
-        documents_mask: ``[B, Ld]``; nonzero entries count.
-        chunk_elements: numbers of either side that are packed or moved at a time.
-        length_normalize: False for scores that are not divided.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]``.
+        documents_embeddings: the token vectors of the documents, ``[B, Ld, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]``.
+        documents_mask: which document tokens count, ``[B, Ld]``.
+        chunk_elements: the largest number of elements of queries or documents that are packed or
+            moved at once.
+        length_normalize: whether scores are divided by the number of unmasked tokens of the query.
+            It can be turned off for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_scores_pairwise`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_scores_pairwise`.
     """
     return colbert_scores_pairwise(
         queries_embeddings,
@@ -402,21 +424,22 @@ def mean_colbert_kd_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`colbert_kd_scores`, divided by the number of each query's unmasked tokens.
+    """Compute :func:`colbert_kd_scores` with ``length_normalize=True`` by default.
 
-    A model with the similarity ``'meanmaxsim'`` scores like this.
+    This is the similarity ``"meanmaxsim"`` of a model.
 
     Args:
-        queries_embeddings: ``[B, Lq, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``.
-        queries_mask: ``[B, Lq]``; nonzero entries count.
-        documents_mask: ``[B, N, Ld]``; nonzero entries count.
-        chunk_elements: ignored, for compatibility.
-        length_normalize: False for scores that are not divided.
-        impl: implementation of :func:`tilefold.ops.maxsim`.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]``.
+        documents_embeddings: the token vectors of N documents for each query, ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]``.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        length_normalize: whether scores are divided by the number of unmasked tokens of the query.
+            It can be turned off for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.maxsim`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`colbert_kd_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`colbert_kd_scores`.
     """
     return colbert_kd_scores(
         queries_embeddings,
@@ -439,34 +462,36 @@ def xtr_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute XTR scores (arXiv 2304.01982) of every query with every document of the batch.
+    """Compute XTR scores (arXiv 2304.01982) for every pair of a query and a document of the batch.
 
     Each query token retrieves ``top_k`` document tokens.
 
     Args:
-        queries_embeddings: ``[Nq, Lq, D]``; or a list of ``[Lq_i, D]``.
-        documents_embeddings: ``[B, N, Ld, D]``, N documents for each of B queries.
-        queries_mask: ``[Nq, Lq]``; nonzero entries count. A floating mask multiplies the
-            similarities of its tokens. Without one, every token counts, and rows of zeros of a
-            padded tensor are padding.
-        documents_mask: one entry per document token; nonzero entries count.
-        top_k: tokens that each query token retrieves from all documents of the batch. Tokens that
-            tie with the last one are retrieved too, where the stock function retrieves exactly
-            ``top_k``.
-        chunk_elements: ignored, for compatibility; there are no similarities to chunk.
-        impl: as in :func:`tilefold.ops.xtr_scores`.
+        queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]`` or a list of
+            ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of N documents for each of B queries,
+            ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[Nq, Lq]`` or a list. A floating mask multiplies
+            the similarities of its tokens. Without a mask, zero rows of a padded tensor are
+            padding, and all other tokens count.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        top_k: the number of tokens that each query token retrieves from all documents of the batch.
+            Tokens that tie with the last one are also retrieved, whereas sentence-transformers
+            retrieves exactly ``top_k``.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.xtr_scores`.
 
     Returns:
-        ``[Nq, B * N]`` fp32 on the device of the documents. A document without an unmasked token
-        scores -1e9.
+        fp32 scores ``[Nq, B * N]`` on the device of the documents. A document without an unmasked
+        token scores -1e9.
 
     Raises:
-        ValueError, TypeError: for shapes, dtypes or options that do not fit.
+        ValueError, TypeError: if shapes, dtypes or options are invalid.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
     queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
-    rows, mask = _sides.groups(documents_embeddings, documents_mask)
-    return _score_xtr(queries, rows, mask, top_k, impl)
+    groups = as_grouped_documents(documents_embeddings, documents_mask)
+    return _score_xtr(queries, groups, top_k, impl)
 
 
 def xtr_kd_scores(
@@ -479,23 +504,28 @@ def xtr_kd_scores(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`xtr_scores` of each query with its N documents only, ``[B, N]``.
+    """Compute the XTR scores of each query with its N documents, ``[B, N]``.
 
-    A query token still retrieves tokens of all documents of the batch.
+    As in :func:`xtr_scores`, a query token retrieves tokens of all documents of the batch.
 
     Args:
-        queries_embeddings, queries_mask, documents_mask, top_k, chunk_elements, impl: as in
-            :func:`xtr_scores`.
-        documents_embeddings: ``[B, N, Ld, D]``, one group of N documents for each query.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]`` or a list of
+            ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of N documents for each query, ``[B, N, Ld, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]`` or a list.
+        documents_mask: which document tokens count, ``[B, N, Ld]``.
+        top_k: the number of tokens that each query token retrieves.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.xtr_scores`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`xtr_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`xtr_scores`.
     """
     queries = Side("queries_embeddings", queries_embeddings, queries_mask, weighted=True)
-    rows, mask = _sides.groups(documents_embeddings, documents_mask)
-    _check_groups(queries, rows)
-    n_groups, n_documents = rows.shape[:2]
-    scores = _score_xtr(queries, rows, mask, top_k, impl)
+    groups = as_grouped_documents(documents_embeddings, documents_mask)
+    _check_groups(queries, groups.vectors)
+    n_groups, n_documents = groups.vectors.shape[:2]
+    scores = _score_xtr(queries, groups, top_k, impl)
     # Query i needs the scores of group i only: the diagonal of [queries, groups, documents], which
     # ``diagonal`` returns as [documents, queries].
     scores_by_group = scores.view(n_groups, n_groups, n_documents)
@@ -512,23 +542,29 @@ def xtr_scores_pairwise(
     *,
     impl: str = "auto",
 ) -> Tensor:
-    """Compute :func:`xtr_scores` of query ``i`` with document ``i`` only, ``[B]``.
+    """Compute the XTR score of query ``i`` with document ``i``, ``[B]``.
 
-    A query token still retrieves tokens of all documents of the batch.
+    As in :func:`xtr_scores`, a query token retrieves tokens of all documents of the batch.
 
     Args:
-        queries_embeddings, queries_mask, top_k, chunk_elements, impl: as in :func:`xtr_scores`.
-        documents_embeddings: ``[B, Ld, D]`` or ``[B, 1, Ld, D]``.
-        documents_mask: ``[B, Ld]`` or ``[B, 1, Ld]``; nonzero entries count.
+        queries_embeddings: the token vectors of the queries, ``[B, Lq, D]`` or a list of
+            ``[Lq_i, D]``.
+        documents_embeddings: the token vectors of the documents, ``[B, Ld, D]`` or
+            ``[B, 1, Ld, D]``.
+        queries_mask: which query tokens count, ``[B, Lq]`` or a list.
+        documents_mask: which document tokens count, ``[B, Ld]`` or ``[B, 1, Ld]``.
+        top_k: the number of tokens that each query token retrieves.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.xtr_scores`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`xtr_scores`.
+        ValueError, TypeError, RuntimeError: see :func:`xtr_scores`.
     """
     scores = xtr_kd_scores(
         queries_embeddings,
-        _groups_of_one(documents_embeddings, 3),
+        _as_groups_of_one(documents_embeddings, ndim=4),
         queries_mask,
-        _groups_of_one(documents_mask, 2),
+        _as_groups_of_one(documents_mask, ndim=3),
         top_k,
         chunk_elements,
         impl=impl,
@@ -538,42 +574,41 @@ def xtr_scores_pairwise(
 
 def _score_xtr(
     queries: Side,
-    documents: Tensor,
-    documents_mask: Tensor,
+    groups: GroupedDocuments,
     top_k: int,
     impl: str,
 ) -> Tensor:
-    """Compute XTR scores of every query with every document.
+    """Compute XTR scores of every query with every document of all groups.
 
     Args:
         queries: Nq queries.
-        documents: ``[B, N, Ld, D]``.
-        documents_mask: bool ``[B, N, Ld]``.
-        top_k: tokens that each query token retrieves.
-        impl: implementation of :func:`tilefold.ops.xtr_scores`.
+        groups: N documents for each of B queries.
+        top_k: the number of tokens that each query token retrieves.
+        impl: the implementation of :func:`tilefold.ops.xtr_scores`.
 
     Returns:
-        ``[Nq, B * N]`` fp32.
+        fp32 scores ``[Nq, B * N]``.
     """
+    documents = groups.vectors.flatten(0, 1)
+    document_mask = groups.mask.flatten(0, 1)
     if queries.count == 0:
-        n_documents = documents.size(0) * documents.size(1)
-        return documents.new_zeros((0, n_documents), dtype=torch.float32)
-    query_part = queries.part(slice(0, queries.count), documents.device)
+        return documents.new_zeros((0, len(documents)), dtype=torch.float32)
+    query_vectors = queries.to(documents.device)
     scores = fused_xtr_scores(
-        query_part.rows,
-        documents.flatten(0, 1),
-        query_mask=query_part.mask,
-        cu_seqlens_q=query_part.cu_seqlens,
-        document_mask=documents_mask.flatten(0, 1),
+        query_vectors.vectors,
+        documents,
+        query_mask=query_vectors.mask,
+        cu_seqlens_q=query_vectors.cu_seqlens,
+        document_mask=document_mask,
         top_k=top_k,
         impl=impl,
     )
-    is_empty = documents_mask.sum(dim=-1).flatten() == 0
+    is_empty = document_mask.sum(dim=-1) == 0
     return scores.float().masked_fill(is_empty, EMPTY_DOCUMENT_SCORE)
 
 
 def _check_groups(queries: Side, documents: Tensor) -> None:
-    """Raise ``ValueError`` unless there is one group of documents ``[B, N, Ld, D]`` per query."""
+    """Raise ``ValueError`` if there is not one group of documents ``[B, N, Ld, D]`` per query."""
     if queries.count != documents.size(0):
         raise ValueError(
             "documents_embeddings must hold one group for each of the "
@@ -581,29 +616,29 @@ def _check_groups(queries: Side, documents: Tensor) -> None:
         )
 
 
-def _groups_of_one(values: object, dims: int) -> Tensor | None:
+def _as_groups_of_one(values: object, ndim: int) -> Tensor | None:
     """Return documents, or their mask, as groups of one document for each query.
 
     Args:
-        values: one document, or one mask, for each query; ``None`` without a mask.
-        dims: dimensions of values that are no groups yet. Others are returned as they are.
+        values: one document, or one mask, for each query; None if there is no mask.
+        ndim: the number of dimensions of groups. Values that have it are returned as they are.
     """
     if values is None:
         return None
     tensor = torch.as_tensor(values)
-    return tensor[:, None] if tensor.dim() == dims else tensor
+    return tensor.unsqueeze(1) if tensor.dim() == ndim - 1 else tensor
 
 
 class XTRScores:
-    """:func:`xtr_scores` with options, for the ``similarity_fct=`` of a loss.
+    """:func:`xtr_scores` with fixed options, for the ``similarity_fct=`` of a loss.
 
     Args:
-        top_k: as in :func:`xtr_scores`.
-        chunk_elements: as in :func:`xtr_scores`.
-        impl: as in :func:`xtr_scores`.
+        top_k: the number of tokens that each query token retrieves from all documents of the batch.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.xtr_scores`.
 
     Raises:
-        ValueError: for a ``top_k`` below 1, when scores are computed.
+        ValueError: when scores are computed, if ``top_k`` is below 1.
     """
 
     def __init__(
@@ -616,9 +651,10 @@ class XTRScores:
         """Store the options.
 
         Args:
-            top_k: tokens that each query token retrieves from all documents of the batch.
-            chunk_elements: ignored, for compatibility.
-            impl: implementation of :func:`tilefold.ops.xtr_scores`.
+            top_k: the number of tokens that each query token retrieves from all documents of the
+                batch.
+            chunk_elements: ignored; for compatibility with sentence-transformers.
+            impl: the implementation of :func:`tilefold.ops.xtr_scores`.
         """
         self.top_k = top_k
         self.chunk_elements = chunk_elements
@@ -635,11 +671,15 @@ class XTRScores:
         queries_mask: object = None,
         documents_mask: object = None,
     ) -> Tensor:
-        """Compute XTR scores of every query with every document, ``[Nq, B * N]``.
+        """Compute the XTR scores ``[Nq, B * N]`` of every query with every document of the batch.
 
         Args:
-            queries_embeddings, documents_embeddings, queries_mask, documents_mask: as in
-                :func:`xtr_scores`.
+            queries_embeddings: the token vectors of the queries, ``[Nq, Lq, D]`` or a list of
+                ``[Lq_i, D]``.
+            documents_embeddings: the token vectors of N documents for each of B queries,
+                ``[B, N, Ld, D]``.
+            queries_mask: which query tokens count, ``[Nq, Lq]`` or a list.
+            documents_mask: which document tokens count, ``[B, N, Ld]``.
         """
         return xtr_scores(
             queries_embeddings,
@@ -653,13 +693,15 @@ class XTRScores:
 
 
 class XTRKDScores(XTRScores):
-    """:func:`xtr_kd_scores` with options, for the ``similarity_fct=`` of a loss.
+    """:func:`xtr_kd_scores` with fixed options, for the ``similarity_fct=`` of a loss.
 
     Args:
-        top_k, chunk_elements, impl: as in :func:`xtr_scores`.
+        top_k: the number of tokens that each query token retrieves from all documents of the batch.
+        chunk_elements: ignored; for compatibility with sentence-transformers.
+        impl: the implementation of :func:`tilefold.ops.xtr_scores`.
 
     Raises:
-        ValueError: for a ``top_k`` below 1, when scores are computed.
+        ValueError: when scores are computed, if ``top_k`` is below 1.
     """
 
     def __call__(
@@ -669,11 +711,15 @@ class XTRKDScores(XTRScores):
         queries_mask: object = None,
         documents_mask: object = None,
     ) -> Tensor:
-        """Compute XTR scores of each query with its N documents, ``[B, N]``.
+        """Compute the XTR scores ``[B, N]`` of each query with its N documents.
 
         Args:
-            queries_embeddings, documents_embeddings, queries_mask, documents_mask: as in
-                :func:`xtr_kd_scores`.
+            queries_embeddings: the token vectors of the queries, ``[B, Lq, D]`` or a list of
+                ``[Lq_i, D]``.
+            documents_embeddings: the token vectors of N documents for each query,
+                ``[B, N, Ld, D]``.
+            queries_mask: which query tokens count, ``[B, Lq]`` or a list.
+            documents_mask: which document tokens count, ``[B, N, Ld]``.
         """
         return xtr_kd_scores(
             queries_embeddings,

@@ -1,4 +1,4 @@
-"""Alphas of a model's attention layers, which are set, learned, annealed or loaded."""
+"""The alphas of a model's attention layers: setting, learning, annealing and loading them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tilefold.integrations.transformers import attention
 from tilefold.integrations.transformers.networks import check_network
 from tilefold.nn.heads import EntmaxAlpha
 
-# End of the names of learned parameters in state dicts and checkpoints.
-SUFFIX = f".{attention.ALPHA}.theta"
-# Files of a checkpoint that may hold weights, in the order of transformers.
-WEIGHTS = (
+# The names of the parameters of learned alphas end with this, in state dicts and checkpoints.
+THETA_SUFFIX = f".{attention.ALPHA}.theta"
+# The files of a checkpoint that may hold weights, in the order of transformers.
+WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
@@ -33,44 +33,44 @@ _HUB_OPTIONS = ("subfolder", "revision", "token", "cache_dir", "local_files_only
 
 
 def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
-    """Set the alpha of every attention layer of ``model``: one number, or one per layer.
+    """Set the alpha of every attention layer of a model: one number, or one per layer.
 
-    The alphas are stored in the model's configuration, and with it in checkpoints. Learned alphas
-    are removed.
+    The alphas are stored in the model's configuration and so in its checkpoints. Learned alphas are
+    removed.
 
     Args:
-        model: a transformers model, or any module with one inside, such as a model of
+        model: a transformers model, or any module that contains one, such as a model of
             sentence-transformers.
         alpha: one number for all layers, or one for each, in [1, 2]. Alpha 1 is softmax.
 
     Raises:
-        ValueError: for a list of another length, a number outside [1, 2], or a model without
+        ValueError: if a list has the wrong length, a number is outside [1, 2], or the model has no
             attention layers.
     """
     modules = attention.checked_attention_modules(model)
     alphas = check_alphas(alpha, len(modules))
-    # A model may have several configurations, such as one per encoder.
-    alphas_by_config: dict[int, dict[nn.Module, float]] = {}
+    # Each configuration stores the alphas of its own layers, and a model may have several, such as
+    # one per encoder.
+    layers_of_config: dict[int, dict[nn.Module, float]] = {}  # by the id of the configuration
     for module, value in zip(modules, alphas, strict=True):
         _delete_alpha(module)
-        alpha_by_module = alphas_by_config.setdefault(id(module.config), {})
-        alpha_by_module[module] = value
-    for alpha_by_module in alphas_by_config.values():
-        _store_alphas(alpha_by_module)
+        layers_of_config.setdefault(id(module.config), {})[module] = value
+    for alpha_of_layer in layers_of_config.values():
+        _store_alphas(alpha_of_layer)
 
 
-def _store_alphas(alpha_by_module: dict[nn.Module, float]) -> None:
+def _store_alphas(alpha_of_layer: dict[nn.Module, float]) -> None:
     """Write the alphas of attention modules to the configuration that all of them share.
 
     ``config.entmax_alpha`` becomes one number if all alphas are equal. Otherwise it becomes a list
-    with one alpha per layer, in which a module finds its alpha by its ``layer_idx``. If modules do
-    not number their layers 0, 1, 2 and so on, each one also gets an attribute with its alpha.
+    with one alpha per layer, from which a module reads its alpha by its ``layer_idx``. Modules that
+    do not number their layers 0, 1, 2 and so on also get an attribute, which they read first.
 
     Args:
-        alpha_by_module: the alpha of each module, first layer first.
+        alpha_of_layer: the alpha of each attention module, first layer first.
     """
-    modules = list(alpha_by_module)
-    alphas = list(alpha_by_module.values())
+    modules = list(alpha_of_layer)
+    alphas = list(alpha_of_layer.values())
     shared_config = modules[0].config
     are_equal = len(set(alphas)) == 1
     setattr(shared_config, attention.ALPHA, alphas[0] if are_equal else alphas)
@@ -78,7 +78,7 @@ def _store_alphas(alpha_by_module: dict[nn.Module, float]) -> None:
         return
     layer_numbers = [getattr(module, "layer_idx", None) for module in modules]
     if layer_numbers != list(range(len(modules))):
-        for module, alpha in alpha_by_module.items():
+        for module, alpha in alpha_of_layer.items():
             setattr(module, attention.ALPHA, alpha)
 
 
@@ -86,23 +86,22 @@ def learn_alpha(
     model: nn.Module,
     initial: float | Sequence[float] = attention.DEFAULT,
 ) -> list[EntmaxAlpha]:
-    """Give every attention layer of ``model`` one learned alpha per head.
+    """Give every attention layer of a model one learned alpha per head.
 
-    The parameters join the model, its optimisers and its checkpoints as ``entmax_alpha.theta`` of
-    every attention module: make the optimiser afterwards. The configuration then says that they are
-    learned, and a model that is loaded without them raises instead of using others: see
-    :func:`load_alpha`. In a sentence-transformers model the modules that hold transformers models
-    become :class:`EntmaxTransformer`, which loads them by itself.
+    Each attention module gets a parameter ``entmax_alpha.theta``. Create the optimiser after this
+    call, so that it includes these parameters. The configuration records that alphas are learned;
+    running a loaded model without them raises an error, see :func:`load_alpha`. A model of
+    sentence-transformers loads them by itself.
 
     Args:
-        model: as for :func:`set_alpha`.
-        initial: alpha at the start, strictly between 1 and 2; one number, or one for every layer.
+        model: a transformers model, or any module that contains one.
+        initial: the alpha at the start, strictly between 1 and 2; one number, or one per layer.
 
     Returns:
         The new modules, one per layer.
 
     Raises:
-        ValueError: for a model without attention layers, or an ``initial`` outside (1, 2).
+        ValueError: if the model has no attention layers, or ``initial`` is outside (1, 2).
     """
     n_heads_by_module = attention.checked_attention_modules(model)
     starts = check_alphas(initial, len(n_heads_by_module))
@@ -118,23 +117,38 @@ def learn_alpha(
         _delete_alpha(module)
         setattr(module, attention.ALPHA, alpha)
         setattr(module.config, attention.ALPHA, attention.LEARNED)
-    for module in model.modules():
-        module_class = type(module)
-        is_from_library = module_class.__module__.startswith("sentence_transformers.")
-        if module_class.__name__ == "Transformer" and is_from_library:
-            module.__class__ = entmax_transformer()  # a subclass, which loads learned alphas
+    _use_entmax_transformers(model)
     return alphas
 
 
-def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> list[EntmaxAlpha]:
-    """Load the learned alphas of a checkpoint into a model that ``from_pretrained`` loaded from it.
+def _use_entmax_transformers(model: nn.Module) -> None:
+    """Make every Transformer module of sentence-transformers load learned alphas with its weights.
 
-    transformers reports ``entmax_alpha.theta`` as unexpected weights; the model refuses to run
-    without its alphas.
+    The modules become instances of a subclass, whose name their checkpoints store.
+
+    Args:
+        model: any module.
+    """
+    for module in model.modules():
+        kind = type(module)
+        # By name: sentence-transformers need not be installed.
+        is_stock_transformer = kind.__name__ == "Transformer" and kind.__module__.startswith(
+            "sentence_transformers.",
+        )
+        if is_stock_transformer:
+            module.__class__ = entmax_transformer()
+
+
+def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> list[EntmaxAlpha]:
+    """Load the learned alphas of a checkpoint into a model.
+
+    Call it after ``from_pretrained``, which reports ``entmax_alpha.theta`` as unexpected weights
+    and leaves them out. The model refuses to run without them.
 
     Args:
         model: a transformers model, of the saved class or another one of its architecture.
-        name_or_path: the folder, or the name on the Hugging Face hub, that it was loaded from.
+        name_or_path: the folder, or the name on the Hugging Face hub, from which the model was
+            loaded.
         hub: ``subfolder``, ``revision``, ``token``, ``cache_dir``, ``local_files_only`` as for
             ``from_pretrained``.
 
@@ -148,23 +162,25 @@ def load_alpha(model: nn.Module, name_or_path: str | Path, **hub: object) -> lis
     check_network(model)
     thetas = _read_thetas(str(name_or_path), hub)
     layers = attention.checked_attention_modules(model)
-    theta_by_layer = {
-        name: _theta_of(name, thetas) for name, module in model.named_modules() if module in layers
-    }
-    missing = [name for name, theta in theta_by_layer.items() if theta is None]
-    if not thetas or missing:
+    layer_names = [name for name, module in model.named_modules() if module in layers]
+    theta_by_layer: dict[str, Tensor] = {}
+    for name in layer_names:
+        theta = _theta_of(name, thetas)
+        if theta is not None:
+            theta_by_layer[name] = theta
+    missing = [name for name in layer_names if name not in theta_by_layer]
+    if missing:
         raise ValueError(
-            f"name_or_path {str(name_or_path)!r} must hold learned alphas of "
-            f"{len(theta_by_layer)} attention layers, got {len(thetas)} (none for "
-            f"{', '.join(missing[:3])}); use set_alpha or learn_alpha for new ones.",
+            f"name_or_path {str(name_or_path)!r} must hold learned alphas of {len(layer_names)} "
+            f"attention layers, got {len(thetas)}, and none for {', '.join(missing[:3])}; use "
+            "set_alpha or learn_alpha to start with new ones.",
         )
     alphas = learn_alpha(model)
     for alpha, (name, theta) in zip(alphas, theta_by_layer.items(), strict=True):
-        if theta is None or theta.shape != alpha.theta.shape:
-            shape = "nothing" if theta is None else str(list(theta.shape))
+        if theta.shape != alpha.theta.shape:
             raise ValueError(
-                f"theta of {name} must have shape {list(alpha.theta.shape)}, got {shape} in "
-                f"{name_or_path}.",
+                f"theta of {name} must have shape {list(alpha.theta.shape)}, got "
+                f"{list(theta.shape)} in {name_or_path}.",
             )
         with torch.no_grad():
             alpha.theta.copy_(theta)
@@ -180,17 +196,17 @@ def use_entmax(
     """Switch a model in memory, and its checkpoints, to alpha-entmax attention.
 
     ``config.json`` then holds ``"attn_implementation": "entmax"`` and the alphas. A checkpoint
-    loads with entmax attention where :func:`register` was called, and raises where it was not; it
-    never runs softmax silently.
+    loads with entmax attention if :func:`register` was called before. Otherwise loading raises an
+    error, so that the model never runs softmax silently.
 
     Args:
-        model: as for :func:`set_alpha`.
-        alpha: as for :func:`set_alpha`.
-        learn: learn one alpha per head, starting at `alpha`, see :func:`learn_alpha`.
+        model: a transformers model, or any module that contains one.
+        alpha: one number for all layers, or one for each, in [1, 2]. Alpha 1 is softmax.
+        learn: whether to learn one alpha per head, starting at ``alpha``, see :func:`learn_alpha`.
 
     Raises:
-        ValueError: for alphas that do not fit, or a model with attention that does not go by
-            transformers' attention interface.
+        ValueError: if alphas are invalid, or the attention of the model does not use transformers'
+            attention interface.
     """
     check_network(model)
     attention.register()
@@ -202,7 +218,8 @@ def use_entmax(
     }
     if unchanged:
         raise ValueError(
-            f"model must support a choice of attention, got {sorted(unchanged)}, which do not.",
+            "model must support choosing its attention, but these classes do not, got "
+            f"{sorted(unchanged)}.",
         )
     if learn:
         learn_alpha(model, alpha)
@@ -213,11 +230,11 @@ def use_entmax(
 
 
 def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
-    """Undo :func:`use_entmax`: remove alphas from the model and from later checkpoints.
+    """Undo :func:`use_entmax`: remove the alphas, so that later checkpoints have none.
 
     Args:
-        model: as for :func:`set_alpha`.
-        attn_implementation: attention of transformers that the model then runs.
+        model: a transformers model, or any module that contains one.
+        attn_implementation: the attention implementation of transformers to use afterwards.
     """
     for module in attention.checked_attention_modules(model):
         _delete_alpha(module)
@@ -230,36 +247,37 @@ def use_softmax(model: nn.Module, attn_implementation: str = "sdpa") -> None:
 
 
 def runs_entmax(model: nn.Module) -> bool:
-    """Whether any attention layer of a model runs entmax attention.
+    """Whether a model runs entmax attention; raises if it should, but some layers do not.
 
     Args:
         model: the model.
 
     Raises:
-        ValueError: if a layer does not, although its configuration has alphas: it would run softmax
-            instead.
+        ValueError: if the configuration of a layer has alphas, but the layer runs another
+            attention, such as softmax.
     """
-    functions = AttentionInterface._global_mapping
-    n_entmax = 0
-    softmax_implementations = []  # of layers that should run entmax attention
+    function_by_implementation = AttentionInterface._global_mapping
+    runs_any = False
+    other_implementations = []  # of layers that should run entmax attention
     for module in attention.attention_modules(model):
         implementation = _implementation(module)
-        if functions.get(implementation) is attention.entmax_attention_forward:
-            n_entmax += 1
+        function = function_by_implementation.get(implementation)
+        if function is attention.entmax_attention_forward:
+            runs_any = True
         elif hasattr(module.config, attention.ALPHA):
-            softmax_implementations.append(implementation)
-    if softmax_implementations:
+            other_implementations.append(implementation)
+    if other_implementations:
         raise ValueError(
-            "model must run entmax attention where its configuration has entmax_alpha, got "
-            f"{len(softmax_implementations)} layers with "
-            f"attn_implementation={softmax_implementations[0]!r}; call use_entmax(model, alpha), "
+            "model must run entmax attention in every layer whose configuration has "
+            f"entmax_alpha, got {len(other_implementations)} layers with "
+            f"attn_implementation={other_implementations[0]!r}; call use_entmax(model, alpha), "
             "or use_softmax(model).",
         )
-    return n_entmax > 0
+    return runs_any
 
 
 def has_learned_alpha(model: nn.Module) -> bool:
-    """Whether the configuration of a model says that its alphas are learned."""
+    """Whether the configuration of a model records that its alphas are learned."""
     return any(
         getattr(config, attention.ALPHA, None) == attention.LEARNED for config in _configs(model)
     )
@@ -270,10 +288,10 @@ def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
 
     Args:
         alpha: one number for all layers, or one for each.
-        layers: number of layers.
+        layers: the number of layers.
 
     Raises:
-        ValueError: for another number of alphas, or one outside of [1, 2].
+        ValueError: if the number of alphas is wrong, or one is outside [1, 2].
     """
     alphas: list[Any] = list(alpha) if isinstance(alpha, (list, tuple)) else [alpha] * layers
     if len(alphas) != layers:
@@ -288,25 +306,25 @@ def check_alphas(alpha: float | Sequence[float], layers: int) -> list[float]:
 
 
 class AlphaSchedule(TrainerCallback):
-    """Anneal alpha from softmax to its target during training, as AdaSplash's encoders do.
+    """Anneal alpha from softmax to a target during training, as AdaSplash's encoders do.
 
-    A callback for ``transformers.Trainer`` and the trainers of sentence-transformers,
-    ``callbacks=[AlphaSchedule()]``, of models that run entmax attention (:func:`use_entmax`). Alpha
-    follows the number of optimiser steps done, in checkpoints, evaluations and resumed runs too,
-    and stays at the target after ``until``. Alpha = 1 is softmax. The method is that of arXiv
-    2502.12082.
+    This is a callback for ``transformers.Trainer`` and the trainers of sentence-transformers,
+    ``callbacks=[AlphaSchedule()]``. The model must run entmax attention, see :func:`use_entmax`.
+    Alpha follows the number of finished optimiser steps, also in checkpoints, evaluations and
+    resumed runs, and stays at the target after ``until``. Alpha 1 is softmax. The method is that of
+    arXiv 2502.12082.
 
     Args:
         alpha: the target, in [1, 2]; one number, or one per attention layer.
-        start: alpha at the first step.
-        until: where the target is reached: a share of all steps in (0, 1] if it is a float, else a
-            number of steps.
+        start: the alpha at the first step.
+        until: when the target is reached: a float in (0, 1] is a fraction of all steps, an integer
+            a number of steps.
         shape: ``"linear"``, or ``"cosine"``, which starts and ends slowly.
 
     Raises:
-        ValueError: for values out of range; when training starts, for a model without entmax
-            attention, with learned alphas or another number of layers, or an ``until`` after the
-            last step.
+        ValueError: if a value is out of range; when training starts, if the model does not run
+            entmax attention, has learned alphas or another number of layers, or if ``until`` is
+            after the last step.
     """
 
     def __init__(
@@ -321,8 +339,9 @@ class AlphaSchedule(TrainerCallback):
 
         Args:
             alpha: the target, in [1, 2]; one number, or one per attention layer.
-            start: alpha at the first step.
-            until: share of all steps in (0, 1], or number of steps, at which the target is reached.
+            start: the alpha at the first step.
+            until: the fraction of all steps in (0, 1], or the number of steps, at which the target
+                is reached.
             shape: ``"linear"`` or ``"cosine"``.
         """
         n_targets = len(alpha) if isinstance(alpha, Sequence) else 1
@@ -344,20 +363,17 @@ class AlphaSchedule(TrainerCallback):
     def alpha_at(self, step: int, steps: int) -> float | list[float]:
         """Return alpha after ``step`` of ``steps`` optimiser steps.
 
-        Progress goes from 0 at the first step to 1 at ``until``. Alpha moves from the start to the
-        target with it, linearly or along half a cosine.
+        Progress goes from 0 at the first step to 1 at ``until``, and alpha follows it from start to
+        target, linearly or along half a cosine.
 
         Args:
-            step: number of steps done.
-            steps: number of all steps of the training.
+            step: the number of finished steps.
+            steps: the number of all steps of the training.
 
         Returns:
             One alpha, or a list with one per layer if the target is a list.
         """
-        last_step = self.until
-        if isinstance(self.until, float):  # a share of all steps
-            last_step = math.ceil(self.until * steps)
-        progress = min(1.0, step / max(1, last_step))
+        progress = min(1.0, step / max(1, self._steps_to_target(steps)))
         if self.shape == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
         if progress == 1:
@@ -365,6 +381,11 @@ class AlphaSchedule(TrainerCallback):
         else:
             alphas = [self.start + progress * (target - self.start) for target in self.targets]
         return alphas if isinstance(self.alpha, Sequence) else alphas[0]
+
+    def _steps_to_target(self, steps: int) -> float:
+        """Return the number of steps after which alpha is the target."""
+        is_fraction = isinstance(self.until, float)
+        return math.ceil(self.until * steps) if is_fraction else self.until
 
     def on_train_begin(
         self,
@@ -374,17 +395,17 @@ class AlphaSchedule(TrainerCallback):
         model: nn.Module | None = None,
         **_: object,
     ) -> None:
-        """Check the model, and set the alpha of the step that training starts or resumes at.
+        """Check the model, and set the alpha of the step at which training starts or resumes.
 
         Args:
-            args: training arguments; not used.
-            state: the trainer's state, with the numbers of steps done and of all steps.
+            args: the training arguments; not used.
+            state: the state of the trainer, with the numbers of finished steps and of all steps.
             control: not used.
             model: the model in training.
 
         Raises:
             ValueError: if the model does not run entmax attention or has learned alphas, or if
-                ``until`` lies after the last step.
+                ``until`` is after the last step.
         """
         if model is None:
             raise ValueError("model must be passed to the callback by its trainer, got None.")
@@ -414,8 +435,8 @@ class AlphaSchedule(TrainerCallback):
         """Set the alpha of the next step.
 
         Args:
-            args: training arguments; not used.
-            state: the trainer's state, with the numbers of steps done and of all steps.
+            args: the training arguments; not used.
+            state: the state of the trainer, with the numbers of finished steps and of all steps.
             control: not used.
             model: the model in training.
         """
@@ -435,11 +456,12 @@ def entmax_transformer() -> type:
     from sentence_transformers.base.modules import Transformer
 
     class EntmaxTransformer(Transformer):
-        """Stock ``Transformer`` that also loads learned alphas, at loading and on resuming.
+        """``Transformer`` of sentence-transformers that also loads learned alphas from checkpoints.
 
-        :func:`learn_alpha` gives the modules of a model this class. A checkpoint names it in
-        ``modules.json``; since it is no class of sentence-transformers, version 6 asks for
-        ``trust_remote_code=True`` (what runs is the installed tilefold).
+        :func:`learn_alpha` gives this class to the modules of a model. A checkpoint stores the name
+        of the class in ``modules.json``. Version 6 of sentence-transformers loads classes of other
+        packages only with ``trust_remote_code=True``, although it runs the installed tilefold and
+        no code of the checkpoint.
         """
 
         # Checkpoints and pickles look for the class under this name.
@@ -447,7 +469,7 @@ def entmax_transformer() -> type:
         __qualname__ = "EntmaxTransformer"
 
         def __init__(self, model_name_or_path: str | Path, **kwargs: Any) -> None:
-            """Load a checkpoint, with its learned alphas if it has some.
+            """Load a checkpoint, with its learned alphas if it has any.
 
             Args:
                 model_name_or_path: the folder, or the name on the Hugging Face hub.
@@ -457,8 +479,10 @@ def entmax_transformer() -> type:
             super().__init__(model_name_or_path, **kwargs)
             if has_learned_alpha(self.model):
                 model_kwargs = kwargs.get("model_kwargs") or {}
-                hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-                load_alpha(self.model, model_name_or_path, **hub)
+                hub_options = {
+                    name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs
+                }
+                load_alpha(self.model, model_name_or_path, **hub_options)
 
     return EntmaxTransformer
 
@@ -483,10 +507,10 @@ def _outer_models(model: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def _configs(model: nn.Module) -> list[Any]:
-    """Return the configurations in a module that may hold settings of entmax attention.
+    """Return each distinct configuration within a module that may hold ``entmax_alpha``.
 
-    These are the configurations of all transformers models, and of other modules if they hold
-    alphas. A configuration that modules share is listed once.
+    These are the configurations of transformers models, and those of other modules that have
+    ``entmax_alpha``.
 
     Args:
         model: the module.
@@ -501,37 +525,40 @@ def _configs(model: nn.Module) -> list[Any]:
 
 
 def _theta_of(name: str, thetas: dict[str, Tensor]) -> Tensor | None:
-    """Return the parameter ``theta`` of an attention module's learned alpha from a checkpoint.
+    """Return the parameter of an attention module's learned alpha from a checkpoint.
 
-    The module's name may have more or fewer prefixes than in the checkpoint, such as
+    The module's name may have a longer or shorter prefix than in the checkpoint, such as
     ``"model.layers.0.attn"`` for ``"layers.0.attn"``.
 
     Args:
-        name: name of the module in its model.
-        thetas: learned parameters of a checkpoint, by their names in it.
+        name: the name of the module in its model.
+        thetas: the parameters of learned alphas, by their names in the checkpoint.
 
     Returns:
-        The tensor; ``None`` if no name matches, or several do.
+        The tensor; None if no name matches, or several do.
     """
-    if name + SUFFIX in thetas:
-        return thetas[name + SUFFIX]
-    # The dots make sure that whole parts of the names agree.
-    dotted_name = f".{name}{SUFFIX}"
-    matches = [
-        key for key in thetas if key.endswith(dotted_name) or dotted_name.endswith(f".{key}")
-    ]
+    if name + THETA_SUFFIX in thetas:
+        return thetas[name + THETA_SUFFIX]
+    dotted_name = f".{name}{THETA_SUFFIX}"
+    matches = []
+    for key in thetas:
+        # The dots make sure that whole parts of the names agree.
+        is_longer_in_checkpoint = key.endswith(dotted_name)
+        is_shorter_in_checkpoint = dotted_name.endswith(f".{key}")
+        if is_longer_in_checkpoint or is_shorter_in_checkpoint:
+            matches.append(key)
     return thetas[matches[0]] if len(matches) == 1 else None
 
 
 def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]:
-    """Read the parameters of learned alphas from a checkpoint, in one file or in several.
+    """Read the parameters of learned alphas from a checkpoint in one or several files.
 
     Args:
         name_or_path: a folder, or a name on the Hugging Face hub.
         hub: options of ``from_pretrained`` that say where the checkpoint is.
 
     Returns:
-        Tensors by their names in the checkpoint.
+        The tensors by their names in the checkpoint.
 
     Raises:
         OSError: if there are no weights.
@@ -539,7 +566,7 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
     # Imported late: it needs the hub's client.
     from transformers.utils import cached_file
 
-    for name in WEIGHTS:
+    for name in WEIGHT_FILES:
         path = cached_file(
             name_or_path,
             name,
@@ -553,14 +580,16 @@ def _read_thetas(name_or_path: str, hub: dict[str, object]) -> dict[str, Tensor]
             return _thetas_in(path)
         # The index names the file of each weight.
         file_by_weight = json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"]
-        files = {file for weight, file in file_by_weight.items() if weight.endswith(SUFFIX)}
+        files = {file for weight, file in file_by_weight.items() if weight.endswith(THETA_SUFFIX)}
         thetas: dict[str, Tensor] = {}
         for file in sorted(files):
             thetas.update(_thetas_in(cached_file(name_or_path, file, **hub)))
         return thetas
-    names = sorted(path.name for path in Path(name_or_path).glob("*"))[:3] or "no such file"
+    existing_names = sorted(path.name for path in Path(name_or_path).glob("*"))
+    existing = ", ".join(existing_names[:3]) or "no such file"
     raise OSError(
-        f"{name_or_path} must hold one of {', '.join(WEIGHTS)}, got {names}; save the model there.",
+        f"{name_or_path} must hold one of {', '.join(WEIGHT_FILES)}, got {existing}; save the "
+        "model there.",
     )
 
 
@@ -568,16 +597,17 @@ def _thetas_in(path: str) -> dict[str, Tensor]:
     """Read the parameters of learned alphas from one file of weights.
 
     Args:
-        path: a safetensors file, or a file of ``torch.save``, of which only tensors are loaded.
+        path: a safetensors file, or a file written by ``torch.save``, from which only tensors are
+            loaded.
 
     Returns:
-        Tensors by their names in the file; empty if the file has none.
+        The tensors by their names in the file; empty if the file has none.
     """
     if path.endswith(".safetensors"):
         from safetensors import safe_open  # comes with transformers
 
         with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if name.endswith(SUFFIX)]  # noqa: SIM118
+            names = [name for name in file.keys() if name.endswith(THETA_SUFFIX)]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
     weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    return {name: tensor for name, tensor in weights.items() if name.endswith(SUFFIX)}
+    return {name: tensor for name, tensor in weights.items() if name.endswith(THETA_SUFFIX)}

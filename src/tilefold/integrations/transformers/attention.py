@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,14 @@ from tilefold.ops import entmax_attention
 from tilefold.ops.entmax_attention import EntmaxStats, live_blocks
 
 NAME = "entmax"
-# Key of config.json that names the attention: transformers reads it, but does not write it.
+# The key of config.json that names the attention: transformers reads it, but does not write it.
 MARK = "attn_implementation"
-# Attribute of configurations and of attention modules that holds alphas.
+# The attribute of configurations and of attention modules that holds alphas.
 ALPHA = "entmax_alpha"
-# Its value in the configuration of a model whose alphas are parameters.
+# The value of that attribute in the configuration of a model whose alphas are parameters.
 LEARNED = "learned"
 DEFAULT = 1.5
-# Qualified names of masks that are arguments of the attention. It would ignore any other mask.
+# Qualified names of the mask functions that the attention gets as arguments.
 _KNOWN_MASKS = (
     "causal_mask_function",
     "sliding_window_overlay.<locals>.inner_mask",
@@ -47,17 +47,18 @@ _active_records: list[SparsityRecord] = []
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` run alpha-entmax attention in any transformers model.
 
-    It registers an attention function and a mask function, without which padding would be ignored.
-    Models with another ``attn_implementation`` do not change. A model takes its alphas from
-    ``config.entmax_alpha`` (a number, or one per layer; 1.5 by default), and :func:`set_alpha` and
-    :func:`learn_alpha` set them. A model that has run once stores ``name`` in its configuration.
-    Its checkpoints therefore load with entmax attention again, see :func:`use_entmax`.
+    This registers an attention function and a mask function; without the mask function, padding
+    would be attended to. Models with another ``attn_implementation`` do not change.
+
+    See :func:`set_alpha` and :func:`learn_alpha` for the alphas of a model, which are 1.5 by
+    default, and :func:`use_entmax` for its checkpoints.
 
     Args:
-        name: name of the attention in transformers.
+        name: the name of the attention in transformers.
 
     Raises:
-        ValueError: for a name with "flash" in it, which would be taken for a FlashAttention.
+        ValueError: if the name contains "flash", because transformers would treat it as
+            FlashAttention.
     """
     if "flash" in name:
         raise ValueError(
@@ -90,20 +91,21 @@ def entmax_mask(
     gets both as arguments, so that they are not part of this mask.
 
     Args:
-        batch_size: number of sequences; not used.
-        q_length: number of queries.
-        kv_length: number of keys.
-        q_offset: position of the first query; a tensor with a static cache.
-        kv_offset: position of the first key.
-        mask_function: which pairs of queries and keys are allowed.
-        attention_mask: ``[B, N]``, of at least the keys.
-        **kwargs: other arguments of transformers' mask functions.
+        batch_size: the number of sequences; not used.
+        q_length: the number of queries.
+        kv_length: the number of keys.
+        q_offset: the position of the first query; a tensor if the cache is static.
+        kv_offset: the position of the first key.
+        mask_function: decides which pairs of a query and a key are allowed.
+        attention_mask: the padding mask ``[B, N]``, which ends with the keys.
+        **kwargs: the other arguments of transformers' mask functions.
 
     Returns:
-        ``[B, kv_length]``, or ``None`` without an `attention_mask`.
+        The mask ``[B, kv_length]``, or None without an ``attention_mask``.
 
     Raises:
-        ValueError: for masks that are not arguments of the attention, and for a static cache.
+        ValueError: for a mask that the attention does not get as an argument, and for a static
+            cache.
     """
     if mask_function is not None and not _is_known_mask(mask_function, kwargs):
         name = getattr(mask_function, "__name__", mask_function)
@@ -136,56 +138,58 @@ def entmax_mask(
 
 
 def _is_known_mask(function: Callable[..., object], options: Mapping[str, object]) -> bool:
-    """Whether a mask function describes only causality and sliding windows.
+    """Whether a mask function expresses nothing but causality and sliding windows.
 
     The attention gets these as arguments. It would ignore any other mask.
 
     Args:
-        function: a mask function of transformers.
-        options: other arguments of the call of :func:`entmax_mask`.
+        function: a mask function of transformers. A function that ``and_masks`` has combined is
+            known if all of its parts are.
+        options: the other arguments of the call of :func:`entmax_mask`.
     """
     if function is causal_mask_function or function is bidirectional_mask_function:
         return True
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # torch.compile cannot inspect closures
         return _has_plain_mask_options(options)
     if getattr(function, "__qualname__", "") in _KNOWN_MASKS:
         return True
-    functions = joined_mask_functions(function)
-    return bool(functions) and all(_is_known_mask(joined, options) for joined in functions)
+    parts = joined_mask_functions(function)
+    is_combined = parts != [function]
+    return is_combined and all(_is_known_mask(part, options) for part in parts)
 
 
 def _has_plain_mask_options(options: Mapping[str, object]) -> bool:
-    """Whether other arguments of a call show that its mask is only causal, or a sliding window.
+    """Whether the arguments of a call tell that its mask is only causal or a sliding window.
 
-    This replaces :func:`_is_known_mask` under ``torch.compile``, which cannot look into closures.
-    transformers may skip the mask for plain masks only: neither for those of packed sequences nor
-    for those of callers.
+    Under ``torch.compile`` the mask function itself cannot be inspected. But transformers only
+    allows to skip masks that are plain: not those of packed sequences or custom masks.
 
     Args:
-        options: other arguments of the call of :func:`entmax_mask`.
+        options: the other arguments of the call of :func:`entmax_mask`.
     """
     may_skip_mask = options.get("allow_is_causal_skip", False) or options.get(
         "allow_is_bidirectional_skip",
         False,
     )
+    has_custom_function = bool(options.get("use_vmap", False))  # such functions need vmap
     layer_types = getattr(options.get("config"), "layer_types", None) or ()
-    is_chunked = "chunked_attention" in layer_types
-    return bool(may_skip_mask) and not options.get("use_vmap", False) and not is_chunked
+    is_chunked = "chunked_attention" in layer_types  # a skip is allowed for chunks, too
+    return bool(may_skip_mask) and not has_custom_function and not is_chunked
 
 
 class _AttentionCall(NamedTuple):
     """Arguments of one call of :func:`tilefold.ops.entmax_attention`, for counts of its sparsity.
 
     Attributes:
-        query: ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
-        key: ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
-        alpha: one alpha, or ``[H]``.
+        query: the queries ``[B, H, Nq, D]``, or packed ``[Tq, H, D]``.
+        key: the keys ``[B, Hkv, Nk, D]``, or packed ``[Tk, Hkv, D]``.
+        alpha: one alpha for all heads, or one for each, ``[H]``.
         causal: whether a query sees no later keys.
-        window: largest distance of a query and a key; ``None`` for no limit.
-        scale: factor of the scores; ``None`` for ``D ** -0.5``.
-        cu_seqlens_q: offsets of packed queries, ``[B + 1]``.
-        cu_seqlens_k: offsets of packed keys, ``[B + 1]``.
-        key_padding_mask: ``[B, Nk]``, of padded keys.
+        window: the largest distance of a query and a key; ``None`` for no limit.
+        scale: the factor of the scores; ``None`` for ``D ** -0.5``.
+        cu_seqlens_q: the offsets of packed queries, ``[B + 1]``.
+        cu_seqlens_k: the offsets of packed keys, ``[B + 1]``.
+        key_padding_mask: the padding mask of the keys, ``[B, Nk]``.
     """
 
     query: Tensor
@@ -214,24 +218,23 @@ def entmax_attention_forward(
     """Compute alpha-entmax attention for transformers' attention interface.
 
     Args:
-        module: the attention module that calls; its alpha is looked up there and in its
-            configuration.
-        query: ``[B, H, Nq, D]``; ``[1, H, T, D]`` if the tokens are packed.
-        key: ``[B, Hkv, Nk, D]``.
-        value: ``[B, Hkv, Nk, D]``.
-        attention_mask: ``[B, Nk]``, as :func:`entmax_mask` returns it.
-        dropout: probability that a weight is dropped.
-        scaling: factor of the scores; ``D ** -0.5`` by default.
-        sliding_window: keys at a distance below this are seen.
-        is_causal: by default what ``module.is_causal`` says.
-        kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch of one;
-            others are not used.
+        module: the calling attention module, which has the alpha, or whose configuration has it.
+        query: the queries ``[B, H, Nq, D]``; ``[1, H, T, D]`` if the tokens are packed.
+        key: the keys ``[B, Hkv, Nk, D]``.
+        value: the values ``[B, Hkv, Nk, D]``.
+        attention_mask: the padding mask ``[B, Nk]``, as :func:`entmax_mask` returns it.
+        dropout: the probability that a weight is dropped.
+        scaling: the factor of the scores; ``D ** -0.5`` by default.
+        sliding_window: a query sees the keys at a distance below this; all keys by default.
+        is_causal: whether a query sees no later keys; by default ``module.is_causal``.
+        kwargs: the offsets ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch
+            of one. All other arguments are ignored.
 
     Returns:
-        ``[B, Nq, H, D]``, and ``None`` for the weights, which are never stored.
+        The output ``[B, Nq, H, D]``, and None for the weights, which are never stored.
 
     Raises:
-        ValueError: for masks of another shape, and for softcaps, sinks or biases, which are not
+        ValueError: if the mask has another shape, or for softcaps, sinks or biases, which are not
             supported.
     """
     for name in UNSUPPORTED_ARGUMENTS:
@@ -302,7 +305,7 @@ def entmax_attention_forward(
 
 
 def _record_of(module: nn.Module) -> SparsityRecord | None:
-    """Return the active record that counts an attention module, if there is one."""
+    """Return the active record of an attention module, or None if there is none."""
     for record in _active_records:
         if module in record._counts:
             return record
@@ -310,9 +313,9 @@ def _record_of(module: nn.Module) -> SparsityRecord | None:
 
 
 def _store_implementation(module: nn.Module) -> None:
-    """Store the name of the attention in the configuration that a checkpoint of the model gets.
+    """Store the name of the attention in a model's configuration, and so in its checkpoints.
 
-    transformers reads the name ``attn_implementation`` from a checkpoint, but never writes it.
+    transformers reads ``attn_implementation`` from a checkpoint, but never writes it.
 
     Args:
         module: an attention module that runs.
@@ -325,33 +328,31 @@ def _store_implementation(module: nn.Module) -> None:
 def layer_alpha(module: nn.Module) -> float | Tensor:
     """Return the alpha of an attention module: one number, or ``[H]`` if it is learned.
 
-    It is the module's ``entmax_alpha``, else that of its configuration, else 1.5. A list in the
-    configuration holds one number per layer, at the position ``layer_idx`` of the module.
+    The attribute ``entmax_alpha`` of the module comes first, then that of its configuration, then
+    the default, 1.5. A list in the configuration has one number per layer, in the order of
+    ``layer_idx``.
 
     Args:
         module: the attention module.
 
     Raises:
-        ValueError: if the configuration says that alphas are learned, and the module has none, or
-            if it has no alpha for this layer.
+        ValueError: if the configuration says that alphas are learned, but the module has none, or
+            if the list in the configuration has no alpha for this layer.
     """
     module_alpha: Any = getattr(module, ALPHA, None)
     if isinstance(module_alpha, EntmaxAlpha):
-        learned: Tensor = module_alpha()
-        return learned
+        return cast("Tensor", module_alpha())
     if module_alpha is not None:
-        module_number: float = module_alpha
-        return module_number
+        return cast("float", module_alpha)
     config_alpha: Any = getattr(getattr(module, "config", None), ALPHA, DEFAULT)
     if config_alpha == LEARNED:
         raise ValueError(
             f"entmax_alpha of {type(module).__name__} is learned and must be loaded, got none; "
-            "call load_alpha(model, folder) after from_pretrained(folder), or "
-            "set_alpha(model, 1.5) for another.",
+            "call load_alpha(model, folder) after from_pretrained(folder), or set a fixed one "
+            "with set_alpha(model, 1.5).",
         )
     if not isinstance(config_alpha, (list, tuple)):
-        config_number: float = config_alpha
-        return config_number
+        return cast("float", config_alpha)
     layer = getattr(module, "layer_idx", None)
     if layer is None or layer >= len(config_alpha):
         raise ValueError(
@@ -362,15 +363,16 @@ def layer_alpha(module: nn.Module) -> float | Tensor:
 
 
 def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the modules that call transformers' attention interface, and their query heads.
+    """Return the number of query heads of each module that calls transformers' attention interface.
 
-    They are recognised by the attributes ``is_causal`` and ``config``, which the interface reads.
+    These modules are recognised by the attributes ``is_causal`` and ``config``, which the interface
+    reads.
 
     Args:
         model: the model.
 
     Returns:
-        Number of query heads by module, first layer first.
+        The number of query heads by module, first layer first.
     """
     check_network(model)
     n_heads: dict[nn.Module, int] = {}
@@ -383,7 +385,7 @@ def attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
-    """Return the attention modules of a model, with the number of query heads of each.
+    """Return the number of query heads of each attention module; there must be at least one.
 
     Args:
         model: the model.
@@ -401,9 +403,9 @@ def checked_attention_modules(model: nn.Module) -> dict[nn.Module, int]:
 
 
 def _query_heads(module: nn.Module) -> int | None:
-    """Return the number of query heads of an attention module, or ``None`` if it is not known.
+    """Return the number of query heads of an attention module, or None if it is not known.
 
-    Architectures name it differently.
+    The name of the attribute depends on the architecture.
 
     Args:
         module: the attention module.
@@ -423,15 +425,17 @@ def _query_heads(module: nn.Module) -> int | None:
 class LayerSparsity:
     """Sparsity of the heads of an attention layer, over all forward passes of a record.
 
+    The lists have one number per head.
+
     Attributes:
-        name: of the module, or ``"all layers"``.
-        nonzero: share of positive weights among those that masks, causality and windows allow; one
-            number per head, like the others.
-        mean_support: positive weights per query.
-        live_blocks: share of blocks of 64 queries by 64 keys with a positive weight, among those
-            with an allowed one; ``None`` if they were not counted.
-        queries: rows that were counted per head (in a total, over all heads and layers), without
-            padding.
+        name: the name of the module, or ``"all layers"``.
+        nonzero: the fraction of weights that are positive, among those that masks, causality and
+            windows allow.
+        mean_support: the mean number of positive weights per query.
+        live_blocks: the fraction of blocks of 64 queries by 64 keys that hold a positive weight,
+            among those that hold an allowed one; ``None`` if blocks were not counted.
+        queries: the number of queries per head, without padding; in a total, of all heads and
+            layers.
     """
 
     name: str
@@ -439,6 +443,24 @@ class LayerSparsity:
     mean_support: list[float]
     live_blocks: list[float] | None
     queries: int
+
+
+class _HeadCounts(NamedTuple):
+    """Counts of an attention layer, int64 ``[H]``: one number per head.
+
+    Attributes:
+        positive: positive weights.
+        allowed: weights that masks, causality and windows allow.
+        queries: queries that see a key.
+        live_blocks: blocks of 64 queries by 64 keys that hold a positive weight.
+        visible_blocks: blocks that hold an allowed weight.
+    """
+
+    positive: Tensor
+    allowed: Tensor
+    queries: Tensor
+    live_blocks: Tensor
+    visible_blocks: Tensor
 
 
 class SparsityRecord:
@@ -455,8 +477,8 @@ class SparsityRecord:
         modules = checked_attention_modules(model)
         self._names = {module: name for name, module in model.named_modules() if module in modules}
         self._blocks = blocks
-        # Counts int64 ``[5, H]`` on the device of each layer that ran. The rows are positive and
-        # allowed weights, queries, live and visible blocks.
+        # The sum of the stacked _HeadCounts ``[5, H]`` of each layer, on its device; None for a
+        # layer that has not run.
         self._counts: dict[nn.Module, Tensor | None] = dict.fromkeys(modules)
 
     def _add(self, module: nn.Module, call: _AttentionCall, stats: EntmaxStats) -> None:
@@ -466,10 +488,11 @@ class SparsityRecord:
         do not count.
 
         Args:
-            module: the attention module that called.
-            call: its arguments.
-            stats: statistics of each query, ``[B, H, Nq]``; of packed queries ``[1, H, Tq]``.
-                ``support`` is its number of positive weights, ``visible`` of allowed keys.
+            module: the calling attention module.
+            call: the arguments of the attention.
+            stats: the statistics of each query, ``[B, H, Nq]``, or ``[1, H, Tq]`` if queries are
+                packed: ``support`` is the number of its positive weights, ``visible`` the number of
+                keys that it may see.
         """
         query_mask = _query_padding_mask(module, call)
         support = stats.support
@@ -478,80 +501,77 @@ class SparsityRecord:
             support = support * query_mask[:, None]
             visible = visible * query_mask[:, None]
         batch_and_queries = (0, 2)  # dimensions
-        counts = [
-            support.sum(dim=batch_and_queries),
-            visible.sum(dim=batch_and_queries),
-            (visible > 0).sum(dim=batch_and_queries),  # queries that see any key
-        ]
+        positive = support.sum(dim=batch_and_queries)
         if self._blocks:
-            live, visible_blocks = live_blocks(
-                call.query,
-                call.key,
-                stats.tau,
-                alpha=call.alpha,
-                causal=call.causal,
-                window=call.window,
-                cu_seqlens_q=call.cu_seqlens_q,
-                cu_seqlens_k=call.cu_seqlens_k,
-                key_padding_mask=call.key_padding_mask,
-                query_padding_mask=query_mask,
-                scale=call.scale,
-            )
-            counts += [live.sum(dim=0), visible_blocks.sum(dim=0)]
+            live, visible_blocks = _count_blocks(call, stats.tau, query_mask)
         else:
-            not_counted = torch.zeros_like(counts[0])
-            counts += [not_counted, not_counted]
-        total = torch.stack(counts)
+            live = visible_blocks = torch.zeros_like(positive)
+        counts = _HeadCounts(
+            positive=positive,
+            allowed=visible.sum(dim=batch_and_queries),
+            queries=(visible > 0).sum(dim=batch_and_queries),
+            live_blocks=live,
+            visible_blocks=visible_blocks,
+        )
+        stacked = torch.stack(counts)
         previous = self._counts[module]
-        self._counts[module] = total if previous is None else previous + total
+        self._counts[module] = stacked if previous is None else previous + stacked
 
     @property
     def layers(self) -> list[LayerSparsity]:
         """The layers that ran, first layer first.
 
         Raises:
-            RuntimeError: if none ran entmax attention.
+            RuntimeError: if no layer ran entmax attention.
         """
-        return [self._sparsity(name, counts) for name, counts in self._counts_by_name()]
+        return [self._sparsity(name, counts) for name, counts in self._counts_by_name().items()]
 
     @property
     def total(self) -> LayerSparsity:
         """Sparsity over all layers and heads, in lists of one number.
 
-        A layer weighs as much as it has counted weights, queries or blocks.
+        Each layer is weighted by its number of weights, queries or blocks.
         """
-        counts = [counts.sum(dim=1, keepdim=True) for _, counts in self._counts_by_name()]
-        return self._sparsity("all layers", torch.stack(counts).sum(dim=0))
+        layer_totals = [
+            counts.sum(dim=1, keepdim=True) for counts in self._counts_by_name().values()
+        ]
+        return self._sparsity("all layers", torch.stack(layer_totals).sum(dim=0))
 
-    def _counts_by_name(self) -> list[tuple[str, Tensor]]:
-        """Return the names of the layers that ran, and their counts ``[5, H]`` on the CPU."""
-        counts_by_name = [
-            (self._names[module], counts.cpu())
+    def _counts_by_name(self) -> dict[str, Tensor]:
+        """Return the stacked counts ``[5, H]`` of the layers that ran, on the CPU.
+
+        Raises:
+            RuntimeError: if no layer ran entmax attention.
+        """
+        counts_by_name = {
+            self._names[module]: counts.cpu()
             for module, counts in self._counts.items()
             if counts is not None
-        ]
+        }
         if not counts_by_name:
             raise RuntimeError(
-                "no attention layer of the model ran entmax attention while recorded; call "
-                "use_entmax(model), and run the model inside the with block.",
+                "no attention layer of the model ran entmax attention inside the with block; call "
+                "use_entmax(model) before, and run the model there.",
             )
         return counts_by_name
 
-    def _sparsity(self, name: str, counts: Tensor) -> LayerSparsity:
-        """Convert the counts of a layer to shares.
+    def _sparsity(self, name: str, stacked_counts: Tensor) -> LayerSparsity:
+        """Convert the counts of a layer to fractions.
 
         Args:
-            name: name of the layer.
-            counts: ``[5, H]`` for H heads. The rows are positive and allowed weights, queries, live
-                and visible blocks.
+            name: the name of the layer.
+            stacked_counts: the stacked :class:`_HeadCounts`, ``[5, H]``.
         """
-        positive, allowed, queries, live, visible = counts.double()
+        counts = _HeadCounts(*stacked_counts.double())
+        live_fractions = None
+        if self._blocks:
+            live_fractions = (counts.live_blocks / counts.visible_blocks).tolist()
         return LayerSparsity(
             name=name,
-            nonzero=(positive / allowed).tolist(),
-            mean_support=(positive / queries).tolist(),
-            live_blocks=(live / visible).tolist() if self._blocks else None,
-            queries=int(queries.max()),
+            nonzero=(counts.positive / counts.allowed).tolist(),
+            mean_support=(counts.positive / counts.queries).tolist(),
+            live_blocks=live_fractions,
+            queries=int(counts.queries.max()),  # the same for all heads
         )
 
     def __str__(self) -> str:
@@ -577,31 +597,62 @@ def _mean(values: list[float]) -> float:
 def _query_padding_mask(module: nn.Module, call: _AttentionCall) -> Tensor | None:
     """Return which queries of a call are tokens and which are padding.
 
-    In self-attention, queries are aligned to the end of the keys, so that the end of the keys' mask
-    is that of the queries. Cross-attention has keys of another sequence.
+    In self-attention, the last Nq entries of the key mask belong to the queries. In
+    cross-attention, the keys come from another sequence.
 
     Args:
-        module: the attention module that called.
-        call: its arguments.
+        module: the calling attention module.
+        call: the arguments of the attention.
 
     Returns:
-        Bool ``[B, Nq]``, True for tokens; ``None`` without a mask, and in cross-attention.
+        Bool ``[B, Nq]``, True for tokens; None if this is not known.
     """
     mask = call.key_padding_mask
-    # Some architectures show it in an attribute, others in the name of the class only.
+    # Some architectures tell by an attribute, others only by the class name.
     is_cross = getattr(module, "is_cross_attention", False) or "Cross" in type(module).__name__
     if mask is None or is_cross:
         return None
     n_queries = call.query.size(2)
     n_keys = mask.size(1)
-    if n_keys < n_queries:
+    if n_keys < n_queries:  # cross-attention of an architecture that does not tell
         return None
     return mask[:, n_keys - n_queries :] != 0
 
 
+def _count_blocks(
+    call: _AttentionCall,
+    tau: Tensor,
+    query_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Count the blocks of a call that hold a positive weight, and those that hold an allowed one.
+
+    Args:
+        call: the arguments of the attention.
+        tau: the threshold of each query.
+        query_mask: which queries are tokens, ``[B, Nq]``, or None.
+
+    Returns:
+        Both counts per head, ``[H]``, summed over the batch.
+    """
+    live, visible = live_blocks(
+        call.query,
+        call.key,
+        tau,
+        alpha=call.alpha,
+        causal=call.causal,
+        window=call.window,
+        cu_seqlens_q=call.cu_seqlens_q,
+        cu_seqlens_k=call.cu_seqlens_k,
+        key_padding_mask=call.key_padding_mask,
+        query_padding_mask=query_mask,
+        scale=call.scale,
+    )
+    return live.sum(dim=0), visible.sum(dim=0)
+
+
 @contextmanager
 def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[SparsityRecord]:
-    """Count how sparse the entmax attention of ``model`` is while a block runs.
+    """Count how sparse the entmax attention of a model is within a ``with`` statement.
 
     For example::
 
@@ -609,17 +660,18 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
             model(**batch)  # once or several times
         print(sparsity)
 
-    Counts stay on the device until they are read, so nothing synchronises inside the block. Padding
-    queries are not counted. With gradient checkpointing a layer that runs twice is counted twice,
-    which leaves shares as they are.
+    Counts stay on the device until they are read, so that nothing synchronises. Padding queries are
+    not counted. With gradient checkpointing, layers run twice and are counted twice, which does not
+    change the fractions.
 
     Args:
-        model: as for :func:`set_alpha`.
-        blocks: also count live blocks, which computes the scores a second time, in fp32.
+        model: a transformers model, or any module that contains one.
+        blocks: whether to count live blocks, too: blocks of 64 queries by 64 keys that hold a
+            positive weight. This computes the scores a second time, in fp32.
 
     Raises:
-        ValueError: for a model without attention layers.
-        RuntimeError: inside another record of the same layers.
+        ValueError: if the model has no attention layers.
+        RuntimeError: within another record of the same layers.
     """
     record = SparsityRecord(model, blocks)
     if any(_record_of(module) is not None for module in record._counts):

@@ -11,13 +11,13 @@ from tilefold._internal.arguments import check_instance
 
 
 def check_network(model: object) -> None:
-    """Raise ``TypeError`` unless a model is a module, such as for its name or path."""
+    """Raise ``TypeError`` if a model is not a module, for example if it is a name or a path."""
     check_instance("model", model, nn.Module, "a loaded model")
 
 
 @contextmanager
 def in_eval_mode(*models: nn.Module) -> Iterator[None]:
-    """Put models into eval mode within a context, and restore every submodule's mode at the end.
+    """Put models into eval mode within a context, and restore every submodule's mode on exit.
 
     Args:
         *models: the models. Their submodules may be in different modes.

@@ -1,4 +1,4 @@
-"""Stock encoders of transformers on packed tokens: attention, input arguments, and their switch."""
+"""Encoders of transformers on packed tokens: attention, input arguments, and the switch."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tilefold.integrations.transformers.networks import (
 from tilefold.ops.implementations import SWITCH, switched_off
 from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
-# Value of ``attn_implementation`` of models that take packed tokens.
+# The ``attn_implementation`` of models that accept packed tokens.
 PACKED = "tilefold_packed"
 
-# Names of packed inputs in transformers and sentence-transformers. Offsets and the length of the
-# longest sequence have a name for queries and one for keys, with the same value in an encoder.
+# Names of packed inputs in transformers and sentence-transformers. The offsets and the length of
+# the longest sequence have two names, for queries and for keys, with one value in an encoder.
 OFFSETS = "cu_seq_lens_q"
 OFFSET_NAMES = (OFFSETS, "cu_seq_lens_k")
 LONGEST = "max_length_q"
 LONGEST_NAMES = (LONGEST, "max_length_k")
 TOKEN_NAMES = ("input_ids", "position_ids", "token_type_ids")  # tensors ``[1, T]``
 
-# Allowed difference of packed and padded outputs, relative to the largest value: wide enough for
-# bf16, far below the effect of attention to a neighbouring sequence.
+# The allowed difference of packed and padded outputs, relative to the largest value. It is wide
+# enough for bf16, but far below the effect of attention to a neighbouring sequence.
 TOLERANCE = 0.02
 # Qualified names of mask functions for sliding windows, which the attention applies itself.
 BIDIRECTIONAL_WINDOWS = (
@@ -45,18 +45,29 @@ BIDIRECTIONAL_WINDOWS = (
 )
 # Arguments of attention functions that neither packed nor entmax attention can apply.
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "head_mask")
-# Lengths of the two sequences of the self-check. The second one grows with a sliding window.
+# Lengths of the two sequences of the self-check. The second one is longer than a sliding window by
+# a few tokens, unless it would exceed the maximum.
 _SHORT_LENGTH = 3
 _LONG_LENGTH = 11
-_LONGEST_CHECKED = 160
+_MAX_LENGTH = 160
+_TOKENS_OUTSIDE_WINDOW = 8
 # Positions that a model may reserve, such as those before RoBERTa's first token.
 _RESERVED_POSITIONS = 4
+# Ids below this often belong to special tokens, such as padding.
+_FIRST_ID = 3
+
+
+class ExpectedReason(str):
+    """A reason to stay padded that a user expects, so that no warning is needed.
+
+    It is the user's choice, or the model is not an encoder.
+    """
 
 
 def register_packed() -> None:
     """Register ``attn_implementation="tilefold_packed"`` in transformers.
 
-    It runs packed attention on inputs with ``cu_seq_lens_q``, and ``"sdpa"`` on others.
+    It runs packed attention on inputs with ``cu_seq_lens_q``, and ``"sdpa"`` on padded inputs.
     """
     AttentionInterface.register(PACKED, packed_attention_forward)
     AttentionMaskInterface.register(PACKED, packed_mask)
@@ -76,20 +87,20 @@ def packed_attention_forward(
     """Compute softmax attention for transformers' attention interface.
 
     Args:
-        module: the attention module that calls.
-        query: ``[B, H, N, D]``; ``[1, H, T, D]`` if the tokens are packed.
-        key: as `query`, with H heads or a divisor of H.
-        value: as `key`.
-        attention_mask: mask of padded inputs; ``None`` for packed ones.
-        dropout: probability that a weight is dropped.
-        scaling: factor of the scores; ``D ** -0.5`` by default.
-        sliding_window: keys at a distance below this are seen; all of them by default.
-        **kwargs: ``cu_seq_lens_q``, offsets int32 ``[B + 1]``, if the tokens are packed, and
-            ``max_length_q``, the length of the longest sequence. ``is_causal`` by default is that
-            of `module`. Others go to the padded attention.
+        module: the calling attention module.
+        query: the queries ``[B, H, N, D]``; ``[1, H, T, D]`` if the tokens are packed.
+        key: the keys in the same layout; their number of heads is H or a divisor of H.
+        value: the values, with the shape of the keys.
+        attention_mask: the mask of padded inputs; None for packed inputs.
+        dropout: the probability that a weight is dropped.
+        scaling: the factor of the scores; ``D ** -0.5`` by default.
+        sliding_window: a query sees the keys at a distance below this; all keys by default.
+        **kwargs: for packed tokens, the offsets ``cu_seq_lens_q``, int32 ``[B + 1]``, and the
+            length of the longest sequence, ``max_length_q``. ``is_causal`` is by default that of
+            ``module``. All other arguments are passed to the padded attention.
 
     Returns:
-        Output ``[B, N, H, D]`` or ``[1, T, H, D]``, and ``None`` in place of the weights.
+        The output ``[B, N, H, D]`` or ``[1, T, H, D]``, and None in place of the weights.
 
     Raises:
         ValueError: for packed inputs with a mask, causal attention or unsupported arguments.
@@ -138,14 +149,14 @@ def packed_heads(tensor: Tensor) -> Tensor:
 
 
 def _window_mask(query: Tensor, sliding_window: int) -> Tensor | None:
-    """Return the mask of a sliding window for padded attention, True for keys that are seen.
+    """Return the mask of a sliding window for padded attention, True for visible keys.
 
     Args:
-        query: ``[B, H, N, D]``.
-        sliding_window: keys at a distance below this are seen.
+        query: the queries ``[B, H, N, D]``.
+        sliding_window: a query sees the keys at a distance below this.
 
     Returns:
-        Bool ``[1, 1, N, N]``, or ``None`` if every query sees all keys.
+        The mask, bool ``[1, 1, N, N]``, or None if every query sees all keys.
     """
     length = query.size(2)
     if sliding_window >= length:
@@ -164,19 +175,28 @@ def _check_packed_call(
     """Raise ``ValueError`` for packed inputs that packed attention does not support.
 
     Args:
-        module: the attention module that calls.
-        query: packed queries, which must be one row ``[1, H, T, D]``.
-        attention_mask: must be ``None``, because packed inputs have no padding.
-        kwargs: other arguments of :func:`packed_attention_forward`.
+        module: the calling attention module.
+        query: the packed queries ``[1, H, T, D]``.
+        attention_mask: must be None, because packed inputs have no padding.
+        kwargs: the other arguments of :func:`packed_attention_forward`.
     """
+    if query.size(0) != 1:
+        raise ValueError(
+            f"packed sequences must be one row [1, T], got {query.size(0)} rows; concatenate the "
+            "sequences.",
+        )
+    if attention_mask is not None:
+        raise ValueError(
+            "attention_mask must be None for packed sequences, which have no padding, got a mask; "
+            "leave attention_mask out.",
+        )
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", False)
-    if query.size(0) != 1 or attention_mask is not None or is_causal:
-        mask = "no mask" if attention_mask is None else "a mask"
+    if is_causal:
         raise ValueError(
-            "packed sequences must be one row [1, T] without a mask in an encoder, got "
-            f"{query.size(0)} rows, {mask}, causal={bool(is_causal)}; leave attention_mask out.",
+            "is_causal must be False for packed sequences, got True; use an encoder, or padded "
+            "inputs.",
         )
     for name in UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
@@ -191,17 +211,18 @@ def packed_mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return the mask that transformers' ``"sdpa"`` attention uses, or ``None`` without padding.
+    """Return the attention mask of ``attn_implementation="tilefold_packed"`` for transformers.
 
-    A sliding window alone needs no mask, because the attention applies it itself.
+    Without padding, attention to all keys or to a sliding window needs no tensor: packed attention
+    applies the window itself. Otherwise this is the mask of ``"sdpa"``.
 
     Args:
-        *args: positional arguments of transformers' mask functions.
-        mask_function: which pairs of queries and keys are allowed.
-        attention_mask: padding mask ``[B, N]``.
-        **kwargs: other arguments of transformers' mask functions.
+        *args: the positional arguments of transformers' mask functions.
+        mask_function: decides which pairs of a query and a key are allowed.
+        attention_mask: the padding mask ``[B, N]``; None without padding.
+        **kwargs: the other arguments of transformers' mask functions.
     """
-    functions = joined_mask_functions(mask_function) or [mask_function]
+    functions = joined_mask_functions(mask_function)
     if attention_mask is None and all(_needs_no_mask(function) for function in functions):
         return None
     mask: Tensor | None = sdpa_mask(
@@ -221,19 +242,18 @@ def _needs_no_mask(mask_function: Callable[..., object]) -> bool:
 
 
 def joined_mask_functions(function: Callable[..., object]) -> list[Callable[..., object]]:
-    """Return the mask functions of which a mask function is the conjunction.
-
-    transformers' ``and_masks`` makes such a function. It holds the others in its closure.
+    """Return the mask functions that transformers' ``and_masks`` has combined into one.
 
     Args:
         function: a mask function of transformers.
 
     Returns:
-        The joined functions; an empty list if `function` is no conjunction.
+        The combined functions; only ``function`` itself if it was not combined.
     """
     if not getattr(function, "__qualname__", "").startswith("and_masks"):
-        return []
+        return [function]
     functions: list[Callable[..., object]] = []
+    # ``and_masks`` returns a closure over the functions.
     for cell in getattr(function, "__closure__", None) or ():
         contents = cell.cell_contents
         if isinstance(contents, (tuple, list)):
@@ -244,10 +264,9 @@ def joined_mask_functions(function: Callable[..., object]) -> list[Callable[...,
 
 
 def padding_position(model: nn.Module) -> int | None:
-    """Return the position id of padding tokens, or ``None`` in models without one.
+    """Return the position id of padding tokens in models like RoBERTa, or None in other models.
 
-    RoBERTa and models derived from it have one, which equals the id of the padding token. The
-    position ids of their other tokens begin after it.
+    It equals the id of the padding token. The position ids of other tokens begin after it.
 
     Args:
         model: a transformers model.
@@ -266,16 +285,16 @@ def position_ids_of(input_ids: Tensor, cu_seqlens: Tensor, padding: int | None =
     Args:
         input_ids: token ids, ``[T]``.
         cu_seqlens: offsets of the sequences, ``[B + 1]``.
-        padding: :func:`padding_position` of the model. Positions then begin after it. A token with
-            this id has it as its position and is not counted.
+        padding: :func:`padding_position` of the model. Padding tokens have this id and this
+            position, and are not counted. The first other token has the next position.
     """
     sequences, positions = token_positions(cu_seqlens, input_ids.numel())
     if padding is None:
         return positions
     is_counted = (input_ids != padding).long()
-    # Number of counted tokens before each token of the batch, and of all: [T + 1].
+    # Counted tokens before each token of the batch, and in total: [T + 1].
     n_counted_before = torch.cat([is_counted.new_zeros(1), is_counted.cumsum(0)])
-    sequence_starts = cu_seqlens.long()[sequences]  # of the sequence of each token, [T]
+    sequence_starts = cu_seqlens.long()[sequences]  # [T]
     n_counted_in_sequence = n_counted_before[1:] - n_counted_before[sequence_starts]
     return n_counted_in_sequence * is_counted + padding
 
@@ -286,15 +305,16 @@ def packed_arguments(
     cu_seqlens: Tensor,
     longest: int,
 ) -> dict[str, Any]:
-    """Return arguments for the forward of an encoder on packed tokens, by name.
+    """Return the arguments of an encoder's forward for packed tokens, by name.
 
-    transformers and sentence-transformers use the same names.
+    transformers and sentence-transformers use the same names. Queries and keys have the same
+    offsets and the same longest sequence.
 
     Args:
         ids: token ids, ``[T]``.
         positions: position ids, ``[T]``.
         cu_seqlens: offsets of the sequences, int32 ``[B + 1]``.
-        longest: length of the longest sequence.
+        longest: the length of the longest sequence.
     """
     return {
         "input_ids": ids[None],
@@ -313,18 +333,18 @@ def packed_hidden_states(
     position_ids: Tensor | None = None,
     token_type_ids: Tensor | None = None,
 ) -> Tensor:
-    """Compute the hidden states ``[T, H]`` of packed tokens by a stock encoder.
+    """Run a transformers encoder on packed tokens and return its hidden states ``[T, D]``.
 
-    The result is differentiable, and nothing waits for the GPU.
+    A model with an LM head returns its logits ``[T, V]`` instead, unless ``accelerate`` has fused
+    the head. The result is differentiable. The CPU does not wait for the GPU.
 
     Args:
-        model: a transformers encoder that :func:`use_packed` accepted. A model with an LM head
-            returns its logits. If ``accelerate`` fused that head, it returns the head's input.
-        input_ids: token ids of all sequences, ``[T]``.
-        cu_seqlens: offsets of the sequences, int32 ``[B + 1]``.
-        max_seqlen: length of the longest sequence.
-        position_ids: ``[T]``; by default as the model counts, see :func:`position_ids_of`.
-        token_type_ids: ``[T]``; zeros by default.
+        model: a transformers encoder that :func:`use_packed` has accepted.
+        input_ids: the token ids of all sequences, ``[T]``.
+        cu_seqlens: the offsets of the sequences, int32 ``[B + 1]``.
+        max_seqlen: the length of the longest sequence.
+        position_ids: the position ids ``[T]``; by default those of :func:`position_ids_of`.
+        token_type_ids: the token types ``[T]``; zeros by default.
     """
     check_network(model)
     if position_ids is None:
@@ -332,33 +352,34 @@ def packed_hidden_states(
     arguments = packed_arguments(input_ids, position_ids, cu_seqlens, max_seqlen)
     if token_type_ids is not None:
         arguments["token_type_ids"] = token_type_ids[None]
-    return _output_tensor(model(**arguments)).squeeze(0)
+    return _logits_or_hidden_states(model(**arguments)).squeeze(0)
 
 
-def _output_tensor(output: Any) -> Tensor:
-    """Return the logits of a model's output if it has some, else its hidden states."""
+def _logits_or_hidden_states(output: Any) -> Tensor:
+    """Return the logits of a model's output if it has any, otherwise its hidden states."""
     tensor: Tensor = output.logits if "logits" in output else output.last_hidden_state
     return tensor
 
 
 def use_packed(model: Model, *, check: bool = True) -> str | None:
-    """Let a stock encoder take packed tokens, by ``attn_implementation="tilefold_packed"``.
+    """Make a transformers encoder accept packed tokens.
 
-    Only the configuration of this model in memory changes. Padded inputs run as before, by
-    transformers' ``"sdpa"``. Checkpoints do not change. A model with
-    ``attn_implementation="entmax"`` is not changed: its attention takes packed tokens already.
+    This sets ``attn_implementation="tilefold_packed"`` in the model's configuration in memory.
+    Checkpoints do not change. Padded inputs still run through transformers' ``"sdpa"``. A model
+    with ``attn_implementation="entmax"`` is not changed, because its attention accepts packed
+    tokens already.
 
     Args:
         model: a transformers encoder.
-        check: run two short sequences padded and packed, in eval mode, and compare the outputs.
-            These are two forward passes at every call.
+        check: whether to compare the outputs of two short sequences, padded and packed. Every call
+            then runs two forward passes in eval mode.
 
     Returns:
-        ``None`` if the model now takes packed tokens. Otherwise the reason why it does not, and the
-        model is unchanged.
+        None if the model now accepts packed tokens. Otherwise the reason why it does not; the model
+        is unchanged then.
 
     Raises:
-        TypeError: if `model` is no module.
+        TypeError: if ``model`` is not a module.
     """
     check_network(model)
     if switched_off():
@@ -368,26 +389,26 @@ def use_packed(model: Model, *, check: bool = True) -> str | None:
         return reason
     register_packed()
     previous: str = model.config._attn_implementation
-    if previous != "entmax":
-        model.set_attn_implementation(PACKED)
-        if model.config._attn_implementation != PACKED:
-            return f"{type(model).__name__} does not let its attention be chosen"
-    if check:
-        reason = _mismatch_reason(model)
-    if reason is not None and previous != "entmax":
+    if previous == "entmax":
+        return _mismatch_reason(model) if check else None
+    model.set_attn_implementation(PACKED)
+    if model.config._attn_implementation != PACKED:
+        return f"{type(model).__name__} does not support choosing an attention implementation"
+    reason = _mismatch_reason(model) if check else None
+    if reason is not None:
         model.set_attn_implementation(previous)
     return reason
 
 
 def stop_packed(model: Model) -> None:
-    """Undo :func:`use_packed`, if it changed the model."""
+    """Undo :func:`use_packed`, if it has changed the model."""
     check_network(model)
     if getattr(getattr(model, "config", None), "_attn_implementation", None) == PACKED:
         model.set_attn_implementation("sdpa")
 
 
 def _unsupported_reason(model: Model) -> str | None:
-    """Return the reason why a model cannot take packed tokens, or ``None`` without one.
+    """Return why a model cannot accept packed tokens, or None if it can.
 
     Only its class, configuration and parameters are examined. Nothing runs.
 
@@ -397,16 +418,16 @@ def _unsupported_reason(model: Model) -> str | None:
     name = type(model).__name__
     config = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
-        return f"{name} is no transformers model"
+        return f"{name} is not a transformers model"
     if not getattr(model, "is_backend_compatible", lambda: False)():
-        return f"the attention of {name} does not go through transformers' AttentionInterface"
+        return f"the attention of {name} does not use transformers' AttentionInterface"
     if _is_decoder(model):
-        return f"{name} is no encoder"
+        return ExpectedReason(f"{name} is not an encoder")
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", PACKED, "entmax"):
-        return (
-            f"attn_implementation={implementation!r} was chosen, and only 'sdpa' and 'entmax' give "
-            "way to packed attention"
+        return ExpectedReason(
+            f"attn_implementation={implementation!r} was chosen, and only 'sdpa' and 'entmax' can "
+            "be replaced by packed attention",
         )
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
         return f"the parameters of {name} are sharded already; call accelerate(model) first"
@@ -424,65 +445,68 @@ def _is_decoder(model: Model) -> bool:
 
 
 def _mismatch_reason(model: Model) -> str | None:
-    """Compare packed and padded outputs of two short sequences, in two forward passes.
+    """Compare packed and padded outputs of two sequences, in two forward passes.
 
     Args:
-        model: a model whose attention takes packed tokens.
+        model: a model whose attention accepts packed tokens.
 
     Returns:
-        A phrase that says by how much they disagree, or why the model could not run; ``None`` if
-        they agree.
+        By how much the outputs differ, or why the model could not run; None if they agree.
     """
     with in_eval_mode(model), torch.no_grad():
         try:
-            ids, mask = _short_sequences(model)
+            ids, mask = _probe_sequences(model)
             is_token = mask.bool()
             lengths = mask.sum(1)
             cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
-            expected = _output_tensor(model(input_ids=ids, attention_mask=mask))[is_token]
+            output = model(input_ids=ids, attention_mask=mask)
+            expected = _logits_or_hidden_states(output)[is_token]
             packed = packed_hidden_states(model, ids[is_token], cu_seqlens, int(lengths.max()))
         except Exception as error:
             return f"two short sequences could not be run ({type(error).__name__}: {error})"
     if packed.shape != expected.shape:
-        return (
-            f"packed tokens gave {list(packed.shape)} numbers, padded ones {list(expected.shape)}"
-        )
+        return f"packed tokens gave shape {list(packed.shape)}, padded ones {list(expected.shape)}"
     difference = largest_difference(packed, expected)
-    scale = max(1e-6, float(expected.abs().max()))  # not 0, for outputs of zeros
-    if not difference <= TOLERANCE * scale:  # a NaN is no small difference
+    scale = max(1e-6, float(expected.abs().max()))  # avoids 0 if all outputs are 0
+    if not difference <= TOLERANCE * scale:  # also catches NaN
         return (
-            f"packed and padded tokens disagree by {difference:.3g} of {scale:.3g} on two short "
-            "sequences"
+            f"packed and padded tokens disagree by {difference:.3g} (with values up to "
+            f"{scale:.3g}) on two short sequences"
         )
     return None
 
 
-def _short_sequences(model: Model) -> tuple[Tensor, Tensor]:
-    """Return token ids of two sequences and their padding mask, int64 ``[2, S]`` each.
-
-    The longer one exceeds the model's sliding window if that is short.
+def _probe_sequences(model: Model) -> tuple[Tensor, Tensor]:
+    """Return token ids of two random sequences and their padding mask, int64 ``[2, S]`` each.
 
     Args:
         model: a transformers encoder, whose configuration limits lengths and ids.
     """
     config = model.config
     device = next(model.parameters()).device
-    longest = _LONG_LENGTH
-    window = getattr(config, "sliding_window", None)
-    if isinstance(window, int):
-        # A few tokens lie outside of the window then.
-        longest = max(_LONG_LENGTH, min(_LONGEST_CHECKED, window + 8))
-    n_positions = getattr(config, "max_position_embeddings", longest)
-    longest = min(longest, n_positions - _RESERVED_POSITIONS)
+    longest = _probe_length(config)
     lengths = torch.tensor([[_SHORT_LENGTH], [longest]], device=device)
     mask = (torch.arange(longest, device=device) < lengths).long()
     padding_id = getattr(config, "pad_token_id", None)
     if padding_id is None:
         padding_id = 0
-    # Ids from 3 on, after the first special tokens. Steps of 7 modulo the prime 89 visit all 89 ids
-    # before the first one recurs. A smaller vocabulary has fewer ids, of which 4 are left out: 0 to
-    # 2, and the last one, which may replace the padding's.
-    n_ids = min(config.vocab_size - 4, 89)
-    ids = torch.arange(2 * longest, device=device).view(2, longest) * 7 % n_ids + 3
+    last_id = config.vocab_size - 1
+    generator = torch.Generator().manual_seed(0)
+    # The last id is not drawn, so that every id has a successor, which replaces the padding's.
+    ids = torch.randint(_FIRST_ID, last_id, (2, longest), generator=generator).to(device)
     ids = torch.where(ids == padding_id, ids + 1, ids)
     return torch.where(mask == 0, padding_id, ids), mask
+
+
+def _probe_length(config: Any) -> int:
+    """Return the length of the longer probe, which exceeds a short sliding window.
+
+    Args:
+        config: the configuration of a transformers encoder.
+    """
+    length = _LONG_LENGTH
+    window = getattr(config, "sliding_window", None)
+    if isinstance(window, int):
+        length = max(length, min(_MAX_LENGTH, window + _TOKENS_OUTSIDE_WINDOW))
+    n_positions: int = getattr(config, "max_position_embeddings", length)
+    return min(length, n_positions - _RESERVED_POSITIONS)

@@ -32,8 +32,9 @@ from tests.refusals import refused
 from tilefold.integrations.sentence_transformers import accelerate, collate_ahead
 from tilefold.integrations.sentence_transformers.graphs.backward import (
     Gradients,
-    allocate_gradients,
+    allocate_buffers,
     backward_parts,
+    lower_positions,
     write_gradients,
 )
 from tilefold.integrations.sentence_transformers.graphs.step_graph import (
@@ -60,7 +61,7 @@ class EagerStepGraph:
 
     Attributes:
         inputs: the static inputs.
-        lower: positions of the parameters whose gradients :meth:`backward_lower` writes.
+        lower_positions: positions of the parameters whose gradients :meth:`backward_lower` writes.
     """
 
     def __init__(
@@ -76,8 +77,9 @@ class EagerStepGraph:
         self._gradients = gradients
         self._model = run_encoder.__self__.transformer.model  # type: ignore[attr-defined]
         self.forward()
-        parts = self._backward_parts(torch.ones_like(self._output))
-        self.lower = allocate_gradients(gradients, parameters, parts)
+        parts = list(self._backward_parts(torch.ones_like(self._output)))
+        allocate_buffers(gradients, parameters, parts[-1])
+        self.lower_positions = lower_positions(parts)
 
     def _backward_parts(self, output_gradient: Tensor) -> Iterator[Gradients]:
         parameters = [tensor for tensor in self._model.parameters() if tensor.requires_grad]
@@ -92,11 +94,11 @@ class EagerStepGraph:
         padded_gradient = torch.zeros_like(self._output)
         padded_gradient[:, : output_gradient.size(1)] = output_gradient
         self._parts = self._backward_parts(padded_gradient)
-        upper = set(range(len(self._gradients))) - self.lower
+        upper = set(range(len(self._gradients))) - self.lower_positions
         write_gradients(self._gradients, next(self._parts), upper)
 
     def backward_lower(self) -> None:
-        write_gradients(self._gradients, next(self._parts), self.lower)
+        write_gradients(self._gradients, next(self._parts), self.lower_positions)
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -171,12 +173,12 @@ def test_a_graph_size_fits_a_batch_and_slightly_smaller_or_larger_ones(
     assert tokens <= size.tokens <= tokens * 17 / 16 + 64
     assert size.fits(PackSize(tokens, 7, longest))
     assert not size.fits(PackSize(tokens, 8, longest))
-    assert not size.fits(PackSize(tokens, 7, size.longest + 1))
+    assert not size.fits(PackSize(tokens, 7, size.max_length + 1))
     assert not size.fits(PackSize(size.tokens + 1, 7, longest))
     fewest = next(n for n in range(tokens + 1) if size.fits(PackSize(n, 7, longest)))
     assert fewest <= tokens * 19 // 20
     assert size.tokens - fewest <= max(128, fewest / 5)
-    assert size.extra * size.longest >= size.tokens - fewest
+    assert size.fillers * size.max_length >= size.tokens - fewest
 
 
 def test_batches_of_random_texts_need_few_graphs(transformer: Any) -> None:
@@ -196,20 +198,20 @@ def test_outputs_and_gradients_equal_those_of_a_plain_step(
 ) -> None:
     encoder = encoder_of(kind, tokenizer_folder, device)
     capture = EagerStepGraph if device == "cpu" else StepGraph
-    halved = StepGraphs(encoder, capture, halved=True)
+    divided = StepGraphs(encoder, capture, divides_backward=True)
     undivided = StepGraphs(encoder, capture)
-    assert halved(batch(encoder, [3, 5, 4])) is None  # the size is new
+    assert divided(batch(encoder, [3, 5, 4])) is None  # the size is new
     for seed, lengths in enumerate(([3, 5, 4], [1, 30, 2], [20, 0, 20], [1, 1, 1])):
-        assert_graphs_equal_plain_step(encoder, halved, batch(encoder, list(lengths), seed))
-    assert list(halved.graphs) == [graph_size_for(PackSize(33, 3, 30))]
+        assert_graphs_equal_plain_step(encoder, divided, batch(encoder, list(lengths), seed))
+    assert list(divided.graphs) == [graph_size_for(PackSize(33, 3, 30))]
     features = batch(encoder, [60, 50, 1])
-    for graphs in (halved, undivided):  # they share nothing
+    for graphs in (divided, undivided):  # they share nothing
         graphs(features)
         assert_graphs_equal_plain_step(encoder, graphs, features)
-    assert len(halved.graphs) == 2
+    assert len(divided.graphs) == 2
     assert len(undivided.graphs) == 1
-    assert not halved.failed
-    assert halved.halved
+    assert not divided.failed
+    assert divided.divides_backward
 
 
 def graphs_with_one_size(transformer: Any, features: dict[str, Any]) -> StepGraphs:
@@ -259,12 +261,14 @@ def test_a_second_backward_pass_raises_also_after_another_batch(
     assert output is not None
     loss = output.sum()
     loss.backward(retain_graph=True)
-    refused(RuntimeError, "and once, got it after another batch or again", loss.backward)
+    refused(RuntimeError, "got a second call or one after another batch", loss.backward)
     transformer.model.bert.encoder.layer[0].output.dropout.p = dropout
     for _ in range(n_steps):
         next_output = graphs(features)
     assert next_output is not None
-    refused(RuntimeError, "backward must come before the next batch", loss.backward)
+    refused(
+        RuntimeError, "backward must run once per batch and before the next batch", loss.backward
+    )
 
 
 def test_an_encoder_that_cannot_be_cut_has_an_undivided_backward_pass(transformer: Any) -> None:
@@ -282,7 +286,7 @@ def test_an_encoder_that_cannot_be_cut_has_an_undivided_backward_pass(transforme
 
     layers[0].forward = save_result
     layers[1].forward = add_saved_result
-    graphs = StepGraphs(transformer, EagerStepGraph, halved=True)
+    graphs = StepGraphs(transformer, EagerStepGraph, divides_backward=True)
     features = batch(transformer, [4, 6])
     graphs(features)
     with pytest.warns(UserWarning, match="hands out all gradients at once.*second time"):
@@ -293,9 +297,9 @@ def test_an_encoder_that_cannot_be_cut_has_an_undivided_backward_pass(transforme
 def test_a_stored_frame_of_the_capture_stops_no_graph(transformer: Any) -> None:
     frames: list[Any] = []
 
-    def capture(*arguments: Any) -> EagerStepGraph:
+    def capture(**arguments: Any) -> EagerStepGraph:
         frames.append(inspect.stack(0))  # as a traceback does, which torch.compile logs
-        return EagerStepGraph(*arguments)
+        return EagerStepGraph(**arguments)
 
     graphs = StepGraphs(transformer, capture)
     features = batch(transformer, [4, 6])
@@ -486,14 +490,14 @@ def test_layers_are_compiled_for_a_capture_in_half_precision(
     encoder = encoder_of(kind, tokenizer_folder)
     compiled_counts = []  # parts that torch.compile compiled, for each captured graph
 
-    def capture(*arguments: Any) -> EagerStepGraph:
+    def capture(**arguments: Any) -> EagerStepGraph:
         counters = torch._dynamo.utils.counters["stats"]
         before = counters["unique_graphs"]
-        graph = EagerStepGraph(*arguments)
+        graph = EagerStepGraph(**arguments)
         compiled_counts.append(counters["unique_graphs"] - before)
         return graph
 
-    graphs = StepGraphs(encoder, capture, compiled=True, halved=True)
+    graphs = StepGraphs(encoder, capture, compiled=True, divides_backward=True)
     features = batch(encoder, [3, 5, 4])
     for _ in range(2):
         graphs(features)
@@ -674,7 +678,7 @@ def test_dropout_draws_new_numbers_in_each_replay(compiled: bool, tokenizer_fold
     assert graphs.compiled is compiled
 
 
-@pytest.mark.parametrize("halved", [True, False])
+@pytest.mark.parametrize("divided", [True, False])
 @pytest.mark.parametrize(
     "captured_first",
     [
@@ -684,11 +688,11 @@ def test_dropout_draws_new_numbers_in_each_replay(compiled: bool, tokenizer_fold
 )
 def test_gradients_are_in_the_buckets_of_ddp_and_accumulate(
     captured_first: bool,
-    halved: bool,
+    divided: bool,
     transformer: Any,
 ) -> None:
     features = batch(transformer, [3, 5])
-    graphs = StepGraphs(transformer, EagerStepGraph, halved=halved)
+    graphs = StepGraphs(transformer, EagerStepGraph, divides_backward=divided)
     assert graphs(features) is None
     expected = gradients_of(transformer, output_of(graphs, features))
     buckets = {

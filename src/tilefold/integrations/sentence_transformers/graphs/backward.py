@@ -16,20 +16,23 @@ from torch import Tensor, nn
 
 from tilefold.ops.implementations import copy_each
 
-# One of this many layers is a lower layer, so that few gradients are left for the second part.
+# An encoder of 12 layers has one lower layer: few gradients are left for the second part, whose
+# communication nothing overlaps.
 _LAYERS_PER_LOWER_LAYER = 12
 
-# Gradients of parameters in their order; None for a parameter without a gradient.
+# Gradients in the order of their parameters; None for a parameter without a gradient.
 Gradients = Sequence[Tensor | None]
 
 
 @dataclass
 class LayerCut:
-    """Where a forward pass was divided into lower and upper layers.
+    """The hidden states at which a forward pass was divided into lower and upper layers.
+
+    Both attributes are ``None`` if the pass was not divided.
 
     Attributes:
-        lower_output: output of the lower layers; ``None`` if the pass was not divided.
-        upper_input: the leaf with the same values that the upper layers read; ``None`` likewise.
+        lower_output: the output of the lower layers.
+        upper_input: a detached copy of it that requires a gradient, which the upper layers read.
     """
 
     lower_output: Tensor | None = None
@@ -38,10 +41,11 @@ class LayerCut:
 
 @contextlib.contextmanager
 def cut_layers(model: nn.Module) -> Iterator[LayerCut]:
-    """Divide the first forward pass within the context into lower and upper layers.
+    """Divide the next forward pass into lower and upper layers, which are differentiated in turn.
 
-    The longest ``ModuleList`` of the model holds the layers. Without one of at least two layers, or
-    if the input of the first upper layer has no gradient, the pass is not divided.
+    DDP can then send the gradients of the upper layers while the lower ones are differentiated.
+    The layers are the longest ``ModuleList`` of the model. The pass is not divided if no list has
+    two layers, or if the hidden states at the cut require no gradient.
 
     Args:
         model: the encoder.
@@ -62,15 +66,15 @@ def cut_layers(model: nn.Module) -> Iterator[LayerCut]:
         cut.upper_input = hidden.detach().requires_grad_()
         return cut.upper_input, *args[1:]
 
-    stacks = [
+    layer_lists = [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList) and len(module) > 1
     ]
-    if not stacks:
+    if not layer_lists:
         yield cut
         return
-    layers = max(stacks, key=len)
+    layers = max(layer_lists, key=len)
     n_lower = max(1, len(layers) // _LAYERS_PER_LOWER_LAYER)
     handle = layers[n_lower].register_forward_pre_hook(replace_input)
     try:
@@ -85,41 +89,49 @@ def backward_parts(
     parameters: list[Tensor],
     output_gradient: Tensor,
 ) -> Iterator[Gradients]:
-    """Compute the gradients of all parameters, part by part.
+    """Run the backward pass of an encoder and yield its gradients after each part.
 
     Args:
-        output: output of the encoder.
-        cut: where its forward pass was divided.
-        parameters: parameters of the encoder.
-        output_gradient: gradient of the output.
+        output: the output of the encoder.
+        cut: where the forward pass was divided.
+        parameters: the parameters of the encoder.
+        output_gradient: the gradient of the output.
 
     Yields:
-        First the gradients after the backward pass of the upper layers, which are all layers if the
-        forward pass was not divided. Otherwise a second item follows, with the gradients after the
-        lower layers. In it, parameters that the lower layers do not use have the same tensor.
+        The gradients of all parameters: once if the forward pass was not divided, otherwise after
+        the upper layers and again after all layers. The second time, a parameter that the lower
+        layers do not use has the same tensor object as the first time.
 
     Raises:
-        RuntimeError: if an upper layer also reads another result of the lower layers than the
-            hidden states at the cut. Its activations are freed before the second part.
+        RuntimeError: if the upper layers read a result of the lower layers besides the hidden
+            states at the cut. The activations behind it are freed before the second part.
     """
     if cut.upper_input is None or cut.lower_output is None:
         yield torch.autograd.grad(output, parameters, output_gradient, allow_unused=True)
         return
     # Upper layers: from the output to the hidden states at the cut.
-    cut_gradient, *upper = torch.autograd.grad(
+    cut_gradient, *upper_gradients = torch.autograd.grad(
         output,
         [cut.upper_input, *parameters],
         output_gradient,
         allow_unused=True,
     )
-    yield upper
+    yield upper_gradients
     # Lower layers: from the cut to the inputs.
-    lower = torch.autograd.grad(cut.lower_output, parameters, cut_gradient, allow_unused=True)
-    yield [_sum_gradients(*gradients) for gradients in zip(upper, lower, strict=True)]
+    lower_gradients = torch.autograd.grad(
+        cut.lower_output,
+        parameters,
+        cut_gradient,
+        allow_unused=True,
+    )
+    yield [
+        _sum_gradients(upper, lower)
+        for upper, lower in zip(upper_gradients, lower_gradients, strict=True)
+    ]
 
 
 def _sum_gradients(upper: Tensor | None, lower: Tensor | None) -> Tensor | None:
-    """Add the gradients of a parameter in upper and lower layers, which may share it."""
+    """Return the gradient of a parameter that upper layers, lower layers or both may use."""
     if lower is None:
         return upper
     if upper is None:
@@ -127,36 +139,41 @@ def _sum_gradients(upper: Tensor | None, lower: Tensor | None) -> Tensor | None:
     return upper + lower
 
 
-def allocate_gradients(
-    buffers: list[Tensor | None],
-    parameters: list[Tensor],
-    parts: Iterator[Gradients],
-) -> set[int]:
-    """Run a backward pass, and create the missing gradient buffers of parameters that it reaches.
-
-    A buffer is the ``grad`` of the parameter, or a new tensor of zeros if that is None.
+def lower_positions(parts: Sequence[Gradients]) -> set[int]:
+    """Return the positions of the parameters whose gradients the lower layers complete.
 
     Args:
-        buffers: gradient buffer of each parameter; ``None`` for a missing one. New buffers are
-            written into this list.
-        parameters: the parameters.
-        parts: result of :func:`backward_parts`, whose iteration runs the backward pass.
-
-    Returns:
-        Positions of the parameters whose gradients are complete only after the second part.
+        parts: the items of :func:`backward_parts`, one or two.
     """
-    upper = next(parts)
-    complete = next(parts, upper)  # gradients after both parts, if there are two
-    for position, (parameter, gradient) in enumerate(zip(parameters, complete, strict=True)):
+    after_upper = parts[0]
+    complete = parts[-1]
+    return {
+        position
+        for position, (upper, total) in enumerate(zip(after_upper, complete, strict=True))
+        if upper is not total
+    }
+
+
+def allocate_buffers(
+    buffers: list[Tensor | None],
+    parameters: list[Tensor],
+    gradients: Gradients,
+) -> None:
+    """Add the missing gradient buffers of the parameters that have a gradient.
+
+    The buffer of a parameter is its ``grad``, or a new tensor of zeros if that is None.
+
+    Args:
+        buffers: the buffer of each parameter, or ``None``. New buffers are written into this list.
+        parameters: the parameters.
+        gradients: the gradients of a complete backward pass.
+    """
+    for position, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
         if gradient is None or buffers[position] is not None:
             continue
         buffers[position] = (
             torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         )
-    # The second part leaves the gradients of other parameters as the same objects.
-    return {
-        position for position in range(len(parameters)) if upper[position] is not complete[position]
-    }
 
 
 def write_gradients(
@@ -164,29 +181,26 @@ def write_gradients(
     gradients: Gradients,
     positions: Collection[int],
 ) -> None:
-    """Copy gradients of a backward pass to their buffers.
+    """Copy the gradients that one part of a backward pass has completed to their buffers.
 
-    A buffer is set to zero if its parameter has no gradient in this pass.
+    A buffer is set to zero if its parameter has no gradient.
 
     Args:
-        buffers: gradient buffer of each parameter; ``None`` for a parameter without one.
-        gradients: gradient of each parameter.
-        positions: positions of the parameters whose gradients are written.
+        buffers: the buffer of each parameter; ``None`` for a parameter without one.
+        gradients: the gradient of each parameter.
+        positions: the positions of the parameters whose gradients are complete.
     """
     targets: list[Tensor] = []
     sources: list[Tensor] = []
-    unused: list[Tensor] = []
     for position in positions:
         buffer = buffers[position]
         gradient = gradients[position]
         if buffer is None:
             continue
         if gradient is None:
-            unused.append(buffer)
+            buffer.zero_()
         else:
             targets.append(buffer)
             sources.append(gradient)
     if targets:
         copy_each(targets, sources)
-    for buffer in unused:
-        buffer.zero_()

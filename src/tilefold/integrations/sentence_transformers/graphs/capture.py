@@ -1,7 +1,6 @@
 """Capture of CUDA graphs: memory that graphs share, a cache of graphs, and settings of torch.
 
-Graphs of encoding and of training steps both use it. They differ in their inputs and in what they
-capture.
+It serves the graphs of encoding and those of training steps.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from tilefold.ops.implementations import tf32_allowed
 Key = TypeVar("Key", bound=Hashable)
 Graph = TypeVar("Graph")
 
-# Runs before the first capture of a model, in which libraries set themselves up and kernels are
-# compiled. Neither may happen during a capture.
+# Runs of a function before its first capture. Libraries initialise themselves and kernels are
+# compiled in these runs, because neither may happen during a capture.
 WARM_UP_RUNS = 2
 # Held during a warm-up and a capture. Concurrent captures would record the same random generator.
 capture_lock = threading.Lock()
-# Lines of an error message that a warning repeats.
+# Number of lines of an error message that a warning quotes.
 _QUOTED_LINES = 2
 
 
 class GraphMemory:
     """Memory pool and CUDA stream in which several graphs are captured.
 
-    The graphs share all memory but that of their inputs and outputs, so that only one of them may
-    run at a time.
+    The graphs share all memory except for their inputs and outputs, so only one of them may run at
+    a time.
 
     Attributes:
-        pool: handle of the memory pool.
-        stream: CUDA stream of warm-ups and captures. Replays run on the caller's stream.
+        pool: the handle of the memory pool.
+        stream: the CUDA stream of warm-ups and captures. Replays run on the caller's stream.
     """
 
     def __init__(self) -> None:
@@ -55,9 +54,9 @@ class GraphMemory:
         current_stream.wait_stream(self.stream)
 
     def capturing(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        """Record work into a graph instead of running it.
+        """Record the work of the context into a graph instead of running it.
 
-        Other threads may use the GPU meanwhile.
+        Other threads may use the GPU in the meantime.
         """
         return torch.cuda.graph(
             graph,
@@ -68,10 +67,10 @@ class GraphMemory:
 
 
 class GraphCache(OrderedDict[Key, Graph]):
-    """Captured graphs by key, from the least to the most recently used.
+    """LRU cache of captured graphs, ordered from the least to the most recently used.
 
     Args:
-        max_graphs: number of graphs that are cached.
+        max_graphs: the largest number of graphs that are cached.
     """
 
     def __init__(self, max_graphs: int) -> None:
@@ -79,7 +78,11 @@ class GraphCache(OrderedDict[Key, Graph]):
         self.max_graphs = max_graphs
 
     def use(self, key: Key) -> Graph | None:
-        """Return a graph and mark it as the most recently used; None if it is not cached."""
+        """Return the graph of a key and mark it as the most recently used; None if it is missing.
+
+        Raises:
+            TypeError: if the key is not hashable.
+        """
         graph = self.get(key)
         if graph is not None:
             self.move_to_end(key)
@@ -95,7 +98,7 @@ class NumericSettings(NamedTuple):
     """Global settings of torch that a captured graph cannot follow.
 
     Attributes:
-        autocast: dtype of autocast; ``None`` if it is off.
+        autocast: the dtype of autocast; ``None`` if it is off.
         allows_tf32: whether fp32 products may use TF32.
         deterministic: whether torch uses deterministic algorithms.
     """
@@ -115,19 +118,19 @@ def numeric_settings(device_type: str) -> NumericSettings:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of autocast on a type of device, None if autocast is off."""
+    """Return the dtype of autocast on a type of device, or None if autocast is off."""
     if not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def uncached_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Return a context with the current autocast, but without its cache of converted weights.
+    """Return a context that repeats the current autocast without its cache of converted weights.
 
-    A captured graph would read the cached copies, which do not follow later changes of the weights.
+    A captured graph would keep reading the cached copies after the weights have changed.
 
     Args:
-        device_type: type of the device, such as ``"cuda"``.
+        device_type: the type of the device, such as ``"cuda"``.
     """
     dtype = autocast_dtype(device_type)
     if dtype is None:
@@ -135,21 +138,18 @@ def uncached_autocast(device_type: str) -> AbstractContextManager[object]:
     return torch.autocast(device_type, dtype, cache_enabled=False)
 
 
-def warn_slower(module: object, limitation: str, error: Exception, slower: str) -> None:
-    """Warn after a failed capture that a module works without a graph or with a slower one.
+def warn_capture_failed(consequence: str, error: Exception) -> None:
+    """Warn that the capture of a graph failed, and what is slower because of that.
 
     Args:
-        module: the module, whose class the warning names.
-        limitation: a verb phrase after the name of the class, such as ``"trains without CUDA
+        consequence: a sentence without its period, such as ``"BertModel trains without CUDA
             graphs"``.
         error: the error of the capture.
-        slower: plural noun for the work that takes longer, such as ``"Steps"``.
     """
     lines = [line for line in str(error).splitlines() if line.strip()]
     reason = " ".join(lines[:_QUOTED_LINES])
     warnings.warn(
-        f"{type(module).__name__} {limitation}: {type(error).__name__}: {reason}. "
-        f"{slower} take longer; nothing else changes.",
+        f"{consequence}: {type(error).__name__}: {reason}. This is slower; results do not change.",
         UserWarning,
         stacklevel=3,
     )

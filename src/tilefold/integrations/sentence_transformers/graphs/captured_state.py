@@ -1,14 +1,15 @@
 """Comparison of a model with its state at the capture of its CUDA graphs.
 
-A replay reads weights from the addresses of the capture, and calls no Python. So it follows changes
-of weights in place, but no other change of the model.
+A replay reads the weights from their addresses at the capture and runs no Python code. So it sees
+weights that are changed in place, but no other change of the model.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Sized
 from itertools import chain
 from operator import is_, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -18,19 +19,33 @@ _training_of = itemgetter("training")
 _ATTRIBUTES_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-class ModelStructure:
-    """Modules, parameters, buffers and hooks of a model.
+class _DictionarySizes:
+    """Sizes of dictionaries, to detect entries that are added or removed later."""
 
-    It is compared with the model at every step and every encoded query. Therefore attributes are
-    read from the modules' dictionaries, and most loops run in C.
+    def __init__(self, dictionaries: Sequence[Sized]) -> None:
+        # Most dictionaries are empty, and any() over these is faster than comparing their sizes.
+        self._empty = [dictionary for dictionary in dictionaries if not dictionary]
+        self._filled = [dictionary for dictionary in dictionaries if dictionary]
+        self._filled_sizes = list(map(len, self._filled))
+
+    def are_unchanged(self) -> bool:
+        """Whether every dictionary has its recorded size."""
+        return not any(self._empty) and list(map(len, self._filled)) == self._filled_sizes
+
+
+class ModelStructure:
+    """Modules, parameters, buffers and hooks of a model, to detect later changes of them.
+
+    The comparison runs before every training step and for every encoded query. Therefore it reads
+    the modules' dictionaries, and its loops run in C.
 
     Attributes:
         modules: the model and all modules in it.
-        tensors: parameters and buffers; those that modules share occur several times.
+        tensors: all parameters and buffers. One that several modules share occurs several times.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Record the modules of a model, and the dictionaries of their members and hooks.
+        """Record the current structure of a model.
 
         Args:
             model: the model.
@@ -39,23 +54,21 @@ class ModelStructure:
         self.tensors = [tensor for module in self.modules for tensor in _tensors_of(module)]
         self._attributes = [vars(module) for module in self.modules]
         self._hooks = [hooks for module in self.modules for hooks in hooks_of(module)]
-        members: list[dict[str, Any]] = []  # submodules, parameters and buffers of each module
+        members: list[dict[str, Any]] = []
         for module in self.modules:
             members += [module._modules, module._parameters, module._buffers]
+        self._sizes = _DictionarySizes([*members, *self._hooks])
+        # Views show later values, the list keeps the recorded ones.
         self._member_views = [dictionary.values() for dictionary in members if dictionary]
-        self._members = list(chain.from_iterable(self._member_views))
-        dictionaries: list[Any] = [*members, *self._hooks]
-        # Most dictionaries are empty. Whether they still are is quicker to check than their sizes.
-        self._empty = [dictionary for dictionary in dictionaries if not dictionary]
-        self._filled = [dictionary for dictionary in dictionaries if dictionary]
-        self._filled_sizes = list(map(len, self._filled))
+        self._recorded_members = list(chain.from_iterable(self._member_views))
 
     def has_same_members(self) -> bool:
-        """Whether modules, parameters and buffers are the same objects, and hooks are as many."""
-        return (
-            not any(self._empty)
-            and list(map(len, self._filled)) == self._filled_sizes
-            and all(map(is_, chain.from_iterable(self._member_views), self._members))
+        """Whether the model has the recorded members and the recorded number of hooks.
+
+        Members are modules, parameters and buffers. They are compared by identity.
+        """
+        return self._sizes.are_unchanged() and all(
+            map(is_, chain.from_iterable(self._member_views), self._recorded_members)
         )
 
     def has_hooks_or_checkpointing(self) -> bool:
@@ -69,75 +82,112 @@ class ModelStructure:
         return list(map(_training_of, self._attributes))
 
 
-class ModelState(ModelStructure):
-    """Structure of a model with the values of attributes and configurations, and memory addresses.
+class _AttributeReader(NamedTuple):
+    """Reads the attributes of a module that ``nn.Module`` itself does not define.
 
     Attributes:
-        splade: whether the model ends in stock SpladePooling modules.
+        read: returns the values of these attributes from a dictionary.
+        attributes: the dictionary, ``vars`` of the module.
+    """
+
+    read: itemgetter[Any]
+    attributes: dict[str, Any]
+
+
+class _ConfigRecord(NamedTuple):
+    """Settings of a configuration.
+
+    Attributes:
+        current: ``vars`` of the configuration, which shows later changes.
+        recorded: a copy of it.
+    """
+
+    current: dict[str, Any]
+    recorded: dict[str, Any]
+
+
+class ModelState(ModelStructure):
+    """Structure, attributes, configurations and memory addresses of a model.
+
+    A graph must be captured again when any of them differs from the state at its capture.
+
+    Attributes:
+        ends_in_splade: whether the last modules are SpladePooling modules of sentence-transformers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         """Record the current state of a model.
 
         Args:
-            model: the model, which has run a forward pass: some modules set attributes in the first
-                one.
+            model: the model. It must have run a forward pass, because some modules set attributes
+                in the first one.
         """
         super().__init__(model)
         forwards = fused_forwards(model)
-        self.splade = bool(forwards) and all(
-            isinstance(forward.pooling, StockPooling) and forward.last for forward in forwards
+        self.ends_in_splade = bool(forwards) and all(
+            isinstance(forward.pooling, StockPooling) and forward.is_last for forward in forwards
         )
-        # For each module, a function that reads its own attributes from their dictionary.
-        self._readers: list[tuple[itemgetter[Any], dict[str, Any]]] = []
+        self._attribute_counts = _DictionarySizes(self._attributes)
+        self._attribute_readers = self._make_attribute_readers()
+        self._recorded_attributes = self._read_attributes()
+        self._configs = self._record_configs()
+        self._recorded_addresses = [tensor.data_ptr() for tensor in self.tensors]
+
+    def _make_attribute_readers(self) -> list[_AttributeReader]:
+        """Return a reader for each module that has attributes of its own."""
+        readers = []
         for attributes in self._attributes:
             names = [name for name in attributes if name not in _ATTRIBUTES_OF_EVERY_MODULE]
             if names:
-                self._readers.append((itemgetter(*names), attributes))
-        self._values = [read(attributes) for read, attributes in self._readers]
-        # A change of their sizes shows attributes that were added or removed.
-        self._filled += self._attributes
-        self._filled_sizes = list(map(len, self._filled))
-        # Modules often share a configuration, so that each is recorded once.
+                readers.append(_AttributeReader(itemgetter(*names), attributes))
+        return readers
+
+    def _read_attributes(self) -> list[Any]:
+        """Return the current values of the attributes of all modules.
+
+        Raises:
+            KeyError: if an attribute was removed.
+        """
+        return [read(attributes) for read, attributes in self._attribute_readers]
+
+    def _record_configs(self) -> list[_ConfigRecord]:
+        """Record each configuration once, since modules often share one."""
         configs = {
             id(attributes["config"]): attributes["config"]
             for attributes in self._attributes
             if "config" in attributes
         }
-        # The settings of each configuration, and a copy of them.
-        self._configs = [
-            (vars(config), dict(vars(config)))
+        return [
+            _ConfigRecord(current=vars(config), recorded=dict(vars(config)))
             for config in configs.values()
             if hasattr(config, "__dict__")
         ]
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
 
     def has_same_memory(self) -> bool:
-        """Whether every tensor has the address that it had.
+        """Whether every tensor still has its recorded address.
 
         Otherwise a replay could read memory that was freed.
         """
-        return list(map(Tensor.data_ptr, self.tensors)) == self._addresses
+        return list(map(Tensor.data_ptr, self.tensors)) == self._recorded_addresses
 
     def is_unchanged(self) -> bool:
-        """Whether members, hooks, attributes and configurations equal the recorded ones.
+        """Whether the structure, the attributes and the configurations equal the recorded ones.
 
         The addresses of tensors are not compared, see :meth:`has_same_memory`.
         """
-        if not self.has_same_members():
+        if not self.has_same_members() or not self._attribute_counts.are_unchanged():
             return False
         try:
-            return (
-                all(current == former for current, former in self._configs)
-                and [read(attributes) for read, attributes in self._readers] == self._values
-            )
+            have_same_settings = all(config.current == config.recorded for config in self._configs)
+            return have_same_settings and self._read_attributes() == self._recorded_attributes
         except (RuntimeError, ValueError, TypeError, KeyError):
-            # An attribute is missing, or it is a tensor or an array, whose comparison is no bool.
+            # An attribute was removed, or a tensor or an array was replaced by another one, whose
+            # comparison gives no bool.
             return False
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the dictionaries of forward and backward hooks of a module."""
+    """Return the dictionaries of a module's forward and backward hooks."""
     return (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -147,28 +197,39 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers of a module itself, not of its submodules."""
+    """Return the parameters and buffers of a module, without those of its submodules."""
     members = (*module._parameters.values(), *module._buffers.values())
     return [member for member in members if member is not None]
 
 
 def can_be_captured(model: nn.Module) -> bool:
-    """Whether a forward pass of a model can be replayed as a CUDA graph without any loss.
+    """Whether a CUDA graph can replay a forward pass of a model with the same results.
 
-    A replay runs no Python code. Hooks, compiled modules, offloaded and sharded parameters need it
-    in every pass. Hooks of this package are allowed, since they only read the model.
+    A replay runs no Python code. Hooks, compiled modules, offloaded parameters and sharded
+    parameters depend on Python code in every pass. Hooks of tilefold are allowed, since they only
+    read the model.
 
     Args:
         model: the model.
     """
     for module in model.modules():
-        hooks = [hook for hooks in hooks_of(module) for hook in hooks.values()]
-        if any(not str(getattr(hook, "__module__", "")).startswith("tilefold.") for hook in hooks):
+        if _has_foreign_hooks(module):
             return False
         if getattr(module, "_compiled_call_impl", None) is not None:
             return False
         if "_hf_hook" in vars(module):  # Hugging Face's accelerate offloads the module
             return False
+        # Sharded tensors have classes of their own, such as DTensor.
         if any(type(tensor) not in (Tensor, nn.Parameter) for tensor in _tensors_of(module)):
             return False
     return True
+
+
+def _has_foreign_hooks(module: nn.Module) -> bool:
+    """Whether a module has a hook that tilefold has not registered."""
+    for hooks in hooks_of(module):
+        for hook in hooks.values():
+            module_name = str(getattr(hook, "__module__", ""))
+            if not module_name.startswith("tilefold."):
+                return True
+    return False

@@ -1,10 +1,11 @@
-"""CUDA graphs of an accelerated model for few texts: token ids go in, rows come out.
+"""Encoding of a few texts by an accelerated model with CUDA graphs.
 
-The work of a query is some 300 launches, which take the CPU ten times as long as the GPU. A graph
-repeats them by one launch, for tensors of the sizes and addresses that it was captured with: packed
-tokens are copied into the smallest of a few sizes, whose unused tokens form a text with discarded
-results. A graph reads weights from their memory, and so follows changes in place. All other changes
-of the model are detected by a comparison while the GPU computes.
+A query needs some 300 launches, which take the CPU ten times as long as the GPU. A graph repeats
+them by one launch, for tensors of the sizes and addresses of its capture. So packed tokens are
+copied into input tensors of the smallest of a few sizes. Unused tokens form a filler text, whose
+results are discarded. A graph reads the weights from their memory, so it sees weights that are
+changed in place. All other changes of the model are detected by a comparison while the GPU
+computes.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tilefold.integrations.sentence_transformers.graphs.capture import (
     capture_lock,
     numeric_settings,
     uncached_autocast,
-    warn_slower,
+    warn_capture_failed,
 )
 from tilefold.integrations.sentence_transformers.graphs.captured_state import (
     ModelState,
@@ -48,8 +49,8 @@ from tilefold.integrations.sentence_transformers.graphs.encoding_graph import (
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     EXPANDED,
     PACKED,
+    direct_preprocess_of,
     packed_inputs,
-    texts_to,
 )
 from tilefold.integrations.transformers.packed import LONGEST_NAMES, OFFSETS
 from tilefold.modules.fused_pooling import Features, SparseOptions
@@ -57,36 +58,69 @@ from tilefold.ops.implementations import switched_off
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
 from tilefold.pipeline.rows import RowCapacityError, SparseRows, packed_rows, unpack_capacity_rows
 
-# Numbers of texts and of tokens of all texts that graphs are captured for. A batch takes the
-# smallest sizes into which it fits.
+# The numbers of texts, and of tokens of all texts, that graphs are captured for. A batch uses the
+# smallest numbers into which it fits.
 TEXT_COUNTS = (1, 4, 16, 64)
 TOKEN_COUNTS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Name of the model's attribute with its graphs.
 GRAPHS = "encoding_graphs"
 # Graphs of a model. The least recently used one is dropped.
 MAX_GRAPHS = 64
-# Entries that a sparse row may have, at first and at most.
+# The number of entries that a sparse row may have, at first and at most.
 CAPACITY = 1024
 MAX_CAPACITY = 1 << 14
-# Up to this number of texts, rows may have more entries by a factor: they take no more memory then
-# than the rows of the largest number of texts.
+# Graphs of up to this number of texts have a larger row capacity, by the factor below. Their rows
+# take no more memory than those of the largest number of texts.
 _FEW_TEXTS = TEXT_COUNTS[-1] // 4
 _FEW_TEXTS_CAPACITY_FACTOR = 4
-# Token vectors, with padding, above which texts are encoded without a graph.
+# The largest number of token vectors, with padding, that a graph may compute.
 _MAX_PADDED_TOKENS = 1 << 17
-# The second attempt has a new graph, if the model has changed since the capture.
+# If the model has changed since the capture, a second attempt uses a new graph.
 _MAX_ATTEMPTS = 2
-# Tokens that a tokenizer adds to a synthetic text.
+# The number of tokens that a tokenizer adds to a synthetic text.
 SPECIAL_TOKENS = 2
 
 R = TypeVar("R")
 
 
 class CapturedEncoding(NamedTuple):
-    """A captured graph with its inputs."""
+    """A captured graph with its inputs.
+
+    Attributes:
+        inputs: the static inputs.
+        graph: an :class:`EncodingGraph`, or what tests replace it with.
+    """
 
     inputs: InputBuffers
     graph: Any
+
+
+class _SparseResults(NamedTuple):
+    """Results of a graph that computes sparse rows, on the device or on the CPU.
+
+    Attributes:
+        counts: the number of nonzeros of each row, ``[n]``.
+        n_stored: how many of them fit the capacity and are stored, ``[n]``.
+        columns: the columns of the stored entries, ``[n, capacity]``.
+        values: the values of the stored entries, ``[n, capacity]``.
+    """
+
+    counts: Tensor
+    n_stored: Tensor
+    columns: Tensor
+    values: Tensor
+
+
+class _VectorResults(NamedTuple):
+    """Results of a graph that computes token vectors, on the device or on the CPU.
+
+    Attributes:
+        counts: the number of vectors of each text, ``[n]``.
+        vectors: the vectors of all texts one after another, ``[T, D]``.
+    """
+
+    counts: Tensor
+    vectors: Tensor
 
 
 @dataclass
@@ -94,9 +128,9 @@ class _Encoding(ABC, Generic[R]):
     """A kind of encoding that graphs are captured for.
 
     Attributes:
-        graphs: the model's graphs.
-        task: argument ``task`` of the model's forward; ``None`` for none.
-        pads_tokens: whether padded token vectors are computed, whose number is limited.
+        graphs: the graphs of the model.
+        task: the argument ``task`` of the model's forward, or ``None``.
+        pads_tokens: whether the graph computes padded token vectors. Their number is limited.
     """
 
     graphs: EncodingGraphs
@@ -105,15 +139,15 @@ class _Encoding(ABC, Generic[R]):
 
     @abstractmethod
     def key(self) -> tuple[Hashable, ...]:
-        """Return the kind and the options, which are captured in a graph."""
+        """Return what identifies this kind of encoding and its options in the key of a graph."""
 
     @abstractmethod
     def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
-        """Run the model on static inputs; this is captured.
+        """Run the model on static inputs, for capture in a CUDA graph.
 
         Args:
-            features: features of the model.
-            size: size of the graph.
+            features: the static inputs of the model.
+            size: the size of the graph.
 
         Returns:
             The results on the device.
@@ -121,11 +155,11 @@ class _Encoding(ABC, Generic[R]):
 
     @abstractmethod
     def read(self, captured: CapturedEncoding, n_texts: int) -> R:
-        """Convert the results of a finished replay.
+        """Return the encoded texts from the results of a finished replay.
 
         Args:
             captured: the graph.
-            n_texts: number of texts of the batch.
+            n_texts: the number of texts of the batch.
         """
 
 
@@ -135,8 +169,8 @@ class _SparseEncoding(_Encoding[SparseRows]):
 
     Attributes:
         options: which entries of a row are kept.
-        to_host: whether entries are copied to the CPU. Otherwise the entries of a single text stay
-            on the GPU.
+        to_host: whether the entries of a single text are copied to the CPU instead of staying on
+            the GPU. Those of several texts are always on the CPU.
     """
 
     options: SparseOptions
@@ -145,46 +179,47 @@ class _SparseEncoding(_Encoding[SparseRows]):
     def key(self) -> tuple[Hashable, ...]:
         return ("sparse", *self.options)
 
-    def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
+    def compute(self, features: Features, size: GraphSize) -> _SparseResults:
         """Run the model and return its sparse rows, stored with a fixed capacity.
 
         Args:
-            features: static inputs of the model.
-            size: size of the graph. Its last text, which holds the unused tokens, is left out.
-
-        Returns:
-            Numbers of entries of the rows, numbers of stored entries, columns and values.
+            features: the static inputs of the model.
+            size: the size of the graph. The model computes one more row, of the filler text.
         """
-        rows = self.graphs.sparse_rows(features, self.task, self.options, size)
-        results = (rows.counts, rows.n_stored, rows.columns, rows.values)
-        return [result[: size.texts] for result in results]
+        rows = self.graphs.fixed_capacity_rows(features, self.task, self.options, size)
+        return _SparseResults(
+            counts=rows.counts[: size.texts],
+            n_stored=rows.n_stored[: size.texts],
+            columns=rows.columns[: size.texts],
+            values=rows.values[: size.texts],
+        )
 
     def read(self, captured: CapturedEncoding, n_texts: int) -> SparseRows:
         """Return the rows of a batch after a replay.
 
         Args:
             captured: the graph.
-            n_texts: number of texts of the batch.
+            n_texts: the number of texts of the batch.
 
         Raises:
             RowCapacityError: if a row has more entries than the graph can store.
         """
         graph = captured.graph
-        counts, n_stored, columns, values = graph.host_results
-        # A single row is not packed, so that its entries need not be moved on the GPU.
-        on_gpu = not self.to_host and n_texts == 1 and self.graphs.device.type == "cuda"
-        if on_gpu:
-            _, _, columns, values = graph.device_results
+        host = _SparseResults(*graph.host_results)
+        device = _SparseResults(*graph.device_results)
+        # The entries of a single row are contiguous: a slice of the device's results suffices.
+        stays_on_gpu = not self.to_host and n_texts == 1 and self.graphs.device.type == "cuda"
+        entries = device if stays_on_gpu else host
         rows = unpack_capacity_rows(
-            counts[:n_texts],
-            n_stored[:n_texts],
-            columns[:n_texts],
-            values[:n_texts],
+            host.counts[:n_texts],
+            host.n_stored[:n_texts],
+            entries.columns[:n_texts],
+            entries.values[:n_texts],
             capacity=self.graphs.row_capacity(captured.inputs.size),
             vocab_size=self.graphs.vocab_size,
         )
-        if on_gpu:
-            graph.record_read()  # the next replay overwrites the entries only after this copy
+        if stays_on_gpu:
+            graph.record_read()  # makes the next replay wait for the copy in `rows`
         return rows
 
 
@@ -194,7 +229,7 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
 
     Attributes:
         normalize: whether vectors are scaled to length 1.
-        to_host: whether vectors are copied to the CPU. Otherwise they stay on the GPU.
+        to_host: whether vectors are copied to the CPU instead of staying on the GPU.
     """
 
     normalize: bool
@@ -204,49 +239,49 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
     def key(self) -> tuple[Hashable, ...]:
         return ("vectors", self.normalize)
 
-    def compute(self, features: Features, size: GraphSize) -> Sequence[Tensor]:
+    def compute(self, features: Features, size: GraphSize) -> _VectorResults:
         """Run the model and return its token vectors without padding.
 
         Args:
-            features: static inputs of the model.
-            size: size of the graph. Its last text, which holds the unused tokens, is left out.
-
-        Returns:
-            The number of vectors of each text, and the vectors of all texts.
+            features: the static inputs of the model.
+            size: the size of the graph. The model encodes one more text, the filler text.
         """
         outputs = self.graphs.run_model(features, self.task)
         vectors = outputs["token_embeddings"][: size.texts]
         mask = outputs["attention_mask"][: size.texts].bool()
         if self.normalize:
             vectors = nn.functional.normalize(vectors, p=2, dim=-1)
-        return [mask.sum(1), packed_rows(vectors, mask)[: size.tokens]]
+        return _VectorResults(
+            counts=mask.sum(1),
+            vectors=packed_rows(vectors, mask)[: size.tokens],
+        )
 
     def read(self, captured: CapturedEncoding, n_texts: int) -> list[Tensor]:
-        """Return vectors ``[n, D]`` of each text after a replay, as views of one copy.
+        """Return the vectors ``[n, D]`` of each text after a replay, as views of one copy.
 
         Args:
             captured: the graph.
-            n_texts: number of texts of the batch.
+            n_texts: the number of texts of the batch.
         """
         graph = captured.graph
-        all_counts, host_vectors = graph.host_results
-        _, device_vectors = graph.device_results
-        counts = all_counts[:n_texts].tolist()
-        all_vectors = host_vectors if self.to_host else device_vectors
+        host = _VectorResults(*graph.host_results)
+        device = _VectorResults(*graph.device_results)
+        counts = host.counts[:n_texts].tolist()
+        all_vectors = host.vectors if self.to_host else device.vectors
         vectors = all_vectors[: sum(counts)].clone()
         if vectors.is_cuda:
-            graph.record_read()  # the next replay overwrites the vectors only after this copy
+            graph.record_read()  # makes the next replay wait for this copy
         return list(torch.split(vectors, counts))
 
 
 class _GraphKey(NamedTuple):
-    """Key of a captured graph: properties of the batches that it encodes.
+    """Key of a captured graph: the properties of the batches that it can encode.
 
     Attributes:
-        size: numbers of texts and tokens.
-        encoding: kind and options of the encoding.
-        task: task of the model, if a module reads it.
-        constants: names and values of features that are no tensors.
+        size: the numbers of texts and tokens.
+        encoding: the kind and the options of the encoding.
+        task: the task of the model, if a module reads it.
+        constants: names and values of the features that are not tensors.
         shapes: names, shapes and dtypes of padded features; empty for packed ones.
         settings: settings of torch.
     """
@@ -260,31 +295,36 @@ class _GraphKey(NamedTuple):
 
 
 class EncodingGraphs(Replacement):
-    """Encodes up to 64 texts of an accelerated model at once by one of at most 64 CUDA graphs.
+    """Encodes up to 64 texts of an accelerated model at once with one of at most 64 CUDA graphs.
 
-    Each method returns None where the model must run without a graph: on a CPU, in training mode,
-    with hooks on its modules, with sharded or offloaded parameters, for more texts or tokens than
-    there are graphs for, for networks that run padded (except for ColBERT's expanded queries), once
-    a row had more than 16,384 entries, and where a capture failed, which one warning reports.
+    The methods that encode return None if the model must run without a graph: on a CPU, in training
+    mode, with hooks on its modules, with sharded or offloaded parameters, for more texts or tokens
+    than the largest graph has room for, for networks that run padded (except for ColBERT's expanded
+    queries), after a row had more than 16,384 entries, or after a failed capture, which issued a
+    warning.
 
     Graphs are captured when they are first needed, and again after the model has changed. A call
-    holds the model's lock, and models do not wait for one another.
-
-    Args:
-        owner: the accelerated model.
-        capture: creates a graph, with the arguments of :class:`EncodingGraph`.
+    locks the graphs of its model only.
 
     Attributes:
         failed: whether no graph can be used.
-        capacity: number of entries that a sparse row may have, unless a size of graphs needs more.
-        device: device of the graphs.
+        capacity: the number of entries that a sparse row may have in most graphs, see
+            :meth:`row_capacity`.
+        device: the device of the graphs.
         graphs: the captured graphs.
-        vocab_size: number of columns V of sparse rows, once a graph was captured for them.
+        vocab_size: the number of columns V of sparse rows, once a graph was captured for them.
     """
 
-    def __init__(self, owner: Model, capture: Callable[..., Any] = EncodingGraph) -> None:
+    def __init__(self, owner: Model, graph_factory: Callable[..., Any] = EncodingGraph) -> None:
+        """Prepare to capture graphs, the first time that they are needed.
+
+        Args:
+            owner: the accelerated model.
+            graph_factory: creates a graph, with the arguments of :class:`EncodingGraph`. Tests on a
+                CPU pass another class.
+        """
         super().__init__(owner)
-        self._graph_factory = capture
+        self._graph_factory = graph_factory
         self._initialize()
 
     def _initialize(self) -> None:
@@ -292,12 +332,13 @@ class EncodingGraphs(Replacement):
         self._lock = threading.RLock()
         self.failed = False
         self.capacity = CAPACITY
+        # Capacities that were raised after a row overflowed, by the size of the graphs.
         self._raised_capacities: dict[GraphSize, int] = {}
         self.device = torch.device("cpu")
         self.vocab_size = 0
-        self._forget()
+        self._drop_graphs()
 
-    def _forget(self) -> None:
+    def _drop_graphs(self) -> None:
         """Drop all graphs and the recorded state of the model."""
         self.graphs: GraphCache[_GraphKey, CapturedEncoding] = GraphCache(MAX_GRAPHS)
         self._memory: EncodingMemory | None = None
@@ -312,30 +353,36 @@ class EncodingGraphs(Replacement):
         self._initialize()
 
     def may_run(self, texts: Sequence[str]) -> bool:
-        """Whether a graph could encode texts, as far as this is known without tokenising them.
+        """Whether a graph might be usable, judging by the number of texts alone.
 
         Args:
-            texts: the texts. Only their number matters.
+            texts: the texts.
         """
         if self.failed or switched_off() or torch.compiler.is_compiling():
             return False
         if not 0 < len(texts) <= TEXT_COUNTS[-1]:
             return False
-        if self._state is not None:
+        if self._state is not None:  # a graph was captured
             return not any(self._state.training_modes())
-        return not self._needs_gpu() or torch.device(self.owner.device).type == "cuda"
+        return self._is_on_required_device()
 
     def _needs_gpu(self) -> bool:
         """Whether graphs are CUDA graphs. Tests on a CPU replace them."""
         return self._graph_factory is EncodingGraph
 
-    @property
-    def splade(self) -> bool:
-        """Whether the model ends in stock SpladePooling modules."""
-        state = ModelState(self.owner) if self._state is None else self._state
-        return state.splade
+    def _is_on_required_device(self) -> bool:
+        """Whether the model is on a device on which its graphs can be captured."""
+        if not self._needs_gpu():
+            return True
+        return torch.device(self.owner.device).type == "cuda"
 
-    def sparse(
+    @property
+    def ends_in_splade(self) -> bool:
+        """Whether the last modules of the model are SpladePooling of sentence-transformers."""
+        state = ModelState(self.owner) if self._state is None else self._state
+        return state.ends_in_splade
+
+    def encode_sparse(
         self,
         texts: Sequence[str],
         *,
@@ -344,18 +391,18 @@ class EncodingGraphs(Replacement):
         options: SparseOptions,
         to_host: bool = True,
     ) -> SparseRows | None:
-        """Encode texts to sparse rows by a CUDA graph.
+        """Encode texts to sparse rows with a CUDA graph, if possible.
 
         The rows of a graph have a fixed capacity. If a row exceeds it, the texts are encoded again
-        by a graph of twice the capacity or more.
+        with a graph of at least twice the capacity.
 
         Args:
             texts: the texts.
-            task: argument ``task`` of the model's forward, if any.
+            task: the argument ``task`` of the model's forward, or None.
             prompt: text that is put before every text.
             options: which entries of a row are kept.
-            to_host: whether entries are copied to the CPU. Otherwise the entries of a single text
-                stay on the GPU.
+            to_host: whether the entries of a single text are copied to the CPU instead of staying
+                on the GPU. Those of several texts are always copied.
 
         Returns:
             The rows, or None if the model must run without a graph.
@@ -365,10 +412,12 @@ class EncodingGraphs(Replacement):
             try:
                 return self._encode(texts, prompt, encoding)
             except RowCapacityError:
-                continue  # the next graph has a larger capacity, or graphs are turned off
+                # The next graph has a larger capacity. If that was the largest one, graphs are
+                # turned off and the loop ends.
+                continue
         return None
 
-    def vectors(
+    def encode_vectors(
         self,
         texts: Sequence[str],
         *,
@@ -377,63 +426,65 @@ class EncodingGraphs(Replacement):
         normalize: bool,
         to_host: bool,
     ) -> list[Tensor] | None:
-        """Encode texts to token vectors.
+        """Encode texts to token vectors with a CUDA graph, if possible.
 
         Args:
             texts: the texts.
-            task: argument ``task`` of the model's forward, if any.
+            task: the argument ``task`` of the model's forward, or None.
             prompt: text that is put before every text.
             normalize: whether vectors are scaled to length 1.
-            to_host: whether vectors are copied to the CPU. Otherwise they stay on the GPU.
+            to_host: whether vectors are copied to the CPU instead of staying on the GPU.
 
         Returns:
-            Vectors ``[n, D]`` of each text, or None if the model must run without a graph.
+            The vectors ``[n, D]`` of each text, or None if the model must run without a graph.
         """
         if not self.may_run(texts):
             return None
         return self._encode(texts, prompt, _VectorEncoding(self, task, normalize, to_host))
 
     def warm(self, encode: Callable[[list[str]], object], longest: int = 64) -> None:
-        """Capture graphs of all sizes for texts of up to `longest` tokens.
+        """Capture graphs of all sizes for texts of up to ``longest`` tokens.
 
         Args:
-            encode: encodes synthetic texts by these graphs.
-            longest: number of tokens of the longest text.
+            encode: encodes synthetic texts with these graphs.
+            longest: the number of tokens of the longest text.
         """
         for n_texts in TEXT_COUNTS:
             for n_tokens in TOKEN_COUNTS:
-                # One token less than the share of a text, so that the batch surely fits this size.
+                # One token per text stays free, so that the batch surely fits this size.
                 n_words = n_tokens // n_texts - SPECIAL_TOKENS - 1
                 if n_words < 1 or n_tokens > longest * n_texts:
                     continue
-                if self.may_run([""] * n_texts):
-                    encode(["a " * n_words] * n_texts)
+                texts = ["a " * n_words] * n_texts
+                if self.may_run(texts):
+                    encode(texts)
 
     def row_capacity(self, size: GraphSize) -> int:
         """Return the number of entries that a sparse row may have in graphs of a size.
 
         Args:
-            size: size of the graphs.
+            size: the size of the graphs.
         """
-        raised = self._raised_capacities.get(size)
-        if raised is not None:
-            return raised
+        raised_capacity = self._raised_capacities.get(size)
+        if raised_capacity is not None:
+            return raised_capacity
         if size.texts <= _FEW_TEXTS:
             return self.capacity * _FEW_TEXTS_CAPACITY_FACTOR
         return self.capacity
 
     def _raise_row_capacity(self, size: GraphSize, max_entries: int) -> None:
-        """Drop the graphs of a size, and raise the row capacity of new ones to a sufficient one.
+        """Drop the graphs of a size, so that new ones have room for the entries of a row.
 
-        All graphs are turned off if a row exceeds the largest capacity. An untrained model would
-        need larger ones in every call.
+        Beyond the largest capacity, all graphs are turned off. Otherwise an untrained model, whose
+        rows have almost no zeros, would be captured again and again.
 
         Args:
-            size: size of the graphs.
-            max_entries: number of entries of the longest row.
+            size: the size of the graphs.
+            max_entries: the number of entries of the longest row.
         """
         if max_entries > MAX_CAPACITY:
             self.failed = True
+            return
         capacity = self.row_capacity(size)
         while capacity < max_entries:
             capacity *= 2
@@ -442,22 +493,22 @@ class EncodingGraphs(Replacement):
             del self.graphs[key]
 
     def _encode(self, texts: Sequence[str], prompt: str | None, encoding: _Encoding[R]) -> R | None:
-        """Tokenise texts, replay the graph of their size, and read its results.
+        """Tokenise texts, replay the graph of their size and read its results.
 
         If the model has changed since the capture, all graphs are dropped and the texts are encoded
-        again by a new one.
+        again with a new one.
 
         Args:
             texts: the texts.
             prompt: text that is put before every text.
-            encoding: kind of the encoding, which reads the results.
+            encoding: the kind of the encoding, which reads the results.
 
         Returns:
-            The result of the encoding, or None if the model must run without a graph.
+            The encoded texts, or None if the model must run without a graph.
 
         Raises:
-            RowCapacityError: if a row has more entries than the graph can store. Graphs of this
-                size have been dropped.
+            RowCapacityError: if a row has more entries than the graph can store. The next graph of
+                this size has a larger capacity.
         """
         with packed_inputs():
             features = self._tokenize(texts, prompt, encoding.task)
@@ -466,38 +517,47 @@ class EncodingGraphs(Replacement):
             return None
         with self._lock:
             if self._state is not None and not self._state.has_same_memory():
-                self._forget()
+                self._drop_graphs()
             for _ in range(_MAX_ATTEMPTS):
                 captured = self._graph_for(size, features, encoding)
                 if captured is None:
                     return None
-                captured.inputs.fill(features)
-                captured.graph.launch()
-                # The CPU compares the model with its state at the capture while the GPU computes.
-                is_valid = self._state is not None and self._state.is_unchanged()
-                captured.graph.wait()
-                if is_valid:
-                    try:
-                        return encoding.read(captured, len(texts))
-                    except RowCapacityError as error:
-                        self._raise_row_capacity(captured.inputs.size, error.max_entries)
-                        raise
-                self._forget()
+                if not self._replay(captured, features):
+                    self._drop_graphs()
+                    continue
+                try:
+                    return encoding.read(captured, len(texts))
+                except RowCapacityError as error:
+                    self._raise_row_capacity(captured.inputs.size, error.max_entries)
+                    raise
         return None
 
-    def _tokenize(self, texts: Sequence[str], prompt: str | None, task: str | None) -> Features:
-        """Return the features of texts.
+    def _replay(self, captured: CapturedEncoding, features: Features) -> bool:
+        """Replay a graph on a batch, and return whether its results are valid.
 
-        The Transformer tokenises them directly if that gives the same features. This is faster than
-        the model's own ``preprocess``.
+        They are valid if the model is in its state at the capture. The CPU checks that while the
+        GPU computes.
+
+        Args:
+            captured: the graph.
+            features: the features of the batch on the CPU.
+        """
+        captured.inputs.fill(features)
+        captured.graph.launch()
+        is_valid = self._state is not None and self._state.is_unchanged()
+        captured.graph.wait()
+        return is_valid
+
+    def _tokenize(self, texts: Sequence[str], prompt: str | None, task: str | None) -> Features:
+        """Tokenise texts, without the type checks of the model's ``preprocess`` if possible.
 
         Args:
             texts: the texts.
             prompt: text that is put before every text.
-            task: argument ``task`` of ``preprocess``, if any.
+            task: the argument ``task`` of ``preprocess``, or None.
         """
         task_kwargs = {} if task is None else {"task": task}
-        preprocess = texts_to(self.owner)
+        preprocess = direct_preprocess_of(self.owner)
         if preprocess is not None:
             return preprocess(texts, prompt=prompt, **task_kwargs)
         features: Features = self.owner.preprocess(list(texts), prompt=prompt, **task_kwargs)
@@ -509,12 +569,12 @@ class EncodingGraphs(Replacement):
         features: Features,
         encoding: _Encoding[R],
     ) -> CapturedEncoding | None:
-        """Return the graph for a batch from the cache, or capture it.
+        """Return the cached graph for a batch, or capture it.
 
         Args:
-            size: size of the graph.
-            features: features of the batch on the CPU.
-            encoding: kind of the encoding.
+            size: the size of the graph.
+            features: the features of the batch on the CPU.
+            encoding: the kind of the encoding.
 
         Returns:
             The graph, or None if the model must run without one.
@@ -534,40 +594,41 @@ class EncodingGraphs(Replacement):
     def _key(self, size: GraphSize, features: Features, encoding: _Encoding[R]) -> _GraphKey:
         """Return the key under which the graph for a batch is cached.
 
-        It holds all that a graph cannot follow: sizes, shapes, options, features that are no
-        tensors, and settings of torch.
+        Batches with different keys need different graphs.
 
         Args:
-            size: size of the graph.
-            features: features of the batch.
-            encoding: kind of the encoding.
+            size: the size of the graph.
+            features: the features of the batch.
+            encoding: the kind of the encoding.
         """
-        constants: list[tuple[str, Any]] = []
-        shapes: list[tuple[str, torch.Size, torch.dtype]] = []
-        is_packed = OFFSETS in features
-        for name, value in features.items():
-            if not isinstance(value, Tensor):
-                if name not in LONGEST_NAMES:
-                    constants.append((name, value))
-            elif not is_packed:
-                shapes.append((name, value.shape, value.dtype))
-        if self._reads_task is None:
-            self._reads_task = "task" in self.owner.get_model_kwargs()
+        tensors = {name: value for name, value in features.items() if isinstance(value, Tensor)}
+        constants = [
+            (name, value)
+            for name, value in features.items()
+            if name not in tensors and name not in LONGEST_NAMES
+        ]
+        shapes = []
+        if OFFSETS not in features:  # packed tensors have shapes that follow from the size
+            shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         return _GraphKey(
             size=size,
             encoding=encoding.key(),
-            task=encoding.task if self._reads_task else None,
+            task=encoding.task if self._model_reads_task() else None,
             constants=tuple(sorted(constants)),
             shapes=tuple(sorted(shapes)),
             settings=numeric_settings("cuda"),
         )
 
+    def _model_reads_task(self) -> bool:
+        """Whether a module of the model reads the argument ``task``."""
+        if self._reads_task is None:
+            self._reads_task = "task" in self.owner.get_model_kwargs()
+        return self._reads_task
+
     def _can_capture(self) -> bool:
         """Whether graphs of the model can be captured in its current state."""
         model = self.owner
-        if self._needs_gpu() and torch.device(model.device).type != "cuda":
-            return False
-        if any(module.training for module in model.modules()):
+        if not self._is_on_required_device() or any(module.training for module in model.modules()):
             return False
         return can_be_captured(model)
 
@@ -579,12 +640,12 @@ class EncodingGraphs(Replacement):
     ) -> CapturedEncoding | None:
         """Capture the encoding of a batch as a CUDA graph.
 
-        If that fails, a warning is issued, and all graphs of the model are turned off.
+        If that fails, a warning is issued and all graphs of the model are turned off.
 
         Args:
-            size: size of the graph.
-            features: features of a batch on the CPU.
-            encoding: kind of the encoding.
+            size: the size of the graph.
+            features: the features of a batch on the CPU.
+            encoding: the kind of the encoding.
 
         Returns:
             The graph with its inputs, or None if the capture failed.
@@ -596,32 +657,37 @@ class EncodingGraphs(Replacement):
             with capture_lock, torch.inference_mode(), on_device:
                 if self._memory is None and self._needs_gpu():
                     self._memory = EncodingMemory()
-                # Tensors created in inference mode could not be written to outside of it later.
+                # Tensors that are created in inference mode cannot be written outside of it.
                 with torch.inference_mode(False):
                     inputs = InputBuffers(features, size, device)
                 inputs.fill(features)
                 graph = self._graph_factory(
-                    lambda: encoding.compute(inputs.features(), size),
+                    lambda: encoding.compute(inputs.copy_to_device(), size),
                     self._memory,
                 )
         except Exception as error:  # too little memory, or an operation that graphs do not allow
-            self._forget()
+            self._drop_graphs()
             self.failed = True
-            limitation = "encodes few texts without CUDA graphs, which could not be captured"
-            warn_slower(model, limitation, error, "Single texts")
+            warn_capture_failed(
+                f"{type(model).__name__} encodes few texts without CUDA graphs, which could not be "
+                "captured",
+                error,
+            )
             return None
         self.device = device
         if self._state is None:
-            # After a forward pass, in which some modules set attributes.
+            # Only now: some modules set attributes in their first forward pass.
             self._state = ModelState(model)
         return CapturedEncoding(inputs, graph)
 
     def run_model(self, features: Features, task: str | None) -> Features:
-        """Run the model on static inputs so that the pass can be captured.
+        """Run the model on static inputs, for capture in a CUDA graph.
+
+        Autocast's cache of weights and ``torch.isin`` are replaced, since they cannot be captured.
 
         Args:
-            features: features of the model, which are changed.
-            task: argument ``task`` of the model's forward, if any.
+            features: the features of the model, which are changed in place.
+            task: the argument ``task`` of the model's forward, or None.
 
         Returns:
             The features with the outputs of all modules.
@@ -632,7 +698,7 @@ class EncodingGraphs(Replacement):
             outputs: Features = self.owner(features, **task_kwargs)
         return outputs
 
-    def sparse_rows(
+    def fixed_capacity_rows(
         self,
         features: Features,
         task: str | None,
@@ -641,28 +707,35 @@ class EncodingGraphs(Replacement):
     ) -> CapacityRows:
         """Run the model on static inputs and return sparse rows of fixed capacity.
 
-        A graph needs a fixed capacity, because the shapes of its results cannot change. Stock
-        poolings compute such rows themselves. Scores of other poolings are converted.
+        A graph needs a fixed capacity, because the shapes of its results cannot change. A
+        SpladePooling of sentence-transformers is asked for such rows. The scores of other poolings
+        are converted.
 
         Args:
-            features: features of the model.
-            task: argument ``task`` of the model's forward, if any.
+            features: the features of the model.
+            task: the argument ``task`` of the model's forward, or None.
             options: which entries of a row are kept.
-            size: size of the graph.
+            size: the size of the graph.
         """
         capacity = self.row_capacity(size)
         forwards = fused_forwards(self.owner)
         has_stock_poolings = all(isinstance(forward.pooling, StockPooling) for forward in forwards)
-        with sparse_scores(options, capacity) if has_stock_poolings else contextlib.nullcontext():
+        if has_stock_poolings:
+            output_context = sparse_scores(options, capacity)
+        else:
+            output_context = contextlib.nullcontext()
+        with output_context:
             scores = self.run_model(features, task)["sentence_embedding"]
-        if not isinstance(scores, CapacityRows):
-            scores = rows_of_scores(scores.to_dense(), capacity, options.top_k, options.min_weight)
-        self.vocab_size = scores.vocab_size
-        return scores
+        if isinstance(scores, CapacityRows):
+            rows = scores
+        else:
+            rows = rows_of_scores(scores.to_dense(), capacity, options.top_k, options.min_weight)
+        self.vocab_size = rows.vocab_size
+        return rows
 
 
 def graphs_of(model: Model) -> EncodingGraphs | None:
-    """Return the graphs of an accelerated model, None for another model."""
+    """Return the graphs of an accelerated model, or None for other models."""
     graphs: EncodingGraphs | None = vars(model).get(GRAPHS)
     return graphs
 
@@ -680,27 +753,28 @@ class _IsinByComparison(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch, except for ``torch.isin`` of two tensors without options.
+        """Replace ``torch.isin(elements, test_elements)``, and call any other function as it is.
 
         Args:
             func: the function of torch that was called.
-            types: classes of its arguments; not used.
+            types: the classes of its arguments; not used.
             args: its positional arguments.
-            kwargs: its arguments by name.
+            kwargs: its keyword arguments.
         """
-        if func is torch.isin and not kwargs and all(isinstance(arg, Tensor) for arg in args):
+        is_plain_isin = func is torch.isin and not kwargs
+        if is_plain_isin and all(isinstance(arg, Tensor) for arg in args):
             elements, test_elements = args
             return (elements[..., None] == test_elements.flatten()).any(-1)
         return func(*args, **(kwargs or {}))
 
 
 def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSize | None:
-    """Return the size of the graph for a batch: the smallest one into which it fits.
+    """Return the size of the graph for a batch.
 
     Args:
-        features: features of the batch on the CPU, packed or of expanded ColBERT queries.
-        n_texts: number of its texts.
-        pads_tokens: whether the model computes padded token vectors, whose number is limited.
+        features: the features of the batch.
+        n_texts: the number of texts of the batch.
+        pads_tokens: whether the graph computes padded token vectors. Their number is limited.
 
     Returns:
         The size, or None if no graph can run the batch.
@@ -711,16 +785,30 @@ def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSiz
     if not 0 < ids.numel() <= TOKEN_COUNTS[-1]:
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
-    if tensor_names != PACKED:
-        if EXPANDED not in tensor_names:
-            return None
-        # Expanded queries all have one length, so that few graphs suffice for their exact sizes.
+    if tensor_names == PACKED:
+        return _packed_graph_size(n_texts, ids.size(1), pads_tokens)
+    if EXPANDED in tensor_names:
+        # ColBERT queries are expanded to one length, so that exact sizes need few graphs.
         return GraphSize(n_texts, ids.numel())
+    return None
+
+
+def _packed_graph_size(n_texts: int, n_tokens: int, pads_tokens: bool) -> GraphSize | None:
+    """Return the smallest size of graphs into which a packed batch fits.
+
+    Args:
+        n_texts: the number of texts of the batch.
+        n_tokens: the number of tokens of all texts.
+        pads_tokens: whether the graph computes padded token vectors. Their number is limited.
+
+    Returns:
+        The size, or None if padding would take too much memory.
+    """
     size = GraphSize(
         texts=next(count for count in TEXT_COUNTS if count >= n_texts),
-        tokens=next(count for count in TOKEN_COUNTS if count >= ids.size(1)),
+        tokens=next(count for count in TOKEN_COUNTS if count >= n_tokens),
     )
-    n_padded_tokens = (size.texts + 1) * size.tokens  # with the text that holds the unused tokens
+    n_padded_tokens = (size.texts + 1) * size.tokens  # with the filler text
     if pads_tokens and n_padded_tokens > _MAX_PADDED_TOKENS:
         return None
     return size

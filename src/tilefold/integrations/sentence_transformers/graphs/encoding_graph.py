@@ -18,7 +18,12 @@ Body = Callable[[], Sequence[Tensor]]
 
 
 class GraphSize(NamedTuple):
-    """Numbers of texts and of tokens of all texts that a graph is captured for."""
+    """Size of a graph.
+
+    Attributes:
+        texts: the largest number of texts of a batch, without the filler text.
+        tokens: the number of tokens of all texts, with those of the filler text.
+    """
 
     texts: int
     tokens: int
@@ -32,12 +37,14 @@ class TensorLayout(NamedTuple):
 
 
 def input_layouts(features: Features, size: GraphSize) -> dict[str, TensorLayout]:
-    """Return shape and dtype of each input tensor of a graph, by the name of the feature.
+    """Return the shape and dtype of each input tensor of a graph, by the name of the feature.
+
+    Padded features keep their shapes. Packed features consist of token ids, positions and offsets,
+    and their tensors have the size of the graph.
 
     Args:
-        features: features of a batch. If they are padded, the tensors have their shapes.
-        size: size of the graph. If the features are packed, the tensors have room for this many
-            tokens and texts.
+        features: the features of a batch.
+        size: the size of the graph.
     """
     is_padded = OFFSETS not in features
     if is_padded:
@@ -46,7 +53,7 @@ def input_layouts(features: Features, size: GraphSize) -> dict[str, TensorLayout
             for name, value in features.items()
             if isinstance(value, Tensor)
         }
-    n_sequences = size.texts + 1  # the last one holds the unused tokens
+    n_sequences = size.texts + 1  # with the filler text
     per_token = TensorLayout(torch.Size([1, size.tokens]), torch.int64)
     return {
         "input_ids": per_token,
@@ -65,31 +72,31 @@ def split_buffer(buffer: Tensor, layouts: dict[str, TensorLayout]) -> dict[str, 
 
 
 class InputBuffers:
-    """Input tensors of a graph, which one copy from the CPU fills.
+    """Input tensors of a graph on the device, and the buffer on the CPU that they are copied from.
 
-    All tensors are parts of one buffer of int64. Packed texts are followed by one more text with
-    the unused tokens, whose results are discarded.
+    All tensors are views of one int64 buffer, so that one transfer copies them. A packed batch is
+    followed by a filler text with the unused tokens, whose results are discarded.
 
     Attributes:
-        size: size of the graph.
+        size: the size of the graph.
     """
 
     def __init__(self, features: Features, size: GraphSize, device: torch.device) -> None:
-        """Allocate a buffer on the CPU and one on the device, with a view for each tensor.
+        """Allocate the buffer on the CPU and on the device.
 
         Args:
-            features: features of a batch on the CPU, which show the names and shapes of tensors.
-            size: size of the graph.
-            device: device of the model.
+            features: the features of a batch on the CPU, whose tensors give names and shapes.
+            size: the size of the graph.
+            device: the device of the model.
         """
         self.size = size
-        self._packed = OFFSETS in features
+        self._is_packed = OFFSETS in features
         # Features that are the same for every batch of the graph.
         self._constants: Features = {
             name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
-        if self._packed:
-            # The upper bound of every batch, since a graph cannot follow the longest text.
+        if self._is_packed:
+            # The length of the longest text is captured, so it must be an upper bound.
             for name in LONGEST_NAMES:
                 self._constants[name] = size.tokens
         layouts = input_layouts(features, size)
@@ -98,98 +105,96 @@ class InputBuffers:
         self._host = torch.zeros(n_values, dtype=torch.int64, pin_memory=on_gpu)
         self._device = torch.zeros(n_values, dtype=torch.int64, device=device)
         self._dtypes = {name: layout.dtype for name, layout in layouts.items()}
-        self._device_tensors = split_buffer(self._device, layouts)
-        self._host_arrays: dict[str, npt.NDArray[Any]] = {
+        self._device_views = split_buffer(self._device, layouts)
+        self._host_views: dict[str, npt.NDArray[Any]] = {
             name: tensor.numpy() for name, tensor in split_buffer(self._host, layouts).items()
         }
 
     def fill(self, features: Features) -> None:
         """Write the features of a batch to the buffer on the CPU.
 
-        Unused tokens keep the values of earlier batches. They belong to the last text, whose
-        results are discarded.
-
         Args:
-            features: features of the batch on the CPU.
+            features: the features of the batch on the CPU.
         """
-        for name, array in self._host_arrays.items():
+        for name, view in self._host_views.items():
             values = features[name].numpy()
-            if not self._packed:
-                array[:] = values
-            elif values.ndim == 2:  # a value per token
-                array[:, : values.shape[1]] = values
-            else:  # offsets: missing texts are empty, and the last text has the unused tokens
-                array[: values.size] = values
-                array[values.size : -1] = values[-1]
-                array[-1] = self.size.tokens
+            if not self._is_packed:
+                view[:] = values
+            elif name == OFFSETS:
+                view[: values.size] = values
+                # Missing texts are empty. The filler text has all unused tokens.
+                view[values.size : -1] = values[-1]
+                view[-1] = self.size.tokens
+            else:
+                # Unused tokens keep the values of earlier batches.
+                view[:, : values.shape[1]] = values
 
-    def features(self) -> Features:
-        """Copy the buffer to the device and return the model's features.
+    def copy_to_device(self) -> Features:
+        """Copy the buffer to the device and return the features of the model.
 
         A graph captures this copy, so that every replay reads the current buffer.
         """
         self._device.copy_(self._host, non_blocking=True)
         features: Features = {
-            name: tensor.to(self._dtypes[name]) for name, tensor in self._device_tensors.items()
+            name: view.to(self._dtypes[name]) for name, view in self._device_views.items()
         }
-        if self._packed:
+        if self._is_packed:
             for name in OFFSET_NAMES:
                 features[name] = features[OFFSETS]
         return {**features, **self._constants}
 
 
 class EncodingMemory(GraphMemory):
-    """Memory of a model's graphs, which threads replay on their own CUDA streams.
+    """Memory of a model's graphs, which threads replay on their current CUDA streams.
 
-    A replay overwrites the results of the one before it, so it waits until these have been read.
+    A replay overwrites the results of the one before, so it must wait until they have been copied.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # Stream of the last replay, and the event after which its results are no longer read.
+        # The stream of the last replay, and the event after which its results may be overwritten.
         self._last_stream: torch.cuda.Stream | None = None
-        self._last_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._results_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay a graph on the current CUDA stream, after all earlier work on it.
+        """Replay a graph on the current CUDA stream.
 
-        On another stream than the last replay, it first waits until the results of that replay have
-        been read.
+        If the last replay ran on another stream, wait until its results have been copied.
 
         Args:
-            graph: the graph.
+            graph: the graph, which copies its results to the CPU itself.
         """
         stream = torch.cuda.current_stream(self.stream.device)
         if self._last_stream is not None and self._last_stream != stream:
-            stream.wait_event(self._last_read)
+            stream.wait_event(self._results_copied)
         graph.replay()
         self._last_stream = stream
-        self._last_read.record(stream)
+        self._results_copied.record(stream)
 
     def wait(self) -> None:
         """Wait until the GPU has finished the last replay."""
-        self._last_read.synchronize()
+        self._results_copied.synchronize()
 
     def record_read(self) -> None:
-        """Let the next replay wait for reads that were launched after the last one."""
+        """Let the next replay also wait for copies that were launched after the last replay."""
         if self._last_stream is not None:
-            self._last_read.record(self._last_stream)
+            self._results_copied.record(self._last_stream)
 
 
 class EncodingGraph:
-    """Captured graph of a function of static inputs, and its results.
+    """CUDA graph of a function of static inputs, and its results.
 
     Attributes:
-        device_results: results on the device, which the next replay of any graph overwrites.
+        device_results: the results on the device, which the next replay of any graph overwrites.
         host_results: copies of them in pinned memory.
     """
 
     def __init__(self, body: Body, memory: EncodingMemory) -> None:
-        """Warm up, then capture the function and copies of its results to the CPU.
+        """Capture a function in a CUDA graph that also copies its results to pinned memory.
 
         Args:
-            body: the function that is captured. It reads static inputs and returns the results.
-            memory: memory of the model's graphs.
+            body: reads static inputs and returns the results. It runs a few times to warm up.
+            memory: the memory pool and the CUDA stream that the model's graphs share.
         """
         self._memory = memory
         with memory.warming_up():
@@ -209,9 +214,9 @@ class EncodingGraph:
         self._memory.replay(self._graph)
 
     def wait(self) -> None:
-        """Wait for the results on the CPU."""
+        """Wait until the results are on the CPU."""
         self._memory.wait()
 
     def record_read(self) -> None:
-        """Keep the results on the device until reads of them that were launched so far are done."""
+        """Let the next replay wait for the copies of device results that were launched so far."""
         self._memory.record_read()

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from tilefold.integrations.sentence_transformers.graphs.backward import (
     LayerCut,
-    allocate_gradients,
+    allocate_buffers,
     backward_parts,
+    lower_positions,
     write_gradients,
 )
 from tilefold.integrations.sentence_transformers.graphs.capture import WARM_UP_RUNS, GraphMemory
@@ -27,22 +28,34 @@ from tilefold.modules.fused_pooling import Features
 
 # Tokens and lengths of graphs are multiples of this.
 _SIZE_STEP = 64
-# Tokens that a graph holds above those of the batch that it is captured with.
+# Additional tokens that a graph has room for, as a fraction of the tokens of its first batch.
 _HEADROOM = 1 / 32
-# Tokens that a graph may compute in vain, as a fraction of those of the batch.
+# Unused tokens that a graph may compute, as a fraction of the tokens of the batch.
 _MAX_WASTE = 1 / 10
 
-# Runs the encoder on features: its output [1, T, D], and where the forward pass was divided.
-EncoderRun = Callable[[Features], tuple[Tensor, LayerCut]]
+
+class EncoderPass(NamedTuple):
+    """A forward pass of an encoder.
+
+    Attributes:
+        output: the output ``[1, T, D]``.
+        cut: where the pass was divided into lower and upper layers.
+    """
+
+    output: Tensor
+    cut: LayerCut
+
+
+EncoderRun = Callable[[Features], EncoderPass]
 
 
 class PackSize(NamedTuple):
     """Size of a packed batch.
 
     Attributes:
-        tokens: number of tokens T of all sequences.
-        sequences: number of sequences.
-        longest: number of tokens of the longest sequence.
+        tokens: the number of tokens T of all sequences.
+        sequences: the number of sequences.
+        longest: the number of tokens of the longest sequence.
     """
 
     tokens: int
@@ -51,52 +64,53 @@ class PackSize(NamedTuple):
 
 
 class StepGraphSize(NamedTuple):
-    """Size of a graph, into which batches of about one size fit.
+    """Size of a graph, which batches of similar sizes can use.
 
-    Graphs are compared by these numbers in their order, so that the smallest one has the fewest
-    tokens.
+    A batch rarely fills a graph. The unused tokens are put into filler sequences, whose outputs are
+    discarded. Sizes are ordered by their number of tokens.
 
     Attributes:
-        tokens: number of tokens T.
-        sequences: number of sequences of a batch.
-        extra: number of further sequences, which hold the unused tokens.
-        longest: largest number of tokens of a sequence.
+        tokens: the number of tokens T, with those of filler sequences.
+        sequences: the number of sequences of a batch.
+        fillers: the number of filler sequences.
+        max_length: the largest number of tokens of a sequence.
     """
 
     tokens: int
     sequences: int
-    extra: int
-    longest: int
+    fillers: int
+    max_length: int
 
     def fits(self, pack: PackSize) -> bool:
         """Whether the graph can run a batch without computing many unused tokens.
 
         Args:
-            pack: size of the batch.
+            pack: the size of the batch.
         """
         if self.sequences != pack.sequences:
             return False
-        if self.longest < pack.longest or self.tokens < pack.tokens:
+        if self.max_length < pack.longest or self.tokens < pack.tokens:
             return False
-        unused_tokens = self.tokens - pack.tokens
-        extra_sequences_capacity = self.extra * self.longest
-        return (
-            unused_tokens <= max_unused_tokens(pack.tokens)
-            and unused_tokens <= extra_sequences_capacity
-        )
+        n_unused = self.tokens - pack.tokens
+        filler_capacity = self.fillers * self.max_length
+        return n_unused <= max_unused_tokens(pack.tokens) and n_unused <= filler_capacity
 
 
 def max_unused_tokens(tokens: int) -> int:
-    """Return how many tokens a graph may compute in vain for a batch of ``tokens`` tokens."""
+    """Return how many unused tokens a graph may compute with a batch of ``tokens`` tokens."""
     return max(2 * _SIZE_STEP, _SIZE_STEP + math.ceil(tokens * _MAX_WASTE))
 
 
 def graph_size_for(pack: PackSize) -> StepGraphSize:
     """Return the size of a new graph for a batch and for slightly smaller or larger ones."""
     tokens = _round_up(pack.tokens * (1 + _HEADROOM))
-    longest = _round_up(pack.longest)
-    n_extra = math.ceil(max_unused_tokens(tokens) / longest)
-    return StepGraphSize(tokens, pack.sequences, n_extra, longest)
+    max_length = _round_up(pack.longest)
+    return StepGraphSize(
+        tokens=tokens,
+        sequences=pack.sequences,
+        fillers=math.ceil(max_unused_tokens(tokens) / max_length),
+        max_length=max_length,
+    )
 
 
 def _round_up(size: float) -> int:
@@ -105,28 +119,24 @@ def _round_up(size: float) -> int:
 
 
 class StaticInputs:
-    """Input tensors of a graph, into which packed batches are copied.
+    """Input tensors of a CUDA graph, into which packed batches are copied.
 
-    Unused tokens keep their old values. They form extra sequences, whose results are discarded and
-    whose gradients are zero.
-
-    Args:
-        features: a packed batch, whose first token fills the tensors.
-        size: size of the graph.
+    Unused tokens keep their old values and form filler sequences, whose outputs are discarded and
+    get zero gradients.
 
     Attributes:
-        size: size of the graph.
-        tokens: features with a value for each token, ``[1, T]``, by name.
-        offsets: offsets of all sequences, int32 ``[sequences + extra + 1]``.
+        size: the size of the graph.
+        tokens: the features with one value per token, ``[1, T]``, by name.
+        offsets: the offsets of all sequences, int32 ``[sequences + fillers + 1]``.
     """
 
     def __init__(self, features: Features, size: StepGraphSize) -> None:
-        """Allocate the tensors.
+        """Allocate the input tensors.
 
         Args:
-            features: a packed batch, whose first token fills the tensors, so that unused tokens
-                have valid ids.
-            size: size of the graph.
+            features: a packed batch. Its first token fills the tensors, so that unused tokens have
+                valid ids.
+            size: the size of the graph.
         """
         self.size = size
         device = features["input_ids"].device
@@ -136,13 +146,14 @@ class StaticInputs:
             if name in features
         }
         self.offsets = torch.zeros(
-            size.sequences + size.extra + 1,
+            size.sequences + size.fillers + 1,
             dtype=torch.int32,
             device=device,
         )
-        # Ends of the extra sequences behind a batch without tokens, if all are as long as allowed.
-        self._extra_ends = (
-            torch.arange(1, size.extra + 1, dtype=torch.int32, device=device) * size.longest
+        # The end of each filler sequence, counted from the end of the batch, if all of them have
+        # the largest length.
+        self._filler_ends = (
+            torch.arange(1, size.fillers + 1, dtype=torch.int32, device=device) * size.max_length
         )
 
     def features(self) -> Features:
@@ -151,17 +162,17 @@ class StaticInputs:
         for name in OFFSET_NAMES:
             features[name] = self.offsets
         for name in LONGEST_NAMES:
-            features[name] = self.size.longest
+            features[name] = self.size.max_length
         return features
 
     def fill(self, features: Features) -> None:
-        """Copy a packed batch, and divide the unused tokens among the extra sequences.
+        """Copy a packed batch into the input tensors and put unused tokens into filler sequences.
 
-        Each extra sequence is as long as allowed until no unused tokens are left. The others are
-        empty.
+        Filler sequences have the largest length until the unused tokens run out. The remaining
+        ones are empty.
 
         Args:
-            features: the batch, which fits the size of the graph.
+            features: the batch, which must fit the size of the graph.
         """
         n_tokens = features["input_ids"].size(1)
         n_offsets = self.size.sequences + 1
@@ -169,7 +180,7 @@ class StaticInputs:
             tensor[:, :n_tokens].copy_(features[name])
         self.offsets[:n_offsets].copy_(features[OFFSETS])
         torch.clamp(
-            self._extra_ends + n_tokens,
+            self._filler_ends + n_tokens,
             max=self.size.tokens,
             out=self.offsets[n_offsets:],
         )
@@ -178,18 +189,13 @@ class StaticInputs:
 class StepGraph:
     """Captured forward and backward pass of an encoder for batches of one size.
 
-    Args:
-        run_encoder: the forward pass.
-        inputs: inputs that hold a batch.
-        parameters: leaves that get gradients during the capture.
-        gradients: buffers that the backward pass writes, one per parameter. Missing ones are
-            created; they stay ``None`` for parameters that the encoder does not use.
-        memory: pool and stream of the encoder's graphs.
+    If the forward pass was divided, the backward pass has two graphs. The gradients of the upper
+    layers can then be sent to other ranks before the lower layers are differentiated.
 
     Attributes:
         inputs: the static inputs.
-        lower: positions of the parameters whose gradients :meth:`backward_lower` writes; empty if
-            the backward pass is not divided.
+        lower_positions: the positions of the parameters whose gradients :meth:`backward_lower`
+            writes; empty if the backward pass is not divided.
     """
 
     def __init__(
@@ -203,37 +209,56 @@ class StepGraph:
         """Warm up, then capture the forward pass and each part of the backward pass.
 
         Args:
-            run_encoder: the forward pass.
-            inputs: inputs that hold a batch.
-            parameters: leaves that get gradients during the capture.
-            gradients: buffers of the parameters' gradients. Missing ones are created in place.
-            memory: pool and stream of the encoder's graphs.
+            run_encoder: runs the forward pass.
+            inputs: the static inputs, which hold a batch.
+            parameters: the leaf tensors that get gradients.
+            gradients: the buffer of each parameter, into which the backward pass writes. Missing
+                buffers are added; they stay ``None`` for parameters that the encoder does not use.
+            memory: the memory pool and the CUDA stream that the encoder's graphs share.
         """
         self.inputs = inputs
         is_first_graph = all(gradient is None for gradient in gradients)
-        # One run suffices for later graphs, since libraries are set up already.
+        # One run suffices for later graphs, since libraries are initialised already.
         n_warm_up_runs = WARM_UP_RUNS if is_first_graph else 1
         with memory.warming_up():
             for _ in range(n_warm_up_runs):
-                output, cut = run_encoder(inputs.features())
-                self._output_gradient = torch.zeros_like(output)
-                parts = backward_parts(output, cut, parameters, self._output_gradient)
-                self.lower = allocate_gradients(gradients, parameters, parts)
-            del output, cut, parts  # frees the activations before the capture
+                self._warm_up(run_encoder, parameters, gradients)
         self._forward_graph = torch.cuda.CUDAGraph()
         with memory.capturing(self._forward_graph):
             output, cut = run_encoder(inputs.features())
-        # A generator: each ``next`` runs one part, within the capture around it.
+        # Each ``next`` of this generator runs one part of the backward pass, within the capture
+        # around it.
         parts = backward_parts(output, cut, parameters, self._output_gradient)
-        upper = set(range(len(parameters))) - self.lower
+        upper_positions = set(range(len(parameters))) - self.lower_positions
         self._upper_graph = torch.cuda.CUDAGraph()
         with memory.capturing(self._upper_graph):
-            write_gradients(gradients, next(parts), upper)
+            write_gradients(gradients, next(parts), upper_positions)
         self._lower_graph = torch.cuda.CUDAGraph()
-        if self.lower:
+        if self.lower_positions:
             with memory.capturing(self._lower_graph):
-                write_gradients(gradients, next(parts), self.lower)
+                write_gradients(gradients, next(parts), self.lower_positions)
         self._output = output.detach()
+
+    def _warm_up(
+        self,
+        run_encoder: EncoderRun,
+        parameters: list[Tensor],
+        gradients: list[Tensor | None],
+    ) -> None:
+        """Run the forward and backward pass once, and allocate what the graphs write.
+
+        All activations are freed on return.
+
+        Args:
+            run_encoder: runs the forward pass.
+            parameters: the leaf tensors that get gradients.
+            gradients: the buffer of each parameter. Missing buffers are added.
+        """
+        output, cut = run_encoder(self.inputs.features())
+        self._output_gradient = torch.zeros_like(output)
+        parts = list(backward_parts(output, cut, parameters, self._output_gradient))
+        allocate_buffers(gradients, parameters, parts[-1])
+        self.lower_positions = lower_positions(parts)
 
     def forward(self) -> Tensor:
         """Run the encoder on the static inputs.
@@ -245,11 +270,10 @@ class StepGraph:
         return self._output
 
     def backward(self, output_gradient: Tensor) -> None:
-        """Write the gradients of the last forward pass, without the parameters in :attr:`lower`.
+        """Differentiate the upper layers and write the gradients that are then complete.
 
         Args:
-            output_gradient: gradient of the outputs of the first n tokens, ``[1, n, D]``. That of
-                the others is zero.
+            output_gradient: the gradient of the outputs of the batch's n tokens, ``[1, n, D]``.
         """
         n_tokens = output_gradient.size(1)
         self._output_gradient[:, :n_tokens].copy_(output_gradient)
@@ -257,7 +281,7 @@ class StepGraph:
         self._upper_graph.replay()
 
     def backward_lower(self) -> None:
-        """Write the gradients of :attr:`lower`, after :meth:`backward`."""
+        """Differentiate the lower layers, after :meth:`backward`, and write their gradients."""
         self._lower_graph.replay()
 
 
@@ -265,37 +289,39 @@ class StepGraph:
 def temporary_parameters(
     model: nn.Module,
     parameters: list[Tensor],
-    gradients: dict[int, Tensor],
+    gradients: list[Tensor | None],
 ) -> Iterator[list[Tensor]]:
-    """Replace the parameters of a model within a context by new ones that share their memory.
+    """Temporarily replace a model's parameters with new ones that share their memory.
 
     A capture needs parameters without DDP's hooks, and without a gradient accumulator that belongs
     to another CUDA stream.
 
     Args:
         model: the model.
-        parameters: parameters that are replaced, in every module that shares them.
-        gradients: ``grad`` of the temporary parameters, by the id of the original.
+        parameters: the parameters to replace, in every module that shares them.
+        gradients: the ``grad`` of each temporary parameter, in the order of the parameters.
 
     Yields:
         The temporary parameters in the order of the originals.
     """
-    temporary_by_id: dict[int, nn.Parameter] = {}  # keys are the ids of the originals
-    for parameter in parameters:
+    temporaries: list[Tensor] = []
+    temporary_of: dict[int, nn.Parameter] = {}  # by the id of the original
+    for parameter, gradient in zip(parameters, gradients, strict=True):
         temporary = nn.Parameter(parameter.detach())
-        temporary.grad = gradients.get(id(parameter))
-        temporary_by_id[id(parameter)] = temporary
+        temporary.grad = gradient
+        temporaries.append(temporary)
+        temporary_of[id(parameter)] = temporary
     # A module, the name of a parameter in it, and the original.
     replaced = [
         (module, name, original)
         for module in model.modules()
         for name, original in module._parameters.items()
-        if id(original) in temporary_by_id
+        if id(original) in temporary_of
     ]
     for module, name, original in replaced:
-        module._parameters[name] = temporary_by_id[id(original)]
+        module._parameters[name] = temporary_of[id(original)]
     try:
-        yield [temporary_by_id[id(parameter)] for parameter in parameters]
+        yield temporaries
     finally:
         for module, name, original in replaced:
             module._parameters[name] = original
@@ -305,17 +331,17 @@ def temporary_parameters(
 def compiled_layers(model: nn.Module) -> Iterator[None]:
     """Compile the layers of a model within a context, for sequences of any length.
 
-    Layers are the modules of each ``ModuleList`` whose modules have one class. A layer whose
+    Layers are the items of each ``ModuleList`` whose items all have the same class. A layer whose
     ``forward`` was replaced on the instance is not compiled.
 
     Args:
-        model: the model. Its layers run uncompiled again at the end.
+        model: the model. Afterwards its layers run uncompiled again.
     """
-    layers: dict[nn.Module, None] = {}  # in their order, each once
-    for stack in model.modules():
-        if not isinstance(stack, nn.ModuleList) or len({type(layer) for layer in stack}) != 1:
+    layers: dict[nn.Module, None] = {}  # an ordered set
+    for module in model.modules():
+        if not isinstance(module, nn.ModuleList) or len({type(item) for item in module}) != 1:
             continue
-        for layer in stack:
+        for layer in module:
             if "forward" not in vars(layer):
                 layers[layer] = None
     for layer in layers:
@@ -324,4 +350,4 @@ def compiled_layers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for layer in layers:
-            del layer.forward
+            del layer.forward  # uncovers the method of the class

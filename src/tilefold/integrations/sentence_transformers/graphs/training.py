@@ -1,8 +1,8 @@
-"""Training steps of one encoder as CUDA graphs: which batch takes which graph, and its gradients.
+"""Training steps of one encoder as CUDA graphs: the choice of a graph and its use by autograd.
 
-A graph repeats the some 1,500 launches of an encoder of 12 layers at once, but only with tensors of
-the sizes and addresses that it was captured with. So packed tokens are copied into tensors of a few
-sizes, whose unused tokens form sequences with discarded outputs.
+A graph launches all kernels of an encoder at once, some 1,500 for 12 layers, but only for tensors
+of the sizes and addresses of its capture. So packed tokens are copied into input tensors of a few
+sizes. Unused tokens form filler sequences, whose outputs are discarded.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from tilefold.integrations.sentence_transformers.graphs.capture import (
     capture_lock,
     numeric_settings,
     uncached_autocast,
-    warn_slower,
+    warn_capture_failed,
 )
 from tilefold.integrations.sentence_transformers.graphs.captured_state import ModelStructure
 from tilefold.integrations.sentence_transformers.graphs.step_graph import (
+    EncoderPass,
     PackSize,
     StaticInputs,
     StepGraph,
@@ -49,11 +50,11 @@ from tilefold.integrations.transformers.packed import (
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.implementations import copy_each
 
-# Graphs of an encoder. Each has its own inputs and outputs, and shares all other memory.
+# Graphs of an encoder. Each has inputs and outputs of its own and shares all other memory.
 MAX_GRAPHS = 16
-# Batches of about one size that are met before a graph is captured for them.
+# The second batch of similar size is captured, since a capture takes longer than a step.
 _BATCHES_BEFORE_CAPTURE = 2
-# Features of a batch that a graph takes.
+# Features of a batch that a graph can process.
 _SUPPORTED_FEATURES = frozenset({*TOKEN_NAMES, *OFFSET_NAMES, *LONGEST_NAMES, "modality"})
 _grad_and_dtype = attrgetter("requires_grad", "dtype")
 
@@ -61,50 +62,48 @@ _grad_and_dtype = attrgetter("requires_grad", "dtype")
 class StepGraphs:
     """Runs packed batches of one Transformer in training as CUDA graphs.
 
-    A batch runs without a graph if its size is new, if an output of a graph still waits for its
-    backward pass, without gradients, with gradient checkpointing, with hooks on the network's
-    modules, on a CPU, and with sharded parameters. New graphs are captured when parameters,
-    buffers, modes, dropout rates, autocast, TF32 or deterministic algorithms change.
-
-    Args:
-        transformer: the Transformer module.
-        capture: creates a graph, with the arguments of :class:`StepGraph`.
-        compiled: whether layers are compiled before the capture, see :func:`collate_ahead`.
-        halved: whether autograd gets the gradients of most layers before the lowest layers are
-            differentiated, so that DDP can send them meanwhile.
+    A batch runs without a graph if its size is new, if an earlier output of a graph still waits for
+    its backward pass, without gradients, with gradient checkpointing, with hooks on the network's
+    modules, on a CPU, or with sharded parameters. New graphs are captured when parameters, buffers,
+    training modes, dropout rates, autocast, TF32 or deterministic algorithms change.
 
     Attributes:
+        transformer: the Transformer module whose batches are run.
+        compiled: whether layers run through ``torch.compile`` in a capture.
+        divides_backward: whether autograd gets the gradients of most layers before the lowest
+            layers are differentiated, so that DDP can send them in the meantime.
         failed: whether no graph can be captured.
         graphs: the captured graphs by their size.
-        serial: number of the last forward pass. It increases for the life of this object, so that
-            no backward pass takes activations of another batch.
-        bucket_gradients: gradient in DDP's buckets by the id of its parameter.
-        parameters: parameters of the encoder that get gradients.
-        gradients: buffer that the graphs write for each of them; ``None`` for a parameter that the
-            encoder does not use.
+        serial: the number of forward passes so far. Graphs overwrite the activations of the pass
+            before, so a backward pass with an older number is refused.
+        bucket_gradients: the gradients in DDP's buckets, by the id of the parameter.
+        parameters: the parameters of the encoder that require gradients.
+        gradients: the buffer into which graphs write the gradient of each parameter; ``None`` for a
+            parameter that the encoder does not use.
     """
 
     def __init__(
         self,
         transformer: Transformer,
-        capture: Callable[..., Any] = StepGraph,
+        graph_factory: Callable[..., Any] = StepGraph,
         *,
         compiled: bool = False,
-        halved: bool = False,
+        divides_backward: bool = False,
     ) -> None:
-        """Prepare for graphs; the first one is captured when a size of batches recurs.
+        """Prepare to capture graphs; the first one is captured when a batch size occurs again.
 
         Args:
             transformer: the Transformer module whose batches are run.
-            capture: creates a graph, with the arguments of :class:`StepGraph`. Tests on a CPU pass
-                another class.
-            compiled: whether layers run through ``torch.compile`` before the capture.
-            halved: whether the backward pass is divided into upper and lower layers.
+            graph_factory: creates a graph, with the arguments of :class:`StepGraph`. Tests on a CPU
+                pass another class.
+            compiled: whether layers run through ``torch.compile`` in a capture, see
+                :func:`collate_ahead`.
+            divides_backward: whether the backward pass is divided into upper and lower layers.
         """
         self.transformer = transformer
         self.compiled = compiled
-        self.halved = halved
-        self._graph_factory = capture
+        self.divides_backward = divides_backward
+        self._graph_factory = graph_factory
         self._initialize()
 
     def _initialize(self) -> None:
@@ -112,29 +111,33 @@ class StepGraphs:
         self.failed = False
         self.serial = 0
         self.bucket_gradients: dict[int, Tensor] = {}
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        """Drop all graphs, and record the structure of the model again."""
+    def _reset(self) -> None:
+        """Drop all graphs and what is known of earlier batches, and inspect the model again."""
+        model = self.transformer.model
         self.graphs: GraphCache[StepGraphSize, Any] = GraphCache(MAX_GRAPHS)
-        self.parameters: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []
+        self.parameters: list[Tensor] = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
+        self.gradients: list[Tensor | None] = [None] * len(self.parameters)
         self._memory: GraphMemory | None = None
-        self._batches_met: Counter[StepGraphSize] = Counter()
+        self._batches_seen: Counter[StepGraphSize] = Counter()
         self._settings: object = None
-        self._structure = ModelStructure(self.transformer.model)
-        # Names of all float attributes, since rates of dropout are among them.
-        self._rates = [
+        self._structure = ModelStructure(model)
+        # Dropout rates are float attributes, whatever their names. Watch all of these.
+        self._float_attributes = [
             (module, name)
             for module in self._structure.modules
             for name, value in vars(module).items()
             if isinstance(value, float)
         ]
-        # Returns the marker of the last forward pass until its backward pass can no longer come.
-        self._pending_backward: Callable[[], _BackwardMarker | None] = lambda: None
+        # Refers to the marker of the last forward pass, which dies when the backward pass has run
+        # or can no longer run.
+        self._pending_backward: weakref.ref[_BackwardMarker] | None = None
 
     def __getstate__(self) -> Features:
-        names = ("transformer", "compiled", "halved", "_graph_factory")
+        names = ("transformer", "compiled", "divides_backward", "_graph_factory")
         return {name: vars(self)[name] for name in names}
 
     def __setstate__(self, state: Features) -> None:
@@ -142,32 +145,28 @@ class StepGraphs:
         self._initialize()
 
     def __call__(self, features: Features) -> Tensor | None:
-        """Run the encoder on a packed batch.
+        """Run the encoder on a packed batch by replaying a CUDA graph, if possible.
 
         Args:
             features: the packed batch.
 
         Returns:
-            Output ``[1, T, D]`` with a gradient, or None if the batch must run without a graph.
+            The output ``[1, T, D]``, through which autograd can run the backward pass. None if the
+            batch must run without a CUDA graph.
         """
-        if not self._may_run(features) or self._pending_backward() is not None:
+        if not self._may_run(features) or self._awaits_backward():
             return None
         ids: Tensor = features["input_ids"]
         settings = self._current_settings(ids.device.type)
         if settings != self._settings:
-            self._forget()
+            self._reset()
             self._settings = settings
         pack = PackSize(
             tokens=ids.size(1),
             sequences=features[OFFSETS].numel() - 1,
             longest=features[LONGEST],
         )
-        fitting_sizes = [size for size in self.graphs if size.fits(pack)]
-        graph = None
-        if fitting_sizes:
-            graph = self.graphs.use(min(fitting_sizes))
-        elif self._is_due(pack):
-            graph = self._new_graph(pack, features)
+        graph = self._graph_for(pack, features)
         if graph is None:
             return None
         graph.inputs.fill(features)
@@ -175,7 +174,7 @@ class StepGraphs:
         return self._replay(graph, pack.tokens)
 
     def _may_run(self, features: Features) -> bool:
-        """Whether a graph could run a batch, and would do the same as the model.
+        """Whether a graph could run a batch with the same results as the model.
 
         Args:
             features: the packed batch.
@@ -186,73 +185,89 @@ class StepGraphs:
         if has_unsupported_features:
             return False
         ids: Tensor = features["input_ids"]
-        needs_gpu = self._graph_factory is StepGraph
-        if ids.numel() == 0 or (needs_gpu and not ids.is_cuda):
+        if ids.numel() == 0 or (self._needs_gpu() and not ids.is_cuda):
             return False
+        self._update_structure()
+        return not self._structure.has_hooks_or_checkpointing()
+
+    def _needs_gpu(self) -> bool:
+        """Whether graphs are CUDA graphs. Tests on a CPU replace them."""
+        return self._graph_factory is StepGraph
+
+    def _update_structure(self) -> None:
+        """Record the structure of the model again if it has changed."""
         model = self.transformer.model
         is_same_model = self._structure.modules[0] is model
         if not is_same_model or not self._structure.has_same_members():
             self._structure = ModelStructure(model)
-        return not self._structure.has_hooks_or_checkpointing()
+
+    def _awaits_backward(self) -> bool:
+        """Whether the backward pass of the last replayed batch may still run.
+
+        Another replay would overwrite its activations.
+        """
+        return self._pending_backward is not None and self._pending_backward() is not None
 
     def _current_settings(self, device_type: str) -> object:
-        """Return the settings that a captured graph cannot follow, to be compared with later ones.
+        """Return the state of the model and of torch whose changes invalidate captured graphs.
 
         Args:
-            device_type: type of the device that computes, such as ``"cuda"``.
+            device_type: the type of the device that computes, such as ``"cuda"``.
 
         Returns:
-            Addresses, gradient flags and dtypes of all parameters and buffers, modes and float
-            attributes of all modules, and torch's numeric settings.
+            A value to compare: addresses, gradient flags and dtypes of all parameters and buffers,
+            training modes and float attributes of all modules, and torch's numeric settings.
         """
         tensors = self._structure.tensors
         addresses = list(map(Tensor.data_ptr, tensors))
         gradient_flags_and_dtypes = list(map(_grad_and_dtype, tensors))
-        dropout_rates = [getattr(module, name, None) for module, name in self._rates]
+        float_values = [getattr(module, name, None) for module, name in self._float_attributes]
         return (
             addresses,
             gradient_flags_and_dtypes,
             self._structure.training_modes(),
-            dropout_rates,
+            float_values,
             numeric_settings(device_type),
         )
 
-    def _is_due(self, pack: PackSize) -> bool:
-        """Count a batch that fits no graph, and return whether a graph should be captured for it.
-
-        A graph is due at the second batch of about one size, since a capture takes longer than a
-        step.
+    def _graph_for(self, pack: PackSize, features: Features) -> Any:
+        """Return the smallest cached graph that fits a batch, or capture one if its size recurs.
 
         Args:
-            pack: size of the batch.
-        """
-        size = graph_size_for(pack)
-        # Sizes that differ little are counted as one.
-        for known_size in self._batches_met:
-            if known_size.fits(pack):
-                size = known_size
-                break
-        self._batches_met[size] += 1
-        return self._batches_met[size] >= _BATCHES_BEFORE_CAPTURE
-
-    def _new_graph(self, pack: PackSize, features: Features) -> Any:
-        """Capture a graph for batches of about one size, and put it into the cache.
-
-        Args:
-            pack: size of the batch.
-            features: the batch, with which the graph is captured.
+            pack: the size of the batch.
+            features: the batch.
 
         Returns:
-            The graph, or None if nothing can be captured.
+            The graph, or None if the batch must run without one.
         """
-        if not self.parameters:
-            self.parameters = [
-                parameter
-                for parameter in self.transformer.model.parameters()
-                if parameter.requires_grad
-            ]
-            self.gradients = [None] * len(self.parameters)
-        # Sharded parameters are of another class, such as DTensor.
+        fitting_sizes = [size for size in self.graphs if size.fits(pack)]
+        if fitting_sizes:
+            return self.graphs.use(min(fitting_sizes))
+        if self._count_batch(pack) < _BATCHES_BEFORE_CAPTURE:
+            return None
+        return self._new_graph(pack, features)
+
+    def _count_batch(self, pack: PackSize) -> int:
+        """Count a batch that fits no graph, and return how many batches had a similar size.
+
+        Args:
+            pack: the size of the batch.
+        """
+        similar_sizes = (size for size in self._batches_seen if size.fits(pack))
+        size = next(similar_sizes, None) or graph_size_for(pack)
+        self._batches_seen[size] += 1
+        return self._batches_seen[size]
+
+    def _new_graph(self, pack: PackSize, features: Features) -> Any:
+        """Capture a graph for batches of similar size, and put it into the cache.
+
+        Args:
+            pack: the size of the batch.
+            features: the batch with which the graph is captured.
+
+        Returns:
+            The graph, or None if no graph can be captured.
+        """
         # FSDP replaces parameters by DTensors or by parameters of a class of its own.
         is_sharded = any(type(parameter) is not nn.Parameter for parameter in self.parameters)
         if not self.parameters or is_sharded:
@@ -261,7 +276,7 @@ class StepGraphs:
         size = graph_size_for(pack)
         inputs = StaticInputs(features, size)
         inputs.fill(features)
-        if self._memory is None and self._graph_factory is StepGraph:
+        if self._memory is None and self._needs_gpu():
             self._memory = GraphMemory()
         self.graphs.make_space()
         graph = self._capture_or_fall_back(inputs)
@@ -273,115 +288,116 @@ class StepGraphs:
         """Capture a graph, and try again with fewer options after each failure.
 
         The options are the divided backward pass and the compiled layers. Each failure issues a
-        warning and turns one of them off for all later graphs, at last all graphs.
+        warning and turns one option off for all later graphs. A failure without options disables
+        graphs altogether.
 
         Args:
-            inputs: input tensors that hold a batch.
+            inputs: the static inputs, which hold a batch.
 
         Returns:
-            The graph, or None if nothing can be captured.
+            The graph, or None if no graph can be captured.
         """
         dtype = autocast_dtype(inputs.offsets.device.type) or self.parameters[0].dtype
         is_half_precision = dtype.itemsize == 2
         while not self.failed:
+            # torch cannot compile the packed attention of fp32 layers.
             compiled = self.compiled and is_half_precision
             try:
                 return self._capture_graph(inputs, compiled)
             except RuntimeError as error:
-                # Too little memory, no compiler, or an operation that the cut, the compiler or a
-                # capture does not allow.
-                limitation = self._turn_off_failed_option(compiled)
-                warn_slower(self.transformer.model, limitation, error, "Steps")
+                # Too little memory, no compiler, or an operation that cannot be divided, compiled
+                # or captured.
+                limitation = self._turn_off_next_option(compiled)
+                model_name = type(self.transformer.model).__name__
+                warn_capture_failed(f"{model_name} {limitation}", error)
         return None
 
-    def _turn_off_failed_option(self, compiled: bool) -> str:
-        """Turn off the option that a capture most likely failed at.
-
-        The order is: the divided backward pass, compiled layers, all graphs.
+    def _turn_off_next_option(self, compiled: bool) -> str:
+        """Turn off the first option that is on: the divided backward pass, compiled layers, graphs.
 
         Args:
             compiled: whether layers were compiled for the failed capture.
 
         Returns:
-            Verb phrase for a warning, which says how the model works from now on.
+            A verb phrase for a warning, which says how the model works from now on.
         """
-        if self.halved:
-            self.halved = False
+        if self.divides_backward:
+            self.divides_backward = False
             return "hands out all gradients at once, after its whole backward pass"
         if compiled:
             self.compiled = False
             return "captures its layers as they are, without torch.compile"
-        self._forget()
+        self._reset()
         self.failed = True
         return "trains without CUDA graphs, which could not be captured"
 
     def _capture_graph(self, inputs: StaticInputs, compiled: bool) -> Any:
         """Capture the encoder's forward and backward pass on static inputs as CUDA graphs.
 
-        Temporary parameters stand in for the model's during the capture. They share its memory, and
-        have none of the hooks by which DDP would start communication.
+        Temporary parameters replace the model's during the capture. They share its memory, but have
+        none of the hooks by which DDP would start communication.
 
         Args:
-            inputs: input tensors that hold a batch. Replays read the same tensors.
+            inputs: the static inputs, which hold a batch. Replays read the same tensors.
             compiled: whether layers run through ``torch.compile``.
 
         Returns:
-            The graph. Its backward pass writes the buffers :attr:`gradients`, which the capture
-            allocates where they are missing.
+            The graph. Its backward pass writes into the buffers :attr:`gradients`; missing buffers
+            are added.
         """
         model = self.transformer.model
+        bucket_gradients = [
+            self.bucket_gradients.get(id(parameter)) for parameter in self.parameters
+        ]
         layers_context = compiled_layers(model) if compiled else contextlib.nullcontext()
-        parameters_context = temporary_parameters(model, self.parameters, self.bucket_gradients)
+        parameters_context = temporary_parameters(model, self.parameters, bucket_gradients)
         with capture_lock, layers_context, parameters_context as captured_parameters:
             return self._graph_factory(
-                self._run_encoder,
-                inputs,
-                captured_parameters,
-                self.gradients,
-                self._memory,
+                run_encoder=self._run_encoder,
+                inputs=inputs,
+                parameters=captured_parameters,
+                gradients=self.gradients,
+                memory=self._memory,
             )
 
-    def _run_encoder(self, features: Features) -> tuple[Tensor, LayerCut]:
-        """Run the encoder's forward pass, which a graph captures.
+    def _run_encoder(self, features: Features) -> EncoderPass:
+        """Run the encoder's forward pass, for capture in a CUDA graph.
 
         Args:
-            features: static inputs of the encoder.
-
-        Returns:
-            Output ``[1, T, D]``, and where the pass was divided into lower and upper layers. The
-            second one is an empty ``LayerCut`` if it is not divided.
+            features: the static inputs of the encoder.
         """
         transformer = self.transformer
-        cut_context = (
-            cut_layers(transformer.model) if self.halved else contextlib.nullcontext(LayerCut())
-        )
+        if self.divides_backward:
+            cut_context = cut_layers(transformer.model)
+        else:
+            cut_context = contextlib.nullcontext(LayerCut())  # an empty cut: not divided
         with uncached_autocast(features["input_ids"].device.type), cut_context as cut:
+            # The method of the class: the instance's ``forward`` may call these graphs.
             outputs = type(transformer).forward(transformer, features)
-        output: Tensor = outputs[transformer.module_output_name]
-        return output, cut
+        return EncoderPass(outputs[transformer.module_output_name], cut)
 
     def _replay(self, graph: Any, n_tokens: int) -> Tensor:
         """Replay a graph on its static inputs, and connect its output to autograd.
 
-        With a divided backward pass, two autograd functions hand out the gradients: first that of
-        the upper layers, then that of the lower ones.
+        A divided backward pass has two autograd functions: one for the upper layers, which runs
+        first, and one for the lower layers.
 
         Args:
             graph: the graph, whose inputs hold the batch.
-            n_tokens: number of tokens n of the batch.
+            n_tokens: the number of tokens n of the batch.
 
         Returns:
-            Output ``[1, n, D]`` with a gradient.
+            The output ``[1, n, D]``, through which autograd can run the backward pass.
         """
-        # No batch may overwrite the activations before the backward pass. The marker dies when that
-        # has run, or can no longer come. No other frame may hold it: one that a traceback keeps
-        # would stop all graphs.
+        # Only the two autograd contexts may keep this marker. If this object or a stored traceback
+        # did, a backward pass would seem pending forever, and no graph would run any more.
         marker = _BackwardMarker()
         self._pending_backward = weakref.ref(marker)
-        lower = self._used_parameters(graph.lower)
-        upper = self._used_parameters(set(range(len(self.parameters))) - graph.lower)
-        lower_done = None  # an empty tensor, by which autograd runs the lower layers last
+        lower = self._used_parameters(graph.lower_positions)
+        upper = self._used_parameters(set(range(len(self.parameters))) - graph.lower_positions)
+        lower_done = None
         if lower:
+            # An empty tensor: its only purpose is that autograd runs the lower layers last.
             lower_done = _LowerLayers.apply(  # type: ignore[no-untyped-call]
                 self,
                 graph,
@@ -401,16 +417,14 @@ class StepGraphs:
         return output
 
     def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
-        """Return the parameters at some positions, except for those that the encoder does not use.
+        """Return those of some parameters that the encoder uses, by their position.
 
-        Unused ones must not be inputs of an autograd function. DDP waits for every parameter that
+        The encoder uses a parameter if the capture has allocated a gradient buffer for it. Others
+        must not be inputs of an autograd function, because DDP waits for every parameter that
         autograd visits, even if its gradient is None.
 
         Args:
             positions: positions in :attr:`parameters`.
-
-        Returns:
-            Parameters by their position.
         """
         return {
             position: self.parameters[position]
@@ -419,18 +433,18 @@ class StepGraphs:
         }
 
     def use_bucket_gradients(self, bucket_gradients: dict[int, Tensor]) -> None:
-        """Write gradients into DDP's buckets, from the next batch on, by new graphs.
+        """Let new graphs, from the next batch on, write gradients into DDP's buckets.
 
         Args:
-            bucket_gradients: gradient in a bucket, by the id of its parameter.
+            bucket_gradients: the gradients in the buckets, by the id of the parameter.
         """
         self.bucket_gradients = bucket_gradients
-        self._settings = None
+        self._settings = None  # drops the current graphs at the next batch
 
     def copy_accumulated_gradients(self) -> None:
         """Copy accumulated gradients out of the buffers that a backward pass will overwrite.
 
-        ``grad`` of a parameter may be in the memory of its buffer, such as in a bucket of DDP.
+        The ``grad`` of a parameter can share memory with its buffer, for example in a DDP bucket.
         """
         for parameter, buffer in zip(self.parameters, self.gradients, strict=True):
             if parameter.grad is None or buffer is None:
@@ -439,53 +453,64 @@ class StepGraphs:
                 parameter.grad = parameter.grad.clone()
 
     def gradients_for_autograd(self, positions: list[int]) -> list[Tensor]:
-        """Return the gradients that a graph has computed for some parameters.
+        """Return the gradients that a graph has computed, as tensors that autograd can store.
 
-        Autograd stores them as ``grad`` of the parameters. They are views of DDP's buckets if all
-        of these parameters have a bucket and no accumulated gradient. Otherwise they are copies of
-        the graph's buffers.
+        They are views of DDP's buckets if that is possible for all of these parameters, otherwise
+        copies of the graph's buffers.
 
         Args:
-            positions: positions of the parameters. The encoder uses all of them.
+            positions: the positions of parameters that the encoder uses.
         """
-        computed: list[Tensor] = []  # buffers that the graph has written
-        bucketed: list[Tensor] = []  # views of the buckets, of the same shapes
+        computed = [
+            buffer for position in positions if (buffer := self.gradients[position]) is not None
+        ]
+        bucket_views = self._bucket_views(positions)
+        if bucket_views is None:
+            return copies_of(computed)
+        # Graphs that know the buckets write into them. Only buffers of earlier graphs are copied.
+        outdated = [
+            (view, buffer)
+            for view, buffer in zip(bucket_views, computed, strict=True)
+            if view.data_ptr() != buffer.data_ptr()
+        ]
+        if outdated:
+            copy_each(
+                [view for view, _ in outdated],
+                [buffer for _, buffer in outdated],
+            )
+        return bucket_views
+
+    def _bucket_views(self, positions: list[int]) -> list[Tensor] | None:
+        """Return a view of the DDP bucket of each parameter.
+
+        The views are new tensor objects: autograd stores a gradient without a copy only if nothing
+        else refers to the object.
+
+        Args:
+            positions: the positions of parameters.
+
+        Returns:
+            The views, or None if a parameter has no bucket or an accumulated gradient.
+        """
+        views: list[Tensor] = []
         for position in positions:
             parameter = self.parameters[position]
-            buffer = self.gradients[position]
-            if buffer is None:
-                continue
-            computed.append(buffer)
             bucket_gradient = self.bucket_gradients.get(id(parameter))
-            if bucket_gradient is not None and parameter.grad is None:
-                # A new view: autograd stores a gradient without a copy only if nothing else refers
-                # to the tensor object.
-                bucketed.append(bucket_gradient.view_as(bucket_gradient))
-        if len(bucketed) < len(computed):
-            return copies_of(computed)
-        # Gradients that the graph has written into the buckets itself need no copy.
-        targets: list[Tensor] = []
-        sources: list[Tensor] = []
-        for target, source in zip(bucketed, computed, strict=True):
-            if target.data_ptr() != source.data_ptr():
-                targets.append(target)
-                sources.append(source)
-        if targets:
-            copy_each(targets, sources)
-        return bucketed
+            if bucket_gradient is None or parameter.grad is not None:
+                return None
+            views.append(bucket_gradient.view_as(bucket_gradient))
+        return views
 
 
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Copy tensors into one piece of memory, by one concatenation instead of a copy for each.
-
-    Tensors of several dtypes, and tensors that are not contiguous, are copied one by one.
+    """Copy contiguous tensors of one dtype by one concatenation, and other tensors one by one.
 
     Args:
-        tensors: tensors of any shapes, such as the gradients of all parameters.
+        tensors: the tensors, of any shapes, such as the gradients of all parameters.
 
     Returns:
-        A copy of each tensor in its shape, which nothing else refers to. Autograd therefore stores
-        it without copying it once more.
+        A copy of each tensor. Nothing else refers to these tensor objects, so autograd can keep
+        them as gradients without cloning them.
     """
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not all(tensor.is_contiguous() for tensor in tensors):
@@ -497,15 +522,19 @@ def copies_of(tensors: list[Tensor]) -> list[Tensor]:
     return [copy.view_as(tensor) for copy, tensor in zip(flat_copies, tensors, strict=True)]
 
 
-class _BackwardMarker:
-    """Object that lives as long as a forward pass may be followed by its backward pass.
+# Position of ``lower_done`` among the arguments of ``_GraphedEncoder.apply``.
+_LOWER_DONE_ARGUMENT = 5
 
-    Only autograd's contexts refer to it, and they die with the output of the forward pass.
+
+class _BackwardMarker:
+    """Object that lives until the backward pass of a forward pass has run or can no longer run.
+
+    Only autograd's contexts refer to it. They die with the output of the forward pass.
     """
 
 
 class _GraphedEncoder(torch.autograd.Function):
-    """Output of an encoder by a graph; its backward pass replays the upper layers.
+    """Forward pass of an encoder and backward pass of its upper layers, by a CUDA graph.
 
     The upper layers are all layers if the backward pass is not divided.
     """
@@ -524,39 +553,41 @@ class _GraphedEncoder(torch.autograd.Function):
         """Replay the forward pass on the static inputs of a graph.
 
         Args:
-            ctx: context of autograd.
+            ctx: the context of autograd.
             graphs: the graphs of the encoder.
-            graph: the graph.
-            n_tokens: number of tokens n of the batch.
-            marker: marker of this forward pass.
-            positions: positions of the parameters.
-            lower_done: output of :class:`_LowerLayers`; ``None`` if the backward pass is not
-                divided.
-            *parameters: parameters whose gradients the upper layers complete.
+            graph: the captured step to replay.
+            n_tokens: the number of tokens n of the batch.
+            marker: is kept alive until the backward pass has run.
+            positions: the positions of ``parameters`` in ``graphs.parameters``.
+            lower_done: the output of :class:`_LowerLayers`, or None. Its value is not used: as an
+                input, it makes autograd run the backward pass of the lower layers after this one.
+            *parameters: the parameters whose gradients the upper layers complete. Their values are
+                not used: as inputs, they get the gradients that :meth:`backward` returns.
 
         Returns:
-            Output ``[1, n, D]``, a copy, since the next replay overwrites that of the graph.
+            The output ``[1, n, D]``, as a copy, since the next replay overwrites the graph's.
         """
         ctx.graphs = graphs
         ctx.graph = graph
         ctx.marker = marker
         ctx.positions = positions
-        ctx.serial = graphs.serial
+        ctx.serial = graphs.serial  # tells backward whether a newer batch was replayed since
         output: Tensor = graph.forward()
         return output[:, :n_tokens].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[object, ...]:
-        """Replay the backward pass of the upper layers, and return the parameters' gradients.
+        """Replay the backward pass of the upper layers and return the gradients it completes.
 
         Args:
-            ctx: context of autograd.
-            output_gradient: gradient of the output, ``[1, n, D]``.
+            ctx: the context of autograd.
+            output_gradient: the gradient of the output, ``[1, n, D]``.
 
         Returns:
-            One gradient per argument of :meth:`forward`: ``None`` for the first five, an empty one
-            for ``lower_done``, then those of the parameters.
+            One gradient per argument of :meth:`forward`: None for the arguments before
+            ``lower_done``, an empty tensor for ``lower_done``, which has no elements, and the
+            gradients of the parameters.
 
         Raises:
             RuntimeError: if another batch has overwritten the activations, or the backward pass was
@@ -565,25 +596,28 @@ class _GraphedEncoder(torch.autograd.Function):
         graphs: StepGraphs = ctx.graphs
         if ctx.serial != graphs.serial:
             raise RuntimeError(
-                "backward must come before the next batch with collate_ahead(graphs=True), and "
-                "once, got it after another batch or again; use graphs=False for a loss that "
-                "needs it.",
+                "backward must run once per batch and before the next batch with "
+                "collate_ahead(graphs=True), got a second call or one after another batch; "
+                "use graphs=False for a loss that needs this.",
             )
         graphs.copy_accumulated_gradients()
         ctx.graph.backward(output_gradient)
         # The activations are used up: a second backward pass is refused.
         ctx.marker = None
         ctx.serial = None
-        has_lower_layers = ctx.needs_input_grad[5]  # of the sixth argument, lower_done
-        lower_done_gradient = output_gradient.new_empty(0) if has_lower_layers else None
+        lower_done_gradient = None
+        if ctx.needs_input_grad[_LOWER_DONE_ARGUMENT]:
+            lower_done_gradient = output_gradient.new_empty(0)
         gradients = graphs.gradients_for_autograd(ctx.positions)
-        return None, None, None, None, None, lower_done_gradient, *gradients
+        no_gradients = [None] * _LOWER_DONE_ARGUMENT
+        return *no_gradients, lower_done_gradient, *gradients
 
 
 class _LowerLayers(torch.autograd.Function):
-    """Empty input of :class:`_GraphedEncoder`, whose backward pass replays the lower layers.
+    """Backward pass of an encoder's lower layers, by a CUDA graph.
 
-    Autograd runs it after that of the upper layers, whose gradients DDP can send meanwhile.
+    The output is an empty input of :class:`_GraphedEncoder`. So autograd runs this backward pass
+    after that of the upper layers, and DDP can send their gradients in the meantime.
     """
 
     @staticmethod
@@ -595,15 +629,15 @@ class _LowerLayers(torch.autograd.Function):
         positions: list[int],
         *parameters: Tensor,
     ) -> Tensor:
-        """Return an empty tensor, whose gradient makes autograd call :meth:`backward`.
+        """Return an empty tensor; :meth:`backward` runs once autograd has a gradient for it.
 
         Args:
-            ctx: context of autograd.
+            ctx: the context of autograd.
             graphs: the graphs of the encoder.
-            graph: the graph.
-            marker: marker of this forward pass.
-            positions: positions of the parameters.
-            *parameters: parameters whose gradients the lower layers complete.
+            graph: the captured step, whose lower layers the backward pass replays.
+            marker: is kept alive until the backward pass has run.
+            positions: the positions of ``parameters`` in ``graphs.parameters``.
+            *parameters: the parameters whose gradients the lower layers complete.
         """
         ctx.graphs = graphs
         ctx.graph = graph
@@ -614,7 +648,7 @@ class _LowerLayers(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor) -> tuple[object, ...]:
-        """Replay the backward pass of the lower layers, and return the parameters' gradients."""
+        """Replay the backward pass of the lower layers and return the gradients it completes."""
         ctx.graph.backward_lower()
         ctx.marker = None
         gradients = ctx.graphs.gradients_for_autograd(ctx.positions)

@@ -1,4 +1,4 @@
-"""Forwards of Transformers on packed tokens: which models take them, and why others stay padded."""
+"""Forwards of Transformers on packed tokens, and the reasons why some models stay padded."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers._self_check import (
     TOLERANCE,
-    as_evaluated,
-    tiny_batch,
+    short_texts_features,
+    temporarily_evaluating,
 )
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.inputs import (
@@ -33,6 +33,7 @@ from tilefold.integrations.transformers.packed import (
     LONGEST_NAMES,
     OFFSET_NAMES,
     OFFSETS,
+    ExpectedReason,
     padding_position,
     stop_packed,
     use_packed,
@@ -42,21 +43,21 @@ from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.rows import to_device
 
+# Frames between a warning of ``pack_inputs`` and the caller of ``accelerate``.
+_STACKLEVEL_OF_CALLER = 4
 # Names of packed features that padded ones do not have.
 PACKED_KEYS = (*OFFSET_NAMES, *LONGEST_NAMES, "position_ids")
-# Largest difference of packed and padded outputs in 16 bits that may come from rounding, relative
-# to their norm. In bf16, 12 layers of random weights differ by 0.05 to 0.11, and a token of another
-# text by 0.5.
+# The largest difference of packed and padded outputs in 16 bits that may come from rounding,
+# relative to their norm. In bf16, the outputs of 12 layers of random weights differ by 0.05 to
+# 0.11, and by 0.5 if a token of another text is read.
 MAX_ROUNDING_DIFFERENCE = 0.25
-# Parts of reasons to stay padded that no user needs a warning for.
-_EXPECTED_REASONS = ("is no encoder", "was chosen", "of its own")
 
-# The modules that an input passes, of which the first one is a Transformer.
+# The modules through which an input passes, of which the first one is a Transformer.
 Route = list[Any]
 
 
 def pack_inputs(model: Model, check: bool) -> dict[str, str]:
-    """Let Transformers of a model run on packed tokens, where all modules after them accept these.
+    """Let the Transformers of a model run on packed tokens, if all modules after them accept these.
 
     Args:
         model: a SparseEncoder or MultiVectorEncoder.
@@ -64,7 +65,7 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
             network and two of each route.
 
     Returns:
-        Reasons why networks stay padded, by the names of their classes.
+        The reasons why networks stay padded, by the name of the network's class.
     """
     routes_by_transformer: dict[int, list[Route]] = {}
     for route in pipelines_of(model):
@@ -74,8 +75,8 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     for routes in routes_by_transformer.values():
         if is_multi_vector(model) and not all(_has_mask(route) for route in routes):
             reason: str | None = (
-                "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and no "
-                "module is one"
+                "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and it has "
+                "no such module"
             )
         else:
             reason = _pack_transformer(routes, check)
@@ -84,16 +85,19 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
         transformer = routes[0][0]  # every route begins with it
         name = type(transformer.model).__name__
         padded[name] = reason
-        is_expected = any(expected in reason for expected in _EXPECTED_REASONS)
-        if _is_stock(routes) and not is_expected:
-            warnings.warn(f"{name} runs on padded batches: {reason}.", UserWarning, stacklevel=4)
+        if _is_stock(routes) and not isinstance(reason, ExpectedReason):
+            warnings.warn(
+                f"{name} runs on padded batches: {reason}.",
+                UserWarning,
+                stacklevel=_STACKLEVEL_OF_CALLER,
+            )
     return padded
 
 
 def _is_stock(routes: list[Route]) -> bool:
-    """Whether all modules are sentence-transformers' own.
+    """Whether all modules belong to sentence-transformers.
 
-    Modules of other libraries need not know packed batches, so that padded ones are no surprise.
+    Modules of other libraries rarely accept packed batches, so users expect them to run padded.
     """
     return all(
         type(module).__module__.startswith("sentence_transformers.")
@@ -111,18 +115,14 @@ def _has_mask(route: Route) -> bool:
 
 
 def _pack_transformer(routes: list[Route], check: bool) -> str | None:
-    """Let a Transformer run on packed tokens, if its network and the modules after it support them.
-
-    Its ``preprocess`` and forward are replaced, and the forwards of masks of token vectors after
-    it.
+    """Let a Transformer run on packed tokens, if its network and the modules after it support this.
 
     Args:
         routes: all routes of the model that begin with this Transformer.
         check: whether packed and padded outputs are compared.
 
     Returns:
-        Why the Transformer stays padded; nothing is changed then. ``None`` if it takes packed
-        tokens.
+        The reason why the Transformer stays padded, or None if it now runs on packed tokens.
     """
     transformer = routes[0][0]
     reason = _unsupported_reason(transformer)
@@ -130,8 +130,29 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
         reason = use_packed(transformer.model, check=check)
     if reason is not None:
         return reason
+    _install_packed_methods(routes)
+    if not check:
+        return None
+    for route in routes:
+        reason = _mismatch_reason(route)
+        if reason is not None:
+            _remove_packed_methods(transformer)
+            return reason
+    return None
+
+
+def _install_packed_methods(routes: list[Route]) -> None:
+    """Replace the methods that handle packed tokens in a Transformer and the modules after it.
+
+    These are ``preprocess`` and ``forward`` of the Transformer, and ``forward`` of masks of token
+    vectors.
+
+    Args:
+        routes: all routes of the model that begin with this Transformer.
+    """
+    transformer = routes[0][0]
     if transformer.model_forward_params is not None:
-        # Names of the features that the stock forward passes to the network.
+        # The original forward passes only the features with these names to the network.
         transformer.model_forward_params = {*transformer.model_forward_params, *PACKED_KEYS}
     transformer.preprocess = PackedInputs(transformer)
     transformer.forward = PackedForward(transformer)
@@ -139,20 +160,20 @@ def _pack_transformer(routes: list[Route], check: bool) -> str | None:
         for module in route:
             if _is_mask(module) and "forward" not in vars(module):
                 module.forward = PackedMask(module)
-    if not check:
-        return None
-    for route in routes:
-        reason = _mismatch_reason(route)
-        if reason is not None:
-            del transformer.preprocess
-            del transformer.forward
-            stop_packed(transformer.model)
-            return reason
-    return None
+
+
+def _remove_packed_methods(transformer: Transformer) -> None:
+    """Let a Transformer run on padded tokens again.
+
+    The replaced masks and the names of packed features stay: they have no effect on padded tokens.
+    """
+    del transformer.preprocess
+    del transformer.forward
+    stop_packed(transformer.model)
 
 
 def _unsupported_reason(transformer: Transformer) -> str | None:
-    """Return the reason why a Transformer cannot take packed tokens, or ``None`` without one.
+    """Return why a Transformer cannot run on packed tokens, or None if it can.
 
     Only its class and settings are examined. Nothing runs.
 
@@ -162,66 +183,74 @@ def _unsupported_reason(transformer: Transformer) -> str | None:
     kind = type(transformer)
     is_replaced = "preprocess" in vars(transformer) or "forward" in vars(transformer)
     if kind.preprocess is not Transformer.preprocess or is_replaced:
-        return f"{kind.__name__} has a preprocess or a forward of its own"
+        return ExpectedReason(f"{kind.__name__} has a preprocess or a forward of its own")
     if transformer.backend != "torch" or set(transformer.modality_config) != {"text"}:
         return (
             f"only text on the backend 'torch' is packed, got {transformer.backend!r} and "
             f"{transformer.modalities}"
         )
     if transformer.can_flatten_inputs:
-        return (
+        return ExpectedReason(
             "a flash-attn implementation was chosen, with which sentence-transformers flattens "
-            "inputs itself"
+            "inputs itself",
         )
     if transformer.unpad_inputs is False:
-        return "unpad_inputs=False was chosen"
+        return ExpectedReason("unpad_inputs=False was chosen")
     return None
 
 
 def _mismatch_reason(route: Route) -> str | None:
-    """Compare packed and padded outputs of two short texts, in two forward passes of a route.
-
-    Rounding in 16 bits grows with layers and vocabulary, so that no tolerance separates it from a
-    fault. If outputs in 16 bits differ by what may be rounding, a copy in fp32 decides, in two more
-    passes.
+    """Compare the outputs of two short texts as a packed and as a padded batch.
 
     Args:
-        route: a Transformer and all modules after it, whose forwards are replaced already.
+        route: a Transformer and all modules after it, whose methods are replaced already.
 
     Returns:
-        How the outputs disagree, or why the texts could not be run; ``None`` if they agree.
+        How the outputs differ, or why the texts could not be run; None if the outputs agree.
     """
     try:
         packed, padded = _run_both_ways(route)
         if packed.shape != padded.shape:
             return (
-                f"packed batches gave {list(packed.shape)} numbers, padded ones "
-                f"{list(padded.shape)}"
+                f"packed batches gave shape {list(packed.shape)}, padded ones {list(padded.shape)}"
             )
-        if _agree(packed, padded):
+        if _agree(packed, padded) or _differ_by_rounding(route, packed, padded):
             return None
-        # In 16 bits, rounding alone may exceed the tolerance. A copy in fp32 then decides.
         difference = largest_difference(packed, padded)
-        relative_difference = float((packed - padded).norm() / padded.norm().clamp(min=1e-6))
-        is_16_bit = next(route[0].parameters()).dtype.itemsize == 2
-        if is_16_bit and relative_difference <= MAX_ROUNDING_DIFFERENCE:
-            fp32_route = [module.float() for module in copy.deepcopy(route)]
-            fp32_packed, fp32_padded = _run_both_ways(fp32_route)
-            if _agree(fp32_packed, fp32_padded):
-                return None
     except Exception as error:
         return f"two short texts could not be run ({type(error).__name__}: {error})"
     return f"packed and padded batches disagree by {difference:.3g} on two short texts"
 
 
+def _differ_by_rounding(route: Route, packed: Tensor, padded: Tensor) -> bool:
+    """Whether the outputs of a model in 16 bits differ by rounding only.
+
+    Rounding grows with the number of layers and the vocabulary, so no fixed tolerance can tell it
+    from a bug. If the difference is small enough to be rounding, a copy in fp32 decides.
+
+    Args:
+        route: a Transformer and all modules after it.
+        packed: the output of a packed batch.
+        padded: the output of the same batch with padding.
+    """
+    relative_difference = float((packed - padded).norm() / padded.norm().clamp(min=1e-6))
+    is_16_bit = next(route[0].parameters()).dtype.itemsize == 2
+    if not is_16_bit or not relative_difference <= MAX_ROUNDING_DIFFERENCE:
+        return False
+    fp32_route = [module.float() for module in copy.deepcopy(route)]
+    fp32_packed, fp32_padded = _run_both_ways(fp32_route)
+    return _agree(fp32_packed, fp32_padded)
+
+
 def _agree(packed: Tensor, padded: Tensor) -> bool:
+    """Whether the outputs of a packed and of a padded batch are equal up to the tolerance."""
     allowed = TOLERANCE * max(1.0, float(padded.abs().max()))
     return largest_difference(packed, padded) <= allowed
 
 
 def _run_both_ways(route: Route) -> tuple[Tensor, Tensor]:
-    """Return the outputs of packed and of padded batches, in fp32."""
-    with as_evaluated(route):
+    """Return the outputs of a packed and of a padded batch of short texts, in fp32."""
+    with temporarily_evaluating(route):
         with padded_inputs():
             padded = _run_route(route)
         with packed_inputs():
@@ -230,12 +259,16 @@ def _run_both_ways(route: Route) -> tuple[Tensor, Tensor]:
 
 
 def _run_route(route: Route) -> Tensor:
-    """Return embeddings of two short texts: dense ``[2, V]``, or token vectors ``[T, D]``.
+    """Return the output of a route for two short texts.
 
     Args:
         route: a Transformer and all modules after it.
+
+    Returns:
+        The scores ``[2, V]`` as a dense tensor, or the token vectors ``[T, D]`` if the route has no
+        pooling.
     """
-    features = tiny_batch(route[0])
+    features = short_texts_features(route[0])
     for module in route:
         features = module(features)
     if "sentence_embedding" in features:
@@ -248,11 +281,11 @@ def _run_route(route: Route) -> Tensor:
 class PackedForward(Replacement):
     """Replaces the forward of one Transformer, which then runs on packed tokens.
 
-    Columns of a training batch that ``collate_ahead`` joined go through the Transformer in one
-    forward.
+    If ``collate_ahead`` has joined the columns of a training batch, all of them go through the
+    Transformer in one forward.
 
     Attributes:
-        graphs: runs joined columns in training, where it can; ``None`` runs them eagerly.
+        graphs: runs joined columns in training if it can; ``None`` runs them eagerly.
     """
 
     graphs: StepGraphs | None = None
@@ -263,42 +296,41 @@ class PackedForward(Replacement):
         The output is packed, except within :func:`padded_inputs`.
 
         Args:
-            features: input of the Transformer, packed or padded.
+            features: the input of the Transformer, packed or padded.
             **kwargs: other arguments of its forward.
         """
         transformer = self.owner
-        # The joined columns of the batch, and the position of this column among them.
-        columns, position = features.pop(JOINED, (None, 0))
-        # A part of a column, such as a mini-batch of a loss, is another tensor, and runs by itself.
-        is_joined = columns is not None and features["input_ids"] is columns.input_ids[position]
+        column = features.pop(JOINED, None)
         returns_layers = getattr(transformer.model.config, "output_hidden_states", False)
-        if not is_joined or kwargs or returns_layers:
+        if column is None or kwargs or returns_layers:
             return self._run(features, kwargs)
-        features[transformer.module_output_name] = columns.embeddings(
-            position,
+        joined_ids = column.columns.input_ids[column.position]
+        if features["input_ids"] is not joined_ids:
+            # A loss has split the column into mini-batches, which run one by one.
+            return self._run(features, kwargs)
+        features[transformer.module_output_name] = column.columns.run_column(
+            column.position,
             transformer,
             self.graphs,
         )
         return features
 
     def _run(self, features: Features, kwargs: Features) -> Features:
-        """Remove padding and run the stock forward.
+        """Remove padding if possible, and run the original forward.
 
         Args:
-            features: input of the Transformer, packed or padded; it is changed in place.
+            features: the input of the Transformer, packed or padded; it is changed in place.
             kwargs: other arguments of its forward.
         """
         transformer = self.owner
-        if OFFSETS not in features and not pads_inputs() and not _is_recorded():
+        is_packed = OFFSETS in features
+        if not is_packed and not pads_inputs() and not _is_traced_or_captured():
             packed = pack_features(features, padding_position(transformer.model))
             if packed is not features:
                 features.clear()
                 features.update(packed)
         if OFFSETS in features:
-            offsets: Tensor = features[OFFSETS]
-            device = features["input_ids"].device
-            if offsets.device != device:  # offsets of joined rows are on the CPU
-                features.update(dict.fromkeys(OFFSET_NAMES, to_device(offsets.numpy(), device)))
+            _move_offsets(features)
             if features["input_ids"].size(1) == 0:
                 return self._run_without_tokens(features, kwargs)
             _check_all_offsets(features)
@@ -306,24 +338,25 @@ class PackedForward(Replacement):
         return outputs
 
     def _run_without_tokens(self, features: Features, kwargs: Features) -> Features:
-        """Run the stock forward for texts without any token, which encoders cannot reshape.
+        """Run the original forward for texts without any token.
 
-        One token runs instead, and is cut off its output. So the result has the dtype of the
-        network's output and its shape for 0 tokens, and gradients are zero.
+        Encoders fail on empty input, so one dummy token runs and is removed from the output. This
+        keeps the dtype, the shape and the autograd graph of the output.
 
         Args:
-            features: packed features without tokens, which get the output.
+            features: packed features without tokens, to which the output is added.
             kwargs: other arguments of the forward.
         """
         transformer = self.owner
         ids = features["input_ids"]
-        one_token = packed_features(
+        dummy = packed_features(
             ids=ids.new_zeros(1),
             lengths=features[OFFSETS].new_ones(1).long(),
             padding=padding_position(transformer.model),
             longest=1,
         )
-        outputs = type(transformer).forward(transformer, {**features, **one_token}, **kwargs)
+        # The method of the class, since this object is the ``forward`` of the instance.
+        outputs = type(transformer).forward(transformer, {**features, **dummy}, **kwargs)
         name = transformer.module_output_name
         features[name] = outputs[name][:, :0]
         layers = outputs.get("all_layer_embeddings")
@@ -332,10 +365,21 @@ class PackedForward(Replacement):
         return features
 
 
-def _is_recorded() -> bool:
-    """Whether the current forward is traced by ``torch.compile``, or captured in a CUDA graph.
+def _move_offsets(features: Features) -> None:
+    """Move the offsets of packed features to the device of the tokens, in place.
 
-    The number of tokens, which packing needs on the CPU, is not known then.
+    The offsets of joined columns in row order are on the CPU.
+    """
+    offsets: Tensor = features[OFFSETS]
+    device = features["input_ids"].device
+    if offsets.device != device:
+        features.update(dict.fromkeys(OFFSET_NAMES, to_device(offsets.numpy(), device)))
+
+
+def _is_traced_or_captured() -> bool:
+    """Whether ``torch.compile`` traces the current forward, or a CUDA graph captures it.
+
+    Padding cannot be removed then, because the CPU cannot read the number of tokens.
     """
     if torch.compiler.is_compiling():
         return True
@@ -346,9 +390,9 @@ def _is_recorded() -> bool:
 def _check_all_offsets(features: Features) -> None:
     """Raise ``ValueError`` if packed features were sliced along their first dimension.
 
-    Libraries that divide a batch would slice ``[B + 1]`` offsets, but not ``[1, T]`` tokens. The
-    tokens are then too many for the sequences. Only sizes are compared, so that the CPU does not
-    wait for the GPU.
+    Libraries that divide a batch slice the offsets ``[B + 1]``, but not the tokens ``[1, T]``. Then
+    there are more tokens than the remaining sequences can hold. Only sizes are compared, so that
+    the CPU does not wait for the GPU.
 
     Args:
         features: packed features.
@@ -360,33 +404,34 @@ def _check_all_offsets(features: Features) -> None:
     n_sequences = features[OFFSETS].numel() - 1
     if n_tokens > n_sequences * longest:
         raise ValueError(
-            "packed features must hold all offsets of their sequences, got "
-            f"{n_sequences} sequences of up to {longest} tokens for {n_tokens} tokens: the batch "
-            "was cut by its first dim. Leave batches whole (dispatch_batches=False), or preprocess "
-            "texts outside of packed_inputs().",
+            "packed features must hold the offsets of all sequences, but the batch was sliced "
+            f"along its first dimension, got {n_tokens} tokens, which do not fit into "
+            f"{n_sequences} sequences of at most {longest} tokens; leave batches whole "
+            "(dispatch_batches=False), or preprocess texts outside of packed_inputs().",
         )
 
 
 class PackedMask(Replacement):
-    """Replaces the forward of one ``MultiVectorMask``, which takes padded token vectors only.
+    """Replaces the forward of one ``MultiVectorMask``, so that it accepts packed token vectors.
 
-    The stock forward would cut packed token vectors one text at a time.
+    The original forward would split packed token vectors one text at a time.
     """
 
     def __call__(self, features: Features, task: str | None = None) -> Features:
-        """Pad packed features, and run the stock forward, which masks tokens that are not scored.
+        """Pad packed features, move the skiplist to their device, and run the original forward.
 
         Args:
-            features: output of the modules before, packed or padded.
+            features: the output of the modules before, packed or padded.
             task: ``"query"`` or ``"document"``.
         """
         if OFFSETS in features:
             repad(features)
         module = self.owner
-        skipped_ids = getattr(module, "_skiplist_ids", None)  # of tokens such as punctuation
+        # The ids of tokens that are not scored, such as punctuation.
+        skipped_ids = getattr(module, "_skiplist_ids", None)
         ids = features.get("input_ids")
         if skipped_ids is not None and ids is not None and skipped_ids.device != ids.device:
-            # The capture of a CUDA graph cannot copy them from the CPU.
+            # Once and for all: a CUDA graph cannot capture a copy from the CPU.
             module._skiplist_ids = skipped_ids.to(ids.device)
         outputs: Features = type(module).forward(module, features, task=task)
         return outputs
@@ -397,8 +442,8 @@ def repad(features: Features) -> None:
 
     Args:
         features: packed ``token_embeddings`` ``[1, T, D]`` and ``input_ids`` ``[1, T]`` with their
-            offsets. Afterwards they are ``[B, S, D]`` and ``[B, S]``, with a bool
-            ``attention_mask`` ``[B, S]``.
+            offsets. They become ``[B, S, D]`` and ``[B, S]`` with a bool ``attention_mask``
+            ``[B, S]``.
     """
     cu_seqlens: Tensor = features[OFFSETS]
     n_texts = cu_seqlens.numel() - 1

@@ -1,4 +1,4 @@
-"""Batches of a stock trainer, collated in a thread, with columns joined for one forward."""
+"""Batches of sentence-transformers' trainers, collated in a thread and joined for one forward."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -33,22 +34,67 @@ from tilefold.pipeline.rows import to_device
 from tilefold.pipeline.truncation import Tally, Truncation, counting_truncation
 
 
+class _ForwardMode(NamedTuple):
+    """What decides the output of a forward, besides weights and inputs.
+
+    Attributes:
+        transformer_id: the id of the Transformer.
+        is_training: whether it is in training mode.
+        has_gradients: whether torch records gradients.
+        is_inference: whether torch is in inference mode.
+        autocast: the dtype of autocast, or ``None``.
+    """
+
+    transformer_id: int
+    is_training: bool
+    has_gradients: bool
+    is_inference: bool
+    autocast: torch.dtype | None
+
+
+def _forward_mode(transformer: Transformer, device_type: str) -> _ForwardMode:
+    """Return the mode in which a forward of a Transformer would run now."""
+    return _ForwardMode(
+        transformer_id=id(transformer),
+        is_training=transformer.training,
+        has_gradients=torch.is_grad_enabled(),
+        is_inference=torch.is_inference_mode_enabled(),
+        autocast=autocast_dtype(device_type),
+    )
+
+
+@dataclass(frozen=True)
+class JoinedColumn:
+    """The entry ``JOINED`` in the features of a column, which leads its forward to all columns.
+
+    It is not a tuple, because trainers move the items of tuples to a device.
+
+    Attributes:
+        columns: the columns of the batch.
+        position: the position of this column among them.
+    """
+
+    columns: JoinedColumns
+    position: int
+
+
 class JoinedColumns:
     """The packed columns of one training batch, whose tokens are joined.
 
-    Args:
+    Attributes:
         features: packed features of all tokens, one column after another.
-        input_ids: the ids of each column, ``[1, T_i]``, as views of those in `features`.
-        offsets: offsets of all texts, int32 ``[N + 1]`` on the CPU.
+        input_ids: the ids of each column, ``[1, T_i]``, as views of those in ``features``.
+        offsets: the offsets of all texts, int32 ``[N + 1]`` on the CPU.
     """
 
     def __init__(self, features: Features, input_ids: list[Tensor], offsets: Tensor) -> None:
         self.features = features
         self.input_ids = input_ids
         self.offsets = offsets
-        # Outputs of columns that went through a forward, but were not yet returned. Keys are the
-        # position of the column and the mode of the forward.
-        self._outputs: dict[tuple[object, ...], Tensor] = {}
+        # Outputs of the last forward that were not returned yet, by the position of the column, and
+        # the mode of that forward.
+        self._outputs: dict[int, Tensor] = {}
+        self._mode: _ForwardMode | None = None
 
     def rows(self, columns: list[Features]) -> Features | None:
         """Return packed features of all texts in row order.
@@ -56,89 +102,86 @@ class JoinedColumns:
         The first row of every column comes first, then the second row of every column.
 
         Args:
-            columns: features of the columns, as a loss receives them.
+            columns: the features of the columns, as a loss receives them.
 
         Returns:
-            Features with offsets int32 ``[N + 1]`` on the CPU. ``None`` unless `columns` are all
-            columns of this batch, and agree in features that are not joined.
+            Features with offsets int32 ``[N + 1]`` on the CPU. None if ``columns`` are not all
+            columns of this batch, or if they differ in a feature that is not joined.
         """
-        expected = [(self, position) for position in range(len(self.input_ids))]
-        if [features.get(JOINED) for features in columns] != expected:
+        if not self._are_all_columns(columns):
             return None
         joined_names = {*self.features, JOINED}
-        other_features = [
+        unjoined_features = [
             {name: value for name, value in features.items() if name not in joined_names}
             for features in columns
         ]
-        if any(features != other_features[0] for features in other_features):
+        if any(features != unjoined_features[0] for features in unjoined_features):
             return None
         # The texts are stored column by column. Transposed, they are in row order.
         n_columns = len(columns)
         starts = self.offsets[:-1].view(n_columns, -1).T.flatten()
         lengths = self.offsets.diff().view(n_columns, -1).T.flatten()
         offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-        # Where each token of the result comes from: its position, shifted as its text is.
+        # The source of each token is its new position plus the shift of its text.
         shifts = torch.repeat_interleave(starts - offsets[:-1], lengths)
         sources = shifts + torch.arange(int(offsets[-1]))
         device_sources = to_device(sources.numpy(), self.input_ids[0].device)
-        features = {**self.features, **other_features[0]}
+        row_features = {**self.features, **unjoined_features[0]}
         for name in TOKEN_NAMES:
             if name in self.features:
-                features[name] = self.features[name][:, device_sources]
-        features.update(dict.fromkeys(OFFSET_NAMES, offsets))
-        return features
+                row_features[name] = self.features[name][:, device_sources]
+        row_features.update(dict.fromkeys(OFFSET_NAMES, offsets))
+        return row_features
 
-    def embeddings(
+    def _are_all_columns(self, columns: list[Features]) -> bool:
+        """Whether features are those of all columns of this batch, in order."""
+        entries = [features.get(JOINED) for features in columns]
+        return entries == [JoinedColumn(self, position) for position in range(len(self.input_ids))]
+
+    def run_column(
         self,
         position: int,
         transformer: Transformer,
         graphs: StepGraphs | None = None,
     ) -> Tensor:
-        """Return the token embeddings of a column, ``[1, T_i, D]``.
+        """Return the token embeddings of a column, ``[1, T_i, D]``, in one forward for all columns.
 
-        The first call runs the Transformer on all columns, and stores the outputs of the others.
-        Their calls take them, if the modes of the model and of torch are still the same.
+        The first call runs the Transformer on all columns and stores the outputs. Later calls
+        return these if the modes of the Transformer and of torch have not changed.
 
         Args:
-            position: position of the column.
+            position: the position of the column.
             transformer: the Transformer.
-            graphs: runs the forward as a CUDA graph where it can.
+            graphs: runs the forward as a CUDA graph if it can.
         """
-        mode = (
-            id(transformer),
-            transformer.training,
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-            autocast_dtype(self.input_ids[0].device.type),
-        )
-        output = self._outputs.pop((position, *mode), None)
-        if output is not None:
-            return output
+        mode = _forward_mode(transformer, self.input_ids[0].device.type)
+        if mode != self._mode or position not in self._outputs:
+            self._outputs = dict(enumerate(self._run(transformer, graphs)))
+            self._mode = mode
+        return self._outputs.pop(position)
+
+    def _run(self, transformer: Transformer, graphs: StepGraphs | None) -> Sequence[Tensor]:
+        """Run a Transformer on all columns, and return the output of each column."""
         joined_output = None if graphs is None else graphs(self.features)
         if joined_output is None:  # no graph can run these features
             features = type(transformer).forward(transformer, dict(self.features))
             joined_output = features[transformer.module_output_name]
-        outputs: Sequence[Tensor] = joined_output.split(
-            [ids.size(1) for ids in self.input_ids], dim=1
-        )
-        self._outputs = {
-            (column, *mode): column_output
-            for column, column_output in enumerate(outputs)
-            if column != position
-        }
-        return outputs[position]
+        column_lengths = [ids.size(1) for ids in self.input_ids]
+        outputs: Sequence[Tensor] = joined_output.split(column_lengths, dim=1)
+        return outputs
 
 
 class CollatedBatch(NamedTuple):
     """A batch of a collator, with packed columns joined.
 
     Attributes:
-        features: features of all columns, whose names begin with the column's prefix. Joined
-            columns have ``None`` in place of their tensors of tokens.
-        joined: packed features of all tokens of the joined columns; ``None`` without such columns.
-        prefixes: prefixes of the joined columns, which have equally many texts.
-        offsets: offsets of the texts in the joined tokens, int32 ``[N + 1]`` on the CPU; ``None``
-            without joined columns.
+        features: the features of all columns, whose names begin with the column's prefix. The token
+            tensors of joined columns are replaced by ``None``.
+        joined: packed features of all tokens of the joined columns; ``None`` if no columns are
+            joined.
+        prefixes: the prefixes of the joined columns, which have the same number of texts.
+        offsets: the offsets of the texts in the joined tokens, int32 ``[N + 1]`` on the CPU;
+            ``None`` if no columns are joined.
     """
 
     features: Features
@@ -149,10 +192,10 @@ class CollatedBatch(NamedTuple):
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> CollatedBatch:
         """Return the batch with a function applied to its tensors, such as a copy to a GPU.
 
-        Features that are the same tensor stay the same tensor: the function is applied to it once.
+        A tensor that occurs several times is converted once, so that it stays a single tensor.
 
         Args:
-            function: the function.
+            function: returns the new tensor for an old one.
         """
         results: dict[int, Tensor] = {}  # by the id of the tensor
 
@@ -171,14 +214,15 @@ class CollatedBatch(NamedTuple):
         )
 
     def split_columns(self) -> Features:
-        """Return features of all columns, as a loss takes them.
+        """Return the features of all columns, as a loss expects them.
 
-        The tensors of tokens of a joined column are views of tensors that hold all columns. Each
-        joined column also gets an entry that leads its forward to the joined ones.
+        The token tensors of joined columns become views of the joined tensors. An entry ``JOINED``
+        lets the forward of a column find the other columns.
         """
         if self.joined is None:
             return self.features
         features = dict(self.features)
+        # All joined columns have the same number of texts.
         n_texts_per_column = (len(self.offsets) - 1) // len(self.prefixes)
         column_offsets = self.offsets[::n_texts_per_column].tolist()
         column_ranges = itertools.pairwise(column_offsets)
@@ -189,26 +233,27 @@ class CollatedBatch(NamedTuple):
         input_ids = [features[prefix + "input_ids"] for prefix in self.prefixes]
         columns = JoinedColumns(self.joined, input_ids, self.offsets)
         for position, prefix in enumerate(self.prefixes):
-            features[prefix + JOINED] = (columns, position)
+            features[prefix + JOINED] = JoinedColumn(columns, position)
         return features
 
 
 def join_columns(features: Features) -> CollatedBatch:
     """Join the packed columns of a batch on the CPU, so that one forward can run all of them.
 
-    A batch without packed columns, or with columns of different tensors or numbers of texts, is
-    returned unchanged.
+    The batch is returned as it is if its packed columns do not have the same tensors and the same
+    number of texts.
 
     Args:
-        features: output of a data collator, whose names begin with the column's prefix.
+        features: the output of a data collator, whose names begin with the column's prefix.
     """
+    # A prefix ends in "_", such as "sentence_0_".
     prefixes = [name.removesuffix(OFFSETS) for name in features if name.endswith(f"_{OFFSETS}")]
     names = [name for name in TOKEN_NAMES if any(prefix + name in features for prefix in prefixes)]
     if not _can_be_joined(features, prefixes, names):
         return CollatedBatch(features)
-    lengths = [features[prefix + OFFSETS].diff() for prefix in prefixes]  # of the texts
-    end_offsets = torch.cat(lengths).cumsum(0, dtype=torch.int32)
-    cu_seqlens = torch.nn.functional.pad(end_offsets, (1, 0))
+    text_lengths = torch.cat([features[prefix + OFFSETS].diff() for prefix in prefixes])
+    text_ends = text_lengths.cumsum(0, dtype=torch.int32)
+    cu_seqlens = torch.nn.functional.pad(text_ends, (1, 0))
     longest = max(features[prefix + LONGEST] for prefix in prefixes)
     joined: Features = {
         name: torch.cat([features[prefix + name] for prefix in prefixes], dim=1) for name in names
@@ -216,31 +261,38 @@ def join_columns(features: Features) -> CollatedBatch:
     joined.update(dict.fromkeys(OFFSET_NAMES, cu_seqlens))
     joined.update(dict.fromkeys(LONGEST_NAMES, longest))
     joined["modality"] = "text"
-    # Trainers tell queries from documents by the order of the names, which therefore stay.
-    joined_names = {prefix + name for prefix in prefixes for name in names}
-    other_features = {
-        name: None if name in joined_names else value for name, value in features.items()
-    }
-    return CollatedBatch(other_features, joined, prefixes, cu_seqlens)
+    # Trainers tell queries from documents by the order of the names. So the names stay, and the
+    # tensors, which are now copied into ``joined``, are removed.
+    emptied_features = dict(features)
+    for prefix in prefixes:
+        for name in names:
+            emptied_features[prefix + name] = None
+    return CollatedBatch(
+        features=emptied_features,
+        joined=joined,
+        prefixes=prefixes,
+        offsets=cu_seqlens,
+    )
 
 
 def _can_be_joined(features: Features, prefixes: Sequence[str], names: Sequence[str]) -> bool:
     """Whether packed columns of a batch can go through the encoder in one forward.
 
-    They need the same tensors and equally many texts, and the first one needs tokens.
+    There must be two columns or more, with the same token tensors and the same number of texts. The
+    first column must have a token.
 
     Args:
-        features: features of a batch.
-        prefixes: prefixes of the packed columns.
-        names: names of their tensors of tokens.
+        features: the features of a batch.
+        prefixes: the prefixes of the packed columns.
+        names: the names of their token tensors.
     """
     if len(prefixes) < 2:
         return False
     if any(prefix + name not in features for prefix in prefixes for name in names):
         return False
-    n_texts = {features[prefix + OFFSETS].numel() - 1 for prefix in prefixes}
-    n_first_tokens = features[prefixes[0] + "input_ids"].size(1)
-    return len(n_texts) == 1 and n_first_tokens > 0
+    text_counts = {features[prefix + OFFSETS].numel() - 1 for prefix in prefixes}
+    n_first_tokens = features[prefixes[0] + "input_ids"].size(1)  # of a packed tensor [1, T]
+    return len(text_counts) == 1 and n_first_tokens > 0
 
 
 def collate_ahead(
@@ -250,9 +302,9 @@ def collate_ahead(
     graphs: bool = False,
     compiled: bool = False,
 ) -> None:
-    """Let a stock trainer tokenise its next batch while the step before it runs.
+    """Let a trainer tokenise its next batch while the current step runs.
 
-    The trainer's own data collator then works in a thread, into pinned memory. Samplers, order,
+    The trainer's data collator then works in a thread and writes to pinned memory. Samplers, order,
     random numbers and batches stay the same. Nothing changes with ``dataloader_num_workers`` above
     0 or ``TILEFOLD_DISABLE=1`` in the environment. The trainer's ``logging_nan_inf_filter``, for
     which the CPU waits for the loss, is turned off: NaN is logged as NaN.
@@ -263,40 +315,41 @@ def collate_ahead(
     itself, except for :class:`tilefold.losses.base_splade.JoinedSpladeLoss`.
 
     With ``graphs``, the forward and backward pass of the encoder are captured as CUDA graphs and
-    replayed. Unused sequences pad batches to a few total sizes (at most a tenth more tokens). A new
+    replayed. Filler sequences pad batches to a few total sizes (at most a tenth more tokens). A new
     size runs eagerly the first time and is captured the second time. Gradients are copied, which
-    takes the memory of the weights once more (recipes on several GPUs have them written where DDP
-    keeps them). All come at the end of the backward pass. With several ranks, the gradients of most
-    layers come before the ones of the lowest layers, and are added up meanwhile. Steps that a graph
-    cannot repeat run as usual: see
+    takes the memory of the weights once more; recipes on several GPUs let the graphs write into
+    DDP's buckets instead. All gradients are available at the end of the backward pass. With several
+    ranks, those of most layers are available earlier and are summed while the lowest layers are
+    differentiated. Steps that a graph cannot repeat run as usual: see
     :class:`tilefold.integrations.sentence_transformers.graphs.training.StepGraphs`. Dropout draws
-    other numbers.
+    different numbers.
 
-    With ``compiled``, too, layers that ``torch.compile`` compiled for any length are captured, in
-    16 bits (bf16 or fp16 weights or autocast). This is about a seventh less work for the GPU, with
-    fewer results rounded on the way, and some ten seconds more at the start. fp32 layers, whose
-    packed attention torch cannot compile, are captured without it. Where compiling fails, a warning
-    is issued, and layers are captured without it.
+    With ``compiled``, ``torch.compile`` compiles the layers for any length before the capture, if
+    they compute in 16 bits (bf16 or fp16 weights or autocast). The GPU then has about a seventh
+    less work and rounds fewer intermediate results, and training starts some ten seconds later.
+    fp32 layers, whose packed attention torch cannot compile, are captured as they are. So are
+    layers that fail to compile, with a warning.
 
     Args:
         trainer: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or another trainer of
             sentence-transformers.
-        join: one forward for all columns; False for a loss that calls ``backward`` once for each
-            column.
-        graphs: capture and replay the encoder as CUDA graphs.
-        compiled: capture layers that ``torch.compile`` made; no effect in fp32.
+        join: whether one forward runs all columns; False for a loss that calls ``backward`` once
+            for each column.
+        graphs: whether to capture and replay the encoder as CUDA graphs.
+        compiled: whether to compile the layers with ``torch.compile``; no effect in fp32.
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
-        ValueError: for an iterable dataset or ``dispatch_batches``, whose batches one process cuts
-            for all others; for ``graphs`` without ``join`` or with other than one packed encoder;
-            for ``compiled`` without ``graphs``.
+        ValueError: for an iterable dataset; for ``dispatch_batches``, with which one process makes
+            the batches of all processes; for ``graphs`` without ``join`` or without exactly one
+            packed encoder; for ``compiled`` without ``graphs``.
     """
-    collator = _checked_collator(trainer)
+    _check_trainer(trainer)
     if switched_off():
         return
+    collator = trainer.data_collator
     model = trainer.model
-    # Only then do all columns go through one Transformer, which takes them packed.
+    # Only then do all columns go through one Transformer on packed tokens.
     has_one_encoder = isinstance(model, nn.Sequential) and isinstance(
         vars(model[0]).get("forward"),
         PackedForward,
@@ -313,7 +366,11 @@ def collate_ahead(
     if has_one_encoder:
         step_graphs = None
         if graphs:
-            step_graphs = StepGraphs(model[0], compiled=compiled, halved=has_other_ranks())
+            step_graphs = StepGraphs(
+                model[0],
+                compiled=compiled,
+                divides_backward=has_other_ranks(),
+            )
         model[0].forward.graphs = step_graphs
     if not isinstance(collator, AheadCollator):
         if has_one_encoder:
@@ -321,8 +378,8 @@ def collate_ahead(
         trainer.data_collator = AheadCollator(collator, join and has_one_encoder)
 
 
-def _checked_collator(trainer: Any) -> Any:
-    """Return the data collator of a trainer, after a check that its batches can be collated ahead.
+def _check_trainer(trainer: Any) -> None:
+    """Check that the batches of a trainer can be collated in a thread, ahead of their steps.
 
     Args:
         trainer: the trainer.
@@ -331,8 +388,7 @@ def _checked_collator(trainer: Any) -> Any:
         TypeError: if there is no data collator.
         ValueError: for an iterable dataset or ``dispatch_batches``.
     """
-    collator = getattr(trainer, "data_collator", None)
-    if collator is None:
+    if getattr(trainer, "data_collator", None) is None:
         raise TypeError(
             "trainer must be a trainer of sentence-transformers, got "
             f"{type(trainer).__name__} without a data collator.",
@@ -340,8 +396,8 @@ def _checked_collator(trainer: Any) -> Any:
     for name in ("train_dataset", "eval_dataset"):
         if isinstance(getattr(trainer, name, None), IterableDataset):
             raise ValueError(
-                f"{name} must not be iterable to be collated ahead, got one; use a Dataset with a "
-                "length.",
+                f"{name} must be a Dataset with a length, because its batches are collated ahead "
+                "of their steps, got an IterableDataset; load it without streaming.",
             )
     if getattr(getattr(trainer, "accelerator", None), "dispatch_batches", None):
         raise ValueError(
@@ -349,31 +405,28 @@ def _checked_collator(trainer: Any) -> Any:
             "leave it out of the trainer's accelerator_config, so that each process makes its own "
             "batches.",
         )
-    return collator
 
 
 class AheadCollator:
-    """A data collator that returns at once and collates in a thread.
+    """A data collator that returns immediately and collates in a thread.
 
     It has the attributes of the collator that it wraps.
 
-    Args:
-        collator: the stock data collator.
-        join: whether packed columns of a batch are joined.
-
     Attributes:
-        cut: counts of texts, and of truncated ones, of the batches that were used.
-        read: converts what the dataset returns to rows, in the thread.
+        collator: the data collator of the trainer.
+        join: whether the packed columns of a batch are joined.
+        cut: counts the texts, and the truncated texts, of the batches that were used.
+        read: converts the items of the dataset to rows, in the thread.
     """
 
     read: Callable[[list[Any]], list[Features]] = list
 
     def __init__(self, collator: Callable[[list[Features]], Features], join: bool = False) -> None:
-        """Wrap a data collator; its thread is started by the first batch.
+        """Wrap a data collator. The first batch starts the thread.
 
         Args:
-            collator: the stock data collator.
-            join: whether packed columns of a batch are joined.
+            collator: the data collator of the trainer.
+            join: whether the packed columns of a batch are joined.
         """
         self.collator = collator
         self.join = join
@@ -389,31 +442,33 @@ class AheadCollator:
         return {**vars(self), "_thread": None}
 
     def __call__(self, features: list[Any]) -> Any:
-        """Start to collate a batch.
+        """Start collating a batch.
 
         Args:
-            features: rows of the dataset, or what ``read`` makes rows of.
+            features: items of the dataset: rows, or what ``read`` converts to rows.
 
         Returns:
-            A :class:`PendingBatch`; in a worker process of a data loader, the features themselves.
+            A :class:`PendingBatch`. In a worker process of a data loader, which already works ahead
+            of the steps, the collated features.
         """
-        if get_worker_info() is not None:
+        is_worker = get_worker_info() is not None
+        if is_worker:
             return self.collator(self.read(features))
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="tilefold-collate")
-        truncation = Truncation()
+        truncation = Truncation()  # the thread counts truncated texts in it
         return PendingBatch(
-            self._thread,
-            self._thread.submit(self._collate, features, truncation),
-            functools.partial(self._count_truncated, truncation, len(features)),
+            thread=self._thread,
+            batch=self._thread.submit(self._collate, features, truncation),
+            on_use=functools.partial(self._count_truncated, truncation, len(features)),
         )
 
     def _collate(self, features: list[Any], truncation: Truncation) -> CollatedBatch:
-        """Collate a batch, and count the texts that the tokenizer truncates (in the thread).
+        """Collate a batch; this runs in the thread.
 
         Args:
-            features: rows of the dataset, or what ``read`` makes rows of.
-            truncation: gets the counts.
+            features: items of the dataset: rows, or what ``read`` converts to rows.
+            truncation: the object that records the texts that the tokenizer truncates.
         """
         rows = self.read(features)
         with counting_truncation(truncation):
@@ -426,8 +481,8 @@ class AheadCollator:
         """Add the truncated texts of a batch to the tally.
 
         Args:
-            truncation: the tokenizer's calls for this batch.
-            n_rows: number of rows of the batch.
+            truncation: the recorded calls of the tokenizer for this batch.
+            n_rows: the number of rows of the batch.
         """
         for call in truncation.calls:
             # A call for fewer texts tokenises a prompt, for its length.
@@ -441,7 +496,8 @@ class PendingBatch:
     Args:
         thread: the thread.
         batch: the batch that it collates.
-        on_use: called when the batch is moved to its device, since a loader may drop its last one.
+        on_use: is called when the batch is moved to its device. A loader may drop its last batch,
+            which then is not used.
     """
 
     def __init__(
@@ -455,7 +511,7 @@ class PendingBatch:
         self._on_use = on_use
 
     def pin_memory(self) -> PendingBatch:
-        """Return this batch, which the thread copies to pinned memory once it is collated."""
+        """Return this batch in pinned memory, to which the thread copies it after collating."""
         pinned = self._thread.submit(_pin_memory, self._batch)
         return PendingBatch(self._thread, pinned, self._on_use)
 
@@ -467,13 +523,11 @@ class PendingBatch:
         Args:
             device: the device.
             non_blocking: whether copies may overlap with other work. Copies from pinned memory
-                always may.
+                always do, since torch does not reuse that memory before the copy is done.
         """
 
         def move(tensor: Tensor) -> Tensor:
             """Copy a tensor to the device."""
-            # A copy from pinned memory may overlap with other work: torch does not reuse the memory
-            # before the copy is done.
             return tensor.to(device, non_blocking=non_blocking or tensor.is_pinned())
 
         features = self._batch.result().map_tensors(move).split_columns()
@@ -486,19 +540,21 @@ def _pin_memory(batch: Future[CollatedBatch]) -> CollatedBatch:
 
 
 def _with_direct_preprocess(collator: Any, model: Model) -> Any:
-    """Return a copy of a collator that passes texts straight to the model's Transformer.
+    """Return a copy of a collator that passes texts directly to the model's Transformer.
 
-    The model's own ``preprocess`` would examine the modality of every text first. A collator whose
-    ``preprocess_fn`` is another function is returned unchanged.
+    This skips the model's ``preprocess``, which examines the modality of every input. A collator
+    that calls another function is returned as it is.
 
     Args:
         collator: a data collator of sentence-transformers.
         model: the model of the trainer.
     """
     preprocess = getattr(collator, "preprocess_fn", None)
-    owner = getattr(preprocess, "__self__", None)
-    function = getattr(preprocess, "__func__", None)
-    if owner is not model or function is not getattr(type(model), "preprocess", None):
+    # Only a method of the class: accelerate or a caller may have set one on the instance.
+    is_own_method = getattr(preprocess, "__self__", None) is model and getattr(
+        preprocess, "__func__", None
+    ) is getattr(type(model), "preprocess", None)
+    if not is_own_method:
         return collator
     direct_collator = copy.copy(collator)
     direct_collator.preprocess_fn = functools.partial(_preprocess, model)
@@ -506,7 +562,7 @@ def _with_direct_preprocess(collator: Any, model: Model) -> Any:
 
 
 def _preprocess(model: Any, inputs: list[object], **kwargs: object) -> Features:
-    """Preprocess inputs by the model's Transformer if all are texts, else by the model."""
+    """Preprocess inputs with the model's Transformer if all are texts, otherwise with the model."""
     are_texts = {*map(type, inputs)} == {str}
     preprocess = model[0].preprocess if are_texts else model.preprocess
     features: Features = preprocess(inputs, **kwargs)

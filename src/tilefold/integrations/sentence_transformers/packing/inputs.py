@@ -1,10 +1,9 @@
-"""Packed inputs of an accelerated Transformer.
+"""Packed inputs of an accelerated Transformer, from texts or from padded features.
 
-They are made of texts, by the Rust tokenizer, or of padded features, by their attention mask.
-
-``preprocess`` returns padded features like the stock method, because many others read them: data
-loaders, Hugging Face's accelerate, losses. Their padding is removed where the encoder begins.
-Within :func:`packed_inputs` only the encoder reads them, and ``preprocess`` returns packed tokens.
+``preprocess`` returns padded features by default, like the stock method of sentence-transformers,
+because data loaders, Hugging Face's accelerate and losses also read them. The encoder then removes
+the padding. Within :func:`packed_inputs` only the encoder reads the features, so ``preprocess``
+returns packed tokens directly.
 """
 
 from __future__ import annotations
@@ -36,26 +35,33 @@ from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.ragged import Int64, offsets_of
 from tilefold.pipeline.truncation import current_truncation, ignoring_truncation
 
-# Texts for which the packed tokenisation of a plan is compared with the stock one.
+# Texts for which the features of a plan are compared with the stock ones.
 _PROBES = ("a", "", "Cats, dogs \u00e9t\u00e9 \u4e2d\u6587 x1-y2?")
-_LONGEST_PROBE = 8192  # tokens of the probe that shows where texts are truncated
+# The position of the empty text among them.
+_EMPTY_PROBE = 1
+# Truncation is compared, too, if texts are truncated to this number of tokens or fewer.
+_LONGEST_PROBE = 8192
+# The words of a text that is truncated exceed the limit by this number.
+_WORDS_ABOVE_LIMIT = 8
 # Names of the tensors of packed features.
 PACKED = frozenset({"input_ids", "position_ids", *OFFSET_NAMES})
-# Name of the tensor that marks the expansion of ColBERT queries, which all have one length.
+# Name of the tensor that marks the mask tokens of expanded ColBERT queries.
 EXPANDED = "query_expansion_positions"
+# Names of the tensors of padded features that can be packed.
 _TOKEN_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
-_PLANNED_ARGUMENTS = frozenset({"task", "max_length"})  # arguments of preprocess that a plan covers
-# Form of the inputs in this thread: "packed", "padded" or "either".
-_form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="either")
+# Arguments of ``preprocess`` that a plan supports, besides texts and prompt.
+_PLANNED_ARGUMENTS = frozenset({"task", "max_length"})
+# The form of inputs in this thread: "packed", "padded" or "either".
+_input_form: ContextVar[str] = ContextVar("tilefold_form_of_inputs", default="either")
 
 
 @contextmanager
 def _inputs(form: str) -> Iterator[None]:
-    token = _form.set(form)
+    token = _input_form.set(form)
     try:
         yield
     finally:
-        _form.reset(token)
+        _input_form.reset(token)
 
 
 def packed_inputs() -> AbstractContextManager[None]:
@@ -70,33 +76,53 @@ def padded_inputs() -> AbstractContextManager[None]:
 
 def pads_inputs() -> bool:
     """Return whether this thread is within :func:`padded_inputs`."""
-    return _form.get() == "padded"
+    return _input_form.get() == "padded"
 
 
 class _Plan(NamedTuple):
-    """How texts with one prompt, task and maximum length are tokenised.
+    """How to make the features of texts with one prompt, task and maximum length.
 
     Attributes:
-        truncation: truncation settings of the Rust tokenizer; ``None`` if texts are not truncated.
-        others: features that are no tensors and are the same for every batch, such as the length of
-            the prompt.
-        padding: :func:`padding_position` of the model.
-        expansion: features of an expanded query without any token, ``[1, L]``; ``None`` if queries
-            are not expanded.
+        truncation: the truncation settings of the Rust tokenizer; ``None`` if texts are not
+            truncated.
+        constants: the features that are not tensors and are the same for every batch, such as the
+            length of the prompt.
+        padding_id: :func:`padding_position` of the model.
+        expansion: features of an expanded query without tokens, ``[1, L]``; ``None`` if texts are
+            not expanded.
     """
 
     truncation: Features | None
-    others: Features
-    padding: int | None
+    constants: Features
+    padding_id: int | None
     expansion: Features | None = None
+
+
+class _TokenizedTexts:
+    """Tokens of texts, from which features are made later.
+
+    Args:
+        encodings: one ``tokenizers.Encoding`` per text.
+        plan: the plan with which the texts were tokenised.
+    """
+
+    def __init__(self, encodings: list[Any], plan: _Plan) -> None:
+        self._encodings = encodings
+        self._plan = plan
+
+    def features(self) -> Features:
+        """Return the features of the texts. This may be called once, since it frees the tokens."""
+        encodings, self._encodings = self._encodings, []
+        return _features_of(encodings, self._plan)
 
 
 class PackedInputs(Replacement):
     """Replaces ``preprocess`` of one Transformer: within :func:`packed_inputs` it packs tokens.
 
-    Texts then go through a copy of the Rust tokenizer, if that agrees with the stock ``preprocess``
-    on a few probes. Otherwise the stock method tokenises, and its padding is removed. Inputs other
-    than texts stay padded, and so does ColBERT's query expansion, whose padding is scored.
+    Texts then go through a copy of the Rust tokenizer, if its features equal those of the stock
+    ``preprocess`` for a few probes. Otherwise the stock method tokenises, and its padding is
+    removed. Inputs other than texts stay padded. So do expanded ColBERT queries, because their mask
+    tokens are scored.
     """
 
     def __init__(self, transformer: Transformer) -> None:
@@ -105,8 +131,9 @@ class PackedInputs(Replacement):
 
     def _reset(self) -> None:
         self._plans: dict[tuple[object, ...], _Plan | None] = {}
-        # A copy, because calls of the stock tokenizer change padding and truncation.
-        self._backend: Any = None
+        # A copy of the Rust tokenizer, because calls of the original change its padding and
+        # truncation.
+        self._backend_copy: Any = None
         self._copied_from: object = None
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -126,7 +153,7 @@ class PackedInputs(Replacement):
         processing_kwargs: object = None,
         **kwargs: object,
     ) -> Features:
-        """Return features of the inputs, with the arguments of ``Transformer.preprocess``.
+        """Return the features of inputs, with the arguments of ``Transformer.preprocess``.
 
         Args:
             inputs: the inputs, such as texts.
@@ -136,50 +163,57 @@ class PackedInputs(Replacement):
         """
         if processing_kwargs is not None:
             kwargs["processing_kwargs"] = processing_kwargs
-        return self.begin(inputs, prompt, **kwargs)()
+        make_features = self.tokenize(inputs, prompt, **kwargs)
+        return make_features()
 
-    def begin(
+    def tokenize(
         self,
         inputs: Sequence[Any],
         prompt: str | None = None,
         **kwargs: object,
     ) -> Callable[[], Features]:
-        """Tokenise inputs, and return a function that makes features of the tokens.
+        """Tokenise inputs, and return a function that makes their features.
 
-        The tokenizer mostly runs without the GIL, the function with it. So a thread can tokenise
-        the next texts while another one makes features.
+        Tokenising mostly releases the GIL, while the returned function holds it. So one thread can
+        tokenise the next texts while another one makes features.
 
         Args:
             inputs: the inputs.
             prompt: text that is put before every input.
             **kwargs: other arguments of ``Transformer.preprocess``.
+
+        Returns:
+            A function that returns the features, to be called once.
         """
-        if _form.get() != "packed" or not inputs:
+        if _input_form.get() != "packed" or not inputs:
             features = self._stock_features(inputs, prompt, kwargs)
             return lambda: features
-        expansion = None  # settings of ColBERT's query expansion
-        if kwargs.get("task") == "query":
-            expansion = getattr(self.owner, "query_expansion", None)
+        expansion = self._query_expansion(kwargs)
         are_texts = {*map(type, inputs)} == {str}
         if are_texts and kwargs.keys() <= _PLANNED_ARGUMENTS:
-            finish = self._begin_planned(inputs, prompt, kwargs, expansion)
-            if finish is not None:
-                return finish
+            tokenized = self._tokenize_by_plan(inputs, prompt, kwargs, expansion)
+            if tokenized is not None:
+                return tokenized.features
         features = self._stock_features(inputs, prompt, kwargs)
-        if expansion is None:
+        if expansion is None:  # the mask tokens of expanded queries look like padding, but stay
             features = pack_features(features, padding_position(self.owner.model))
         return lambda: features
 
-    def _begin_planned(
+    def _query_expansion(self, kwargs: dict[str, object]) -> dict[str, Any] | None:
+        """Return the settings of ColBERT's query expansion, or None if a call does not expand."""
+        if kwargs.get("task") != "query":
+            return None
+        expansion: dict[str, Any] | None = getattr(self.owner, "query_expansion", None)
+        return expansion
+
+    def _tokenize_by_plan(
         self,
         texts: Sequence[str],
         prompt: str | None,
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
-    ) -> Callable[[], Features] | None:
-        """Tokenise texts by the copy of the Rust tokenizer, if a plan for such texts exists.
-
-        A plan says how texts with one prompt, task and maximum length are tokenised.
+    ) -> _TokenizedTexts | None:
+        """Tokenise texts with the copy of the Rust tokenizer, if there is a plan for such a call.
 
         Args:
             texts: the texts.
@@ -188,13 +222,9 @@ class PackedInputs(Replacement):
             expansion: settings of ColBERT's query expansion, if the texts are expanded queries.
 
         Returns:
-            A function that makes the features, to be called once; ``None`` if the stock method must
-            tokenise the texts.
+            The tokens, or None if the stock method must tokenise the texts.
         """
-        if self._process != os.getpid():
-            # A forked process may have a copy of a locked lock, which nothing would release.
-            self._reset()
-        with self._lock:
+        with self._lock_of_this_process():
             plan = self._plan(prompt, kwargs, expansion)
             if plan is None:
                 return None
@@ -202,15 +232,21 @@ class PackedInputs(Replacement):
             if plan.expansion is not None:
                 expanded_length = plan.expansion["input_ids"].size(1)
                 if max(map(len, encodings)) >= expanded_length:
-                    return None  # a query fills the expansion, about which the stock method warns
+                    # The stock method warns that a query is too long to be expanded.
+                    return None
             truncation = current_truncation()
             if truncation is not None:
                 truncation.add_encodings(encodings, plan.truncation)
-            # ``pop`` frees the encodings as soon as their features are made, although the returned
-            # function may live longer.
-            holder = [encodings]
-            del encodings
-            return lambda: self._features(holder.pop(), plan)
+            return _TokenizedTexts(encodings, plan)
+
+    def _lock_of_this_process(self) -> threading.Lock:
+        """Return the lock, or a new one in a forked process.
+
+        The fork may have copied a lock that is held, and nothing would release the copy.
+        """
+        if self._process != os.getpid():
+            self._reset()
+        return self._lock
 
     def _stock_features(
         self,
@@ -229,7 +265,7 @@ class PackedInputs(Replacement):
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
     ) -> _Plan | None:
-        """Return the plan for a call from the cache, or make it.
+        """Return the cached plan for a call, or make it.
 
         Args:
             prompt: text that is put before every text.
@@ -241,100 +277,115 @@ class PackedInputs(Replacement):
         """
         tokenizer = self.owner.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None or not hasattr(backend, "encode_batch"):
+        has_rust_tokenizer = hasattr(backend, "encode_batch")
+        expands_to_fixed_length = expansion is None or expansion["strategy"] == "fixed"
+        if not has_rust_tokenizer or not expands_to_fixed_length:
             return None
-        # Another tokenizer, or added tokens, make all plans and the copy invalid.
+        # Another tokenizer, or added tokens, invalidate all plans and the copy of the tokenizer.
         source = (backend, len(tokenizer))
         if self._copied_from != source:
             self._plans = {}
-            self._backend = None
+            self._backend_copy = None
             self._copied_from = source
-        # All settings that change the tokens of a text are part of a plan's key.
+        key = self._plan_key(prompt, kwargs, expansion)
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(prompt, kwargs, backend, expansion)
+        return self._plans[key]
+
+    def _plan_key(
+        self,
+        prompt: str | None,
+        kwargs: dict[str, object],
+        expansion: dict[str, Any] | None,
+    ) -> tuple[object, ...]:
+        """Return all settings of a call that change the tokens of a text.
+
+        Args:
+            prompt: text that is put before every text.
+            kwargs: other arguments of the call.
+            expansion: settings of ColBERT's query expansion; ``None`` if texts are not expanded.
+        """
+        tokenizer = self.owner.tokenizer
         settings = [
             tokenizer.model_max_length,
             tokenizer.truncation_side,
             getattr(self.owner, "query_length", None),
             getattr(self.owner, "document_length", None),
         ]
-        expanded_length = None
         if expansion is not None:
-            if expansion["strategy"] != "fixed":
-                return None
             settings += [tokenizer.mask_token_id, *expansion.values()]
-            expanded_length = expansion["length"]
-        key = (prompt, *settings, *sorted(kwargs.items()))
-        if key not in self._plans:
-            self._plans[key] = self._make_plan(prompt, kwargs, backend, expanded_length)
-        return self._plans[key]
+        return (prompt, *settings, *sorted(kwargs.items()))
 
     def _make_plan(
         self,
         prompt: str | None,
         kwargs: dict[str, object],
         backend: Any,
-        expanded_length: int | None,
+        expansion: dict[str, Any] | None,
     ) -> _Plan | None:
-        """Make a plan, and compare its features with stock ones for a few probes.
+        """Make the plan of a call, and compare its features with the stock ones for a few texts.
 
         Args:
             prompt: text that is put before every text.
             kwargs: other arguments of the call.
             backend: the Rust tokenizer of the Transformer.
-            expanded_length: length L of expanded queries, if they are expanded.
+            expansion: settings of ColBERT's query expansion; ``None`` if texts are not expanded.
 
         Returns:
-            The plan, or None if the features differ.
+            The plan, or None if its features differ from the stock ones.
         """
-        probes, stock = self._probe(prompt, kwargs, backend, expanded_length is not None)
-        tensor_names = {name for name, value in stock.items() if isinstance(value, Tensor)}
-        supported_names = set(_TOKEN_TENSORS)
-        if expanded_length is not None:
-            supported_names.add(EXPANDED)
-        has_supported_names = {"input_ids", "attention_mask"} <= tensor_names <= supported_names
-        if not has_supported_names or stock.get("modality") != "text":
+        is_expanded = expansion is not None
+        texts = self._probe_texts(prompt, kwargs, backend, is_expanded)
+        with padded_inputs(), ignoring_truncation():
+            expected = self._stock_features(texts, prompt, kwargs)
+        if not _are_supported(expected, is_expanded):
             return None
-        others = {name: value for name, value in stock.items() if name not in tensor_names}
-        plan = _Plan(backend.truncation, others, padding_position(self.owner.model))
-        if expanded_length is not None and stock["input_ids"].size(1) == expanded_length:
-            tensors = {name: stock[name] for name in sorted(tensor_names)}
-            plan = plan._replace(expansion=_expansion_of(tensors))
-        if self._backend is None:
-            self._backend = type(backend).from_str(backend.to_str())
-            self._backend.no_padding()
-        expected = pack_features(stock, plan.padding) if expanded_length is None else stock
-        features = self._features(self._encodings(probes, prompt, plan), plan)
+        plan = _Plan(
+            truncation=backend.truncation,
+            constants={
+                name: value for name, value in expected.items() if not isinstance(value, Tensor)
+            },
+            padding_id=padding_position(self.owner.model),
+        )
+        if expansion is None:
+            expected = pack_features(expected, plan.padding_id)
+        elif expected["input_ids"].size(1) == expansion["length"]:
+            plan = plan._replace(expansion=_expansion_of(expected))
+        else:
+            return None
+        if self._backend_copy is None:
+            self._backend_copy = type(backend).from_str(backend.to_str())
+            self._backend_copy.no_padding()
+        features = _features_of(self._encodings(texts, prompt, plan), plan)
         return plan if _are_equal(features, expected) else None
 
-    def _probe(
+    def _probe_texts(
         self,
         prompt: str | None,
         kwargs: dict[str, object],
         backend: Any,
         is_expanded: bool,
-    ) -> tuple[list[str], Features]:
-        """Tokenise a few texts by the stock method.
+    ) -> list[str]:
+        """Return texts that show how a call tokenises, one of them to be truncated if possible.
 
         Args:
             prompt: text that is put before every text.
             kwargs: other arguments of the call.
             backend: the Rust tokenizer of the Transformer.
-            is_expanded: whether the texts are expanded queries.
-
-        Returns:
-            The texts, of which one is truncated if there is a limit, and their features.
+            is_expanded: whether the texts are expanded queries. A query that is truncated fills
+                the expansion, so none is returned.
         """
-        probes = list(_PROBES)
+        texts = list(_PROBES)
         with padded_inputs(), ignoring_truncation():
-            # The first call sets the truncation of the tokenizer.
-            self._stock_features([probes[0]], prompt, kwargs)
-            limit = (backend.truncation or {}).get("max_length", _LONGEST_PROBE + 1)
-            if limit <= _LONGEST_PROBE and not is_expanded:
-                text_above_limit = "word " * (limit + 8)
-                probes.append(text_above_limit)
-            return probes, self._stock_features(probes, prompt, kwargs)
+            # A call sets the truncation of the tokenizer, which is read below.
+            self._stock_features(texts[:1], prompt, kwargs)
+        limit = (backend.truncation or {}).get("max_length")
+        if limit is not None and limit <= _LONGEST_PROBE and not is_expanded:
+            texts.append("word " * (limit + _WORDS_ABOVE_LIMIT))
+        return texts
 
     def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
-        """Tokenise texts by the copy of the Rust tokenizer.
+        """Tokenise texts with the copy of the Rust tokenizer.
 
         Args:
             texts: the texts.
@@ -344,76 +395,103 @@ class PackedInputs(Replacement):
         Returns:
             One ``tokenizers.Encoding`` per text.
         """
-        backend = self._backend
+        backend = self._backend_copy
         if backend.truncation != plan.truncation:
             if plan.truncation is None:
                 backend.no_truncation()
             else:
                 backend.enable_truncation(**plan.truncation)
-        # The fast method leaves out offsets in the text.
+        # The fast method does not compute where tokens are in the text.
         encode = getattr(backend, "encode_batch_fast", backend.encode_batch)
         prompted = [prompt + text for text in texts] if prompt else list(texts)
         encodings: list[Any] = encode(prompted, add_special_tokens=True)
         return encodings
 
-    def _features(self, encodings: list[Any], plan: _Plan) -> Features:
-        """Return packed features of encodings, or padded ones of expanded queries.
 
-        Args:
-            encodings: one ``tokenizers.Encoding`` per text.
-            plan: the plan with which the texts were tokenised.
-        """
-        if len(encodings) == 1 and plan.expansion is None:
-            token_ids = encodings[0].ids
-            if plan.padding not in token_ids:
-                return _single_text_features(token_ids, plan)
-        flat = array("i")
-        for encoding in encodings:
-            # The fastest way that was tried: 29 ns a token, 24 of them for the list.
-            flat.fromlist(encoding.ids)
-        ids = np.array(flat, np.int64)
-        lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
-        if plan.expansion is not None:
-            return _expanded_features(ids, lengths, plan.expansion) | plan.others
-        # Position ids as models count them: padding tokens have the position `padding`, and others
-        # follow it. Models without such a position begin at 0, after a `padding` of -1, which is no
-        # token's id.
-        padding = -1 if plan.padding is None else plan.padding
-        offsets = offsets_of(lengths)
-        is_counted = ids != padding
-        n_counted_before = offsets_of(is_counted)  # counted tokens before each token, and in all
-        n_before_text = np.repeat(n_counted_before[offsets[:-1]], lengths)
-        n_counted_in_text = n_counted_before[1:] - n_before_text
-        positions = n_counted_in_text * is_counted + padding
-        packed = packed_arguments(
-            torch.from_numpy(ids),
-            torch.from_numpy(positions),
-            torch.from_numpy(offsets.astype(np.int32)),
-            int(lengths.max(initial=0)),
-        )
-        return packed | plan.others
+def _are_supported(features: Features, is_expanded: bool) -> bool:
+    """Whether features are texts with no other tensors than a plan can make.
+
+    Args:
+        features: features of the stock method.
+        is_expanded: whether the texts are expanded ColBERT queries.
+    """
+    tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
+    supported_names = _TOKEN_TENSORS | {EXPANDED} if is_expanded else _TOKEN_TENSORS
+    has_supported_names = {"input_ids", "attention_mask"} <= tensor_names <= supported_names
+    return has_supported_names and features.get("modality") == "text"
+
+
+def _features_of(encodings: list[Any], plan: _Plan) -> Features:
+    """Return packed features of texts, or padded features of expanded queries.
+
+    Args:
+        encodings: one ``tokenizers.Encoding`` per text.
+        plan: the plan with which the texts were tokenised.
+    """
+    if len(encodings) == 1 and plan.expansion is None:
+        token_ids = encodings[0].ids
+        if plan.padding_id not in token_ids:
+            return _single_text_features(token_ids, plan)
+    flat_ids = array("i")
+    for encoding in encodings:
+        # The fastest of the ways tried: 29 ns per token, of which ``encoding.ids`` takes 24.
+        flat_ids.fromlist(encoding.ids)
+    ids = np.array(flat_ids, np.int64)
+    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    if plan.expansion is not None:
+        return _expanded_features(ids, lengths, plan.expansion) | plan.constants
+    offsets = offsets_of(lengths)
+    packed = packed_arguments(
+        torch.from_numpy(ids),
+        torch.from_numpy(_position_ids(ids, offsets, plan.padding_id)),
+        torch.from_numpy(offsets.astype(np.int32)),
+        int(lengths.max(initial=0)),
+    )
+    return packed | plan.constants
+
+
+def _position_ids(ids: Int64, offsets: Int64, padding_id: int | None) -> Int64:
+    """Return the position ids of packed tokens within their texts, ``[T]``.
+
+    This is :func:`position_ids_of` for arrays on the CPU.
+
+    Args:
+        ids: token ids, ``[T]``.
+        offsets: offsets of the texts, ``[B + 1]``.
+        padding_id: :func:`padding_position` of the model. Padding tokens have this position and are
+            not counted. The first other token of a text has the next position.
+    """
+    if padding_id is None:
+        padding_id = -1  # not the id of any token: all are counted, from position 0 on
+    is_counted = ids != padding_id
+    n_counted_before = offsets_of(is_counted)  # before each token, and in total: [T + 1]
+    n_before_text = np.repeat(n_counted_before[offsets[:-1]], np.diff(offsets))
+    n_counted_in_text = n_counted_before[1:] - n_before_text
+    positions: Int64 = n_counted_in_text * is_counted + padding_id
+    return positions
 
 
 def _single_text_features(token_ids: list[int], plan: _Plan) -> Features:
     """Return packed features of one text without padding tokens.
 
     Args:
-        token_ids: ids of the text's tokens.
+        token_ids: the ids of the text's tokens.
         plan: the plan with which the text was tokenised.
     """
     length = len(token_ids)
-    start = 0 if plan.padding is None else plan.padding + 1
+    first_position = 0 if plan.padding_id is None else plan.padding_id + 1
+    position_ids = np.arange(first_position, first_position + length, dtype=np.int64)
     packed = packed_arguments(
-        torch.from_numpy(np.array(token_ids, np.int64)),
-        torch.from_numpy(np.arange(start, start + length, dtype=np.int64)),
-        torch.from_numpy(np.array([0, length], np.int32)),
-        length,
+        ids=torch.from_numpy(np.array(token_ids, np.int64)),
+        positions=torch.from_numpy(position_ids),
+        cu_seqlens=torch.from_numpy(np.array([0, length], np.int32)),
+        longest=length,
     )
-    return packed | plan.others
+    return packed | plan.constants
 
 
 def _are_equal(features: Features, expected: Features) -> bool:
-    """Return whether two sets of features have the same names and values."""
+    """Whether two sets of features have the same names and values."""
     if features.keys() != expected.keys():
         return False
     for name, value in expected.items():
@@ -425,16 +503,20 @@ def _are_equal(features: Features, expected: Features) -> bool:
     return True
 
 
-def _expansion_of(stock: dict[str, Tensor]) -> Features:
-    """Return features of an expanded ColBERT query without any token of a text, ``[1, L]``.
+def _expansion_of(features: Features) -> Features:
+    """Return features of an expanded ColBERT query without tokens of a text, ``[1, L]``.
 
-    Expansion fills a query up to length L with mask tokens. The last position of the empty probe is
-    such a token. It is repeated L times.
+    Expansion fills a query with mask tokens up to length L. The empty probe ends in such a token,
+    which is repeated L times.
 
     Args:
-        stock: tensors ``[B, L]`` of the probes, of which the second one is empty.
+        features: features of the probes, with tensors ``[B, L]``.
     """
-    return {name: tensor[1:2, -1:].expand(1, tensor.size(1)) for name, tensor in stock.items()}
+    return {
+        name: value[_EMPTY_PROBE, -1].expand(1, value.size(1))
+        for name, value in features.items()
+        if isinstance(value, Tensor)
+    }
 
 
 def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Features:
@@ -444,31 +526,30 @@ def _expanded_features(ids: Int64, lengths: Int64, expansion: Features) -> Featu
 
     Args:
         ids: packed token ids, ``[T]``.
-        lengths: number of tokens of each query, ``[B]``.
-        expansion: features of a query without any token, ``[1, L]``.
+        lengths: the number of tokens of each query, ``[B]``.
+        expansion: features of a query without tokens of a text, ``[1, L]``.
     """
     n_queries = len(lengths)
     features = {
         name: np.repeat(tensor.numpy(), n_queries, axis=0) for name, tensor in expansion.items()
     }
     is_token = np.arange(features[EXPANDED].shape[1]) < lengths[:, None]
-    features["input_ids"][is_token] = ids
+    features["input_ids"][is_token] = ids  # row by row, the order of packed ids
     features["attention_mask"][is_token] = 1
     features[EXPANDED][is_token] = False
     return {name: torch.from_numpy(values) for name, values in features.items()}
 
 
-def texts_to(model: Model) -> PackedInputs | None:
-    """Return the replaced ``preprocess`` of the model's first module, to tokenise texts directly.
+def direct_preprocess_of(model: Model) -> PackedInputs | None:
+    """Return the ``preprocess`` that accelerate has put on the model's first module, if any.
 
-    The model's own ``preprocess`` examines the type of each input before it calls that of the first
-    module. For texts this can be left out.
+    Calling it skips the model's ``preprocess``, which examines the type of every input.
 
     Args:
         model: the model.
 
     Returns:
-        The replacement, or None if the model's own ``preprocess`` must run.
+        The replacement, or None if the model's ``preprocess`` must run.
     """
     is_stock = type(model).preprocess is BaseModel.preprocess and "preprocess" not in vars(model)
     first_module: Any = next(iter(model.children()), None)
@@ -479,7 +560,7 @@ def texts_to(model: Model) -> PackedInputs | None:
 
 
 def on_device(features: Mapping[str, object], device: torch.device | str) -> Features:
-    """Return features with their tensors moved to a device."""
+    """Return features with all tensors moved to a device."""
     return {
         name: value.to(device) if isinstance(value, Tensor) else value
         for name, value in features.items()
@@ -491,9 +572,9 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
 
     Args:
         ids: token ids, ``[T]``.
-        lengths: number of tokens of each text, ``[B]``.
-        padding: :func:`padding_position` of the model.
-        longest: number of tokens of the longest text.
+        lengths: the number of tokens of each text, ``[B]``.
+        padding: the position id of padding tokens, see :func:`padding_position`, or None.
+        longest: the number of tokens of the longest text.
     """
     cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=ids.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu_seqlens[1:])
@@ -506,53 +587,72 @@ def packed_features(ids: Tensor, lengths: Tensor, padding: int | None, longest: 
 
 
 def pack_features(features: Features, padding: int | None) -> Features:
-    """Remove the padding of padded features.
+    """Convert padded features to packed ones.
 
-    It waits for the GPU once, if the features are there.
+    The CPU waits once for the GPU if the features are on a GPU.
 
     Args:
-        features: output of ``preprocess``.
-        padding: :func:`padding_position` of the model.
+        features: the output of ``preprocess``.
+        padding: the position id of padding tokens, see :func:`padding_position`, or None.
 
     Returns:
-        Packed features; the same features if they are not padded texts, or a mask has holes.
+        Packed features; the features themselves if they are not padded texts, or if the tokens of a
+        text are not contiguous.
     """
-    mask = features.get("attention_mask")
-    ids = features.get("input_ids")
-    tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
-    tensor_names.discard("prompt_length")
-    if mask is None or ids is None or not tensor_names <= _TOKEN_TENSORS or mask.dim() != 2:
+    if not _are_padded_texts(features):
         return features
-    is_token = mask != 0
+    is_token = features["attention_mask"] != 0
     lengths = is_token.sum(1)
     token_types = features.get("token_type_ids")
-    facts = _mask_facts(is_token, lengths, token_types)
-    if facts.max_runs > 1:
+    summary = _summarize(is_token, lengths, token_types)
+    if summary.max_runs > 1:
         return features
-    sources = lengths[:0]  # positions of all tokens in the flattened padded tensors
-    if facts.n_tokens > 0:
-        # ``nonzero`` would wait for the GPU once more, to know the number of tokens.
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-        text, position = token_positions(cu_seqlens, facts.n_tokens)
-        first_tokens = is_token.long().argmax(1)  # positions after padding on the left
-        padded_length = is_token.size(1)
-        sources = text * padded_length + first_tokens[text] + position
-    packed_ids = ids.long().flatten()[sources]
-    packed = packed_features(packed_ids, lengths, padding, facts.longest)
-    if token_types is not None and facts.has_types:  # models use zeros by default
+    sources = _token_sources(is_token, lengths, summary.n_tokens)
+    packed_ids = features["input_ids"].long().flatten()[sources]
+    packed = packed_features(packed_ids, lengths, padding, summary.longest)
+    if token_types is not None and summary.has_types:  # models use zeros by default
         packed["token_type_ids"] = token_types.flatten()[sources][None]
-    others = {name: value for name, value in features.items() if name not in tensor_names}
-    return packed | others
+    constants = {name: value for name, value in features.items() if name not in _TOKEN_TENSORS}
+    return packed | constants
 
 
-class _MaskFacts(NamedTuple):
+def _are_padded_texts(features: Features) -> bool:
+    """Whether features are padded texts without other tensors that have a value for each token."""
+    mask = features.get("attention_mask")
+    if mask is None or mask.dim() != 2 or features.get("input_ids") is None:
+        return False
+    tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
+    tensor_names.discard("prompt_length")  # has one value
+    return tensor_names <= _TOKEN_TENSORS
+
+
+def _token_sources(is_token: Tensor, lengths: Tensor, n_tokens: int) -> Tensor:
+    """Return the position of each token in the flattened padded tensors, ``[T]``.
+
+    ``nonzero`` gives the same, but the CPU would wait for the GPU to learn the number of tokens.
+
+    Args:
+        is_token: the mask ``[B, S]``, whose tokens are contiguous in each text.
+        lengths: the number of tokens of each text, ``[B]``.
+        n_tokens: the number of tokens T of all texts.
+    """
+    if n_tokens == 0:
+        return lengths[:0]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    text, position = token_positions(cu_seqlens, n_tokens)
+    n_padding_before = is_token.long().argmax(1)  # padding on the left of each text
+    padded_length = is_token.size(1)
+    return text * padded_length + n_padding_before[text] + position
+
+
+class _MaskSummary(NamedTuple):
     """Properties of padded texts that packing needs on the CPU.
 
     Attributes:
-        n_tokens: number of tokens of all texts.
-        longest: number of tokens of the longest text.
-        max_runs: largest number of separate runs of tokens in a text: 1 without holes.
-        has_types: whether a text has a token type other than 0.
+        n_tokens: the number of tokens of all texts.
+        longest: the number of tokens of the longest text.
+        max_runs: the largest number of separate runs of tokens in a text; 1 if all are contiguous.
+        has_types: whether a token has a type other than 0.
     """
 
     n_tokens: int = 0
@@ -561,21 +661,21 @@ class _MaskFacts(NamedTuple):
     has_types: bool = False
 
 
-def _mask_facts(is_token: Tensor, lengths: Tensor, token_types: Tensor | None) -> _MaskFacts:
-    """Compute what packing must know about padded texts on the CPU, with one copy from the device.
+def _summarize(is_token: Tensor, lengths: Tensor, token_types: Tensor | None) -> _MaskSummary:
+    """Return the lengths, runs and types of padded texts, with one copy from the device.
 
     Args:
-        is_token: bool ``[B, S]``.
-        lengths: number of tokens of each text, ``[B]``.
-        token_types: ``[B, S]``, if there are any.
+        is_token: the mask, bool ``[B, S]``.
+        lengths: the number of tokens of each text, ``[B]``.
+        token_types: the token types ``[B, S]``, if there are any.
     """
     if is_token.numel() == 0:
-        return _MaskFacts()
+        return _MaskSummary()
     # A run of tokens begins at a token that follows padding, or at the first position.
     has_token_before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     n_runs = (is_token & ~has_token_before).sum(1)
-    # Without token types, `lengths` takes their place, and ``has_types`` is not read.
-    type_sums = lengths if token_types is None else token_types.sum(1)
-    facts = [lengths.sum(), lengths.amax(), n_runs.amax(), type_sums.long().amax()]
-    n_tokens, longest, max_runs, largest_type_sum = torch.stack(facts).tolist()
-    return _MaskFacts(n_tokens, longest, max_runs, largest_type_sum != 0)
+    values = [lengths.sum(), lengths.amax(), n_runs.amax()]
+    if token_types is not None:
+        values.append(token_types.any().long())
+    n_tokens, longest, max_runs, *has_types = torch.stack(values).tolist()
+    return _MaskSummary(n_tokens, longest, max_runs, has_types=has_types == [1])

@@ -40,6 +40,7 @@ from tilefold.modules.fused_pooling import Options, SparseOptions
 from tilefold.pipeline.rows import (
     Batch,
     Item,
+    SparseRows,
     Window,
     concatenate_rows,
     repeat_interleave,
@@ -48,22 +49,23 @@ from tilefold.pipeline.truncation import current_truncation
 
 # Texts of the first window: few, so that the device starts early.
 FIRST_TEXTS = 512
-# How many times as many texts a window has as the one before it, at most.
+# A window has at most this many times the texts of the window before.
 GROWTH = 4
-# Texts and characters of a later window, at least: about half the tokens of a batch on a GPU.
+# The smallest numbers of texts and characters of a later window, about half the tokens of a batch
+# on a GPU.
 WINDOW_TEXTS = 2048
 WINDOW_CHARACTERS = 1 << 18
-# The default batch size of ``encode``. From it on batches are limited by tokens instead.
+# The default batch size of ``encode``. Batches of this size or more are limited by their tokens.
 _DEFAULT_BATCH_SIZE = 32
 
 
 def sparse_options(model: Model, top_k: int | None, min_weight: float) -> SparseOptions:
-    """Return which entries of a row are kept: by default as many as ``max_active_dims`` says."""
+    """Return which entries of a row are kept; ``top_k`` is by default ``max_active_dims``."""
     return SparseOptions(model.max_active_dims if top_k is None else top_k, min_weight)
 
 
 def fused_vocab_size(model: Model) -> int | None:
-    """Return the vocabulary size V of an accelerated model with an LM head, else None."""
+    """Return the vocabulary size V of an accelerated model, or None if it has no LM head."""
     heads = [fused.head for fused in fused_forwards(model) if fused.head is not None]
     return base_linear(heads[0]).out_features if heads else None
 
@@ -73,15 +75,15 @@ def batches_of(
     texts: Sequence[str],
     progress: Callable[[int], object],
 ) -> Iterator[Batch]:
-    """Encode texts by a stream, the longest first.
+    """Encode texts with a stream, the longest first.
 
     Args:
         stream: the stream.
-        texts: texts of any number.
-        progress: called with the number of texts of each batch.
+        texts: any number of texts.
+        progress: is called with the number of texts of each batch.
 
     Yields:
-        Batches, whose positions are those in `texts`.
+        The batches, each with the positions of its texts in ``texts``.
 
     Raises:
         Exception: the error of the first text that cannot be encoded.
@@ -89,15 +91,16 @@ def batches_of(
     lengths = torch.tensor([len(text) for text in texts])
     order = lengths.argsort(descending=True, stable=True)
     boundaries = _window_boundaries(lengths[order])
+    # The positions of the texts of each window.
     windows = [order[start:stop].tolist() for start, stop in itertools.pairwise(boundaries)]
     # The tokenizer runs in the stream's thread, so its counts are added to those of this thread.
     truncation = current_truncation()
     text_windows = (Window([texts[position] for position in window]) for window in windows)
     with closing(stream(text_windows)) as items:
         for item in items:
-            if not isinstance(item, Batch):
+            if not isinstance(item, Batch):  # the start of the stream or the end of a window
                 continue
-            if isinstance(item.rows, Exception):  # of a text that failed by itself
+            if isinstance(item.rows, Exception):  # a single text could not be encoded
                 raise item.rows
             n_texts = len(item.positions)
             if truncation is not None:
@@ -112,22 +115,24 @@ def _window_boundaries(lengths: Tensor) -> list[int]:
 
     The first window is small, so that the device starts early. Each later window has at least
     ``WINDOW_TEXTS`` texts and about ``WINDOW_CHARACTERS`` characters, but at most ``GROWTH`` times
-    as many texts as the one before it.
+    the texts of the window before.
 
     Args:
-        lengths: numbers of characters in descending order, ``[N]``.
+        lengths: the number of characters of each text, the longest first, ``[N]``.
 
     Returns:
-        Positions at which the windows begin, and N.
+        The positions at which the windows begin, and N.
     """
     n_texts = len(lengths)
-    ends = lengths.cumsum(0)  # characters up to the end of each text
+    cumulative_characters = lengths.cumsum(0)
     boundaries = [0, min(FIRST_TEXTS, n_texts)]
     while boundaries[-1] < n_texts:
         start = boundaries[-1]
-        last_size = start - boundaries[-2]
-        end = int(torch.searchsorted(ends, ends[start - 1] + WINDOW_CHARACTERS))
-        size = min(max(end - start, WINDOW_TEXTS), GROWTH * last_size)
+        previous_size = start - boundaries[-2]
+        # The first text that is WINDOW_CHARACTERS characters or more after the start.
+        n_characters = cumulative_characters[start - 1] + WINDOW_CHARACTERS
+        end = int(torch.searchsorted(cumulative_characters, n_characters))
+        size = min(max(end - start, WINDOW_TEXTS), GROWTH * previous_size)
         boundaries.append(min(start + size, n_texts))
     return boundaries
 
@@ -150,18 +155,20 @@ class SparseBatchEncoder(Replacement):
 
         Args:
             texts: the texts.
-            task: ``"query"``, ``"document"`` or ``None``.
-            top_k: keep at most this many entries per row; by default ``max_active_dims``.
-            min_weight: keep entries strictly greater than this.
+            task: ``"query"``, ``"document"`` or None.
+            top_k: the largest number of entries per row; by default the model's
+                ``max_active_dims``.
+            min_weight: only entries strictly greater than this are kept.
 
         Returns:
-            CSR ``[len(texts), V]`` on the CPU.
+            A ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU.
         """
         texts = list_of("texts", texts)
-        batch = self.batch(texts, task=task, top_k=top_k, min_weight=min_weight)
-        return streams.as_csr([batch], len(texts), vocab_size=0)
+        rows = self.encode_rows(texts, task=task, top_k=top_k, min_weight=min_weight)
+        batch = Batch(window=0, positions=range(len(texts)), rows=rows)
+        return streams.as_csr([batch], len(texts))
 
-    def batch(
+    def encode_rows(
         self,
         texts: Sequence[str],
         *,
@@ -169,17 +176,18 @@ class SparseBatchEncoder(Replacement):
         prompt_name: str | None = None,
         top_k: int | None = None,
         min_weight: float = 0.0,
-    ) -> Batch:
+    ) -> SparseRows:
         """Encode texts in one forward pass and return their rows without building a matrix.
 
         Args:
             texts: the texts.
-            task: ``"query"``, ``"document"`` or ``None``.
-            prompt_name: name of a prompt of the model; by default that of the task.
-            top_k: keep at most this many entries per row; by default ``max_active_dims``.
-            min_weight: keep entries strictly greater than this.
+            task: ``"query"``, ``"document"`` or None.
+            prompt_name: the name of a prompt of the model; by default that of the task.
+            top_k: the largest number of entries per row; by default the model's
+                ``max_active_dims``.
+            min_weight: only entries strictly greater than this are kept.
         """
-        return streams.encode_batch(
+        return streams.encode_sparse_rows(
             self.owner,
             list_of("texts", texts),
             task,
@@ -189,7 +197,7 @@ class SparseBatchEncoder(Replacement):
 
     @property
     def vocab_size(self) -> int | None:
-        """V, if the model has an LM head."""
+        """The vocabulary size V; ``None`` if the model has no LM head."""
         return fused_vocab_size(self.owner)
 
     def stream(
@@ -206,22 +214,23 @@ class SparseBatchEncoder(Replacement):
         """Encode many texts to sparse rows.
 
         Args:
-            windows: windows of texts, which are encoded one after another.
-            task: ``"query"``, ``"document"`` or ``None``.
-            top_k: keep at most this many entries per row; by default ``max_active_dims``.
-            min_weight: keep entries strictly greater than this.
-            to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
-            batch_tokens: tokens per batch; by default what suits the device.
+            windows: windows of texts. Each is tokenised as one, and divided into batches.
+            task: ``"query"``, ``"document"`` or None.
+            top_k: the largest number of entries per row; by default the model's
+                ``max_active_dims``.
+            min_weight: only entries strictly greater than this are kept.
+            to_host: whether entries are copied to the CPU instead of staying on the device.
+            batch_tokens: tokens per batch; by default chosen for the device.
             batch_size: texts per batch; by default not limited.
 
         Yields:
-            The items of :meth:`TextStream.__call__`.
+            A :class:`StreamStart`, then the batches of each window and a :class:`WindowEnd`.
         """
         with in_eval_mode(self.owner):
             stream = SparseStream(
                 self.owner,
                 sparse_options(self.owner, top_k, min_weight),
-                to_host,
+                to_host=to_host,
                 task=task,
                 prompt=prompt_of(self.owner, task),
                 batch_tokens=batch_tokens,
@@ -242,17 +251,17 @@ class TokenBatchEncoder(Replacement):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> Generator[Item, None, None]:
-        """Encode many texts to stored token vectors.
+        """Encode many texts to token vectors in a number type for storage.
 
         Args:
-            windows: windows of texts, which are encoded one after another.
+            windows: windows of texts. Each is tokenised as one, and divided into batches.
             task: ``"query"`` or ``"document"``.
-            storage: number type of stored vectors, ``"fp16"`` or ``"int8"``.
-            batch_tokens: tokens per batch; by default what suits the device.
+            storage: the number type, ``"fp16"`` or ``"int8"``.
+            batch_tokens: tokens per batch; by default chosen for the device.
             batch_size: texts per batch; by default not limited.
 
         Yields:
-            The items of :meth:`TextStream.__call__`.
+            A :class:`StreamStart`, then the batches of each window and a :class:`WindowEnd`.
         """
         with in_eval_mode(self.owner):
             stream = streams.TokenStream(
@@ -269,11 +278,12 @@ class TokenBatchEncoder(Replacement):
 class FusedEncode(Replacement):
     """Replaces ``encode`` of one model.
 
-    Few texts are encoded by a CUDA graph, many by a stream. The stock method runs for everything
-    else: inputs that are no strings, several processes, options of the processor.
+    A CUDA graph encodes the texts of a single batch, and a stream encodes more texts. The stock
+    method runs for everything else, such as inputs that are not strings, several processes, or
+    options of the processor.
 
-    A ``batch_size`` below 32 limits the texts of a batch. Otherwise batches hold a number of tokens
-    that suits the device.
+    A ``batch_size`` below 32 limits the texts of a batch. Otherwise batches are limited by a number
+    of tokens that is chosen for the device.
     """
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -286,45 +296,76 @@ class FusedEncode(Replacement):
             kwargs["inputs"] = _listed_inputs(model, kwargs["inputs"])
         arguments = _bind_arguments(stock, args, kwargs)
         if arguments is not None and _is_supported(model, arguments):
-            result = _encode(model, stock, arguments)
+            show_progress = _shows_progress(stock, arguments)
+            if not _is_one_batch(arguments):
+                return _encode_stream(model, arguments, show_progress)
+            # The stock method shows the progress bar of a single batch.
+            result = None if show_progress else _encode_one_batch(model, arguments)
             if result is not None:
                 return result
         with packed_inputs():
             return stock(model, *args, **kwargs)
 
 
-def _encode(model: Model, stock: Any, arguments: Options) -> Any:
-    """Encode texts by a CUDA graph if they are one batch, else by a stream.
+def _texts_of(arguments: Options) -> list[str]:
+    """Return the inputs of a call of ``encode`` as a list, also a single input."""
+    inputs = arguments["inputs"]
+    return [inputs] if isinstance(inputs, str) else inputs
+
+
+def _prompt_of_call(model: Model, arguments: Options) -> str | None:
+    """Return the prompt of a call of ``encode``."""
+    prompt: str | None = model._resolve_prompt(arguments["prompt"], arguments["prompt_name"])
+    return prompt
+
+
+def _is_one_batch(arguments: Options) -> bool:
+    """Whether the inputs of a call of ``encode`` fit into a single batch."""
+    return len(_texts_of(arguments)) <= arguments["batch_size"]
+
+
+def _shows_progress(stock: Any, arguments: Options) -> bool:
+    """Whether a call of ``encode`` shows a progress bar; by default its logger decides.
+
+    Args:
+        stock: the stock ``encode``.
+        arguments: the arguments of ``encode`` by name.
+    """
+    if arguments["show_progress_bar"] is not None:
+        return bool(arguments["show_progress_bar"])
+    return logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
+
+
+def _encode_stream(model: Model, arguments: Options, show_progress: bool) -> object:
+    """Encode the texts of a call of ``encode`` with a stream, and return its result.
+
+    Args:
+        model: an accelerated model, which stays in eval mode, as after the stock method.
+        arguments: the arguments of ``encode`` by name.
+        show_progress: whether a progress bar is shown.
+    """
+    model.eval()
+    batch_size = arguments["batch_size"]
+    # The default size and larger ones leave the limit to the number of tokens.
+    limit = batch_size if batch_size < _DEFAULT_BATCH_SIZE else None
+    encode = _encode_many_tokens if is_multi_vector(model) else _encode_many_sparse
+    return encode(model, arguments, limit, show_progress)
+
+
+def _encode_one_batch(model: Model, arguments: Options) -> Any:
+    """Encode the texts of a call of ``encode`` with a CUDA graph, if possible.
 
     Args:
         model: an accelerated model.
-        stock: the stock ``encode``, whose logger decides about progress bars.
-        arguments: its arguments by name.
+        arguments: the arguments of ``encode`` by name.
 
     Returns:
-        The result that the stock method would return, or None if the stock method must run.
+        The result of the call, or None if the stock method must run.
     """
-    inputs = arguments["inputs"]
-    is_single = isinstance(inputs, str)
-    texts = [inputs] if is_single else inputs
-    batch_size = arguments["batch_size"]
-    prompt = model._resolve_prompt(arguments["prompt"], arguments["prompt_name"])
-    show_progress = arguments["show_progress_bar"]
-    if show_progress is None:
-        level = logging.getLogger(stock.__module__).getEffectiveLevel()
-        show_progress = level <= logging.INFO
-    if len(texts) > batch_size:
-        model.eval()
-        encode_many = _encode_many_tokens if is_multi_vector(model) else _encode_many_sparse
-        limit = batch_size if batch_size < _DEFAULT_BATCH_SIZE else None
-        return encode_many(model, arguments, prompt, limit, show_progress)
-    if show_progress:
-        return None  # the stock method shows the bar
-    encode_few = _encode_few_tokens if is_multi_vector(model) else _encode_few_sparse
-    rows = encode_few(model, arguments, texts, prompt)
-    if rows is None:
-        return None
-    return rows[0] if is_single else rows
+    encode = _encode_few_tokens if is_multi_vector(model) else _encode_few_sparse
+    rows = encode(model, arguments)
+    is_single_input = isinstance(arguments["inputs"], str)
+    return rows[0] if rows is not None and is_single_input else rows
 
 
 def _listed_inputs(model: Model, inputs: object) -> object:
@@ -334,13 +375,13 @@ def _listed_inputs(model: Model, inputs: object) -> object:
     dictionary as a single input, and refuse it.
 
     Args:
-        model: the model, which knows the single inputs of its modalities.
-        inputs: one input or several, in any sequence or iterator.
+        model: the model, which decides what a single input is.
+        inputs: one input, or several in any sequence or iterator.
     """
     if isinstance(inputs, (str, list)):
         return inputs
-    is_array = isinstance(inputs, (np.ndarray, Tensor))  # one image, or one recording
-    is_series = not is_array and getattr(inputs, "ndim", None) == 1
+    is_array = isinstance(inputs, (np.ndarray, Tensor))  # an array is a single image or recording
+    is_series = not is_array and getattr(inputs, "ndim", None) == 1  # of pandas or Polars
     if is_series or isinstance(inputs, (Iterator, MappingView)):
         return list_of("inputs", inputs)
     return inputs if model.is_singular_input(inputs) else list_of("inputs", inputs)
@@ -354,16 +395,17 @@ def _bind_arguments(stock: Any, args: tuple[object, ...], kwargs: Options) -> Op
 
     Args:
         stock: the stock ``encode``.
-        args: positional arguments without ``self``.
-        kwargs: arguments by name.
+        args: the positional arguments without ``self``.
+        kwargs: the keyword arguments.
 
     Returns:
-        The arguments, or None for a wrong call, about which the stock method raises an error.
+        The arguments, or None if the call is wrong; the stock method then raises the error.
     """
     names, defaults = _parameters(stock)
+    if len(args) > len(names):
+        return None
     positional = dict(zip(names, args, strict=False))
-    has_too_many = len(positional) < len(args)
-    if has_too_many or positional.keys() & kwargs.keys():
+    if positional.keys() & kwargs.keys():
         return None
     arguments = {**defaults, **positional, **kwargs}
     extra_names = kwargs.keys() - set(names)
@@ -379,7 +421,7 @@ def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
         stock: the stock ``encode``.
 
     Returns:
-        Names of the parameters in their order, and the default values by name.
+        The names of the parameters in their order, and the default values by name.
     """
     _, *parameters = inspect.signature(stock).parameters.values()
     named = [
@@ -396,112 +438,119 @@ def _parameters(stock: Any) -> tuple[tuple[str, ...], Options]:
 
 
 def _is_supported(model: Model, arguments: Options) -> bool:
-    """Whether a graph or a stream can encode the inputs of a call of ``encode``.
-
-    The inputs must be strings. They must be encoded on the model's device in this process, with
-    options that graphs and streams support.
+    """Whether a CUDA graph or a stream can encode the inputs of a call of ``encode``.
 
     Args:
         model: an accelerated model.
-        arguments: arguments of the call by name.
+        arguments: the arguments of ``encode`` by name.
     """
     inputs = arguments.get("inputs")
     batch_size = arguments["batch_size"]
     if not (isinstance(inputs, (str, list)) and isinstance(batch_size, int) and batch_size > 0):
         return False
-    texts = [inputs] if isinstance(inputs, str) else inputs
-    graphs = graphs_of(model)
-    has_graph = graphs is not None and (bool(graphs.graphs) or graphs.may_run(texts))
-    # A stream pays off for several batches only.
-    is_one_batch = isinstance(inputs, str) or len(texts) <= batch_size
-    if is_one_batch and not has_graph:
+    # A single batch is faster with a CUDA graph only, and a stream needs several batches.
+    if _is_one_batch(arguments) and not _may_use_graph(model, arguments):
         return False
-    if _runs_elsewhere(model, arguments) or not all(isinstance(text, str) for text in texts):
+    if _runs_elsewhere(model, arguments):
+        return False
+    if not all(isinstance(text, str) for text in _texts_of(arguments)):
         return False
     if is_multi_vector(model):
-        returns_tokens = arguments.get("output_value") == "token_embeddings"
-        pools_tokens = arguments.get("token_pooling") is not None
-        return returns_tokens and not pools_tokens and not arguments["kwargs"]
-    ends_in_splade_pooling = graphs is not None and graphs.splade
-    return ends_in_splade_pooling and arguments["kwargs"].keys() <= {"task"}
+        return _returns_token_vectors(arguments)
+    return _returns_splade_scores(model, arguments)
+
+
+def _may_use_graph(model: Model, arguments: Options) -> bool:
+    """Whether a CUDA graph might encode the inputs of a call of ``encode``."""
+    graphs = graphs_of(model)
+    if graphs is None:
+        return False
+    has_captured_graphs = bool(graphs.graphs)  # saves a check, which the encoding repeats
+    return has_captured_graphs or graphs.may_run(_texts_of(arguments))
+
+
+def _returns_token_vectors(arguments: Options) -> bool:
+    """Whether a call of ``MultiVectorEncoder.encode`` returns the vectors of all tokens."""
+    returns_tokens = arguments.get("output_value") == "token_embeddings"
+    pools_tokens = arguments.get("token_pooling") is not None
+    return returns_tokens and not pools_tokens and not arguments["kwargs"]
+
+
+def _returns_splade_scores(model: Model, arguments: Options) -> bool:
+    """Whether a call of ``SparseEncoder.encode`` returns the scores of a SpladePooling."""
+    graphs = graphs_of(model)
+    ends_in_splade = graphs is not None and graphs.ends_in_splade
+    return ends_in_splade and arguments["kwargs"].keys() <= {"task"}
 
 
 def _runs_elsewhere(model: Model, arguments: Options) -> bool:
-    """Whether a call of ``encode`` uses another device or other processes."""
+    """Whether a call of ``encode`` uses another device than the model's, or other processes."""
     device = arguments.get("device")
     has_other_device = device is not None and device not in (model.device, str(model.device))
     is_distributed = getattr(model, "_distributed_inference", None) is not None
     return has_other_device or is_distributed or arguments.get("pool") is not None
 
 
-def _encode_few_sparse(
-    model: Model,
-    arguments: Options,
-    texts: list[str],
-    prompt: str | None,
-) -> Any:
-    """Encode texts to sparse rows by one CUDA graph.
+def _encode_few_sparse(model: Model, arguments: Options) -> Any:
+    """Encode a few texts to sparse rows with a CUDA graph, if possible.
 
     Args:
         model: an accelerated SparseEncoder.
-        arguments: arguments of the call of ``encode`` by name.
-        texts: its inputs as a list.
-        prompt: text that is put before every text.
+        arguments: the arguments of ``encode`` by name.
 
     Returns:
-        Rows as the stock ``encode`` returns them for a list, or None if no graph can run.
+        A matrix or a list of rows, as the arguments ask for, also for a single input. None if no
+        graph can run.
     """
     graphs = graphs_of(model)
     if graphs is None:
         return None
     to_host = bool(arguments["save_to_cpu"])
-    rows = graphs.sparse(
-        texts,
+    rows = graphs.encode_sparse(
+        _texts_of(arguments),
         task=arguments["kwargs"].get("task"),
-        prompt=prompt,
+        prompt=_prompt_of_call(model, arguments),
         options=sparse_options(model, arguments["max_active_dims"], min_weight=0.0),
         to_host=to_host,
     )
     if rows is None:
         return None
     device = torch.device("cpu") if to_host else graphs.device
-    if len(texts) > 1:
+    if len(rows.counts) > 1:
         matrix = _as_coo(rows.counts, rows.columns, rows.values, rows.vocab_size, device)
         return _convert_rows(matrix, arguments)
-    # One row needs no matrix: it is slow to select a row of a sparse tensor.
-    columns = rows.columns.long()[None].to(device)
-    row = coo_tensor(columns, rows.values.to(device), (rows.vocab_size,))
-    if isinstance(arguments["inputs"], str):
+    row = _as_sparse_vector(rows, device)
+    is_single_input = isinstance(arguments["inputs"], str)
+    if is_single_input:  # without a matrix, since selecting a row of a sparse tensor is slow
         return [row if arguments["convert_to_sparse_tensor"] else row.to_dense()]
     return _convert_rows(row[None], arguments)
 
 
-def _encode_few_tokens(
-    model: Model,
-    arguments: Options,
-    texts: list[str],
-    prompt: str | None,
-) -> Any:
-    """Encode texts to token vectors by one CUDA graph.
+def _as_sparse_vector(rows: SparseRows, device: torch.device) -> Tensor:
+    """Return a single sparse row as a COO tensor ``[V]`` on a device."""
+    columns = rows.columns.long()[None].to(device)
+    return coo_tensor(columns, rows.values.to(device), (rows.vocab_size,))
+
+
+def _encode_few_tokens(model: Model, arguments: Options) -> Any:
+    """Encode a few texts to token vectors with a CUDA graph, if possible.
 
     Args:
         model: an accelerated MultiVectorEncoder.
-        arguments: arguments of the call of ``encode`` by name.
-        texts: its inputs as a list.
-        prompt: text that is put before every text.
+        arguments: the arguments of ``encode`` by name.
 
     Returns:
-        Vectors ``[n, D]`` of each text as the stock ``encode`` returns them, or None if no graph
-        can run.
+        The vectors ``[n, D]`` of each text as the stock ``encode`` returns them, or None if no
+        graph can run.
     """
     graphs = graphs_of(model)
     if graphs is None:
         return None
     to_numpy = bool(arguments["convert_to_numpy"])
-    vectors = graphs.vectors(
-        texts,
+    vectors = graphs.encode_vectors(
+        _texts_of(arguments),
         task=arguments["task"],
-        prompt=prompt,
+        prompt=_prompt_of_call(model, arguments),
         normalize=bool(arguments["normalize_embeddings"]),
         to_host=to_numpy,
     )
@@ -516,18 +565,19 @@ def _batches_with_progress(
     show_progress: bool,
     title: str,
 ) -> Iterator[Batch]:
-    """Encode texts by a stream under a progress bar.
+    """Encode texts with a stream and show a progress bar.
 
     Args:
         stream: the stream.
         texts: the texts.
         show_progress: whether the bar is shown.
-        title: title of the bar.
+        title: the title of the bar.
 
     Yields:
-        Batches, whose positions are those in `texts`.
+        The batches, each with the positions of its texts in ``texts``.
     """
-    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]  # the one of stock
+    # The same progress bar as in sentence-transformers.
+    from tqdm.autonotebook import tqdm  # type: ignore[import-untyped]
 
     with tqdm(total=len(texts), desc=title, disable=not show_progress) as bar:
         yield from batches_of(stream, texts, bar.update)
@@ -536,17 +586,15 @@ def _batches_with_progress(
 def _encode_many_sparse(
     model: Model,
     arguments: Options,
-    prompt: str | None,
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode texts to sparse rows by a stream, with the result of the stock ``encode``.
+    """Encode many texts to sparse rows in a stream; same result as ``SparseEncoder.encode``.
 
     Args:
         model: an accelerated SparseEncoder in eval mode.
-        arguments: arguments of the call of ``encode`` by name.
-        prompt: text that is put before every text.
-        batch_size: largest number of texts of a batch; ``None`` for no limit.
+        arguments: the arguments of ``encode`` by name.
+        batch_size: the largest number of texts per batch; None for no limit.
         show_progress: whether a progress bar is shown.
     """
     texts = arguments["inputs"]
@@ -555,7 +603,7 @@ def _encode_many_sparse(
         sparse_options(model, arguments["max_active_dims"], min_weight=0.0),
         to_host=arguments["save_to_cpu"] or model.device.type == "cpu",
         task=arguments["kwargs"].get("task"),
-        prompt=prompt,
+        prompt=_prompt_of_call(model, arguments),
         batch_size=batch_size,
     )
     batches = list(_batches_with_progress(stream, texts, show_progress, "Texts"))
@@ -568,21 +616,19 @@ def _encode_many_sparse(
 def _encode_many_tokens(
     model: Model,
     arguments: Options,
-    prompt: str | None,
     batch_size: int | None,
     show_progress: bool,
 ) -> object:
-    """Encode texts to token vectors by a stream, with the result of the stock ``encode``.
+    """Encode many texts to token vectors in a stream; same result as ``MultiVectorEncoder.encode``.
 
     Args:
         model: an accelerated MultiVectorEncoder in eval mode.
-        arguments: arguments of the call of ``encode`` by name.
-        prompt: text that is put before every text.
-        batch_size: largest number of texts of a batch; ``None`` for no limit.
+        arguments: the arguments of ``encode`` by name.
+        batch_size: the largest number of texts per batch; None for no limit.
         show_progress: whether a progress bar is shown.
 
     Returns:
-        Vectors ``[n, D]`` of each text, in the order of the texts.
+        The vectors ``[n, D]`` of each text, in the order of the texts.
     """
     texts = arguments["inputs"]
     to_numpy = bool(arguments["convert_to_numpy"])
@@ -591,7 +637,7 @@ def _encode_many_tokens(
         to_host=to_numpy,
         normalize=bool(arguments["normalize_embeddings"]),
         task=arguments["task"],
-        prompt=prompt,
+        prompt=_prompt_of_call(model, arguments),
         batch_size=batch_size,
     )
     title = "Encoding queries" if arguments["task"] == "query" else "Encoding documents"
@@ -603,7 +649,7 @@ def _encode_many_tokens(
 
 
 def _convert_rows(rows: Tensor, arguments: Options) -> object:
-    """Convert a COO matrix to the type that a call of ``encode`` asks for."""
+    """Convert a COO matrix to the type that the arguments of ``encode`` ask for."""
     if not arguments["convert_to_sparse_tensor"]:
         rows = rows.to_dense()
     return rows if arguments["convert_to_tensor"] else list(rows)
@@ -619,11 +665,11 @@ def _as_coo(
     """Build a coalesced COO matrix from the entries of sparse rows, as ``encode`` returns it.
 
     Args:
-        counts: number of entries of each row, ``[N]`` on the CPU.
-        columns: column of each entry, ``[sum(counts)]``.
-        values: ``[sum(counts)]``.
-        vocab_size: number of columns V.
-        device: device of the matrix ``[N, V]``.
+        counts: the number of entries of each row, ``[N]`` on the CPU.
+        columns: the column of each entry, ``[sum(counts)]``.
+        values: the value of each entry, ``[sum(counts)]``.
+        vocab_size: the number of columns V.
+        device: the device of the matrix ``[N, V]``.
     """
     indices = torch.empty(2, len(values), dtype=torch.int64, device=device)
     indices[0] = repeat_interleave(torch.arange(len(counts)), counts, device)

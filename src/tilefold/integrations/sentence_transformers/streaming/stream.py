@@ -1,8 +1,8 @@
 """Streaming encoders: windows of texts to batches of rows, with tokenisation in background threads.
 
-One thread passes windows of texts to the tokenizer. A second one divides the token ids into
-batches. Only the caller's thread runs the model: it launches up to ``IN_FLIGHT`` batches before it
-waits for the rows of the first of them.
+The first thread passes windows of texts to the tokenizer. The second thread divides the token ids
+into batches. Only the caller's thread runs the model: it launches up to ``IN_FLIGHT`` batches
+before it waits for the rows of the first one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -68,16 +68,16 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Tokens of a batch on a GPU. The CPU then launches 12 layers in a fraction of the time in which the
-# GPU computes them.
+# Tokens per batch on a GPU. With so many, the CPU launches 12 layers in a fraction of the time that
+# the GPU takes to compute them.
 GPU_TOKENS = 131072
 SMALL_GPU_TOKENS = 32768
-SMALL_GPU = 32 << 30  # bytes of memory below which a GPU is small
-CPU_TOKENS = 4096  # measured against a half and a quarter of it, docs/performance.md
-PADDED_TEXTS = 32  # texts of a padded batch
+SMALL_GPU = 32 << 30  # a GPU with less memory than this, in bytes, is small
+CPU_TOKENS = 4096  # faster than a half and a quarter of it, see docs/performance.md
+PADDED_TEXTS = 32  # texts per padded batch
 WAITING_BATCHES = 8  # batches of token ids that wait for the model
 
-# Row capacity with which the next stream of a model starts, once a row needed more than CAPACITY.
+# The row capacity of a model's next stream, if a row of an earlier stream exceeded CAPACITY.
 _learned_capacities: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 _TASK_PROMPTS = {"query": ["query"], "document": ["document", "passage", "corpus"]}
@@ -86,13 +86,13 @@ _TASK_PROMPTS = {"query": ["query"], "document": ["document", "passage", "corpus
 def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) -> str | None:
     """Return the prompt that ``encode``, ``encode_query`` or ``encode_document`` would use.
 
-    A task has a default prompt: the first of its usual names that the model has, such as
-    ``"passage"`` for documents. Otherwise it is the default prompt of the model, if there is one.
+    The default for a task is the first of its usual prompt names that the model has, such as
+    ``"passage"`` for documents. If it has none, this is the default prompt of the model, if any.
 
     Args:
         model: a sentence-transformers model.
-        task: ``"query"``, ``"document"`` or ``None``.
-        prompt_name: name of a prompt; takes precedence over that of the task.
+        task: ``"query"``, ``"document"`` or None.
+        prompt_name: the name of a prompt; takes precedence over the default of the task.
 
     Raises:
         ValueError: if the model has no prompt of that name.
@@ -109,38 +109,43 @@ def prompt_of(model: Model, task: str | None, prompt_name: str | None = None) ->
     return prompt
 
 
-def encode_batch(
+class PendingRows(Protocol):
+    """Rows of a launched batch, which are being computed and copied to the CPU."""
+
+    def ready(self) -> bool:
+        """Whether the copies have finished."""
+
+    def get(self) -> Any:
+        """Wait for the copies and return the rows."""
+
+
+def encode_sparse_rows(
     model: Model,
     texts: Sequence[str],
     task: str | None,
     prompt: str | None,
     options: SparseOptions,
-) -> Batch:
+) -> SparseRows:
     """Encode texts to sparse rows on the CPU in one forward pass.
 
-    The pass runs as a CUDA graph if the model has one for these texts. Otherwise the model runs in
-    eval mode.
+    The pass runs as a CUDA graph if possible, otherwise in eval mode.
 
     Args:
         model: an accelerated SparseEncoder.
         texts: the texts.
-        task: ``"query"``, ``"document"`` or ``None``.
+        task: ``"query"``, ``"document"`` or None.
         prompt: text that is put before every text.
         options: which entries of a row are kept.
-
-    Returns:
-        The rows as the only batch of a stream.
     """
-    rows = None
     graphs = graphs_of(model)
     if graphs is not None:
-        rows = graphs.sparse(texts, task=task, prompt=prompt, options=options)
-    if rows is None:
-        task_kwargs = {} if task is None else {"task": task}
-        with in_eval_mode(model), packed_inputs():
-            features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
-            rows = _launch_sparse(model, features, task_kwargs, options).get()
-    return Batch(window=0, positions=range(len(texts)), rows=rows)
+        rows = graphs.encode_sparse(texts, task=task, prompt=prompt, options=options)
+        if rows is not None:
+            return rows
+    task_kwargs = {} if task is None else {"task": task}
+    with in_eval_mode(model), packed_inputs():
+        features = model.preprocess(list(texts), prompt=prompt, **task_kwargs)
+        return _launch_sparse(model, features, task_kwargs, options).get()
 
 
 def _launch_sparse(
@@ -155,12 +160,12 @@ def _launch_sparse(
 
     Args:
         model: an accelerated SparseEncoder.
-        features: output of its ``preprocess``.
-        task_kwargs: the argument ``task`` of the model's forward, if any.
+        features: the output of the model's ``preprocess``.
+        task_kwargs: ``{"task": ...}`` for the model's forward, or an empty dictionary.
         options: which entries of a row are kept.
-        capacity: number of entries that a row may have. Poolings that can then return rows of
-            fixed capacity, which need no synchronisation.
-        to_host: whether entries are copied to the CPU, too.
+        capacity: the number of entries to reserve for each row; None for no limit. Poolings that
+            support it then return rows of this fixed capacity, which avoids a synchronisation.
+        to_host: whether columns and values are copied, besides the number of entries of each row.
     """
     with torch.inference_mode(), sparse_scores(options, capacity):
         scores = _run_model(model, features, task_kwargs)["sentence_embedding"]
@@ -174,52 +179,63 @@ def _launch_sparse(
                 vocab_size=scores.vocab_size,
                 to_host=to_host,
             )
-        if scores.layout != torch.sparse_csr:
+        if scores.layout != torch.sparse_csr:  # dense or COO, from a module that is not fused
             scores = _prune(scores.to_dense(), options)
         return PendingSparseRows(scores, to_host=to_host)
 
 
 def _run_model(model: Model, features: Features, task_kwargs: dict[str, str]) -> Features:
-    """Run the model on features, which are moved to its device.
-
-    Padded texts without any token get one padding token each, since models refuse tensors of
-    length 0. Its entry of the attention mask is 0.
+    """Move features to the model's device and run the model on them.
 
     Args:
         model: an accelerated model.
-        features: output of its ``preprocess``.
-        task_kwargs: the argument ``task`` of the model's forward, if any.
+        features: the output of the model's ``preprocess``.
+        task_kwargs: ``{"task": ...}`` for the model's forward, or an empty dictionary.
 
     Returns:
         The features with the outputs of all modules.
     """
-    ids = features.get("input_ids")
-    is_padded = isinstance(ids, Tensor) and ids.dim() == 2 and "attention_mask" in features
-    if is_padded and features["input_ids"].size(1) == 0:
-        n_texts = features["input_ids"].size(0)
-        zeros = torch.zeros(n_texts, 1, dtype=torch.int64)
-        tensor_names = [name for name, value in features.items() if isinstance(value, Tensor)]
-        features = {**features, **dict.fromkeys(tensor_names, zeros)}
-    with fast_linear(model, torch.device(model.device)):
+    features = _with_dummy_tokens(features)
+    with fast_linear(model, torch.device(model.device)):  # faster linear layers on a CPU
         outputs: Features = model(packing.on_device(features, model.device), **task_kwargs)
     return outputs
 
 
-def as_csr(batches: Sequence[Batch], count: int, vocab_size: int) -> Tensor:
+def _with_dummy_tokens(features: Features) -> Features:
+    """Add one dummy token to each text of a padded batch without any tokens.
+
+    Models refuse tensors of length 0. The dummy token has the id 0, and the mask hides it.
+
+    Args:
+        features: features, which are returned unchanged if they are not such a batch.
+    """
+    ids = features.get("input_ids")
+    is_padded = isinstance(ids, Tensor) and ids.dim() == 2 and "attention_mask" in features
+    if ids is None or not is_padded or ids.size(1) > 0:
+        return features
+    zeros = torch.zeros(ids.size(0), 1, dtype=torch.int64)
+    return {name: zeros if isinstance(value, Tensor) else value for name, value in features.items()}
+
+
+def as_csr(batches: Sequence[Batch], n_texts: int) -> Tensor:
     """Combine batches of sparse rows in the order of the texts.
 
     Args:
-        batches: batches of :class:`SparseRows`.
-        count: number of texts N.
-        vocab_size: number of columns V if there is no batch.
+        batches: batches of :class:`SparseRows`, at least one.
+        n_texts: the number of texts N.
 
     Returns:
-        ``torch.sparse_csr`` matrix ``[N, V]``.
+        A ``torch.sparse_csr`` matrix ``[N, V]``.
     """
-    if batches:
-        vocab_size = batches[0].rows.vocab_size
-    offsets, columns, values = concatenate_rows(batches, count)
-    return csr_tensor(offsets, columns.long(), values, (count, vocab_size))
+    offsets, columns, values = concatenate_rows(batches, n_texts)
+    return csr_tensor(offsets, columns.long(), values, (n_texts, batches[0].rows.vocab_size))
+
+
+def no_rows(vocab_size: int) -> Tensor:
+    """Return a ``torch.sparse_csr`` matrix without rows, ``[0, V]``."""
+    offsets = torch.zeros(1, dtype=torch.int64)
+    columns = torch.zeros(0, dtype=torch.int64)
+    return csr_tensor(offsets, columns, torch.zeros(0), (0, vocab_size))
 
 
 def _prune(scores: Tensor, options: SparseOptions) -> Tensor:
@@ -231,20 +247,20 @@ def _prune(scores: Tensor, options: SparseOptions) -> Tensor:
 
 
 class TokenBatch(NamedTuple):
-    """A batch of a stream before it is encoded.
+    """A tokenised batch of a stream.
 
-    It holds packed token ids, or features of padded texts, or neither of them if tokenisation
+    It has either packed token ids or features of padded texts. It has neither if tokenisation
     failed.
 
     Attributes:
-        window: number of the window.
-        positions: positions of the texts in the window.
+        window: the number of the window.
+        positions: the positions of the texts in the window.
         texts: the texts.
-        ids: packed token ids.
-        features: output of the model's ``preprocess``.
-        skip: positions of texts of the window that need no rows, see :class:`Window`.
-        cut: number of texts that need rows and were truncated.
-        max_length: tokens at which texts are truncated.
+        ids: the packed token ids.
+        features: the output of the model's ``preprocess``.
+        skip: the positions of texts of the window that need no rows, see :class:`Window`.
+        n_truncated: the number of truncated texts, without those that need no rows.
+        max_length: the number of tokens at which texts are truncated.
     """
 
     window: int
@@ -253,44 +269,61 @@ class TokenBatch(NamedTuple):
     ids: TokenIds | None = None
     features: Features | None = None
     skip: frozenset[int] = frozenset()
-    cut: int = 0
+    n_truncated: int = 0
     max_length: int | None = None
 
 
 class _TokenizedWindow(NamedTuple):
-    """A window that the tokenizer has received.
+    """A window of texts that the first thread passes to the second one.
 
     Attributes:
-        skip: positions of texts that need no rows.
+        skip: the positions of texts that need no rows.
         texts: the texts.
-        finish: returns the features of all texts; ``None`` if batches are tokenised one by one.
+        make_features: returns the features of all texts; ``None`` if the window is not tokenised
+            yet, because texts are padded or because that failed.
         truncation: which texts were truncated.
     """
 
     skip: frozenset[int]
     texts: list[str]
-    finish: Callable[[], Features] | None
+    make_features: Callable[[], Features] | None
     truncation: Truncation
 
 
-def _tokenize_or_none(tokenize: Callable[..., T], *args: object, **kwargs: object) -> T | None:
-    """Call a tokenizing function, and return None if it raises an error of any class.
+class _LaunchedBatch(NamedTuple):
+    """A batch that the model has started to encode.
 
-    One text's error must not lose the other texts. They are encoded in smaller batches later, at
-    last one by one, where the error of a text is raised again. The error here is logged, because
-    one that only occurs for many texts together would otherwise be lost.
+    Attributes:
+        batch: the tokenised batch.
+        pending: the rows; ``None`` if the batch could not be launched.
+    """
+
+    batch: TokenBatch
+    pending: PendingRows | None
+
+
+def _result_or_none(function: Callable[..., T], *args: object, **kwargs: object) -> T | None:
+    """Call a function that tokenises texts, and return None if it raises an error.
+
+    One faulty text must not prevent the encoding of the others. All texts are tokenised again in
+    smaller batches, and finally one by one, when the error of the faulty text is raised. The error
+    is logged here, in case it only occurs for many texts together.
 
     Args:
-        tokenize: the function.
-        *args: its positional arguments.
-        **kwargs: its arguments by name.
+        function: the function.
+        *args: the positional arguments of the function.
+        **kwargs: the keyword arguments of the function.
     """
     try:
-        with packed_inputs():
-            return tokenize(*args, **kwargs)
+        return function(*args, **kwargs)
     except Exception:
         _logger.info("texts are tokenized in smaller batches after an error", exc_info=True)
         return None
+
+
+def _is_ready(item: _LaunchedBatch | WindowEnd) -> bool:
+    """Whether an item of a stream can be passed on without waiting for the device."""
+    return isinstance(item, WindowEnd) or item.pending is None or item.pending.ready()
 
 
 def _tensor_names(features: Features) -> set[str]:
@@ -300,12 +333,15 @@ def _tensor_names(features: Features) -> set[str]:
 class TextStream(ABC):
     """Encodes windows of texts with an accelerated model in eval mode.
 
-    Args:
-        model: an accelerated model.
-        task: ``"query"``, ``"document"`` or ``None``.
+    Attributes:
+        model: the accelerated model.
         prompt: text that is put before every text.
-        batch_tokens: tokens per batch of packed texts; by default what suits the device.
-        batch_size: texts per batch; by default not limited for packed texts, 32 for padded ones.
+        task_kwargs: ``{"task": ...}`` for the model's methods, or an empty dictionary.
+        device: the device of the model.
+        batch_tokens: the number of tokens per batch of packed texts.
+        batch_size: the largest number of texts per batch, or ``None``.
+        constant_features: the features that do not depend on the texts, such as the modality.
+        packed: whether the model accepts packed tokens.
     """
 
     def __init__(
@@ -317,14 +353,14 @@ class TextStream(ABC):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Prepare the stream; one tokenised text shows whether the model takes packed tokens.
+        """Prepare the stream, which starts when it is called with windows of texts.
 
         Args:
             model: an accelerated model.
-            task: ``"query"``, ``"document"`` or ``None``.
+            task: ``"query"``, ``"document"`` or None.
             prompt: text that is put before every text.
-            batch_tokens: tokens per batch of packed texts; by default what suits the device.
-            batch_size: texts per batch; by default not limited for packed texts, 32 for padded
+            batch_tokens: tokens per batch of packed texts; by default chosen for the device.
+            batch_size: texts per batch; by default not limited for packed texts, and 32 for padded
                 ones.
         """
         self.model = model
@@ -333,46 +369,48 @@ class TextStream(ABC):
         self.device = torch.device(model.device)
         self.batch_tokens = batch_tokens or _default_batch_tokens(self.device)
         self.batch_size = batch_size
-        # Held while texts are tokenised, which changes settings of the tokenizer.
+        # Held while texts are tokenised, because that changes settings of the tokenizer.
         self._lock = threading.Lock()
-        probe_text = "a"
-        with ignoring_truncation():
-            features = self._features_or_none(model.preprocess, [probe_text]) or {}
-        # Features that are the same for every batch.
+        features = self._probe_features()
         self.constant_features = {
             name: value for name, value in features.items() if not isinstance(value, Tensor)
         }
         self.packed = _tensor_names(features) == PACKED
         if batch_tokens is not None and not self.packed:
             warn_unused_batch_tokens()
-        packed_preprocess = packing.texts_to(model) if self.packed else None
-        self._preprocess: Any = packed_preprocess or model.preprocess
+        direct_preprocess = packing.direct_preprocess_of(model) if self.packed else None
+        self._preprocess: Any = direct_preprocess or model.preprocess
+
+    def _probe_features(self) -> Features:
+        """Return the features of a short text, which show the form of the model's inputs."""
+        probe_text = "a"
+        with ignoring_truncation():
+            return self._features_or_none(self.model.preprocess, [probe_text]) or {}
 
     @abstractmethod
-    def _launch(self, features: Features, *, is_retry: bool = False) -> Any:
-        """Run the model on features and return pending rows.
+    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingRows:
+        """Run the model on features and start copying the rows to the CPU.
 
         Args:
-            features: output of the model's ``preprocess``.
-            is_retry: whether a batch with these texts has failed before.
-
-        Returns:
-            An object whose ``get()`` waits for the copy on the CPU, and whose ``ready()`` says
-            whether it is there.
+            features: the output of the model's ``preprocess``.
+            is_retry: whether a batch with these texts has failed before. Rows then have no limited
+                capacity.
         """
 
     def _fetch(self, pending: Any) -> Any:
-        """Wait for the rows of a launched batch."""
+        """Wait until the rows of a launched batch are on the CPU."""
         return pending.get()
 
     def __call__(self, windows: Iterable[Window | None]) -> Generator[Item, None, None]:
         """Encode windows of texts. A text that fails does not affect the others.
 
         Args:
-            windows: the windows; ``None`` means that none is ready yet.
+            windows: the windows. None means that no window is ready yet: the thread that waits for
+                one then checks whether it should stop.
 
         Yields:
-            A :class:`StreamStart`, then the batches of each window and a :class:`WindowEnd`.
+            A :class:`StreamStart` when tokenisation has begun, then the batches of each window and
+            a :class:`WindowEnd`.
         """
         with self.token_batches(windows) as batches:
             yield StreamStart()
@@ -381,35 +419,29 @@ class TextStream(ABC):
     def _encode_batches(self, batches: Iterable[TokenBatch | WindowEnd]) -> Iterator[Item]:
         """Launch batches, and yield their rows in the same order once they are on the CPU.
 
-        Up to ``IN_FLIGHT`` batches run on the device before the first one is waited for.
+        Up to ``IN_FLIGHT`` batches run on the device before the stream waits for the first one.
 
         Args:
-            batches: tokenised batches of all windows, with the end of each window.
+            batches: the tokenised batches of all windows, with the end of each window.
 
         Yields:
             Batches of rows, and the ends of windows.
         """
-        # Batches with their pending rows, which are None if a batch could not be launched.
-        waiting: deque[tuple[TokenBatch | WindowEnd, Any]] = deque()
-        n_launched = 0
-
-        def may_collect() -> bool:
-            _, pending = waiting[0]
-            return n_launched > IN_FLIGHT or pending is None or pending.ready()
-
+        waiting: deque[_LaunchedBatch | WindowEnd] = deque()
+        n_batches = 0  # in ``waiting``
         for batch in batches:
             if isinstance(batch, WindowEnd):
-                waiting.append((batch, None))
+                waiting.append(batch)
             else:
-                waiting.append((batch, self._launch_or_none(batch)))
-                n_launched += 1
-            while waiting and may_collect():
-                collected, pending = waiting.popleft()
-                if not isinstance(collected, WindowEnd):
-                    n_launched -= 1
-                yield from self._collect(collected, pending)
-        while waiting:
-            yield from self._collect(*waiting.popleft())
+                waiting.append(_LaunchedBatch(batch, self._launch_or_none(batch)))
+                n_batches += 1
+            while waiting and (n_batches > IN_FLIGHT or _is_ready(waiting[0])):
+                item = waiting.popleft()
+                if isinstance(item, _LaunchedBatch):
+                    n_batches -= 1
+                yield from self._collect(item)
+        for item in waiting:
+            yield from self._collect(item)
 
     # Methods of the background threads
 
@@ -418,10 +450,12 @@ class TextStream(ABC):
         self,
         windows: Iterable[Window | None],
     ) -> Iterator[Iterable[TokenBatch | WindowEnd]]:
-        """Tokenise windows in two background threads, which stop at the end of the context.
+        """Tokenise windows in one background thread, and divide them into batches in another.
+
+        Both threads stop at the end of the context.
 
         Args:
-            windows: the windows; ``None`` means that none is ready yet.
+            windows: the windows; None if no window is ready yet.
 
         Yields:
             An iterable of tokenised batches, with the end of each window.
@@ -447,13 +481,15 @@ class TextStream(ABC):
         self,
         windows: Iterable[Window | None],
     ) -> Iterator[_TokenizedWindow | None]:
-        """Pass windows to the Rust tokenizer, which releases the GIL (in the first thread).
+        """Tokenise windows, if the model accepts packed tokens; this runs in the first thread.
+
+        The Rust tokenizer releases the GIL.
 
         Args:
-            windows: the windows; ``None`` means that none is ready yet.
+            windows: the windows; None if no window is ready yet.
 
         Yields:
-            Each window with a function that makes features of its tokens; ``None`` for ``None``.
+            Each window with a function that makes the features of its texts; None for None.
         """
         for window in windows:
             if window is None:
@@ -461,15 +497,16 @@ class TextStream(ABC):
                 continue
             with self._lock, counting_truncation() as truncation:
                 texts = window.prepared_texts()
-                finish = None
+                make_features = None
                 if self.packed and texts:
-                    finish = _tokenize_or_none(self._start_tokenizing, texts)
-            yield _TokenizedWindow(window.skip, texts, finish, truncation)
+                    with packed_inputs():
+                        make_features = _result_or_none(self._tokenize, texts)
+            yield _TokenizedWindow(window.skip, texts, make_features, truncation)
 
-    def _start_tokenizing(self, texts: list[str]) -> Callable[[], Features]:
-        """Tokenise texts and return a function that makes features of the result."""
+    def _tokenize(self, texts: list[str]) -> Callable[[], Features]:
+        """Tokenise texts and return a function that makes their features."""
         if isinstance(self._preprocess, PackedInputs):
-            return self._preprocess.begin(texts, prompt=self.prompt, **self.task_kwargs)
+            return self._preprocess.tokenize(texts, prompt=self.prompt, **self.task_kwargs)
         features = self._preprocess(texts, prompt=self.prompt, **self.task_kwargs)
         return lambda: features
 
@@ -478,72 +515,82 @@ class TextStream(ABC):
         preprocess: Callable[..., Features],
         texts: list[str],
     ) -> Features | None:
-        return _tokenize_or_none(preprocess, texts, prompt=self.prompt, **self.task_kwargs)
+        """Return the features of texts, packed if possible; None if they cannot be tokenised."""
+        with packed_inputs():
+            return _result_or_none(preprocess, texts, prompt=self.prompt, **self.task_kwargs)
 
     def _divide_windows(
         self,
         windows: Iterable[_TokenizedWindow],
     ) -> Iterator[TokenBatch | WindowEnd]:
-        """Divide tokenised windows into batches (in the second thread).
+        """Divide windows into batches; this runs in the second thread.
 
-        Batches whose texts need no rows are left out. A window whose tokenisation failed is
-        tokenised again, batch by batch.
+        A window that is not tokenised yet is tokenised batch by batch. Batches whose texts are all
+        skipped are left out.
 
         Args:
-            windows: tokenised windows.
+            windows: the windows of the first thread.
 
         Yields:
-            The batches of each window, then its end.
+            The batches of each window, then the end of the window.
         """
-        for number, window in enumerate(windows):
-            features = None if window.finish is None else _tokenize_or_none(window.finish)
+        for window_number, window in enumerate(windows):
+            features = None
+            if window.make_features is not None:
+                features = _result_or_none(window.make_features)
             if features is not None and _tensor_names(features) == PACKED:
-                batches = self._packed_batches(number, window, features)
+                batches = self._packed_batches(window_number, window, features)
             else:
-                batches = self._separate_batches(number, window)
+                batches = self._batches_tokenised_separately(window_number, window)
             for batch in batches:
-                if not batch.skip.issuperset(batch.positions):
+                are_all_skipped = batch.skip.issuperset(batch.positions)
+                if not are_all_skipped:
                     yield batch
-            yield WindowEnd(number)
+            yield WindowEnd(window_number)
 
     def _packed_batches(
         self,
-        number: int,
+        window_number: int,
         window: _TokenizedWindow,
         features: Features,
     ) -> Iterator[TokenBatch]:
-        """Divide the tokens of a window into batches of about equal numbers of tokens.
+        """Divide the texts of a window into batches with about the same number of tokens.
 
         Args:
-            number: number of the window.
+            window_number: the number of the window.
             window: the window.
-            features: packed features of all its texts.
+            features: the packed features of all texts of the window.
         """
         token_ids = TokenIds(
             ids=features["input_ids"][0].numpy(),
             positions=features["position_ids"][0].numpy(),
             offsets=features["cu_seq_lens_q"].numpy().astype(np.int64),
         )
-        cut = window.truncation.truncated_positions(len(window.texts)) - window.skip
+        # Skipped texts are encoded with their batch, but not counted.
+        truncated = window.truncation.truncated_positions(len(window.texts)) - window.skip
         batches = batches_by_tokens(token_ids.lengths, self.batch_tokens, self.batch_size)
         for batch_positions in batches:
             positions = batch_positions.tolist()
             yield TokenBatch(
-                window=number,
+                window=window_number,
                 positions=positions,
                 texts=[window.texts[position] for position in positions],
                 ids=token_ids.take(batch_positions),
                 skip=window.skip,
-                cut=sum(position in cut for position in positions),
+                n_truncated=sum(position in truncated for position in positions),
                 max_length=window.truncation.max_length,
             )
 
-    def _separate_batches(self, number: int, window: _TokenizedWindow) -> Iterator[TokenBatch]:
-        """Divide a window into batches of equal numbers of texts, and tokenise each one by itself.
+    def _batches_tokenised_separately(
+        self,
+        window_number: int,
+        window: _TokenizedWindow,
+    ) -> Iterator[TokenBatch]:
+        """Divide the texts of a window into batches of one size, and tokenise batch by batch.
 
         Args:
-            number: number of the window.
-            window: the window, which has no packed tokens.
+            window_number: the number of the window.
+            window: the window, which is not tokenised yet.
         """
         texts = window.texts
         # Texts of similar numbers of characters share a batch.
@@ -552,37 +599,38 @@ class TextStream(ABC):
         for batch_positions in batches_by_tokens(n_characters, None, max_texts):
             positions = batch_positions.tolist()
             batch_texts = [texts[position] for position in positions]
+            # The lock, because the other thread tokenises with the same tokenizer.
             with self._lock, counting_truncation() as truncation:
                 features = self._features_or_none(self._preprocess, batch_texts)
             yield TokenBatch(
-                window=number,
+                window=window_number,
                 positions=positions,
                 texts=batch_texts,
                 features=features,
                 skip=window.skip,
-                cut=_count_cut(truncation, positions, window.skip),
+                n_truncated=_count_truncated(truncation, positions, window.skip),
                 max_length=truncation.max_length,
             )
 
     # Methods of the caller's thread
 
-    def _launch_or_none(self, batch: TokenBatch) -> Any:
+    def _launch_or_none(self, batch: TokenBatch) -> PendingRows | None:
         """Launch a batch and return its pending rows, or None if that fails."""
         try:
             features = batch.features
             if batch.ids is not None:
                 features = self.packed_features(batch.ids)
             return None if features is None else self._launch(features)
-        except Exception:  # an error of one text must not lose the others
+        except Exception:  # the texts are encoded again in smaller batches
             return None
 
     def packed_features(self, ids: TokenIds) -> Features:
-        """Return features of packed token ids on the device.
+        """Return features on the device for packed token ids on the CPU.
 
-        Ids, positions and offsets are joined, so that one copy moves them.
+        Ids, positions and offsets are joined, so that one copy moves all of them.
 
         Args:
-            ids: packed token ids on the CPU.
+            ids: the packed token ids with their positions and offsets.
         """
         arrays = [ids.ids, ids.positions, ids.offsets]
         tokens, positions, offsets = torch.split(
@@ -593,58 +641,71 @@ class TextStream(ABC):
         packed = packed_arguments(tokens, positions, offsets.int(), longest)
         return {**self.constant_features, **packed}
 
-    def _collect(self, batch: TokenBatch | WindowEnd, pending: Any) -> Iterator[Item]:
-        """Wait for the rows of a batch; encode its texts again if it failed.
+    def _collect(self, item: _LaunchedBatch | WindowEnd) -> Iterator[Item]:
+        """Wait for the rows of a batch, or encode its texts again if it failed.
 
         Args:
-            batch: the batch, or the end of a window, which is passed on.
-            pending: its pending rows; ``None`` if it could not be launched.
+            item: the batch, or the end of a window, which is passed on.
 
         Yields:
             The batch with its rows; several smaller batches after a failure.
         """
-        if isinstance(batch, WindowEnd):
-            yield batch
+        if isinstance(item, WindowEnd):
+            yield item
             return
-        too_many_entries = False
-        if pending is not None:
+        batch = item.batch
+        exceeded_capacity = False
+        if item.pending is not None:
             try:
-                rows = self._fetch(pending)
+                rows = self._fetch(item.pending)
             except Exception as error:  # the device reports errors late
-                too_many_entries = isinstance(error, RowCapacityError)
+                exceeded_capacity = isinstance(error, RowCapacityError)
             else:
-                yield Batch(batch.window, batch.positions, rows, batch.cut, batch.max_length)
+                yield Batch(
+                    window=batch.window,
+                    positions=batch.positions,
+                    rows=rows,
+                    cut=batch.n_truncated,
+                    max_length=batch.max_length,
+                )
                 return
-        yield from self._encode_again(batch, together=too_many_entries)
+        # A retry has no row capacity, so that after such an error all texts can be tried together.
+        yield from self._encode_again(batch, starts_with_halves=not exceeded_capacity)
 
-    def _encode_again(self, batch: TokenBatch, *, together: bool) -> Iterator[Batch]:
-        """Encode the texts of a failed batch at once, in ever smaller parts until they succeed.
+    def _encode_again(self, batch: TokenBatch, *, starts_with_halves: bool) -> Iterator[Batch]:
+        """Encode the texts of a failed batch in smaller and smaller parts until they succeed.
 
         Args:
             batch: the batch.
-            together: whether all texts are tried together first. Otherwise each half is.
+            starts_with_halves: whether the first parts are the halves of the batch. Otherwise the
+                whole batch is tried once more.
 
         Yields:
             Batches of rows. A single text that fails has its error in place of rows.
         """
-        truncation = Truncation()  # of the last part that was encoded
+        truncation = Truncation()  # of the part that was encoded last
 
         def encode(texts: range) -> Any:
-            """Encode some of the texts, given by their positions in the batch."""
+            """Encode consecutive texts of the batch."""
             nonlocal truncation
             with counting_truncation() as truncation:
                 return self._fetch(self._launch_texts(batch.texts[texts.start : texts.stop]))
 
         all_texts = range(len(batch.texts))
         parts: tuple[range, ...] = (all_texts,)
-        if not together and len(all_texts) > 1:
+        if starts_with_halves and len(all_texts) > 1:
             parts = split_in_half(all_texts)
         for part in parts:
-            # ``bisect_failures`` divides a range of texts again and again while `encode` fails.
+            # ``bisect_failures`` divides a part further while ``encode`` fails.
             for texts, rows in bisect_failures(part, encode):
                 positions = batch.positions[texts.start : texts.stop]
-                cut = _count_cut(truncation, positions, batch.skip)
-                yield Batch(batch.window, positions, rows, cut, truncation.max_length)
+                yield Batch(
+                    window=batch.window,
+                    positions=positions,
+                    rows=rows,
+                    cut=_count_truncated(truncation, positions, batch.skip),
+                    max_length=truncation.max_length,
+                )
 
     def _launch_texts(self, texts: list[str]) -> Any:
         """Tokenise texts and run the model on them, for a second attempt."""
@@ -654,33 +715,36 @@ class TextStream(ABC):
 
 
 def _default_batch_tokens(device: torch.device) -> int:
-    """Return the number of tokens per batch that suits a device."""
+    """Return the default number of tokens per batch for a device."""
     if device.type != "cuda":
         return CPU_TOKENS
     memory = torch.cuda.get_device_properties(device).total_memory
     return GPU_TOKENS if memory >= SMALL_GPU else SMALL_GPU_TOKENS
 
 
-def _count_cut(truncation: Truncation, positions: Sequence[int], skip: frozenset[int]) -> int:
-    """Count the truncated texts of a batch that need rows.
+def _count_truncated(
+    truncation: Truncation,
+    positions: Sequence[int],
+    skip: frozenset[int],
+) -> int:
+    """Count the truncated texts of a batch, without those that need no rows.
 
     Args:
-        truncation: the tokenizer's calls for the texts of the batch.
-        positions: positions of these texts in their window.
-        skip: positions of texts that need no rows.
+        truncation: the recorded calls of the tokenizer for the texts of the batch.
+        positions: the positions of these texts in their window.
+        skip: the positions of texts that need no rows.
     """
-    cut_texts = truncation.truncated_positions(len(positions))  # positions in the batch
-    return sum(positions[text] not in skip for text in cut_texts)
+    truncated = truncation.truncated_positions(len(positions))  # positions in the batch
+    return sum(positions[text] not in skip for text in truncated)
 
 
 class SparseStream(TextStream):
     """Encodes windows of texts to :class:`tilefold.pipeline.rows.SparseRows`.
 
-    Args:
-        model: an accelerated SparseEncoder.
+    Attributes:
         options: which entries of a row are kept.
-        to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
-        task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+        to_host: whether entries are copied to the CPU instead of staying on the device.
+        capacity: the number of entries that is reserved for each row.
     """
 
     def __init__(
@@ -694,15 +758,15 @@ class SparseStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Create the stream.
+        """Prepare a stream of sparse rows.
 
         Args:
             model: an accelerated SparseEncoder.
             options: which entries of a row are kept.
-            to_host: whether entries are copied to the CPU. Otherwise they stay on the device.
-            task: ``"query"``, ``"document"`` or ``None``.
+            to_host: whether entries are copied to the CPU instead of staying on the device.
+            task: ``"query"``, ``"document"`` or None.
             prompt: text that is put before every text.
-            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_tokens: tokens per batch of packed texts; by default chosen for the device.
             batch_size: texts per batch; by default not limited for packed texts.
         """
         super().__init__(
@@ -714,6 +778,7 @@ class SparseStream(TextStream):
         )
         self.options = options
         self.to_host = to_host
+        # A row of an earlier stream may have exceeded the usual capacity.
         self.capacity = max(CAPACITY, _learned_capacities.get(self.model, 0))
 
     def _launch(
@@ -722,9 +787,12 @@ class SparseStream(TextStream):
         *,
         is_retry: bool = False,
     ) -> PendingSparseRows | PendingCapacityRows:
-        """Run the model, and start copying its sparse rows to the CPU.
+        """Run the model on features and start copying its sparse rows to the CPU.
 
-        A second attempt computes rows of any number of entries.
+        Args:
+            features: the output of the model's ``preprocess``.
+            is_retry: whether rows may have any number of entries, at the cost of a
+                synchronisation.
         """
         return _launch_sparse(
             self.model,
@@ -746,12 +814,10 @@ class SparseStream(TextStream):
 
 
 class TokenStream(TextStream):
-    """Encodes windows of texts to packed token vectors as a folder of vectors stores them.
+    """Encodes windows of texts to packed token vectors in the number type of a vectors folder.
 
-    Args:
-        model: an accelerated MultiVectorEncoder.
-        storage: ``"fp16"`` or ``"int8"``.
-        task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
+    Attributes:
+        storage: the number type, ``"fp16"`` or ``"int8"``.
     """
 
     def __init__(
@@ -764,14 +830,14 @@ class TokenStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Create the stream.
+        """Prepare a stream of token vectors for storage.
 
         Args:
             model: an accelerated MultiVectorEncoder.
-            storage: number type of stored vectors, ``"fp16"`` or ``"int8"``.
-            task: ``"query"``, ``"document"`` or ``None``.
+            storage: the number type of stored vectors, ``"fp16"`` or ``"int8"``.
+            task: ``"query"``, ``"document"`` or None.
             prompt: text that is put before every text.
-            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_tokens: tokens per batch of packed texts; by default chosen for the device.
             batch_size: texts per batch; by default not limited for packed texts.
         """
         super().__init__(
@@ -784,7 +850,7 @@ class TokenStream(TextStream):
         self.storage = storage
 
     def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenRows:
-        """Run the model, and start copying its token vectors to the CPU in their stored form."""
+        """Run the model on features and start copying its stored token vectors to the CPU."""
         with torch.inference_mode():
             outputs = _run_model(self.model, features, self.task_kwargs)
             return PendingTokenRows(
@@ -797,27 +863,25 @@ class TokenStream(TextStream):
         """Convert token vectors to the stored number type.
 
         Args:
-            vectors: fp32 ``[T, D]``.
+            vectors: the token vectors, fp32 ``[T, D]``.
 
         Returns:
-            Whether each vector is finite ``[T]``, the values ``[T, D]``, and for int8 the scales
-            ``[T]``.
+            The columns of :class:`PendingTokenRows`: whether each vector is finite ``[T]``, the
+            values ``[T, D]``, and for int8 the scales ``[T]``.
         """
         if self.storage == "fp16":
             half = vectors.half()
-            return half.isfinite().all(dim=1), half
+            return half.isfinite().all(dim=1), half  # after the conversion, which can overflow
         quantized = quantize_tokens(vectors, "int8")
         return vectors.isfinite().all(dim=1), quantized.values, quantized.scales
 
 
 class VectorStream(TextStream):
-    """Encodes windows of texts to token vectors ``[n, D]`` of each text, in the model's dtype.
+    """Encodes windows of texts to the token vectors ``[n, D]`` of each text, in the model's dtype.
 
-    Args:
-        model: an accelerated MultiVectorEncoder.
-        to_host: whether vectors are copied to the CPU. Otherwise they stay on the device.
+    Attributes:
+        to_host: whether vectors are copied to the CPU instead of staying on the device.
         normalize: whether vectors are scaled to length 1.
-        task, prompt, batch_tokens, batch_size: see :class:`TextStream`.
     """
 
     def __init__(
@@ -831,15 +895,15 @@ class VectorStream(TextStream):
         batch_tokens: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Create the stream.
+        """Prepare a stream of token vectors.
 
         Args:
             model: an accelerated MultiVectorEncoder.
-            to_host: whether vectors are copied to the CPU. Otherwise they stay on the device.
+            to_host: whether vectors are copied to the CPU instead of staying on the device.
             normalize: whether vectors are scaled to length 1.
-            task: ``"query"``, ``"document"`` or ``None``.
+            task: ``"query"``, ``"document"`` or None.
             prompt: text that is put before every text.
-            batch_tokens: tokens per batch of packed texts; by default what suits the device.
+            batch_tokens: tokens per batch of packed texts; by default chosen for the device.
             batch_size: texts per batch; by default not limited for packed texts.
         """
         super().__init__(
@@ -853,7 +917,7 @@ class VectorStream(TextStream):
         self.normalize = normalize
 
     def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenVectors:
-        """Run the model, and start copying its token vectors to the CPU if that is asked for."""
+        """Run the model on features and, with ``to_host``, start copying its token vectors."""
         with torch.inference_mode():
             outputs = _run_model(self.model, features, self.task_kwargs)
             vectors: Tensor = outputs["token_embeddings"]
