@@ -1,9 +1,9 @@
 """colpali-engine's late-interaction scores without the similarities ``[Bq, Bd, Lq, Ld]``.
 
 colpali-engine has no masks: padding is a zero row, whose similarity of 0 counts in the maximum and
-exceeds negative similarities. These functions compute the same. If several similarities are equal,
-as those of zero rows are, the first row gets the gradient that colpali-engine divides among them.
-The models drop the gradients of padding.
+exceeds negative similarities. These functions compute the same. If several rows have the largest
+similarity, for example zero rows, the first one gets the gradient, which colpali-engine divides
+among them. The models drop the gradients of padding.
 
 Only :func:`accelerate`, which replaces the functions of colpali-engine, imports it.
 """

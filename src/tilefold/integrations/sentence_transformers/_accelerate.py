@@ -153,56 +153,57 @@ def accelerate(
     """Make a model compute scores without large intermediate tensors.
 
     A SparseEncoder then needs no ``[B, S, V]`` logits, and a MultiVectorEncoder no token
-    similarities. The model is changed in place and stays a stock one: same classes, same state
-    dict, same checkpoint, so that sentence-transformers alone loads what it saves. Its ``encode``
-    tokenises more than one batch of texts ahead, encodes them without padding and returns what the
-    stock one returns.
+    similarities. The model is changed in place. Its classes, its state dict and its checkpoints
+    stay the same, so sentence-transformers alone can load what it saves. If ``encode`` gets more
+    than one batch of texts, it tokenises ahead and encodes without padding. Its results do not
+    change.
+
+    For a SparseEncoder, two forwards are replaced on the instances: the LM head returns its input,
+    and the SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies
+    :func:`tilefold.ops.lsr_head`. A ``SparseStaticEmbedding`` of a Router ignores ``[PAD]`` tokens
+    in texts. Routers, tied weights, LoRA on the LM head, flattened inputs, autocast, pickle and
+    deepcopy keep working. The model no longer returns the feature ``token_embeddings``.
 
     For a MultiVectorEncoder, ``similarity`` and ``similarity_pairwise`` are replaced on the
     instance by functions of :mod:`tilefold.integrations.sentence_transformers.multi_vector`.
-    Evaluators of reranking and distillation call them. Pass that module's functions to losses and
-    other evaluators (``similarity_fct=``, ``score_functions=``).
+    Evaluators of reranking and distillation call them. Pass the functions of that module to losses
+    and other evaluators (``similarity_fct=``, ``score_functions=``).
 
-    For a SparseEncoder, two forwards are replaced, on the instances: the LM head returns its input,
-    and the SpladePooling after it, or a pooling of :mod:`tilefold.modules`, applies
-    :func:`tilefold.ops.lsr_head`. A ``SparseStaticEmbedding`` of a Router counts no padding token
-    that was written in a text. Routers, tied weights, LoRA on the LM head, flattened inputs,
-    autocast, pickle and deepcopy keep working. ``token_embeddings`` is no longer among the features
-    that the model returns. A second call starts over, with its own ``impl``; call again after an
-    adapter was added to the LM head, or merged into it. With ``TILEFOLD_DISABLE=1`` in the
-    environment the model stays stock, or becomes it again.
+    A second call starts over with its own arguments. Call again after an adapter was added to the
+    LM head or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment, the model is not
+    accelerated, or no longer.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of
             :mod:`tilefold.modules`, or a ``MultiVectorEncoder``.
-        impl: implementation of the operator, see :func:`tilefold.ops.lsr_head`.
-        check: run two short texts (for the similarity of a MultiVectorEncoder: four short sequences
-            of vectors) through the stock and the accelerated model, in eval mode. If fused scores
-            disagree, an error is raised. If packed and padded batches disagree, the network stays
-            padded. These self-checks run at every call: the encoder of a SparseEncoder with one LM
-            head runs seven times (three times with ``packed=False``).
-        quantize: ``"fp8"`` rounds LM head and token states to fp8 wherever no gradient is needed,
-            as in ``encode``: 1.6 times the speed of the bf16 head on an H200, scores about 1% off
-            (see :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not change. Only
-            for the max pooling of a SparseEncoder.
-        packed: run the encoder on packed tokens where it and all modules after it take them.
-            ``preprocess`` does not change: padding is removed where the encoder begins, for which
-            a forward in training waits for the GPU once, unless :func:`collate_ahead` packs the
-            batches. A warning, and ``padded`` of the handle, say why a network stays padded.
-            Dropout then draws other numbers than in the padded model.
+        impl: the implementation of the operator, see :func:`tilefold.ops.lsr_head`.
+        check: whether to compare the model before and after on two short texts, in eval mode (for
+            the similarity of a MultiVectorEncoder, on four short sequences of vectors). If fused
+            scores differ, an error is raised. If packed and padded batches differ, the network
+            stays padded. These self-checks run at every call: the encoder of a SparseEncoder with
+            one LM head runs seven times (three times with ``packed=False``).
+        quantize: ``"fp8"`` rounds the LM head and hidden states to fp8 if no gradient is needed, as
+            in ``encode``: 1.6 times the speed of the bf16 head on an H200, with scores that differ
+            by about 1% (see :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not
+            change. This is supported for the max pooling of a SparseEncoder.
+        packed: whether to run the encoder on packed tokens, if it and all modules after it accept
+            them. ``preprocess`` does not change: the encoder removes the padding. In training, the
+            CPU waits once for the GPU to do so, except for batches that :func:`collate_ahead`
+            packs. A warning, and ``padded`` of the handle, say why a network stays padded. Dropout
+            draws different numbers than in the padded model.
         screen: whether a product in 8 bits first finds the scores of a stock SpladePooling that can
-            be positive, on an H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`): the same
-            rows and gradients, 1.25 times the documents a second with V = 250,002. A sample leaves
-            out what would not gain, a fresh model's scores, say.
+            be positive, on an H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`). Rows and
+            gradients do not change; with V = 250,002, 1.25 times the documents are encoded per
+            second. It is skipped if a sample shows no gain, for example for a fresh model.
 
     Returns:
-        A handle; as a context manager, it restores the model at its end.
+        A handle; as a context manager, it restores the model on exit.
 
     Raises:
         TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen``
-            is no bool.
+            is not a bool.
         ValueError: if the model has no LM head before a pooling (and no module of
-            :mod:`tilefold.modules` that needs none), or changes its logits or similarities in
+            :mod:`tilefold.modules` that needs none), or computes its logits or similarities in
             another way than the operator; nothing is changed then.
         RuntimeError: if the check cannot run the model on its device.
     """
@@ -451,25 +452,26 @@ def encode_sparse(
     top_k: int | None = None,
     min_weight: float = 0.0,
 ) -> Tensor:
-    """Encode texts to a sparse matrix ``[len(texts), V]`` on the CPU.
+    """Encode texts to a ``torch.sparse_csr`` matrix ``[len(texts), V]`` on the CPU.
 
-    It is a ``torch.sparse_csr`` tensor, with rows in the order of ``texts``. Rows equal those of
+    Rows are in the order of ``texts``. They equal the rows of
     ``model.encode(texts, max_active_dims=top_k)``, up to the order in which encoder and head
     evaluate sums. A model that is not accelerated is accelerated for the duration of the call,
-    including the self-checks of :func:`accelerate`. By the matrix's attribute
-    ``vocabulary_fingerprint``, :class:`tilefold.retrieval.SparseVectors` refuses vectors of another
-    vocabulary. More than 32 texts are tokenised ahead, and encoded in batches of equal numbers of
-    tokens.
+    including the self-checks of :func:`accelerate`. More than 32 texts are tokenised ahead, and
+    encoded in batches with about the same number of tokens.
+
+    The matrix has an attribute ``vocabulary_fingerprint``, by which
+    :class:`tilefold.retrieval.SparseVectors` detects vectors of another vocabulary.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder``.
-        texts: any number of texts, in a list or any other sequence. Rows follow positions, also of
-            a pandas Series, whatever its index.
-        task: ``"query"``, ``"document"`` or ``None``: the route of a Router, and the name of the
+        texts: any number of texts, in a list or any other sequence. The index of a pandas Series
+            is ignored.
+        task: ``"query"``, ``"document"`` or None: the route of a Router, and the name of the
             default prompt.
-        prompt_name: name of a prompt of the model; by default that of the task, if the model has
-            one.
-        prompt: a prompt to put before every text; takes precedence over ``prompt_name``.
+        prompt_name: the name of a prompt of the model; by default that of the task, if the model
+            has it.
+        prompt: text that is put before every text; takes precedence over ``prompt_name``.
         batch_size: the largest number of texts encoded at a time; by default chosen for the device.
         batch_tokens: the largest number of tokens encoded at a time; by default chosen for the
             device.

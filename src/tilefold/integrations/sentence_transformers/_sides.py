@@ -173,8 +173,8 @@ def scores_of_sides(
         device: the device that computes; by default that of the result.
 
     Returns:
-        fp32 scores ``[Nq, Nd]`` or ``[N]`` on the device of the documents; on that of the queries
-        if the documents are NumPy arrays.
+        fp32 scores ``[Nq, Nd]`` or ``[N]`` on the device of the documents. If the documents are
+        NumPy arrays, they are on the device of the queries.
     """
     output_device = documents.device or queries.device or torch.device("cpu")
     compute_device = output_device if device is None else torch.device(device)

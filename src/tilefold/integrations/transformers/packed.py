@@ -144,7 +144,7 @@ def packed_attention_forward(
 
 def packed_heads(tensor: Tensor) -> Tensor:
     """Return packed heads ``[1, H, T, D]`` as a view ``[T, H, D]``."""
-    # ``squeeze``, whose backward is a view, too: that of ``[0]`` copies the gradient into zeros.
+    # ``squeeze`` also has a view as its backward. The backward of ``[0]`` copies the gradient.
     return tensor.squeeze(0).transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Training arguments with which transformers' Trainer uses one GPU of several."""
+"""Training arguments that let transformers' Trainer use one of several GPUs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 @functools.cache
 def one_gpu(arguments_class: Any) -> Any:
-    """Derive training arguments with which a Trainer in a single process uses one GPU.
+    """Derive a class of training arguments that let a Trainer in a single process use one GPU.
 
-    Where several GPUs are visible, transformers' Trainer would wrap the model in
+    If several GPUs are visible, transformers' Trainer wraps the model in
     ``torch.nn.DataParallel``, which an accelerated model refuses. The derived arguments prevent
-    this. They change nothing under a launcher (``torchrun``, ``accelerate launch``), on one GPU or
+    this. They change nothing with a launcher (``torchrun``, ``accelerate launch``), on one GPU or
     on the CPU::
 
         arguments = one_gpu(SparseEncoderTrainingArguments)(
@@ -24,12 +24,12 @@ def one_gpu(arguments_class: Any) -> Any:
         arguments_class: ``transformers.TrainingArguments``, or a class derived from it.
 
     Returns:
-        A class derived from `arguments_class`, whose ``n_gpu`` is at most 1. Its instances are
-        pickled (``training_args.bin``) as instances of `arguments_class`, which load without
+        A class derived from ``arguments_class``, whose ``n_gpu`` is at most 1. Its instances are
+        pickled (``training_args.bin``) as instances of ``arguments_class``, which load without
         tilefold.
 
     Raises:
-        TypeError: for anything else.
+        TypeError: if ``arguments_class`` is not such a class.
     """
     from transformers import TrainingArguments
 
@@ -42,7 +42,7 @@ def one_gpu(arguments_class: Any) -> Any:
     class OneGpu(arguments_class):
         @property
         def n_gpu(self) -> int:
-            """Number of GPUs, which decides whether the Trainer uses ``DataParallel``."""
+            """The number of GPUs, which decides whether the Trainer uses ``DataParallel``."""
             return min(1, int(super().n_gpu))
 
         def __reduce__(self) -> Any:

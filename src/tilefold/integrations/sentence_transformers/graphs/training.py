@@ -417,7 +417,7 @@ class StepGraphs:
         return output
 
     def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
-        """Return those of some parameters that the encoder uses, by their position.
+        """Return the parameters at some positions that the encoder uses, by position.
 
         The encoder uses a parameter if the capture has allocated a gradient buffer for it. Others
         must not be inputs of an autograd function, because DDP waits for every parameter that
