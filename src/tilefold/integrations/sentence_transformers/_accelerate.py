@@ -208,7 +208,7 @@ def accelerate(
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
-    _check_bits(quantize, screen)
+    _check_quantize_and_screen(quantize, screen)
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
@@ -241,7 +241,7 @@ def accelerate(
     return Acceleration(model, n_heads, padded)
 
 
-def _check_bits(quantize: object, screen: object) -> None:
+def _check_quantize_and_screen(quantize: object, screen: object) -> None:
     """Raise an error if :func:`accelerate` does not accept ``quantize`` or ``screen``."""
     if quantize not in {None, "fp8"}:
         remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."

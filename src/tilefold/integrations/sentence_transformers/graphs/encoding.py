@@ -14,6 +14,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -447,7 +448,7 @@ class EncodingGraphs(Replacement):
 
         Args:
             encode: encodes synthetic texts with these graphs.
-            longest: the number of tokens of the longest text.
+            longest: the number of tokens of the longest text. The default suits queries.
         """
         for n_texts in TEXT_COUNTS:
             for n_tokens in TOKEN_COUNTS:
@@ -720,10 +721,9 @@ class EncodingGraphs(Replacement):
         capacity = self.row_capacity(size)
         forwards = fused_forwards(self.owner)
         has_stock_poolings = all(isinstance(forward.pooling, StockPooling) for forward in forwards)
+        output_context: AbstractContextManager[None] = contextlib.nullcontext()
         if has_stock_poolings:
             output_context = sparse_scores(options, capacity)
-        else:
-            output_context = contextlib.nullcontext()
         with output_context:
             scores = self.run_model(features, task)["sentence_embedding"]
         if isinstance(scores, CapacityRows):

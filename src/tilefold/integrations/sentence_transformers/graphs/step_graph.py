@@ -233,8 +233,9 @@ class StepGraph:
         self._upper_graph = torch.cuda.CUDAGraph()
         with memory.capturing(self._upper_graph):
             write_gradients(gradients, next(parts), upper_positions)
-        self._lower_graph = torch.cuda.CUDAGraph()
+        self._lower_graph: torch.cuda.CUDAGraph | None = None
         if self.lower_positions:
+            self._lower_graph = torch.cuda.CUDAGraph()
             with memory.capturing(self._lower_graph):
                 write_gradients(gradients, next(parts), self.lower_positions)
         self._output = output.detach()
@@ -282,7 +283,8 @@ class StepGraph:
 
     def backward_lower(self) -> None:
         """Differentiate the lower layers, after :meth:`backward`, and write their gradients."""
-        self._lower_graph.replay()
+        if self._lower_graph is not None:
+            self._lower_graph.replay()
 
 
 @contextlib.contextmanager

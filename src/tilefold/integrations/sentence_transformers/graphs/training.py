@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -367,10 +368,10 @@ class StepGraphs:
             features: the static inputs of the encoder.
         """
         transformer = self.transformer
+        # An empty cut says that the pass is not divided.
+        cut_context: AbstractContextManager[LayerCut] = contextlib.nullcontext(LayerCut())
         if self.divides_backward:
             cut_context = cut_layers(transformer.model)
-        else:
-            cut_context = contextlib.nullcontext(LayerCut())  # an empty cut: not divided
         with uncached_autocast(features["input_ids"].device.type), cut_context as cut:
             # The method of the class: the instance's ``forward`` may call these graphs.
             outputs = type(transformer).forward(transformer, features)

@@ -321,7 +321,8 @@ def _prompt_of_call(model: Model, arguments: Options) -> str | None:
 
 def _is_one_batch(arguments: Options) -> bool:
     """Whether the inputs of a call of ``encode`` fit into a single batch."""
-    return len(_texts_of(arguments)) <= arguments["batch_size"]
+    batch_size: int = arguments["batch_size"]
+    return len(_texts_of(arguments)) <= batch_size
 
 
 def _shows_progress(stock: Any, arguments: Options) -> bool:
