@@ -35,7 +35,7 @@ from tilefold.pipeline.truncation import Tally, Truncation, counting_truncation
 
 
 class _ForwardMode(NamedTuple):
-    """What decides the output of a forward, besides weights and inputs.
+    """Settings that decide the output of a forward, besides weights and inputs.
 
     Attributes:
         transformer_id: the id of the Transformer.
