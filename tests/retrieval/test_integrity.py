@@ -363,7 +363,7 @@ if {changed}:
     unknown = changed and end == "killed"
     assert (folder / "checksums.json").exists() is not unknown
     message = (
-        pytest.warns(RuntimeWarning, match="a process that changed them did not close")
+        pytest.warns(RuntimeWarning, match="the collection was not closed properly")
         if unknown
         else nullcontext()
     )

@@ -247,7 +247,7 @@ def test_search_on_a_device_ignores_replaced_and_deleted_rows(
     assert "d3" not in found_ids(search(index, parts.queries, 300))
     with pytest.raises(
         ValueError,
-        match="ids: expected ids of documents of the index, got 'd3'",
+        match="ids: expected ids of documents in the index, got 'd3'",
     ):
         index.mask(["d3"])
 
