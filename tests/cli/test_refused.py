@@ -265,7 +265,7 @@ USAGE = [
         "search x --index WORDS --heap-factor 0.5",
         "--heap-factor requires an index of backend seismic",
     ),
-    ("search x --index WORDS --vectors VECTORS", "is a BM25 index, which has none"),
+    ("search x --index WORDS --vectors VECTORS", "expected None for a BM25 index"),
     (f"{PRF} rm3", "--prf: expected one of average, rocchio"),
     ("search x --model SPARSE --index INDEX --prf-depth 3", "--prf-depth requires --prf"),
     (f"{PRF} average --prf-beta 1", "--prf-beta requires --prf rocchio"),
@@ -284,7 +284,7 @@ USAGE = [
     ("evaluate --data DATA --index WORDS --vectors VECTORS", "--vectors requires --prf"),
     (
         "evaluate --data DATA --index WORDS --prf average --vectors VECTORS",
-        "index of sparse vectors",
+        "expected None for a BM25 index",
     ),
     (
         "evaluate --data DATA --model minilm --prf average --prf-terms 3",
