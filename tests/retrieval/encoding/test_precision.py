@@ -232,7 +232,9 @@ def test_a_run_that_a_command_saves_has_the_precision_in_its_tag(tmp_path: Path)
     file = tmp_path / "run.trec"
     searched = Provenance("m" * 64, "t" * 64, precision="bf16")
     texts = Provenance(texts_sha256="t" * 64)
-    _scores.save(_scores.NamedRun("run", {"q": {"d": 1.0}}, searched), texts, file, overwrite=False)
+    _scores.save_run(
+        _scores.NamedRun("run", {"q": {"d": 1.0}}, searched), texts, file, overwrite=False
+    )
     assert read_trec_provenance(file).precision == "bf16"
 
 
