@@ -104,8 +104,7 @@ def entmax_mask(
         The mask ``[B, kv_length]``, or None without an ``attention_mask``.
 
     Raises:
-        ValueError: for a mask that the attention does not get as an argument, and for a static
-            cache.
+        ValueError: if the mask is not an argument of the attention, or the cache is static.
     """
     if mask_function is not None and not _is_known_mask(mask_function, kwargs):
         name = getattr(mask_function, "__name__", mask_function)

@@ -103,7 +103,7 @@ def packed_attention_forward(
         The output ``[B, N, H, D]`` or ``[1, T, H, D]``, and None in place of the weights.
 
     Raises:
-        ValueError: for packed inputs with a mask, causal attention or unsupported arguments.
+        ValueError: if packed inputs have a mask, causal attention or unsupported arguments.
     """
     cu_seqlens: Tensor | None = kwargs.get(OFFSETS)
     if cu_seqlens is None:

@@ -340,9 +340,9 @@ def collate_ahead(
 
     Raises:
         TypeError: if ``trainer`` has no data collator.
-        ValueError: for an iterable dataset; for ``dispatch_batches``, with which one process makes
-            the batches of all processes; for ``graphs`` without ``join`` or without exactly one
-            packed encoder; for ``compiled`` without ``graphs``.
+        ValueError: if a dataset is iterable; if ``dispatch_batches`` lets one process make the
+            batches of all processes; if ``graphs`` is used without ``join`` or without exactly one
+            packed encoder; if ``compiled`` is used without ``graphs``.
     """
     _check_trainer(trainer)
     if switched_off():
@@ -386,7 +386,7 @@ def _check_trainer(trainer: Any) -> None:
 
     Raises:
         TypeError: if there is no data collator.
-        ValueError: for an iterable dataset or ``dispatch_batches``.
+        ValueError: if a dataset is iterable, or ``dispatch_batches`` is on.
     """
     if getattr(trainer, "data_collator", None) is None:
         raise TypeError(
