@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
 from tilefold.pipeline.rows import SparseRows, repeat_interleave
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError
-from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_search
 
@@ -40,7 +39,7 @@ class DeviceIndex:
     def __init__(
         self,
         ids: Sequence[str],
-        postings: Postings,
+        postings: Any,
         index: SparseIndex,
         device: torch.device | str = "cuda",
         present: Mask | None = None,
@@ -49,7 +48,8 @@ class DeviceIndex:
 
         Args:
             ids: ids of the N documents, in the order of their positions in the postings.
-            postings: postings of all terms, which the caller has checked.
+            postings: :class:`tilefold.retrieval.index.exact.Postings` of all terms, which the caller
+                has checked.
             index: the index on the CPU, which provides the metadata, sizes and provenance.
             device: the device that the postings are copied to.
             present: bool ``[N]``, False for removed documents; None if no document was removed.
