@@ -48,8 +48,8 @@ class DeviceIndex:
 
         Args:
             ids: ids of the N documents, in the order of their positions in the postings.
-            postings: :class:`tilefold.retrieval.index.exact.Postings` of all terms, which the caller
-                has checked.
+            postings: postings of all terms, which the caller has checked
+                (:class:`tilefold.retrieval.index.exact.Postings`).
             index: the index on the CPU, which provides the metadata, sizes and provenance.
             device: the device that the postings are copied to.
             present: bool ``[N]``, False for removed documents; None if no document was removed.
