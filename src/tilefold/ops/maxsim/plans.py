@@ -257,6 +257,7 @@ def _add_scores(builder: MaxSimPlanBuilder, training: bool) -> None:
     problem = builder.problem
     is_int8 = problem.documents.dtype == torch.int8
     rows_per_query = _rows_per_query(problem)
+    # On Hopper, a kernel whose warps either load or multiply computes the scores on its own.
     if _is_inference_of_all_pairs(problem, training) and _add_roles_pass(builder, rows_per_query):
         return
     kind, config = _score_config(builder, training, rows_per_query)

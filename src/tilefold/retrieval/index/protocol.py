@@ -5,7 +5,6 @@ The folder has a manifest, the ids and the metadata of the documents, and files 
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,6 +18,7 @@ import numpy.typing as npt
 
 from tilefold._internal.arguments import check_instance, list_of, path_of
 from tilefold._internal.files import atomic_directory, sha256_file
+from tilefold._internal.garbage import garbage_collection_paused
 from tilefold._internal.lazy import package_version
 from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
@@ -340,18 +340,6 @@ class StoredIds(Sequence[str]):
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
 
 
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Pause Python's cyclic garbage collection within the block."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def hits_of(
     ids: Sequence[str],
     positions: npt.NDArray[np.int64],
@@ -372,7 +360,7 @@ def hits_of(
     hits: list[list[Hit]] = []
     is_hit = (positions >= 0) & (scores > -np.inf)
     # The thousands of new objects would trigger collections that visit all objects of the process.
-    with _garbage_collection_paused():
+    with garbage_collection_paused():
         for query_row, is_query_hit in enumerate(is_hit):
             query_positions = positions[query_row][is_query_hit]
             query_scores = scores[query_row][is_query_hit].tolist()

@@ -364,7 +364,7 @@ class Reranker:
         by: str,
         passages: BestPassages | None,
     ) -> dict[str, list[str]] | None:
-        """Return the passages by which the candidates of each query are scored.
+        """Return the passages that are scored in place of the candidates of each query.
 
         Args:
             run: query id -> id of a candidate -> score before reranking.
@@ -373,17 +373,18 @@ class Reranker:
             passages: query id -> document id -> passage that the document was retrieved by.
 
         Returns:
-            Query id -> ids of passages. None if the vectors to score have the ids of the run.
+            Query id -> ids of passages. None if the candidates themselves are scored.
         """
-        if by == "passage":
+        if by == "passage":  # the candidates are passages already
             return None
-        if self.tokens is not None:
-            if self.passages is None:
+        if self.tokens is None:
+            # Candidates are encoded now: the passages that retrieved them, or else whole documents.
+            if not passages:
                 return None
-            return self._stored_passages(self.tokens, _best_ids(run, depth))
-        if not passages:
+            return self._retrieved_passages(passages, _best_ids(run, depth))
+        if self.passages is None:  # the stored token vectors are those of whole documents
             return None
-        return self._retrieved_passages(passages, _best_ids(run, depth))
+        return self._stored_passages(self.tokens, _best_ids(run, depth))
 
     def _stored_passages(
         self,

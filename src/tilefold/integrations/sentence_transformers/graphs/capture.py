@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from tilefold._internal.garbage import garbage_collection_paused
 from tilefold.ops.implementations import tf32_allowed
 
 Key = TypeVar("Key", bound=Hashable)
@@ -53,17 +54,21 @@ class GraphMemory:
             yield
         current_stream.wait_stream(self.stream)
 
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Record the work of the context into a graph instead of running it.
 
-        Other threads may use the GPU in the meantime.
+        Other threads may use the GPU in the meantime. The garbage collector is paused, because it
+        could delete another graph, which CUDA does not allow during a capture.
         """
-        return torch.cuda.graph(
+        capture = torch.cuda.graph(
             graph,
             pool=self.pool,
             stream=self.stream,
             capture_error_mode="thread_local",
         )
+        with garbage_collection_paused(), capture:
+            yield
 
 
 class GraphCache(OrderedDict[Key, Graph]):
