@@ -211,5 +211,5 @@ def test_a_static_query_has_a_weight_for_the_largest_id() -> None:
     scores = query(features)["sentence_embedding"]
     assert scores.to_dense().nonzero().tolist() == [[0, AFTER_GAP]]
     assert not query.fits_stock()
-    with pytest.raises(ValueError, match="whose ids must have no gaps"):
+    with pytest.raises(ValueError, match="token ids without gaps"):
         query.stock()

@@ -417,19 +417,19 @@ def operands_of_other_layouts_are_refused(rank: Rank) -> None:
         assert problem in str(caught.value)
         assert remedy in str(caught.value)
 
-    message = "hidden must be a DTensor where weight is one"
+    message = "hidden must be a DTensor if weight is one"
     assert_refused(local_hidden, weight, bias, message, "FSDP")
-    message = "weight must be a DTensor where hidden"
+    message = "weight must be a DTensor if hidden"
     assert_refused(hidden, local_weight, None, message, "distribute_tensor")
     message = "weight must be Shard(0)"
     assert_refused(hidden, column_weight, None, message, "redistribute")
-    message = "bias must be a DTensor where weight is one"
+    message = "bias must be a DTensor if weight is one"
     assert_refused(hidden, weight, local_bias, message, "distribute_tensor")
-    message = "bias must lie like weight"
+    message = "bias must have the mesh and the placements of weight"
     assert_refused(hidden, weight, replicated_bias, message, "redistribute")
     message = "hidden must be Replicate()"
     assert_refused(sharded_hidden, weight, bias, message, "redistribute")
-    message = "hidden must lie on the mesh of weight"
+    message = "hidden must be on the same mesh as weight"
     assert_refused(hidden_of_other_mesh, weight, bias, message, "redistribute")
     message = "weight must have the dtype of hidden (bfloat16)"
     assert_refused(hidden.detach().bfloat16(), weight, bias, message, "autocast")

@@ -379,37 +379,37 @@ def test_equal_judgements_given_twice_count_once(tmp_path: Path) -> None:
     [
         pytest.param(
             ['["q", ["a", 1.5], ["b", null]]'],
-            "line 1: .*the score of 'b' is null and no number",
+            "line 1: .*the score of 'b' is null, which is not a number",
             id="null",
         ),
         pytest.param(
             ['["q", ["a", 1.5], ["b", 0.5]]', '["q", ["a", true], ["b", 0.5]]'],
-            "line 2: .*the score of 'a' is true and no number",
+            "line 2: .*the score of 'a' is true, which is not a number",
             id="boolean",
         ),
         pytest.param(
             ['["q", ["a", "1.5"], ["b", 0.5]]'],
-            "line 1: .*the score of 'a' is \"1.5\" and no number",
+            "line 1: .*the score of 'a' is \"1.5\", which is not a number",
             id="text",
         ),
         pytest.param(
             ['["q", ["a", NaN], ["b", 0.5]]'],
-            "line 1: .*the score of 'a' is nan and no finite float32",
+            "line 1: .*the score of 'a' is nan, which is not a finite float32",
             id="not a number",
         ),
         pytest.param(
             ['["q", ["a", 1e39], ["b", 0.5]]'],
-            "line 1: .*the score of 'a' is 1e\\+39 and no finite float32",
+            "line 1: .*the score of 'a' is 1e\\+39, which is not a finite float32",
             id="above float32",
         ),
         pytest.param(
             ['["q", ["a", 1.5], ["b", 0.5]]', '["q", "c", "d"]'],
-            "line 2: .*'c' has no score, those before it have one",
+            "line 2: .*'c' has no score, but earlier rows have one",
             id="scores end",
         ),
         pytest.param(
             ['["q", "c", "d"]', '["q", ["a", 1.5], ["b", 0.5]]'],
-            "line 2: .*'a' has a score, those before it have none",
+            "line 2: .*'a' has a score, but earlier rows have none",
             id="scores begin",
         ),
     ],

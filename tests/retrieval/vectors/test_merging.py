@@ -42,7 +42,7 @@ def test_merged_folders_have_the_vectors_of_all(folders: Path) -> None:
     [
         pytest.param(["a"], "expected two or more", id="one folder"),
         pytest.param(["a", "a"], "'d0' is in", id="a folder twice"),
-        pytest.param(["a", "c"], "made alike", id="another vocabulary"),
+        pytest.param(["a", "c"], "made with the same settings", id="another vocabulary"),
         pytest.param(["a", "d"], "expected sparse vectors", id="dense vectors"),
     ],
 )
