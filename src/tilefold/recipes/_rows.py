@@ -258,7 +258,7 @@ class PairsWithNegatives:
             pairs.documents[usable_pairs],
         )
         self._positions = positions
-        self._document_of_row = rows.document_positions
+        self._document_of_row = rows.document
         self._scores = rows.target if scored else None
         self._positive_rows = positive_rows[usable_pairs]
         self._negative_rows = negatives.rows
@@ -386,7 +386,7 @@ def _find_positive_rows(
             candidates[has_candidate],
             ends[has_candidate],
         )
-        is_match = positions[rows.document_positions[candidates]] == relevant[pairs]
+        is_match = positions[rows.document[candidates]] == relevant[pairs]
         positive_rows[pairs[is_match]] = candidates[is_match]
         pairs, candidates, ends = pairs[~is_match], candidates[~is_match] + 1, ends[~is_match]
     return positive_rows

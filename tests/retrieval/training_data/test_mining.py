@@ -161,7 +161,7 @@ def scored_rows() -> TrainingRows:
         queries=["a", "b"],
         documents=["p", "x", "y"],
         offsets=np.array([0, 3, 5]),
-        document_positions=np.array([0, 1, 2, 0, 1], np.int32),
+        document=np.array([0, 1, 2, 0, 1], np.int32),
         relevant=np.array([1, 0, 0, 1, 0], bool),
         rank=np.zeros(5, np.int32),
         retrieved=np.full(5, np.nan, np.float32),

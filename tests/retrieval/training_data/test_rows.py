@@ -32,7 +32,7 @@ def mined_rows() -> TrainingRows:
         queries=["a", "b"],
         documents=["d1", "d2"],
         offsets=np.array([0, 2, 3]),
-        document_positions=np.array([0, 1, 1], np.int32),
+        document=np.array([0, 1, 1], np.int32),
         relevant=np.array([True, False, True]),
         rank=np.array([0, 3, 1], np.int32),
         retrieved=np.array([np.nan, 1.5, 2.5], np.float32),
@@ -63,7 +63,7 @@ def test_rows_survive_writing_and_reading(rows: TrainingRows, tmp_path: Path) ->
     assert loaded.scored == rows.scored
     assert loaded.teachers.keys() == rows.teachers.keys()
     np.testing.assert_array_equal(loaded.offsets, rows.offsets)
-    np.testing.assert_array_equal(loaded.document_positions, rows.document_positions)
+    np.testing.assert_array_equal(loaded.document, rows.document)
     np.testing.assert_array_equal(loaded.relevant, rows.relevant)
     np.testing.assert_array_equal(loaded.rank, rows.rank)
     np.testing.assert_array_equal(loaded.retrieved, rows.retrieved)
@@ -215,7 +215,7 @@ def row_of(query: str, document: str) -> TrainingRows:
         queries=[query],
         documents=[document],
         offsets=np.array([0, 1]),
-        document_positions=np.zeros(1, np.int32),
+        document=np.zeros(1, np.int32),
         relevant=np.ones(1, bool),
         rank=np.ones(1, np.int32),
         retrieved=np.ones(1, np.float32),

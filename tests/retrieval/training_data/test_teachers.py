@@ -56,7 +56,7 @@ def rows_of(documents_of: Mapping[str, list[str]]) -> TrainingRows:
         queries=list(documents_of),
         documents=names,
         offsets=np.array(offsets),
-        document_positions=np.array(documents_of_rows, np.int32),
+        document=np.array(documents_of_rows, np.int32),
         relevant=np.isin(np.arange(n_rows), offsets),
         rank=np.zeros(n_rows, np.int32),
         retrieved=np.full(n_rows, np.nan, np.float32),
@@ -192,7 +192,7 @@ def test_a_bi_encoder_scores_by_its_similarity(
         model.encode_query(queries, **options),
         model.encode_document(documents, **options),
     )
-    expected = similarity.float()[rows.query_of_row(), rows.document_positions].tolist()
+    expected = similarity.float()[rows.query_of_row(), rows.document].tolist()
 
     scores = score_rows(bi_encoder, rows, COLLECTION, tmp_path / "work")
 

@@ -178,7 +178,7 @@ class Mined:
             queries=self.queries,
             documents=documents,
             offsets=offsets_of(self.row_counts),
-            document_positions=np.array(
+            document=np.array(
                 [position_of_document[row.document_id] for row in self.mined_rows],
                 np.int32,
             ),

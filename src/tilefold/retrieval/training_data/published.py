@@ -132,7 +132,7 @@ def _group_by_query(columns: _Columns) -> dict[str, Any]:
         "queries": list(columns.number_of_query),
         "documents": list(columns.number_of_document),
         "offsets": offsets_of(row_counts),
-        "document_positions": document_numbers[rows],
+        "document": document_numbers[rows],
         "relevant": pair_is_relevant[order],
         # The files have no ranks and no scores of a retriever.
         "rank": np.zeros(len(rows), np.int32),

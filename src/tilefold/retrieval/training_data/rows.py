@@ -64,7 +64,7 @@ _MAX_THREADS = 8  # threads that read ids, one row group each
 _MAX_GAP_FACTOR = 4  # numeric ids up to this multiple of the number of rows are numbered directly
 _N_SHOWN_OFFSETS = 9
 _ID_COLUMNS = ["query_id", "document_id"]
-_COLUMNS = ("document_positions", "relevant", "rank", "retrieved")  # columns of all training rows
+_COLUMNS = ("document", "relevant", "rank", "retrieved")  # columns of all training rows
 _REMEDY = "Make it again: tilefold mine, then tilefold score."
 
 Floats = npt.NDArray[np.float32]
@@ -104,7 +104,7 @@ class TrainingRows:
         queries: ids of the Q distinct queries.
         documents: ids of the D distinct documents.
         offsets: int64 ``[Q + 1]``, rising from 0 to N.
-        document_positions: int32 ``[N]``, position of each row's document in `documents`; a
+        document: int32 ``[N]``, position of each row's document in `documents`; a
             document occurs at most once per query.
         relevant: bool ``[N]``, whether the document is relevant.
         rank: int32 ``[N]``, rank in the retriever's list, from 1; 0 if not retrieved.
@@ -122,7 +122,7 @@ class TrainingRows:
     queries: list[str]
     documents: list[str]
     offsets: npt.NDArray[np.int64]
-    document_positions: npt.NDArray[np.int32]
+    document: npt.NDArray[np.int32]
     relevant: npt.NDArray[np.bool_]
     rank: npt.NDArray[np.int32]
     retrieved: Floats
@@ -227,7 +227,7 @@ class TrainingRows:
             row_counts = np.diff(self.offsets[first_query : end_query + 1])
             # Rows have equal keys only if they have the same query and document.
             keys = np.repeat(np.arange(len(row_counts)) * n_documents, row_counts)
-            keys += self.document_positions[first_row : first_row + len(keys)]
+            keys += self.document[first_row : first_row + len(keys)]
             order = np.argsort(keys, kind="stable")
             repeated = np.flatnonzero(np.diff(keys[order]) == 0)
             if repeated.size:
@@ -239,12 +239,12 @@ class TrainingRows:
     def describe_row(self, row: int) -> str:
         """Return the ids of the document and the query of a row, for error messages."""
         query = int(np.searchsorted(self.offsets, row, side="right")) - 1
-        document_id = self.documents[self.document_positions[row]]
+        document_id = self.documents[self.document[row]]
         return f"document {document_id!r} of query {self.queries[query]!r}"
 
     def __len__(self) -> int:
         """Return N, the number of rows."""
-        return len(self.document_positions)
+        return len(self.document)
 
     @property
     def scored(self) -> bool:
@@ -298,7 +298,7 @@ class TrainingRows:
         """Yield the training rows of each query, in the order of the queries."""
         for number, query in enumerate(self.queries):
             rows = slice(int(self.offsets[number]), int(self.offsets[number + 1]))
-            positions = self.document_positions[rows].tolist()
+            positions = self.document[rows].tolist()
             yield QueryRows(
                 query=query,
                 documents=[self.documents[position] for position in positions],
@@ -324,7 +324,7 @@ class TrainingRows:
                 query for query, count in zip(self.queries, counts.tolist(), strict=True) if count
             ],
             offsets=offsets_of(counts[counts > 0]),
-            document_positions=self.document_positions[keep],
+            document=self.document[keep],
             relevant=self.relevant[keep],
             rank=self.rank[keep],
             retrieved=self.retrieved[keep],
@@ -448,7 +448,7 @@ def write_training_rows(
         for start in range(0, len(rows), _ROWS_PER_GROUP):
             part = slice(start, start + _ROWS_PER_GROUP)
             query_positions = query_of_row[part].tolist()
-            document_positions = rows.document_positions[part].tolist()
+            document_positions = rows.document[part].tolist()
             # Ranks and scores of documents that were not retrieved are null.
             rank = pa.array(rows.rank[part], mask=rows.rank[part] == 0)
             retrieved = pa.array(rows.retrieved[part], mask=np.isnan(rows.retrieved[part]))
@@ -618,7 +618,7 @@ def _rows_of_table(
         queries=queries.ids,
         documents=documents.ids,
         offsets=offsets_of(np.bincount(queries.positions, minlength=len(queries.ids))),
-        document_positions=documents.positions[order],
+        document=documents.positions[order],
         relevant=np.asarray(relevant.to_numpy(), bool)[order],
         rank=columns["rank"].astype(np.int32),
         retrieved=columns[retriever_column],

@@ -200,7 +200,7 @@ class _Task:
         _, first_positions = np.unique(number_of_document, return_index=True)
         self.document_ids = [rows.documents[position] for position in first_positions.tolist()]
         self.query_numbers = number_of_query[rows.query_of_row()]
-        self.document_numbers = number_of_document[rows.document_positions]
+        self.document_numbers = number_of_document[rows.document]
         # Names of files are digests of what results depend on. Precision is a part of it.
         settings = f"{teacher.fingerprint} {_ROUNDING} {teacher.precision}"
         vectors_digest = hashlib.sha256(settings.encode())
@@ -706,8 +706,8 @@ def with_relevant(rows: TrainingRows, collection: Collection, split: str) -> Tra
         rows,
         documents=list(position_of_document),
         offsets=offsets_of(row_counts),
-        document_positions=np.insert(
-            rows.document_positions,
+        document=np.insert(
+            rows.document,
             insert_at,
             np.array(missing_positions, np.int32),
         ),
