@@ -1,4 +1,4 @@
-"""Print all claims with their committed rows, as docs/claims.md has them.
+"""Print all claims with their committed rows, as benchmarks/notes/claims.md has them.
 
 python -m benchmarks.claims_table
 """

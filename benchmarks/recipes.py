@@ -1,4 +1,4 @@
-r"""Train recipes of the catalogue, and measure each before and after: the table of docs/recipes.md.
+r"""Train recipes of the catalogue, and measure each before and after: the table of benchmarks/notes/recipes.md.
 
     python -m benchmarks.recipes --data scifact=PATH --recipe all --processes 5 \
         --output benchmarks/results

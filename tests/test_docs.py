@@ -339,7 +339,7 @@ def test_each_result_that_the_readme_names_has_a_claim_with_committed_rows() -> 
 
 
 def test_the_page_of_claims_has_the_table_of_the_committed_results() -> None:
-    page = (ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
+    page = (ROOT / "benchmarks" / "notes" / "claims.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line.startswith("|")] == claims_table.table()
 
 

@@ -89,7 +89,7 @@ class Claim:
         return claimed_type == device_type
 
 
-# Claims in the order of docs/claims.md. Those of "cpu" have no committed rows.
+# Claims in the order of benchmarks/notes/claims.md. Those of "cpu" have no committed rows.
 CLAIMS = tuple(
     Claim(**fields)
     for fields in json.loads((Path(__file__).parent / "claims.json").read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Products of fp32 on the CPU by oneDNN, which compiles a kernel for each number of rows.
 
-Times are in docs/performance.md.
+Times are in benchmarks/notes/performance.md.
 """
 
 from __future__ import annotations

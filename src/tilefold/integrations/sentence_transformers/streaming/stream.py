@@ -73,7 +73,7 @@ T = TypeVar("T")
 GPU_TOKENS = 131072
 SMALL_GPU_TOKENS = 32768
 SMALL_GPU = 32 << 30  # a GPU with less memory than this, in bytes, is small
-CPU_TOKENS = 4096  # faster than a half and a quarter of it, see docs/performance.md
+CPU_TOKENS = 4096  # faster than a half and a quarter of it, see benchmarks/notes/jobs.md
 PADDED_TEXTS = 32  # texts per padded batch
 WAITING_BATCHES = 8  # batches of token ids that wait for the model
 

@@ -1,0 +1,276 @@
+"""Figures of user pages are those of committed rows: performance, recipes and serving."""
+
+from __future__ import annotations
+
+import csv
+import re
+import statistics
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+H200 = "nvidia-h200"
+EPYC = "cpu-amd-epyc-2-threads"
+EPYC_ONE_THREAD = "cpu-amd-epyc-1-threads"
+
+
+def decimals(text: str) -> int:
+    """Return how many decimals a printed number has."""
+    return len(text.partition(".")[2])
+
+
+def matching_rows(device: str, file: str, **cells: str) -> list[dict[str, str]]:
+    """Return the rows of a results file whose cells have these values."""
+    path = RESULTS / device / f"{file}.csv"
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = [
+            row
+            for row in csv.DictReader(lines)
+            if all(row[name] == value for name, value in cells.items())
+        ]
+    assert rows, f"{path}: no row with {cells}"
+    return rows
+
+
+def row_of_table(page: str, label: str) -> list[str]:
+    """Return the cells of the one table row of a page that begins with a label."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    lines = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
+    assert len(lines) == 1, f"docs/{page}: {len(lines)} rows begin with {label!r}"
+    return [cell.strip() for cell in lines[0].strip("|").split("|")]
+
+
+def check_figure(printed: str, values: list[float]) -> None:
+    """Fail unless a printed number is one of the values, rounded."""
+    number = re.sub(r"[^\d.]", "", printed)
+    half_of_last_decimal = 0.5 * 10 ** -decimals(number)
+    close = [value for value in values if abs(value - float(number)) <= half_of_last_decimal + 1e-9]
+    assert close, f"the page prints {printed}, the rows have {values}"
+
+
+@pytest.mark.parametrize(
+    ("label", "case"),
+    [
+        pytest.param("BERT-base, V = 30,522", "bert-base", id="BERT-base"),
+        pytest.param("BERT-base, V = 250,002", "vocabulary-250k", id="a large vocabulary"),
+        pytest.param("MiniLM, V = 30,522", "minilm", id="MiniLM"),
+    ],
+)
+def test_rates_of_encoding(label: str, case: str) -> None:
+    cells = row_of_table("performance.md", label)
+    for printed, job in zip(
+        cells[1:],
+        ("stock encode_document", "encode_collection, to Parquet"),
+        strict=True,
+    ):
+        rows = matching_rows(H200, "encode", case=case, what=job)
+        check_figure(printed, [float(row["docs_per_s"]) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("label", "job"),
+    [
+        pytest.param("stock `encode_query`", "stock encode_query", id="stock"),
+        pytest.param(
+            "[ONNX graph](integrations.md#as-an-onnx-graph), fp32",
+            "mini-fp32 encode_query",
+            id="ONNX graph",
+        ),
+        pytest.param(
+            "ONNX graph, `--quantize int8`",
+            "mini-int8 encode_query",
+            id="ONNX graph in 8 bits",
+        ),
+    ],
+)
+def test_times_of_a_query_on_a_cpu(label: str, job: str) -> None:
+    rows = matching_rows(EPYC_ONE_THREAD, "query_on_cpu", what=job)
+    check_figure(
+        row_of_table("performance.md", label)[1],
+        [float(row["cpu_p50_ms"]) for row in rows],
+    )
+
+
+@pytest.mark.parametrize(
+    ("label", "case", "work"),
+    [
+        pytest.param("one SPLADE query, BERT-base", "bert-base", "one query", id="SPLADE"),
+        pytest.param(
+            "one ColBERT query, BERT-base", "bert-base", "one ColBERT query", id="ColBERT"
+        ),
+        pytest.param("one SPLADE query, MiniLM", "minilm", "one query", id="MiniLM"),
+    ],
+)
+def test_times_of_a_query_on_a_gpu(label: str, case: str, work: str) -> None:
+    cells = row_of_table("performance.md", label)
+    for printed, way in zip(cells[1:], ("stock", "tilefold"), strict=True):
+        rows = matching_rows(H200, "queries", case=case, work=work, way=way)
+        check_figure(printed, [float(row["p50_ms"]) for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("label", "case"),
+    [
+        pytest.param("SPLADE, 128, V = 30,522", "ragged-128", id="SPLADE"),
+        pytest.param(
+            "SPLADE, V = 250,002, 128 (stock: 64 fit)",
+            "ragged-128-large",
+            id="a large vocabulary",
+        ),
+        pytest.param("ColBERT, 128", "colbert-128", id="ColBERT"),
+        pytest.param("SPLADE, 128 documents of 240 tokens", "full-128", id="full length"),
+    ],
+)
+def test_times_of_training_steps(label: str, case: str) -> None:
+    cells = row_of_table("performance.md", label)
+    sides = ("stock", "packed", "graphs", "compiled")
+    for printed, side in zip(cells[1:], sides, strict=True):
+        (row,) = matching_rows(H200, "train", case=case, side=side)
+        check_figure(printed, [float(row["step_ms"]), float(row["median_ms"])])
+
+
+@pytest.mark.parametrize(
+    ("label", "documents", "engine"),
+    [
+        pytest.param("100,000 | exact", "100000", "exact", id="exact, 100,000"),
+        pytest.param("100,000 | Seismic", "100000", "seismic", id="Seismic, 100,000"),
+        pytest.param("1,000,000 | exact", "1000000", "exact", id="exact, a million"),
+        pytest.param("1,000,000 | Seismic", "1000000", "seismic", id="Seismic, a million"),
+    ],
+)
+def test_times_of_searching(label: str, documents: str, engine: str) -> None:
+    _, _, *cells = row_of_table("performance.md", label)
+    rows = matching_rows(EPYC, "search", documents=documents, engine=engine)
+    columns = ("build_s", "disk_mib", "p50_ms", "recall_at_10")
+    for printed, column in zip(cells, columns, strict=True):
+        check_figure(printed, [float(row[column]) for row in rows])
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "splade-asm",
+        "splade-dmlp",
+        "splade",
+        "splade-doc",
+        "splade-qmlp",
+        "colbert",
+        "splade-v2",
+        "splade-v3",
+        "inference-free",
+        "unicoil",
+    ],
+)
+def test_results_of_recipes_are_means_over_seeds(recipe: str) -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    measured = text.partition("## Measured here")[2]
+    (line,) = [line for line in measured.splitlines() if line.startswith(f"| `{recipe}` |")]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    rows = matching_rows(H200, "recipes", data="scifact", recipe=recipe, base="minilm", steps="300")
+    columns = ("start_nDCG@10", "nDCG@10", "query_terms", "document_terms", "search_ms")
+    for printed, column in zip(cells[1:], columns, strict=True):
+        if printed:
+            check_figure(printed, [statistics.fmean(float(row[column]) for row in rows)])
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "device", "file", "cells", "column"),
+    [
+        pytest.param(
+            "performance.md",
+            r"Two H200s encode ([\d,]+) documents per second",
+            H200,
+            "encode_two_gpus",
+            {"turns": "4.12 4.18"},
+            "docs_per_s",
+            id="encoding with two GPUs",
+        ),
+        pytest.param(
+            "performance.md",
+            r"BERT-base encodes ([\d,]+) queries per second",
+            H200,
+            "queries",
+            {"case": "bert-base", "work": "32,768 queries", "way": "tilefold"},
+            "queries_s",
+            id="many queries, BERT-base",
+        ),
+        pytest.param(
+            "performance.md",
+            r"and MiniLM ([\d,]+)\.",
+            H200,
+            "queries",
+            {"case": "minilm", "work": "32,768 queries", "way": "tilefold"},
+            "queries_s",
+            id="many queries, MiniLM",
+        ),
+        pytest.param(
+            "performance.md",
+            r"train ([\d.]+) times as many SPLADE pairs",
+            H200,
+            "train_scale",
+            {"run": "splade-graphs", "devices": "2"},
+            "x_one",
+            id="training on two GPUs, SPLADE",
+        ),
+        pytest.param(
+            "performance.md",
+            r"and ([\d.]+) times as many ColBERT pairs",
+            H200,
+            "train_scale",
+            {"run": "colbert-graphs", "devices": "2"},
+            "x_one",
+            id="training on two GPUs, ColBERT",
+        ),
+        pytest.param(
+            "performance.md",
+            r"over a million documents in ([\d.]+) ms \(\[rows\]",
+            H200,
+            "search_gpu",
+            {"case": "sparse-1m", "way": "sparse_topk, batch"},
+            "p50_ms",
+            id="a batch of sparse queries on a GPU",
+        ),
+        pytest.param(
+            "performance.md",
+            r"in int8 takes ([\d.]+) ms for one query",
+            H200,
+            "search_gpu",
+            {"case": "maxsim-1m", "way": "maxsim_topk, 1"},
+            "p50_ms",
+            id="late interaction over a million documents",
+        ),
+        pytest.param(
+            "performance.md",
+            r"and ([\d.]+) ms over 8\.8 million",
+            H200,
+            "search_gpu",
+            {"case": "maxsim-8.8m", "way": "maxsim_topk, 1"},
+            "p50_ms",
+            id="late interaction over 8.8 million documents",
+        ),
+        pytest.param(
+            "serve.md",
+            r"the same measurement gives (\d+) queries a second",
+            EPYC,
+            "serve_load",
+            {"server": "tilefold", "clients": "64"},
+            "requests_s",
+            id="serving 64 clients from two cores",
+        ),
+    ],
+)
+def test_figures_in_sentences(
+    page: str,
+    sentence: str,
+    device: str,
+    file: str,
+    cells: dict[str, str],
+    column: str,
+) -> None:
+    text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    printed = re.search(sentence, text)
+    assert printed, f"docs/{page} has no sentence like {sentence!r}"
+    rows = matching_rows(device, file, **cells)
+    check_figure(printed[1], [float(row[column]) for row in rows if row[column]])
