@@ -1,4 +1,6 @@
-r"""Train recipes of the catalogue, and measure each before and after: the table of benchmarks/notes/recipes.md.
+r"""Train recipes of the catalogue, and measure each before and after.
+
+benchmarks/notes/recipes.md has the table.
 
     python -m benchmarks.recipes --data scifact=PATH --recipe all --processes 5 \
         --output benchmarks/results

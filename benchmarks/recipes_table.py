@@ -1,4 +1,6 @@
-"""Print the table of benchmarks/notes/recipes.md from the CSV of `benchmarks.recipes`, means over the seeds.
+"""Print the CSV of `benchmarks.recipes` as the table of benchmarks/notes/recipes.md.
+
+Numbers are means over the seeds.
 
 python -m benchmarks.recipes_table benchmarks/results/nvidia-h200/recipes.csv [--data scifact]
 """
