@@ -460,8 +460,27 @@ def load_index(request: IndexOptions, load_texts: LoadTexts | None) -> LoadedInd
         UsageError: if options do not fit the index.
     """
     index = move_to_device(_open_index(request), request.device, request.searched_folder)
-    search_options = request.search_options(index.backend)
+    check_index_options(request, index.backend)
     if index.backend == "bm25":
+        return LoadedIndex(index, None, {})
+    model_name = str(request.model)
+    encoder = _load_query_encoder(request, model_name, index, load_texts)
+    _check_model_of_index(request, model_name, encoder, index.provenance)
+    return LoadedIndex(index, encoder, request.search_options(index.backend))
+
+
+def check_index_options(request: IndexOptions, backend: str) -> None:
+    """Check that options fit the backend of the index that they name.
+
+    Args:
+        request: the options that name the index and the model.
+        backend: the backend of the index, such as ``"exact"``.
+
+    Raises:
+        UsageError: if an option is of another backend, or an index of vectors has no ``--model``.
+    """
+    request.search_options(backend)
+    if backend == "bm25":
         refuse_options(
             {
                 "--model": request.model,
@@ -470,16 +489,11 @@ def load_index(request: IndexOptions, load_texts: LoadTexts | None) -> LoadedInd
             },
             f"has no effect: {request.searched_folder} is a BM25 index, which reads words",
         )
-        return LoadedIndex(index, None, {})
-    model_name = request.model
-    if model_name is None:
+    elif request.model is None:
         raise UsageError(
             f"--index: {request.searched_folder} holds vectors; name the model that made them with "
             "--model.",
         )
-    encoder = _load_query_encoder(request, model_name, index, load_texts)
-    _check_model_of_index(request, model_name, encoder, index.provenance)
-    return LoadedIndex(index, encoder, search_options)
 
 
 def _open_index(request: IndexOptions) -> Any:

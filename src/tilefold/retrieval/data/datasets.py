@@ -35,7 +35,14 @@ from tilefold.retrieval.data.lazy_documents import LazyDocuments, open_lazy_docu
 from tilefold.retrieval.data.tables import USUAL_FIELDS
 from tilefold.retrieval.errors import DataError
 
-__all__ = ["BUILDER_VERSION", "build_pydocs", "cache_key", "default_cache_dir", "load_collection"]
+__all__ = [
+    "BUILDER_VERSION",
+    "build_pydocs",
+    "cache_key",
+    "check_collection_exists",
+    "default_cache_dir",
+    "load_collection",
+]
 
 BUILDER_VERSION = 1
 MIN_WORDS = 8
@@ -193,13 +200,17 @@ def load_collection(
                 f"expected none with the built-in collection pydocs, got {fields.names}.",
             )
         return _cached_pydocs(cache / "pydocs" / cache_key(), load)
-    path = Path(name_or_path)
-    if not path.exists():
+    check_collection_exists(name_or_path)
+    return load(Path(name_or_path))
+
+
+def check_collection_exists(name_or_path: str | Path) -> None:
+    """Raise ``FileNotFoundError`` unless a path exists or is ``"pydocs"``."""
+    if str(name_or_path) != "pydocs" and not Path(name_or_path).exists():
         raise FileNotFoundError(
             f"{name_or_path}: no such file or folder, expected 'pydocs', or the path of a BEIR "
             f"folder or of documents. {BEIR_LAYOUT}",
         )
-    return load(path)
 
 
 def _open_large_file(
