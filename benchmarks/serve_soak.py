@@ -284,7 +284,8 @@ def main(argv: Sequence[str]) -> int:
     ):
         seen, watched = asyncio.run(soak(port, process, texts, options))
         alive = asyncio.run(serve_bad.send(port, serve_bad.sized(b'{"inputs": "a"}')))
-        log = (Path(folder) / "log").read_text(errors="replace").splitlines()[1:]
+        log_text = (Path(folder) / "log").read_text(errors="replace")
+        log = log_text.partition("Ctrl-C ends\n")[2].splitlines()  # after the start
     for name, count in sorted(seen.items()):
         print(f"{count:8d}  {name}")
     second, last = watched.medians()

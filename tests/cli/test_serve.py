@@ -49,6 +49,44 @@ def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(
             fails(call("serve", "--model", "minilm", *options), code, message)
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        pytest.param(("--index", "missing"), 1, "missing", id="no index"),
+        pytest.param(("--index", "{index}", "--data", "missing"), 1, "missing", id="no data"),
+        pytest.param(("--index", "{index}", "--vectors", "missing"), 1, "missing", id="no vectors"),
+        pytest.param(("--index", "{index}", "--bm25", "missing"), 1, "missing", id="no BM25 index"),
+        pytest.param(
+            ("--index", "{index}", "--bm25", "{index}"),
+            2,
+            "is an index of vectors",
+            id="index of vectors as --bm25",
+        ),
+        pytest.param(
+            ("--index", "{index}", "--heap-factor", "0.5"),
+            2,
+            "--heap-factor requires an index of backend seismic",
+            id="option of another backend",
+        ),
+    ],
+)
+def test_files_that_options_name_are_checked_before_the_server_listens(
+    call: Any,
+    shared: Path,
+    options: tuple[str, ...],
+    code: int,
+    message: str,
+) -> None:
+    paths = [option.format(index=shared / "index") for option in options]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]  # listening would fail, with an error about the port
+        outcome = call("serve", "--port", str(port), "--model", "minilm", *paths)
+    fails(outcome, code, message)
+    assert "cannot listen" not in outcome.err
+
+
 def test_without_fastapi_the_error_says_what_to_install() -> None:
     code = """
 from tilefold import cli

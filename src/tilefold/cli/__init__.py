@@ -54,17 +54,14 @@ def _skip_final_garbage_collection() -> None:
 def _run_until_signal(args: list[str], debug: bool) -> int:
     """Run a command, which SIGTERM ends as Ctrl-C does, and return its exit code.
 
-    The server handles SIGTERM itself, because it first answers the pending requests.
+    While the server listens, it handles SIGTERM itself, because it first answers the pending
+    requests.
 
     Args:
         args: the words of the command line, without ``--debug``.
         debug: whether unexpected errors are raised, so that their traceback is shown.
     """
-    command = next((arg for arg in args if not arg.startswith("-")), None)
-    handler = TerminationHandler()
-    if command == "serve":
-        return _run(args, debug, handler)
-    with handler:
+    with TerminationHandler() as handler:
         return _run(args, debug, handler)
 
 

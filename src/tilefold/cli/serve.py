@@ -6,28 +6,36 @@ import logging
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
 
 from tilefold import retrieval
 from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, option, positive, refuse_options
+from tilefold.retrieval.data.datasets import check_collection_exists
 from tilefold.retrieval.index import DENSE, LATE
+from tilefold.retrieval.index.protocol import read_description
 from tilefold.serve.settings import Limits, check_origins
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
+
     from tilefold.retrieval.data.collection import Document
     from tilefold.retrieval.vectors.tokens import TokenStore
+    from tilefold.serve.loading import Report
     from tilefold.serve.models import Kind, Served
     from tilefold.serve.searchable import Searchable
     from tilefold.serve.service import Service
 
 KEY_VARIABLE = "TILEFOLD_API_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # that the server needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,9 +266,10 @@ def serve(request: ServeRequest) -> None:
     """Serve models and an index over HTTP, with the routes of text-embeddings-inference 1.9.
 
     POST /embed_sparse, /embed_all, /embed, /rerank, /score, /tokenize and /decode; GET /info,
-    /health and /metrics. The same routes under /query and /document encode queries and documents,
-    if the model distinguishes them. With --index, GET and POST /v1/NAME/search and GET
-    /v1/NAME/doc/ID. Ctrl-C stops the server.
+    /health, /live and /metrics. The same routes under /query and /document encode queries and
+    documents, if the model distinguishes them. With --index, GET and POST /v1/NAME/search and GET
+    /v1/NAME/doc/ID. The server listens at once, and answers 503 until everything is loaded. Ctrl-C
+    stops it.
 
     Example:
         tilefold serve --index INDEX --model MODEL --data DATA
@@ -278,31 +287,47 @@ def serve(request: ServeRequest) -> None:
             "--tokens-model": request.tokens_model,
         },
     )
-    # The port is bound first: loading the models takes long, and would be wasted if the port were
-    # taken.
+    _check_files(request)
     with _listen(request.host, request.port) as listening_socket:
-        from tilefold.serve.service import Service
-
-        models, searchable = _load(request)
-        service = Service(models, limits, request.default_side, searchable)
         if request.host not in _LOOPBACK and key is None:
             note(
                 f"--host: anyone who can reach {request.host} may use this server; set "
                 "--api-key-file to require a key",
             )
-        _run(service, key, listening_socket, request.host, origins)
+        _run(request, limits, key, origins, listening_socket)
 
 
 def _check_packages() -> None:
-    """Raise ``CommandError`` if a package that the server needs is not installed."""
-    try:
-        import fastapi  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise CommandError(
-            f'tilefold serve needs {error.name}: pip install "tilefold[serve]"',
-        ) from error
+    """Raise ``CommandError`` if a package that the server needs is not installed.
+
+    The packages are not imported, since FastAPI would delay the moment at which the server listens.
+    """
+    for package in _PACKAGES:
+        if find_spec(package) is None:
+            raise CommandError(f'tilefold serve needs {package}: pip install "tilefold[serve]"')
+
+
+def _check_files(request: ServeRequest) -> None:
+    """Check the files that options name, as far as that takes no time and no model.
+
+    Args:
+        request: the options of the command.
+
+    Raises:
+        UsageError: if options do not fit the index, or the index of ``--bm25`` is of vectors.
+        DataError: if a folder is not what its option expects.
+        FileNotFoundError: if there is no such file or folder.
+    """
+    if request.index is not None:
+        backend = read_description(request.index)["backend"]
+        _refuse_unused_options(request, request.index, backend)
+        _retrievers.check_index_options(request, backend)
+    if request.data is not None:
+        check_collection_exists(request.data)
+    if request.vectors is not None:
+        retrieval.read_manifest(request.vectors)
+    if request.bm25 is not None:
+        _check_is_bm25(request.bm25, read_description(request.bm25)["backend"])
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -327,48 +352,104 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _run(
-    service: Service,
+    request: ServeRequest,
+    limits: Limits,
     key: str | None,
-    listening_socket: socket.socket,
-    host: str,
     origins: Sequence[str],
+    listening_socket: socket.socket,
 ) -> None:
-    """Encode a word with each model, and serve until Ctrl-C or SIGTERM.
+    """Listen, load the models and the index, and serve until Ctrl-C or SIGTERM.
 
     Args:
-        service: the models and the index.
+        request: the options of the command.
+        limits: the limits of the service.
         key: the API key that requests must carry; None if they need no key.
-        listening_socket: the socket of ``--host`` and ``--port``.
-        host: the value of ``--host``.
         origins: the sites whose pages may send requests.
+        listening_socket: the socket of ``--host`` and ``--port``.
     """
-    from tilefold.serve.app import create_app
-    from tilefold.serve.server import run
+    from tilefold.serve.server import load_and_run
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-    names = [model.name for model in service.models.values()]
-    if service.searchable is not None:
-        names.append(service.searchable.name)
-    served_names = " and ".join(names)
+    host = request.host
+    host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
+    port = listening_socket.getsockname()[1]
+    address = f"{host_in_url}:{port}"
+    # Without a key, a private server refuses requests for the name of any other host. A page of
+    # another site could otherwise reach it by DNS rebinding.
+    is_private = host in _LOOPBACK and key is None
+
+    def load(report: Report) -> FastAPI:
+        """Load the models and the index in a thread of the server."""
+        from tilefold.serve.app import create_app
+
+        service = _load_service(request, limits, report)
+        return create_app(service, key, local=is_private, origins=origins)
+
+    def announce_listening() -> None:
+        # Without "http://": programs that wait for the address begin their requests with it.
+        note(f"listening on {address}; answers 503 until everything is loaded")
+
+    def announce_ready(service: Service) -> None:
+        note(f"{_served_names(service)} at http://{address}; Ctrl-C ends")
+        for model in service.models.values():
+            note(f"{model.name} computes in {model.precision}")
+
+    was_loaded = load_and_run(
+        load,
+        listening_socket,
+        limits,
+        listening=announce_listening,
+        ready=announce_ready,
+    )
+    if not was_loaded:
+        _leave_while_loading()
+
+
+def _leave_while_loading() -> NoReturn:
+    """End the process with code 0, without waiting for the thread that loads.
+
+    The thread cannot be stopped. If the interpreter were finalized while it imports a library or
+    computes, it might crash.
+    """
+    note("ended before everything was loaded")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Service:
+    """Load the models and the index, and encode a word with each model.
+
+    Args:
+        request: the options of the command.
+        limits: the limits of the service.
+        report: function that is called with the next stage.
+
+    Raises:
+        CommandError: if a model cannot encode.
+    """
+    from tilefold.serve.service import Service
+
+    report("loading the model" if request.index is None else "loading the index and its model")
+    models, searchable = _load(request)
+    service = Service(models, limits, request.default_side, searchable)
+    report("encoding a first word")
     try:
         service.warm_up()
     except Exception as error:  # a model may raise any
         raise CommandError(
-            f"--model: {served_names} cannot encode a word ({_common.first_line(error)}).",
+            f"--model: {_served_names(service)} cannot encode a word "
+            f"({_common.first_line(error)}).",
         ) from error
-    # Without a key, a private server refuses requests for the name of any other host. A page of
-    # another site could otherwise reach it by DNS rebinding.
-    is_private = host in _LOOPBACK and key is None
-    app = create_app(service, key, local=is_private, origins=origins)
-    host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
-    port = listening_socket.getsockname()[1]
+    return service
 
-    def announce() -> None:
-        note(f"{served_names} at http://{host_in_url}:{port}; Ctrl-C ends")
-        for model in service.models.values():
-            note(f"{model.name} computes in {model.precision}")
 
-    run(app, service, listening_socket, announce)
+def _served_names(service: Service) -> str:
+    """Return the names of the models and of the index, for messages."""
+    names = [model.name for model in service.models.values()]
+    if service.searchable is not None:
+        names.append(service.searchable.name)
+    return " and ".join(names)
 
 
 def _read_key(file: Path | None) -> str | None:
@@ -560,11 +641,21 @@ def _load_bm25(path: Path) -> Any:
     from tilefold.retrieval.index.opening import open_index
 
     index = open_index(path)
-    if index.backend != "bm25":
+    _check_is_bm25(path, index.backend)
+    return index
+
+
+def _check_is_bm25(path: Path, backend: str) -> None:
+    """Raise ``UsageError`` unless the index of ``--bm25`` is a BM25 index.
+
+    Args:
+        path: the folder of the index, for the message.
+        backend: the backend of the index.
+    """
+    if backend != "bm25":
         raise UsageError(
             f"--bm25: {path} is an index of vectors; try tilefold index --backend bm25.",
         )
-    return index
 
 
 def _limit_length(model: Model, max_length: int | None) -> None:

@@ -12,6 +12,7 @@ _NAMES = {
     "models": "Served",
     "service": "Service",
     "app": "create_app",
-    "server": "bind run",
+    "loading": "LoadingApp",
+    "server": "bind load_and_run run",
 }
 __all__, __getattr__, __dir__ = lazy_exports(globals(), _NAMES)

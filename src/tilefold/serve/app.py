@@ -69,7 +69,9 @@ _PAGE_HEADERS = {
 }
 # Paths that need no key: health checks and metrics, whose clients send none, the search page, which
 # asks for the key, and descriptions of the routes.
-OPEN_PATHS = frozenset({"/health", "/ping", "/metrics", "/docs", *_FILES, *OPENAPI_PATHS})
+OPEN_PATHS = frozenset(
+    {"/health", "/ping", "/live", "/metrics", "/docs", *_FILES, *OPENAPI_PATHS},
+)
 _HTTP_VERSIONS = ("1.1", "1.0")
 _HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
 
@@ -124,6 +126,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.state.service = service
     routers = [
         ("", _page_router(service)),
         ("", Routes(service, service.default_side).router()),

@@ -513,6 +513,7 @@ _GAUGES = {
     "tilefold_inputs_in_flight": (
         "Inputs in work or waiting; at max_concurrent_requests further ones get a 429"
     ),
+    "tilefold_ready": "1 if the server is ready for requests; 0 while it loads, or is going to end",
 }
 
 

@@ -101,6 +101,7 @@ class Routes:
         add_route(router, self.service, "/metrics", self.metrics, "For Prometheus")
         for path in ("/health", "/ping"):
             add_route(router, self.service, path, self.health, "200 or 503")
+        add_route(router, self.service, "/live", self.live, "200, unless a restart is needed")
         return router
 
     def _post_routes(self) -> dict[str, _PostRoute]:
@@ -544,6 +545,13 @@ class Routes:
         if self.service.healthy:
             return Response()
         error = ServeError("Unhealthy", "unhealthy")
+        return Response(error.body(), error.status, media_type=JSON)
+
+    async def live(self, request: Request) -> Response:
+        """Answer with status 503 if only a restart makes the service work again, else with 200."""
+        if self.service.live:
+            return Response()
+        error = ServeError("Unhealthy", "a worker thread has ended")
         return Response(error.body(), error.status, media_type=JSON)
 
 

@@ -17,14 +17,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from tilefold._internal.arguments import ArgumentError
 from tilefold.serve.bodies import ServeError
-from tilefold.serve.service import Service
+from tilefold.serve.loading import Load, LoadingApp, Report
 from tilefold.serve.settings import Limits
+
+if TYPE_CHECKING:  # the service needs torch, which the server does not wait for
+    from fastapi import FastAPI
+
+    from tilefold.serve.service import Service
 
 _BACKLOG = 512  # largest number of connections that wait to be accepted
 # Largest number of connections that asyncio accepts in one iteration of its event loop.
@@ -115,22 +121,22 @@ class _ConnectionLimits:
     """Limits of a service, and state that its connections share.
 
     Attributes:
-        service: the service.
         limits: limits of the service.
+        service: the service; ``None`` until it is loaded.
         lingering: connections that stay open for a second, so that their clients can read a
             response that was sent before they had sent their request.
         max_lingering: largest number of such connections.
         refusal: response with status 429 for a connection over the limit.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, limits: Limits) -> None:
         """Prepare the shared state, and the response for connections over the limit.
 
         Args:
-            service: service whose limits apply.
+            limits: limits of the service.
         """
-        self.service = service
-        self.limits = service.limits
+        self.limits = limits
+        self.service: Service | None = None
         self.lingering: set[asyncio.Protocol] = set()
         self.max_lingering = _max_lingering(_file_limit())
         body = ServeError("Overloaded", "too many connections").body()
@@ -143,6 +149,11 @@ class _ConnectionLimits:
             "\r\n"
         )
         self.refusal = head.encode() + body
+
+    @property
+    def draining(self) -> bool:
+        """Whether the service will end soon, so that responses close their connections."""
+        return self.service is not None and self.service.draining
 
 
 class _LimitedProtocol(Protocol):
@@ -202,7 +213,7 @@ class _LimitedProtocol(Protocol):
         previous = self.cycle
         super().on_headers_complete()
         self._open_cycles.append(self.cycle)
-        if self._shared.service.draining:
+        if self._shared.draining:
             if previous is not None and not previous.response_started:
                 # This request is pipelined: the connection must stay open for its response.
                 previous.keep_alive = True
@@ -384,24 +395,40 @@ class Server(uvicorn.Server):
 
     After the first SIGTERM it *drains*: it accepts requests for ``grace_seconds``, because a load
     balancer sends requests until it notices that health checks get status 503. Every response then
-    closes its connection. A SIGINT or a second signal ends the grace period.
+    closes its connection. A SIGINT or a second signal ends the grace period. A server whose service
+    has not been loaded stops without one.
     """
 
-    def __init__(self, app: Any, service: Service, ready: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        service: Service | None,
+        ready: Callable[[], None] | None = None,
+        *,
+        limits: Limits | None = None,
+        listening: Callable[[], None] | None = None,
+    ) -> None:
         """Configure uvicorn for a service.
 
         Args:
             app: ASGI application of the service.
-            service: service whose limits apply. Its ``is_only_request`` is set.
-            ready: function that is called once the server accepts requests.
+            service: service whose limits apply; ``None`` if it is still to be loaded, and
+                :meth:`attach` will be called.
+            ready: function that is called once the service accepts requests.
+            limits: limits until a service is attached; ``None`` uses the defaults.
+            listening: function that is called once the server listens.
         """
-        limits = service.limits
-        self._ready = ready
-        self._service = service
+        if service is not None:
+            limits = service.limits
+        elif limits is None:
+            limits = Limits()
+        self._ready: Callable[[], None] | None = None
+        self._listening = listening
+        self._connection_limits = _ConnectionLimits(limits)
         self._grace_ends = -math.inf  # time.monotonic() at the end of the grace period
         if _client_logger.level == logging.NOTSET:  # the user has not chosen a level
             _client_logger.setLevel(logging.ERROR)
-        protocol: Any = functools.partial(_LimitedProtocol, _ConnectionLimits(service))
+        protocol: Any = functools.partial(_LimitedProtocol, self._connection_limits)
         super().__init__(
             uvicorn.Config(
                 app,
@@ -416,7 +443,25 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(limits.shutdown_seconds)),
             ),
         )
+        if service is not None:
+            self.attach(service, ready)
+
+    @property
+    def n_connections(self) -> int:
+        """Number of open connections."""
+        return len(self.server_state.connections)
+
+    def attach(self, service: Service, ready: Callable[[], None] | None = None) -> None:
+        """Apply the limits of a service, and let it know how many requests there are.
+
+        Args:
+            service: service of the application. Its ``is_only_request`` is set.
+            ready: function that is called once the service accepts requests.
+        """
+        self._ready = ready
         service.is_only_request = lambda: len(self.server_state.tasks) == 1
+        self._connection_limits.limits = service.limits
+        self._connection_limits.service = service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on bound sockets."""
@@ -424,11 +469,14 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(_BACKLOG)  # more connections may wait than are accepted at once
+        if self._listening is not None:
+            self._listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop after the grace period at a first SIGTERM, and at once at any other signal."""
-        if sig == signal.SIGTERM and not self.should_exit:
-            self._grace_ends = time.monotonic() + self._service.limits.grace_seconds
+        service = self._connection_limits.service
+        if sig == signal.SIGTERM and not self.should_exit and service is not None:
+            self._grace_ends = time.monotonic() + service.limits.grace_seconds
         else:
             self._grace_ends = -math.inf
         super().handle_exit(sig, frame)
@@ -442,18 +490,20 @@ class Server(uvicorn.Server):
         Args:
             counter: number of calls, which uvicorn needs.
         """
-        self._report_ready_once()
+        service = self._connection_limits.service
+        if service is not None:
+            self._report_ready_once()
         signal_received = await super().on_tick(counter)
         if not signal_received:
             return False
-        if time.monotonic() >= self._grace_ends:
+        if service is None or time.monotonic() >= self._grace_ends:
             return True
-        if not self._service.draining:
-            self._drain()
+        if not service.draining:
+            self._drain(service)
         return False
 
     def _report_ready_once(self) -> None:
-        """Report, in the first iteration of uvicorn's main loop, that the server is ready.
+        """Report, in an iteration of uvicorn's main loop, that the server is ready.
 
         ``startup`` would be too early: a signal that arrives before the main loop stops the server
         without a grace period.
@@ -462,9 +512,9 @@ class Server(uvicorn.Server):
             self._ready()
             self._ready = None
 
-    def _drain(self) -> None:
+    def _drain(self, service: Service) -> None:
         """Let health checks fail, and close each connection after its responses."""
-        self._service.draining = True
+        service.draining = True
         for connection in self.server_state.connections:
             connection.close_after_responses()  # type: ignore[union-attr]
 
@@ -494,25 +544,122 @@ def run(
         ready: function that is called once the server accepts requests.
     """
     service.limits = _limit_to_open_files(service.limits)
-    gc.collect()
-    gc.freeze()  # a collection of all models and modules would stop the server for 0.3 s
+    _freeze_garbage_collector()
     try:
         Server(app, service, ready).run([bound])
     finally:
         gc.unfreeze()
 
 
-def _limit_to_open_files(limits: Limits) -> Limits:
+def load_and_run(
+    load: Load,
+    bound: socket.socket,
+    limits: Limits | None = None,
+    *,
+    listening: Callable[[], None] | None = None,
+    ready: Callable[[Service], None] | None = None,
+) -> bool:
+    """Serve on a bound socket from now on, with status 503 until the application is loaded.
+
+    The application is loaded in a thread, see :class:`tilefold.serve.LoadingApp`, and then served
+    as by :func:`run`. SIGINT and SIGTERM end the server at once while it loads.
+
+    Args:
+        load: function that returns the application of :func:`tilefold.serve.create_app`. It is
+            called in a thread, with a function to which it may report each stage.
+        bound: socket that :func:`bind` has returned.
+        limits: limits of the service that `load` creates; ``None`` for the defaults. Its
+            ``max_connections`` is lowered if the process may not open so many files.
+        listening: function that is called once the server listens.
+        ready: function that is called with the loaded service, once it accepts requests.
+
+    Returns:
+        Whether the application was loaded. If not, a signal has ended the server, and the thread of
+        `load` still runs: the process should end by ``os._exit``, because a thread that imports or
+        computes may crash an interpreter that is finalized.
+
+    Raises:
+        BaseException: the error of `load`, whatever it is, after the server has stopped.
+        ValueError: if the service of the loaded application has other limits.
+    """
+    expected_limits = Limits() if limits is None else limits
+
+    def load_and_freeze(report: Report) -> FastAPI:
+        app = load(report)
+        _freeze_garbage_collector()
+        return app
+
+    def attach(app: FastAPI) -> None:
+        service: Service = app.state.service
+        if service.limits != expected_limits:
+            raise ArgumentError(
+                "limits",
+                f"expected those of the loaded service ({service.limits}), got {expected_limits}.",
+            )
+        service.limits = _limit_to_open_files(service.limits, server.n_connections)
+        server.attach(service, None if ready is None else functools.partial(ready, service))
+
+    def stop(error: BaseException) -> None:
+        server.should_exit = True
+
+    loading_app = LoadingApp(load_and_freeze, attach, stop)
+    server = Server(
+        loading_app,
+        service=None,
+        limits=replace(expected_limits, max_connections=_max_connections(expected_limits)),
+        listening=listening,
+    )
+    try:
+        server.run([bound])
+    finally:
+        gc.unfreeze()
+    if loading_app.error is not None:
+        raise loading_app.error
+    return loading_app.is_loaded
+
+
+def _freeze_garbage_collector() -> None:
+    """Exempt all objects from garbage collection.
+
+    A collection of all models and modules would stop the server for 0.3 s.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def _limit_to_open_files(limits: Limits, n_connections: int = 0) -> Limits:
     """Lower ``max_connections`` if this process cannot open so many files.
+
+    Args:
+        limits: limits of the service.
+        n_connections: number of open connections.
+
+    Returns:
+        The same limits; or limits with fewer connections, and a warning is logged.
+    """
+    max_connections = _max_connections(limits, n_connections)
+    if max_connections == limits.max_connections:
+        return limits
+    _logger.warning(
+        "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), "
+        "and has %d",
+        max_connections,
+        limits.max_connections,
+        int(_file_limit()),
+        _n_open_files() - n_connections,
+    )
+    return replace(limits, max_connections=max_connections)
+
+
+def _max_connections(limits: Limits, n_connections: int = 0) -> int:
+    """Return ``max_connections``, or fewer if this process cannot open so many files.
 
     Each connection is an open file. The limit on open files is raised first if the system allows
     it.
 
     Args:
         limits: limits of the service.
-
-    Returns:
-        The same limits; or limits with fewer connections, and a warning is logged.
+        n_connections: number of open connections.
     """
     # Twice as many, because the files of indexes and refused connections are open, too.
     sufficient_files = 2 * limits.max_connections + _SPARE_FILES
@@ -520,20 +667,15 @@ def _limit_to_open_files(limits: Limits) -> Limits:
         _raise_file_limit(sufficient_files)
     file_limit = _file_limit()
     if file_limit >= sufficient_files:
-        return limits
-    n_open = len(list(Path("/dev/fd").iterdir()))
-    max_connections = _available_connections(int(file_limit), n_open)
-    if max_connections >= limits.max_connections:
-        return limits
-    _logger.warning(
-        "max_connections: %d instead of %d, since this process may have %d files open (ulimit -n), "
-        "and has %d",
-        max_connections,
-        limits.max_connections,
-        int(file_limit),
-        n_open,
-    )
-    return replace(limits, max_connections=max_connections)
+        return limits.max_connections
+    n_other_files = _n_open_files() - n_connections
+    n_available = _available_connections(int(file_limit), n_other_files)
+    return min(limits.max_connections, n_available)
+
+
+def _n_open_files() -> int:
+    """Return the number of files and sockets that this process has open."""
+    return len(list(Path("/dev/fd").iterdir()))
 
 
 def _file_limit() -> float:

@@ -300,6 +300,7 @@ class Service:
         self._search_slots = self._new_search_slots()
         self.metrics.gauge("te_queue_size", lambda: sum(map(len, self._workers.values())))
         self.metrics.gauge("tilefold_inputs_in_flight", lambda: self.input_limit.in_use)
+        self.metrics.gauge("tilefold_ready", lambda: float(self.healthy))
 
     def _new_search_slots(self) -> asyncio.Semaphore:
         """Create the semaphore that limits concurrent searches."""
@@ -370,11 +371,12 @@ class Service:
 
         It accepts work, is not going to end soon, and every batch worker is alive.
         """
-        return (
-            self._is_open
-            and not self.draining
-            and all(worker.alive for worker in self._workers.values())
-        )
+        return self._is_open and not self.draining and self.live
+
+    @property
+    def live(self) -> bool:
+        """Whether every batch worker is alive, or ends because the service does."""
+        return self.closing or all(worker.alive for worker in self._workers.values())
 
     def model(self, kind: Kind) -> Served:
         """Return the model of a kind.
