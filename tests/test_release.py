@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -79,11 +80,65 @@ def test_workflows_have_limits_and_run_what_exists(path: Path) -> None:
                 )
 
 
+def script(path: Path) -> ModuleType:
+    """Import a file that is not part of a package."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_release_links_to_the_repository_that_builds_it() -> None:
+    hook = script(ROOT / "hatch_build.py")
+    on_github = {
+        "GITHUB_SERVER_URL": "https://github.com",
+        "GITHUB_REPOSITORY": "owner/name",
+        "SITE_URL": "https://owner.github.io/name/",
+    }
+    assert hook.project_urls(on_github) == {
+        "Documentation": "https://owner.github.io/name/",
+        "Source": "https://github.com/owner/name",
+        "Issues": "https://github.com/owner/name/issues",
+        "Changelog": "https://github.com/owner/name/blob/main/CHANGELOG.md",
+    }
+
+
+def test_a_build_outside_of_github_has_no_links() -> None:
+    assert script(ROOT / "hatch_build.py").project_urls({"SITE_URL": ""}) == {}
+
+
+@pytest.mark.parametrize(
+    ("site_url", "address"),
+    [
+        pytest.param("", "docs/serve/", id="relative"),
+        pytest.param(
+            "https://example.org/",
+            "https://example.org/docs/serve/",
+            id="absolute with the address of the site",
+        ),
+    ],
+)
+def test_the_list_of_pages_for_language_models_has_titles_addresses_and_first_sentences(
+    site_url: str,
+    address: str,
+) -> None:
+    pages = {
+        "CONTRIBUTING.md": "# Contributing\n\n```sh\nmake setup\n```\n\nSingle tests run with pytest.\n",
+        "docs/serve.md": "# Serving\n\nA [server](x.md) of models.\nIt speaks HTTP.\n",
+        "src/tilefold/ops/README.md": "# Operators\n\nOne package for each\noperator. More.\n",
+    }
+    text = script(ROOT / "docs" / "site" / "stage.py").llms_text(pages, site_url)
+    documentation, packages, optional = text.split("\n## ")[1:]
+    assert documentation == f"Documentation\n\n- [Serving]({address}): A server of models.\n"
+    assert packages.endswith("src/tilefold/ops/): One package for each operator.\n")
+    assert optional.startswith("Optional\n\n- [Contributing](")
+    assert optional.endswith("CONTRIBUTING/): Single tests run with pytest.\n")
+
+
 def test_the_site_shows_pages_and_names_that_exist() -> None:
-    spec = importlib.util.spec_from_file_location("stage", ROOT / "docs" / "site" / "stage.py")
-    assert spec is not None and spec.loader is not None
-    stage = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(stage)
+    stage = script(ROOT / "docs" / "site" / "stage.py")
     shown = re.findall(
         r": (\S+\.md)$",
         (ROOT / "docs" / "site" / "mkdocs.yml").read_text(),

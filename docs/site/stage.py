@@ -8,10 +8,12 @@ public names of the package, and `llms.txt` from the titles and first sentences 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -126,7 +128,10 @@ def main(target: Path) -> None:
         copy.write_text(
             re.sub(r":(func|class|meth|mod|attr|data):`~?", "`", path.read_text(encoding="utf-8")),
         )
-    made["llms.txt"] = _llms({name: made[name] for name in pages})
+    made["llms.txt"] = llms_text(
+        {name: made[name] for name in pages},
+        os.environ.get("SITE_URL", ""),
+    )
     for name, text in made.items():
         place = target / name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -168,28 +173,51 @@ def _led(page: str, folders: set[str], made: dict[str, str], link: re.Match[str]
     return link[0]
 
 
-def _llms(pages: dict[str, str]) -> str:
-    """Return ``llms.txt``: the pages of the site with their titles and first sentences."""
+# Sections of llms.txt, and the beginnings of the paths of their pages.
+LLMS_SECTIONS = {
+    "Documentation": ("README.md", "docs/"),
+    "Packages and operators": ("src/",),
+    "Optional": ("",),
+}
+
+
+def llms_text(pages: Mapping[str, str], site_url: str) -> str:
+    """Return the text of ``llms.txt``, the list of pages that llmstxt.org describes.
+
+    Args:
+        pages: path of each page in the repository -> its Markdown.
+        site_url: address of the site with a slash at its end; links are relative if it is empty.
+    """
     lines = [
         "# tilefold",
         "",
-        "> Fused operators for training and serving neural retrievers.",
-        "",
-        "## Pages",
-        "",
+        "> Training, encoding, indexing, search and serving of neural retrievers, with fused",
+        "> operators for SPLADE heads, ColBERT MaxSim and entmax attention.",
     ]
-    for name, text in sorted(
-        pages.items(),
-        key=lambda item: (not item[0].startswith(("README", "docs")), item[0]),
-    ):
-        title, _, rest = text.partition("\n")
-        paragraph = next((part for part in rest.split("\n\n") if re.match(r"\s*[A-Z`]", part)), "")
-        first = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split())).partition(
-            ". ",
-        )[0]
-        place = re.sub(r"(README|index)?\.md$", "", name)
-        lines.append(f"- [{title.lstrip('# ')}]({place or '.'}): {first.rstrip('.')}")
+    remaining = sorted(pages)
+    for section, beginnings in LLMS_SECTIONS.items():
+        names = [name for name in remaining if name.startswith(beginnings)]
+        remaining = [name for name in remaining if name not in names]
+        lines += ["", f"## {section}", ""]
+        lines += [_llms_line(name, pages[name], site_url) for name in names]
     return "\n".join(lines) + "\n"
+
+
+def _llms_line(name: str, text: str, site_url: str) -> str:
+    """Return the line of a page in ``llms.txt``: its title, address and first sentence."""
+    title, _, body = text.partition("\n")
+    folder = re.sub(r"(README|index)?\.md$", "", name).rstrip("/")
+    address = site_url + (f"{folder}/" if folder else "")
+    return f"- [{title.lstrip('# ')}]({address or './'}): {first_sentence(body)}"
+
+
+def first_sentence(markdown: str) -> str:
+    """Return the first sentence of prose of a page as plain text, or an empty text."""
+    for paragraph in FENCED.sub("", markdown).split("\n\n"):
+        if re.match(r"\s*[A-Z`]", paragraph):
+            plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", " ".join(paragraph.split()))
+            return re.split(r"(?<=[a-z)`\]\d]\.) ", plain, maxsplit=1)[0]
+    return ""
 
 
 if __name__ == "__main__":
