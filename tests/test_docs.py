@@ -325,17 +325,16 @@ def test_each_result_that_the_readme_names_has_a_claim_with_committed_rows() -> 
             assert text in first
             shown.add(text)
     assert len(shown) >= 12 and named <= shown
-    newer = re.search(r"3\.9 takes (\S+), (\S+) and (\S+) of these times", first.replace("\n", " "))
     rows = claims.read_rows(claims_table.RESULTS / claims.H200 / "compare_triton_3_9.csv")
     ratios = {
-        row["case"]: row["ratio"]
+        row["case"]: float(row["ratio"])
         for row in rows
         if row["phase"] == "forward_backward" and row["impl"] == "tilefold"
     }
     cases = ("16x512x768x250002-dense", "in-batch-64x1024-64x1024", "4x16384-correlated-causal")
-    assert newer is not None and newer.groups() == tuple(
-        f"{float(ratios[case]):.2f}" for case in cases
-    )
+    largest_change = re.search(r"changes these times by at most (\d+)%", first)
+    assert largest_change is not None
+    assert int(largest_change[1]) == round(100 * max(abs(ratios[case] - 1) for case in cases))
 
 
 def test_the_page_of_claims_has_the_table_of_the_committed_results() -> None:
