@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.cache_folder import default_cache_dir
 from tilefold._internal.files import InUseError, atomic_directory
 from tilefold._internal.typing import SparseEncoder
 from tilefold._version import __version__
 from tilefold.recipes import loading
 from tilefold.recipes.catalogue import get_recipe
 from tilefold.retrieval.common.provenance import texts_digest
-from tilefold.retrieval.data.datasets import default_cache_dir
 
 __all__ = ["untrained_splade"]
 

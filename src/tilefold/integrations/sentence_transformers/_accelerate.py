@@ -1,6 +1,7 @@
 """``accelerate`` for models of sentence-transformers, and ``encode_sparse``.
 
-``accelerate(check=True)`` runs self-checks at every call; :mod:`._self_check` lists them.
+``accelerate(check=True)`` runs self-checks, which :mod:`._self_check` lists, unless the cache has a
+record that the model has passed them (:mod:`._check_record`).
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from sentence_transformers import SparseEncoder
@@ -19,6 +20,10 @@ from tilefold._internal.typing import Model, Transformer
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _pooling
+from tilefold.integrations.sentence_transformers._check_record import (
+    CheckRecord,
+    checks_are_repeated,
+)
 from tilefold.integrations.sentence_transformers._heads import (
     check_head,
     find_fusable_poolings,
@@ -46,6 +51,7 @@ from tilefold.integrations.sentence_transformers.streaming.stream import (
 )
 from tilefold.integrations.transformers import stop_packed
 from tilefold.integrations.transformers.networks import in_eval_mode
+from tilefold.integrations.transformers.packed import FailedCheck
 from tilefold.modules.fused_pooling import SparseOptions, pass_hidden_states
 from tilefold.ops.implementations import SWITCH, check_impl, switched_off
 from tilefold.pipeline.rows import Batch
@@ -145,7 +151,7 @@ def accelerate(
     model: Model,
     *,
     impl: str = "auto",
-    check: bool = True,
+    check: bool | Literal["always"] = True,
     quantize: str | None = None,
     packed: bool = True,
     screen: bool = True,
@@ -180,8 +186,9 @@ def accelerate(
         check: whether to compare the model before and after on two short texts, in eval mode (for
             the similarity of a MultiVectorEncoder, on four short sequences of vectors). If fused
             scores differ, an error is raised. If packed and padded batches differ, the network
-            stays padded. These self-checks run at every call: the encoder of a SparseEncoder with
-            one LM head runs seven times (three times with ``packed=False``).
+            stays padded. A model that passes is recorded in the cache, and is not compared again
+            until its weights, its settings, an argument, a release or the device change. To repeat
+            the comparison at every call, pass ``"always"``, or set ``TILEFOLD_SELF_CHECK=always``.
         quantize: ``"fp8"`` rounds the LM head and hidden states to fp8 if no gradient is needed, as
             in ``encode``: 1.6 times the speed of the bf16 head on an H200, with scores that differ
             by about 1% (see :func:`tilefold.ops.quantize_weight`). Training and checkpoints do not
@@ -202,47 +209,93 @@ def accelerate(
     Raises:
         TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen``
             is not a bool.
-        ValueError: if the model has no LM head before a pooling (and no module of
-            :mod:`tilefold.modules` that needs none), or computes its logits or similarities in
-            another way than the operator; nothing is changed then.
+        ValueError: if ``check`` is neither a bool nor ``"always"``, or the model has no LM head
+            before a pooling (and no module of :mod:`tilefold.modules` that needs none), or computes
+            its logits or similarities in another way than the operator; nothing is changed then.
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
-    _check_quantize_and_screen(quantize, screen)
+    _check_options(check, quantize, screen)
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
             return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
+    if not is_multi_vector(model) and not isinstance(model, SparseEncoder):
+        raise TypeError(
+            "model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, "
+            f"got {type(model).__name__}; other models compute no large matrix of scores.",
+        )
+    record = None
+    if check:
+        record = CheckRecord.of(
+            model,
+            {"impl": impl, "quantize": quantize, "packed": packed, "screen": screen},
+        )
+    is_repeated = check == "always" or checks_are_repeated()
+    has_passed = record is not None and not is_repeated and record.exists()
+    runs_checks = bool(check) and not has_passed
+    acceleration = _accelerate_stock(
+        model,
+        impl=impl,
+        check=runs_checks,
+        quantize=quantize,
+        packed=packed,
+        screen=screen,
+    )
+    has_failed_check = any(
+        isinstance(reason, FailedCheck) for reason in acceleration.padded.values()
+    )
+    if runs_checks and record is not None and not has_failed_check:
+        record.save()
+    return acceleration
+
+
+def _accelerate_stock(
+    model: Model,
+    *,
+    impl: str,
+    check: bool,
+    quantize: str | None,
+    packed: bool,
+    screen: bool,
+) -> Acceleration:
+    """Accelerate a model that is not accelerated.
+
+    Args:
+        model: a SparseEncoder or MultiVectorEncoder.
+        impl: the implementation of the operator.
+        check: whether self-checks run.
+        quantize: see :func:`accelerate`.
+        packed: see :func:`accelerate`.
+        screen: see :func:`accelerate`.
+    """
     if is_multi_vector(model):
         if quantize is not None:
             raise ValueError(
                 f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; "
                 "see quantize_tokens.",
             )
-        _fuse_similarity(model, impl, check)  # runs the self-check of similarities
+        _fuse_similarity(model, impl, check)
         model.encode_token_batch = _encoders.TokenBatchEncoder(model)
         n_heads = 0
-    elif isinstance(model, SparseEncoder):
-        n_heads = _fuse_heads(model, impl, check, quantize, screen)  # runs their self-check
+    else:
+        n_heads = _fuse_heads(model, impl, check, quantize, screen)
         _pooling.count_no_padding(model)
         model.encode_sparse_batch = _encoders.SparseBatchEncoder(model)
         _forbid_replicas(model)
-    else:
-        raise TypeError(
-            "model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, "
-            f"got {type(model).__name__}; other models compute no large matrix of scores.",
-        )
     _add_fast_encode(model)
     if not packed:
         return Acceleration(model, n_heads, {"all": "packed=False was chosen"})
-    padded = pack_inputs(model, check)  # runs the self-checks of packing
+    padded = pack_inputs(model, check)
     if _has_packed_inputs(model):
         _forbid_replicas(model)
     return Acceleration(model, n_heads, padded)
 
 
-def _check_quantize_and_screen(quantize: object, screen: object) -> None:
-    """Raise an error if :func:`accelerate` does not accept ``quantize`` or ``screen``."""
+def _check_options(check: object, quantize: object, screen: object) -> None:
+    """Raise an error if :func:`accelerate` does not accept one of its arguments."""
+    if not isinstance(check, bool) and check != "always":
+        raise ValueError(f"check must be True, False or 'always', got {check!r}.")
     if quantize not in {None, "fp8"}:
         remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
@@ -457,8 +510,8 @@ def encode_sparse(
     Rows are in the order of ``texts``. They equal the rows of
     ``model.encode(texts, max_active_dims=top_k)``, up to the order in which encoder and head
     evaluate sums. A model that is not accelerated is accelerated for the duration of the call,
-    including the self-checks of :func:`accelerate`. More than 32 texts are tokenised ahead, and
-    encoded in batches with about the same number of tokens.
+    including the self-checks of :func:`accelerate` if it has not passed them before. More than 32
+    texts are tokenised ahead, and encoded in batches with about the same number of tokens.
 
     The matrix has an attribute ``vocabulary_fingerprint``, by which
     :class:`tilefold.retrieval.SparseVectors` detects vectors of another vocabulary.

@@ -1,10 +1,10 @@
 """Self-checks of ``accelerate(check=True)``, which compare the accelerated with the stock model.
 
-They run at every call of ``accelerate``, so also whenever a command loads a model:
+They run until a model has passed them (:mod:`._check_record`):
 
 | check | called by | forward passes |
 |---|---|---|
-| :func:`check_fused_head` | ``_accelerate._fuse_heads`` | three for each LM head |
+| :func:`check_fused_head` | ``_accelerate._fuse_heads`` | one for each LM head, which runs thrice |
 | ``transformers.packed.use_packed`` | ``packing.accelerate.pack_inputs`` | two for each network |
 | ``packing.accelerate.pack_inputs`` | ``_accelerate.accelerate`` | two for each route of a model |
 | :func:`check_fused_similarity` | ``_accelerate._fuse_similarity`` | none, only scores of vectors |
@@ -15,9 +15,10 @@ as a copy in fp32.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sentence_transformers.base.modules import Transformer
@@ -106,8 +107,9 @@ class _ProbeRun(NamedTuple):
 def check_fused_head(fusable: FusablePooling, impl: str) -> None:
     """Compare the fused scores of two short texts with the stock ones.
 
-    This takes three forward passes: a probe whether the model changes logits after its LM head,
-    stock scores, and fused scores. Parameters, training modes and the random state do not change.
+    The network runs three times: as a probe whether the model changes logits after its LM head, for
+    stock scores, and for fused scores. Its backbone, which is equal in all three, runs once.
+    Parameters, training modes and the random state do not change.
 
     Args:
         fusable: the pooling with its Transformer and its LM head.
@@ -123,7 +125,7 @@ def check_fused_head(fusable: FusablePooling, impl: str) -> None:
             "model must not be sharded for the check of accelerate(), got a sharded model; "
             "call accelerate() before fully_shard(model), or pass check=False.",
         )
-    with temporarily_evaluating((transformer, fusable.pooling)):
+    with temporarily_evaluating((transformer, fusable.pooling)), _backbone_run_once(fusable):
         try:
             features = short_texts_features(transformer)
             probe_run = _run_with_probe(fusable, features)
@@ -163,13 +165,56 @@ def _fused_scores(fusable: FusablePooling, features: Features, impl: str) -> Ten
 
 
 @contextmanager
-def _replaced_forward(head: nn.Module, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the forward of an LM head on the instance within the context."""
-    head.forward = forward
+def _backbone_run_once(fusable: FusablePooling) -> Iterator[None]:
+    """Run the backbone of a network once within the context, and return its output again.
+
+    A call with other arguments runs, and so does every call if the network has no backbone apart
+    from its LM head.
+
+    Args:
+        fusable: the pooling with its Transformer and its LM head.
+    """
+    network = fusable.transformer.model
+    backbone = getattr(network, "base_model", network)
+    holds_head = any(module is fusable.head for module in backbone.modules())
+    if holds_head or "forward" in vars(backbone):
+        yield
+        return
+    run = backbone.forward
+    first_arguments: list[object] = []
+    first_output: list[Any] = []
+
+    def run_once(*args: object, **kwargs: object) -> Any:
+        """Return the output of the first call, or run the backbone on other arguments."""
+        arguments = [*args, *sorted(kwargs), *(kwargs[name] for name in sorted(kwargs))]
+        if first_output and _are_identical(arguments, first_arguments):
+            return copy.copy(first_output[0])
+        output = run(*args, **kwargs)
+        if not first_output:
+            first_arguments.extend(arguments)
+            first_output.append(copy.copy(output))
+        return output
+
+    with _replaced_forward(backbone, run_once):
+        yield
+
+
+def _are_identical(arguments: Sequence[object], others: Sequence[object]) -> bool:
+    """Whether two lists of arguments hold the same tensors and equal other values."""
+    return len(arguments) == len(others) and all(
+        argument is other or (not isinstance(argument, Tensor) and argument == other)
+        for argument, other in zip(arguments, others, strict=True)
+    )
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Replace the forward of a module on the instance within the context."""
+    module.forward = forward
     try:
         yield
     finally:
-        del head.forward
+        del module.forward
 
 
 def _check_logits_untouched(

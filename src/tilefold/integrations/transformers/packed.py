@@ -64,6 +64,13 @@ class ExpectedReason(str):
     """
 
 
+class FailedCheck(str):
+    """A reason to stay padded that only a comparison of outputs shows.
+
+    Other reasons follow from the class and the settings of a model.
+    """
+
+
 def register_packed() -> None:
     """Register ``attn_implementation="tilefold_packed"`` in transformers.
 
@@ -444,7 +451,7 @@ def _is_decoder(model: Model) -> bool:
     return any(getattr(module, "is_causal", False) for module in model.modules())
 
 
-def _mismatch_reason(model: Model) -> str | None:
+def _mismatch_reason(model: Model) -> FailedCheck | None:
     """Compare packed and padded outputs of two sequences, in two forward passes.
 
     Args:
@@ -463,15 +470,19 @@ def _mismatch_reason(model: Model) -> str | None:
             expected = _logits_or_hidden_states(output)[is_token]
             packed = packed_hidden_states(model, ids[is_token], cu_seqlens, int(lengths.max()))
         except Exception as error:
-            return f"two short sequences could not be run ({type(error).__name__}: {error})"
+            return FailedCheck(
+                f"two short sequences could not be run ({type(error).__name__}: {error})",
+            )
     if packed.shape != expected.shape:
-        return f"packed tokens gave shape {list(packed.shape)}, padded ones {list(expected.shape)}"
+        return FailedCheck(
+            f"packed tokens gave shape {list(packed.shape)}, padded ones {list(expected.shape)}",
+        )
     difference = largest_difference(packed, expected)
     scale = max(1e-6, float(expected.abs().max()))  # avoids 0 if all outputs are 0
     if not difference <= TOLERANCE * scale:  # also catches NaN
-        return (
+        return FailedCheck(
             f"packed and padded tokens disagree by {difference:.3g} (with values up to "
-            f"{scale:.3g}) on two short sequences"
+            f"{scale:.3g}) on two short sequences",
         )
     return None
 

@@ -6,7 +6,6 @@ import ast
 import hashlib
 import inspect
 import logging
-import os
 import platform
 import re
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from tilefold._internal.arguments import ArgumentError, check_instance, path_of
+from tilefold._internal.cache_folder import default_cache_dir
 from tilefold._internal.files import InUseError
 from tilefold.retrieval.data.collection import (
     BEIR_LAYOUT,
@@ -40,7 +40,6 @@ __all__ = [
     "build_pydocs",
     "cache_key",
     "check_collection_exists",
-    "default_cache_dir",
     "load_collection",
 ]
 
@@ -132,19 +131,6 @@ _Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 _logger = logging.getLogger(__name__)
 
 
-def default_cache_dir() -> Path:
-    """Return the folder of the cache.
-
-    It is ``$TILEFOLD_CACHE_DIR``, else ``$XDG_CACHE_HOME/tilefold``, else ``~/.cache/tilefold``.
-    """
-    folder = os.environ.get("TILEFOLD_CACHE_DIR")
-    if folder:
-        return Path(folder)
-    user_cache = os.environ.get("XDG_CACHE_HOME")
-    parent = Path(user_cache) if user_cache else Path.home() / ".cache"
-    return parent / "tilefold"
-
-
 def load_collection(
     name_or_path: str | Path,
     cache_dir: str | Path | None = None,
@@ -162,7 +148,8 @@ def load_collection(
 
     Args:
         name_or_path: ``"pydocs"``, or a path that :func:`tilefold.retrieval.load_beir` reads.
-        cache_dir: folder of the cache; :func:`default_cache_dir` by default.
+        cache_dir: folder of the cache; by default ``$TILEFOLD_CACHE_DIR``, else
+            ``$XDG_CACHE_HOME/tilefold``, else ``~/.cache/tilefold``.
         unknown: what to do with judgements of unknown queries or documents: ``"error"`` or
             ``"drop"``.
         documents_only: leave queries and judgements unread.

@@ -34,6 +34,7 @@ from tilefold.integrations.transformers.packed import (
     OFFSET_NAMES,
     OFFSETS,
     ExpectedReason,
+    FailedCheck,
     padding_position,
     stop_packed,
     use_packed,
@@ -199,7 +200,7 @@ def _unsupported_reason(transformer: Transformer) -> str | None:
     return None
 
 
-def _mismatch_reason(route: Route) -> str | None:
+def _mismatch_reason(route: Route) -> FailedCheck | None:
     """Compare the outputs of two short texts as a packed and as a padded batch.
 
     Args:
@@ -211,15 +212,17 @@ def _mismatch_reason(route: Route) -> str | None:
     try:
         packed, padded = _run_both_ways(route)
         if packed.shape != padded.shape:
-            return (
-                f"packed batches gave shape {list(packed.shape)}, padded ones {list(padded.shape)}"
+            return FailedCheck(
+                f"packed batches gave shape {list(packed.shape)}, padded ones {list(padded.shape)}",
             )
         if _agree(packed, padded) or _differ_by_rounding(route, packed, padded):
             return None
         difference = largest_difference(packed, padded)
     except Exception as error:
-        return f"two short texts could not be run ({type(error).__name__}: {error})"
-    return f"packed and padded batches disagree by {difference:.3g} on two short texts"
+        return FailedCheck(f"two short texts could not be run ({type(error).__name__}: {error})")
+    return FailedCheck(
+        f"packed and padded batches disagree by {difference:.3g} on two short texts",
+    )
 
 
 def _differ_by_rounding(route: Route, packed: Tensor, padded: Tensor) -> bool:
