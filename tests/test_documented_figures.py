@@ -1,4 +1,4 @@
-"""Figures of user pages are those of committed rows: performance, recipes and serving."""
+"""Figures of user pages and of the notes behind them are those of committed rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import statistics
 from pathlib import Path
 
 import pytest
+
+from benchmarks import recipes_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -274,3 +276,41 @@ def test_figures_in_sentences(
     assert printed, f"docs/{page} has no sentence like {sentence!r}"
     rows = matching_rows(device, file, **cells)
     check_figure(printed[1], [float(row[column]) for row in rows if row[column]])
+
+
+def test_the_notes_on_recipes_have_the_table_of_the_committed_rows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    recipes_table.main([str(RESULTS / H200 / "recipes.csv")])
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| `")]
+    notes = (ROOT / "benchmarks" / "notes" / "recipes.md").read_text(encoding="utf-8")
+    table = notes.partition("| recipe | steps, seeds |")[2].partition("\n\n")[0]
+    documented = [line for line in table.splitlines() if line.startswith("| `")]
+    # the notes name options in words, so that only the other cells are compared
+    assert sorted(line.split(" | ", 1)[1] for line in documented) == sorted(
+        line.split(" | ", 1)[1] for line in printed
+    )
+
+
+@pytest.mark.parametrize(
+    ("documents", "beginning"),
+    [
+        pytest.param("10000", "| 10,000 | exact |", id="10,000 documents"),
+        pytest.param("100000", "| 100,000 | exact |", id="100,000 documents"),
+        pytest.param("1000000", "| 1,000,000 | exact |", id="a million documents"),
+    ],
+)
+def test_the_notes_on_performance_have_the_committed_times_of_the_exact_index(
+    documents: str,
+    beginning: str,
+) -> None:
+    notes = (ROOT / "benchmarks" / "notes" / "performance.md").read_text(encoding="utf-8")
+    (line,) = [line for line in notes.splitlines() if line.startswith(beginning)]
+    _, _, build, _, _, load_and_first, p50_and_p99, _ = (
+        cell.strip() for cell in line.strip("|").split("|")
+    )
+    (row,) = matching_rows(EPYC, "search", documents=documents, engine="exact")
+    printed = [build, *load_and_first.split(", "), *p50_and_p99.split(", ")]
+    columns = ("build_s", "load_s", "first_ms", "p50_ms", "p99_ms")
+    for figure, column in zip(printed, columns, strict=True):
+        check_figure(figure, [float(row[column])])
