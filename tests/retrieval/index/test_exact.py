@@ -20,7 +20,7 @@ from tests.manifests import sum_files, sum_terms
 from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval import SparseVectors, build_index, load_index
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
-from tilefold.retrieval.index import exact
+from tilefold.retrieval.index import exact, on_device
 from tilefold.retrieval.index.exact import (
     ExactIndex,
     Postings,
@@ -28,6 +28,7 @@ from tilefold.retrieval.index.exact import (
     choose_add_postings,
     top_positive,
 )
+from tilefold.retrieval.index.on_device import DeviceIndex
 
 MakeVectors = Callable[..., SparseVectors]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -112,6 +113,80 @@ def test_query_tensors_of_every_layout_find_the_same(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n_removed", [0, 3])
+def test_one_query_of_every_layout_and_dtype_finds_the_same_as_in_a_batch(
+    device: str,
+    n_removed: int,
+    make_vectors: MakeVectors,
+) -> None:
+    documents = make_vectors(300)
+    queries = make_vectors(4, seed=1, prefix="q")
+    exact_index = ExactIndex.build(documents)
+    present = np.arange(300) >= n_removed
+    index = DeviceIndex(documents.ids, exact_index.postings(), exact_index, device, present)
+    among = index.mask(documents.ids[10::2])
+    batch = to_dense(queries).to(device)
+    # weights that fp16 and bf16 hold exactly
+    batch = batch.bfloat16().half().float()
+    all_scores, all_positions = index.search_tensor(batch, 9, among)
+
+    for row in range(4):
+        dense = batch[row : row + 1]
+        csr = to_csr(dense)
+        layouts: list[Any] = [
+            dense,
+            dense.double(),
+            dense.bfloat16(),
+            dense.half(),
+            batch.t().contiguous().t()[row : row + 1],
+            csr,
+            to_csr(dense.half()),
+            csr.to_sparse_coo(),
+            to_sparse_rows(csr),
+        ]
+        for query in layouts:
+            scores, positions = index.search_tensor(query, 9, among)
+            assert torch.equal(scores, all_scores[row : row + 1])
+            assert torch.equal(positions, all_positions[row : row + 1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_query_on_the_cpu_finds_the_same_as_in_a_batch(
+    device: str,
+    make_vectors: MakeVectors,
+) -> None:
+    index = ExactIndex.build(make_vectors(300)).on(device)
+    queries = make_vectors(6, seed=1, prefix="q")
+    without_terms = SparseVectors.from_rows({"empty": {}}, VOCAB_SIZE)
+
+    singles = [index.search(queries.take([row]), 9) for row in range(6)]
+
+    assert list(itertools.chain.from_iterable(singles)) == index.search(queries, 9)
+    assert index.search(without_terms, 9) == [[]]
+
+
+def test_one_query_on_a_device_lists_no_terms_on_the_cpu(
+    make_vectors: MakeVectors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = ExactIndex.build(make_vectors(300)).on("cpu")
+    query = to_dense(make_vectors(1, seed=1, prefix="q"))
+    expected = index.search_tensor(query, 9)
+
+    def refuse(queries: object) -> None:
+        raise AssertionError("the terms of one query were listed by torch")
+
+    monkeypatch.setattr(on_device, "_entries_of", refuse)
+    for layout in (query, to_csr(query), to_sparse_rows(to_csr(query))):
+        for result, expected_result in zip(
+            index.search_tensor(layout, 9),
+            expected,
+            strict=True,
+        ):
+            assert torch.equal(result, expected_result)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_mask_restricts_search_on_a_device_to_its_documents(
     device: str,
     make_vectors: MakeVectors,
@@ -124,8 +199,8 @@ def test_a_mask_restricts_search_on_a_device_to_its_documents(
     for hits in index.search(queries, 300):
         expected.append([hit.id for hit in hits if hit.id in allowed_ids])
 
-    on_device = index.on(device)
-    result = on_device.search(queries, 300, on_device.mask(allowed_ids))
+    index_on_device = index.on(device)
+    result = index_on_device.search(queries, 300, index_on_device.mask(allowed_ids))
 
     assert ids_of(result) == expected
 

@@ -124,12 +124,14 @@ class Plan(NamedTuple):
             step updates in place needs a buffer of its name.
         fills: numbers that results and buffers are filled with before the steps, by name.
         skipped_results: names of the results that are not computed. They are ``None``.
+        one_block: whether all scratch is allocated at once, however much it is.
     """
 
     steps: tuple[Launch | TorchStep, ...] = ()
     buffers: Mapping[str, Buffer] = {}
     fills: Mapping[str, float] = {}
     skipped_results: frozenset[str] = frozenset()
+    one_block: bool = False
 
 
 def cdiv(a: int, b: int) -> int:
@@ -243,6 +245,7 @@ class PlanBuilder:
         self._buffers: dict[str, Buffer] = {}
         self._fills: dict[str, float] = {}
         self._skipped_results: set[str] = set()
+        self._one_block = False
 
     def set_parameters(self, **parameters: Any) -> None:
         """Set numbers and constants that later launches pass to kernels with such parameters.
@@ -265,6 +268,14 @@ class PlanBuilder:
     def fill(self, name: str, number: float) -> None:
         """Fill a result or a buffer with a number before the first step that uses it."""
         self._fills[name] = number
+
+    def allocate_scratch_at_once(self) -> None:
+        """Allocate all scratch in one block, which costs less CPU time than many buffers.
+
+        It is for plans whose last step uses most of the scratch. Other plans would hold memory that
+        later steps could use again.
+        """
+        self._one_block = True
 
     def skip_result(self, name: str) -> None:
         """Do not compute a result: it is ``None``, and so it is for the steps."""
@@ -371,4 +382,5 @@ class PlanBuilder:
             buffers=self._buffers,
             fills=self._fills,
             skipped_results=frozenset(self._skipped_results),
+            one_block=self._one_block,
         )

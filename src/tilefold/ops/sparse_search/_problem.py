@@ -32,6 +32,28 @@ class SearchTensors(NamedTuple):
     allowed: Tensor | None
 
 
+class DenseSearchTensors(NamedTuple):
+    """Queries that have an entry for every term, and the postings.
+
+    Attributes:
+        queries: ``[Nq, V]`` fp32 weights of all terms in the queries.
+        term_order: ``[V]`` int32 terms, those of most documents first.
+        offsets: position at which the postings of each block and term begin.
+        places: ``[nnz]`` documents of the postings.
+        postings: ``[nnz]`` weights of the postings.
+        largest: ``[V]`` largest weight of each term.
+        allowed: ``[N]`` uint8, nonzero for documents that may be returned, or ``None`` for all.
+    """
+
+    queries: Tensor
+    term_order: Tensor
+    offsets: Tensor
+    places: Tensor
+    postings: Tensor
+    largest: Tensor
+    allowed: Tensor | None
+
+
 class SearchOptions(NamedTuple):
     """Sizes that no tensor has.
 
@@ -58,3 +80,14 @@ def outputs(
     """Describe the results: the bits of the scores, and the documents."""
     shape = tensors.terms.size(0), options.k
     return Buffer(shape, torch.int32), Buffer(shape, torch.int64)
+
+
+def outputs_of_dense(
+    tensors: DenseSearchTensors,
+    options: SearchOptions,
+    training: bool,
+) -> tuple[Buffer, Buffer, Buffer]:
+    """Describe the results: bits of the scores, documents, and terms of each query."""
+    n_queries = tensors.queries.size(0)
+    shape = n_queries, options.k
+    return Buffer(shape, torch.int32), Buffer(shape, torch.int64), Buffer((n_queries,), torch.int32)

@@ -7,7 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tilefold.ops.sparse_search._problem import SearchOptions, SearchTensors
+from tilefold.ops.sparse_search._problem import (
+    DenseSearchTensors,
+    SearchOptions,
+    SearchTensors,
+)
 from tilefold.ops.sparse_search.postings import BLOCK
 
 SUM_BITS = 31  # sums of a query are integers below 2^31
@@ -131,3 +135,33 @@ def topk(tensors: SearchTensors, options: SearchOptions) -> tuple[Tensor, Tensor
     scores_of_all = torch.cat(best_scores)
     documents_of_all = torch.where(scores_of_all > 0, torch.cat(best_documents), -1)
     return scores_of_all.view(torch.int32), documents_of_all
+
+
+def topk_of_dense(
+    tensors: DenseSearchTensors,
+    options: SearchOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`topk` returns for dense queries, and the number of their terms.
+
+    A query with a weight that is negative, infinite or NaN finds nothing, and has -1 terms.
+
+    Returns:
+        ``[Nq, k]`` int32 bits of the scores, ``[Nq, k]`` int64 documents, and ``[Nq]`` int32
+        numbers of terms with a positive weight.
+    """
+    queries = tensors.queries
+    is_valid = ((queries >= 0) & (queries < float("inf"))).all(dim=1)  # False for NaN
+    term_counts = (queries > 0).sum(dim=1)
+    term_order = tensors.term_order.long()
+    weights = torch.where(is_valid[:, None], queries, 0.0).index_select(1, term_order)
+    searched = SearchTensors(
+        weights=weights,
+        terms=tensors.term_order.expand_as(weights),
+        offsets=tensors.offsets,
+        places=tensors.places,
+        postings=tensors.postings,
+        largest=tensors.largest,
+        allowed=tensors.allowed,
+    )
+    bits, documents = topk(searched, options)
+    return bits, documents, torch.where(is_valid, term_counts, -1).int()

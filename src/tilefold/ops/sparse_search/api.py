@@ -12,7 +12,14 @@ from torch import Tensor
 from tilefold.ops._shared.checks import check_dtype, check_same_device, check_shape, check_tensor
 from tilefold.ops._shared.operator import Checked, Operator
 from tilefold.ops.sparse_search import _reference
-from tilefold.ops.sparse_search._problem import SearchOptions, SearchSaved, SearchTensors, outputs
+from tilefold.ops.sparse_search._problem import (
+    DenseSearchTensors,
+    SearchOptions,
+    SearchSaved,
+    SearchTensors,
+    outputs,
+    outputs_of_dense,
+)
 from tilefold.ops.sparse_search.postings import BlockedPostings
 
 MAX_SCORES = 1 << 29  # scores of several queries that are held at a time: 2 GB
@@ -37,6 +44,34 @@ SEARCH = Operator(
     plans=partial(importlib.import_module, "tilefold.ops.sparse_search.plans"),  # needs Triton
     tiled=SimpleNamespace(forward=_tiled_forward),
     reference=_reference.topk,
+)
+
+
+def _tiled_forward_of_dense(
+    tensors: DenseSearchTensors,
+    options: SearchOptions,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _reference.topk_of_dense(tensors, options)
+
+
+def _plans_of_dense() -> SimpleNamespace:
+    from tilefold.ops.sparse_search import plans  # needs Triton
+
+    return SimpleNamespace(forward=plans.forward_of_dense)
+
+
+DENSE_SEARCH = Operator(
+    "sparse_topk_of_dense",
+    DenseSearchTensors,
+    SearchOptions,
+    SearchSaved,
+    results=("values", "documents", "lengths"),
+    outputs=outputs_of_dense,
+    gradients={},
+    plans=_plans_of_dense,
+    tiled=SimpleNamespace(forward=_tiled_forward_of_dense),
+    reference=_reference.topk_of_dense,
 )
 
 
@@ -79,13 +114,7 @@ def sparse_topk(
         TypeError, ValueError: if a dtype, shape or device is wrong, or ``k`` is below 1.
         RuntimeError: if ``impl="triton"`` cannot run here.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"k must be a positive integer, got {k!r}.")
     check_tensor("terms", terms)
-    if allowed is not None:
-        check_shape("allowed", check_tensor("allowed", allowed), "N", N=postings.n_documents)
-        check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
-        allowed = allowed.contiguous().view(torch.uint8)
     tensors = SearchTensors(
         weights=weights,
         terms=terms,
@@ -93,14 +122,10 @@ def sparse_topk(
         places=postings.places,
         postings=postings.weights,
         largest=postings.largest,
-        allowed=allowed,
+        allowed=_allowed_bytes(allowed, postings),
     )
-    options = SearchOptions(
-        k=min(k, postings.n_documents),
-        n_documents=postings.n_documents,
-        n_terms=postings.n_terms,
-    )
-    batch_size = max(1, MAX_SCORES // max(1, postings.n_documents))
+    options = _options(k, postings)
+    batch_size = _queries_per_pass(postings)
     if terms.dim() == 2 and terms.numel() and options.k and terms.size(0) <= batch_size:
         values, documents = SEARCH(tensors, options, impl, _check_arguments)
         return values.view(torch.float32), documents
@@ -120,6 +145,81 @@ def sparse_topk(
         all_values.append(values)
         all_documents.append(documents)
     return torch.cat(all_values).view(torch.float32), torch.cat(all_documents)
+
+
+def sparse_topk_of_dense(
+    postings: BlockedPostings,
+    queries: Tensor,
+    k: int,
+    *,
+    allowed: Tensor | None = None,
+    impl: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what :func:`sparse_topk` returns, for few queries with an entry for every term.
+
+    The CPU does not wait for the device, not even for the number of terms. Not differentiable.
+
+    Args:
+        postings: postings of the documents, on the device of the queries.
+        queries: ``[Nq, V]`` fp32. They take 12 bytes per entry more on the device, and the scores 4
+            bytes per document and query.
+        k: number of documents; all documents if there are fewer.
+        allowed: ``[N]`` bool or uint8, nonzero for documents that may be returned; ``None`` for
+            all.
+        impl: ``"auto"``, ``"reference"``, ``"tiled"`` (the same) or ``"triton"``.
+
+    Returns:
+        ``[Nq, min(k, N)]`` fp32 scores and int64 documents as of :func:`sparse_topk`, and ``[Nq]``
+        int32 numbers of terms with a positive weight. A query with a weight that is negative,
+        infinite or NaN finds nothing, and its number is -1.
+
+    Raises:
+        TypeError, ValueError: if a dtype, shape or device is wrong, or ``k`` is below 1.
+        RuntimeError: if ``impl="triton"`` cannot run here.
+    """
+    check_tensor("queries", queries)
+    tensors = DenseSearchTensors(
+        queries=queries,
+        term_order=postings.term_order,
+        offsets=postings.offsets,
+        places=postings.places,
+        postings=postings.weights,
+        largest=postings.largest,
+        allowed=_allowed_bytes(allowed, postings),
+    )
+    options = _options(k, postings)
+    if not queries.numel() or not options.k:
+        _check_dense_arguments(tensors, *options)
+        shape = len(queries), options.k
+        term_counts = torch.zeros(len(queries), dtype=torch.int32, device=queries.device)
+        return queries.new_zeros(shape), term_counts.new_full(shape, -1).long(), term_counts
+    bits, documents, term_counts = DENSE_SEARCH(tensors, options, impl, _check_dense_arguments)
+    return bits.view(torch.float32), documents, term_counts
+
+
+def _allowed_bytes(allowed: Tensor | None, postings: BlockedPostings) -> Tensor | None:
+    """Check a mask of documents, and return it as uint8 ``[N]``; ``None`` allows all."""
+    if allowed is None:
+        return None
+    check_shape("allowed", check_tensor("allowed", allowed), "N", N=postings.n_documents)
+    check_dtype("allowed", allowed, (torch.bool, torch.uint8), "use allowed != 0.")
+    return allowed.contiguous().view(torch.uint8)
+
+
+def _options(k: int, postings: BlockedPostings) -> SearchOptions:
+    """Check the number of documents to return, and return the options of a search."""
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k must be a positive integer, got {k!r}.")
+    return SearchOptions(
+        k=min(k, postings.n_documents),
+        n_documents=postings.n_documents,
+        n_terms=postings.n_terms,
+    )
+
+
+def _queries_per_pass(postings: BlockedPostings) -> int:
+    """Return how many queries are searched at a time, so that their scores fit into memory."""
+    return max(1, MAX_SCORES // max(1, postings.n_documents))
 
 
 def _check_arguments(tensors: SearchTensors, k: int, n_documents: int, n_terms: int) -> Checked:
@@ -150,5 +250,33 @@ def _check_arguments(tensors: SearchTensors, k: int, n_documents: int, n_terms: 
         "postings",
         tensors.postings,
         {"terms": terms, "weights": weights, "allowed": tensors.allowed},
+    )
+    return Checked(SearchOptions(k, n_documents, n_terms))
+
+
+def _check_dense_arguments(
+    tensors: DenseSearchTensors,
+    k: int,
+    n_documents: int,
+    n_terms: int,
+) -> Checked:
+    """Check the tensors of a search with dense queries, without reading their values.
+
+    Args:
+        tensors: the queries and the postings.
+        k: documents per query.
+        n_documents: number of documents.
+        n_terms: size of the vocabulary.
+
+    Returns:
+        The options.
+    """
+    queries = check_tensor("queries", tensors.queries)
+    check_shape("queries", queries, "Nq V", V=n_terms)
+    check_dtype("queries", queries, (torch.float32,), "use queries.float().")
+    check_same_device(
+        "postings",
+        tensors.postings,
+        {"queries": queries, "allowed": tensors.allowed},
     )
     return Checked(SearchOptions(k, n_documents, n_terms))

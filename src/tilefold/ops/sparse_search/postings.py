@@ -24,6 +24,8 @@ class BlockedPostings:
         weights: ``[nnz]`` fp32, positive.
         largest: ``[V]`` fp32 largest weight of each term, 0 for a term without postings.
         counts: ``[V]`` int64 number of documents of each term.
+        term_order: ``[V]`` int32 terms, those of most documents first; lower terms first among
+            equal ones.
         n_documents: number of documents.
     """
 
@@ -32,6 +34,7 @@ class BlockedPostings:
     weights: Tensor
     largest: Tensor
     counts: Tensor
+    term_order: Tensor
     n_documents: int
 
     @property
@@ -102,6 +105,7 @@ class BlockedPostings:
             weights=values,
             largest=largest,
             counts=document_counts,
+            term_order=document_counts.argsort(descending=True, stable=True).int(),
             n_documents=n_documents,
         )
 

@@ -6,14 +6,14 @@ import math
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tilefold._internal.arguments import ArgumentError, check_k
-from tilefold.ops.sparse_search import BlockedPostings, sparse_topk
+from tilefold.ops.sparse_search import BlockedPostings, sparse_topk, sparse_topk_of_dense
 from tilefold.pipeline.rows import SparseRows, repeat_interleave
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError
@@ -109,7 +109,8 @@ class DeviceIndex:
         if matching is not None:
             matching_mask = torch.from_numpy(matching.view(np.uint8)).to(self.device)
             among = matching_mask if among is None else matching_mask * among
-        terms, weights = self._pad_on_cpu(queries)
+        padded = self._pad_one if len(queries) == 1 else self._pad_on_cpu
+        terms, weights = padded(queries)
         scores, positions = self._search_padded(terms, weights, k, among)
         scores = scores.to("cpu", non_blocking=True)
         positions = positions.to("cpu", non_blocking=True)
@@ -127,8 +128,9 @@ class DeviceIndex:
     ) -> tuple[Tensor, Tensor]:
         """Search with queries that are on the device, and leave the results there.
 
-        The CPU waits for the device only to check the weights and, for tensors, to read the number
-        of terms of the longest query.
+        With several queries, the CPU waits for the device only to check the weights and, for
+        tensors, to read the number of terms of the longest query. One query is checked by the
+        kernels, and the CPU waits until the search has finished.
 
         Args:
             queries: ``[Nq, V]`` on the index's device, as an encoder returns them: a dense, CSR or
@@ -147,17 +149,43 @@ class DeviceIndex:
         """
         check_k(k)
         self._check_shape(queries)
+        if _number_of(queries) == 1:
+            return self._search_one(queries, k, among)
         entries = _entries_of(queries)
         _check_weights(entries)
-        if entries.n_rows == 1:
-            # One query needs no padding. Its terms are in the same order as in _pad_on_device.
-            lengths = self.postings.counts.take(entries.terms)
-            order = lengths.argsort(descending=True)
-            terms = entries.terms.take(order)[None].int()
-            weights = entries.weights.take(order)[None]
-        else:
-            terms, weights = self._pad_on_device(entries)
+        terms, weights = self._pad_on_device(entries)
         return self._search_padded(terms, weights, k, among)
+
+    def _search_one(
+        self,
+        query: Tensor | SparseRows,
+        k: int,
+        among: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Search with one query that is on the device.
+
+        Its terms are not listed by torch, whose functions would take several times as long as the
+        search, and of which two would wait for the device. The kernels list and check them, and
+        the CPU waits once, for the result of the check.
+
+        Args:
+            query: ``[1, V]`` in any layout of :meth:`search_tensor`.
+            k: number of documents.
+            among: uint8 ``[N]``, 1 for documents that may be returned. None allows all.
+
+        Raises:
+            DataError: if a weight is NaN, infinite in float32, or negative.
+        """
+        scores, positions, term_counts = sparse_topk_of_dense(
+            self.postings,
+            _dense_row(query),
+            k,
+            allowed=self._allowed(among),
+        )
+        has_invalid_weight = term_counts.item() < 0
+        if has_invalid_weight:
+            _refuse_weights(_entries_of(query))
+        return scores, positions
 
     def _check_shape(self, queries: Tensor | SparseRows) -> None:
         """Raise ``ValueError`` if queries are not rows over the vocabulary of the index."""
@@ -224,9 +252,20 @@ class DeviceIndex:
         Returns:
             Scores and positions of the best documents, both ``[Nq, k]``.
         """
-        if self._present is not None:
-            among = self._present if among is None else self._present * among
-        return sparse_topk(self.postings, terms, weights, k, allowed=among)
+        return sparse_topk(self.postings, terms, weights, k, allowed=self._allowed(among))
+
+    def _allowed(self, among: Tensor | None) -> Tensor | None:
+        """Return the mask of the documents that may be returned and were not removed.
+
+        Args:
+            among: uint8 ``[N]``, 1 for documents that may be returned. None allows all.
+
+        Returns:
+            uint8 ``[N]``; None for all documents.
+        """
+        if self._present is None:
+            return among
+        return self._present if among is None else self._present * among
 
     @cached_property
     def _position_of(self) -> dict[str, int]:
@@ -294,6 +333,22 @@ class DeviceIndex:
         )
         return device_terms, device_bits.view(torch.float32)
 
+    def _pad_one(self, query: SparseVectors) -> tuple[Tensor, Tensor]:
+        """Return what :meth:`_pad_on_cpu` returns for one query, with few calls of numpy.
+
+        Args:
+            query: one query.
+        """
+        n_terms = query.indices.size
+        order = self._rank_of_term[query.indices].argsort()
+        # Terms and the bits of their weights; zeros are padding.
+        padded = np.zeros((2, 1, _padded_width(n_terms)), np.int32)
+        padded[0, 0, :n_terms] = query.indices[order]
+        padded[1, 0, :n_terms] = query.data.view(np.int32)[order]
+        # Unpinned memory is copied before the call returns, so the array may be freed then.
+        device_terms, device_bits = torch.from_numpy(padded).to(self.device, non_blocking=True)
+        return device_terms, device_bits.view(torch.float32)
+
 
 class _Entries(NamedTuple):
     """Non-zero weights of queries, row after row.
@@ -311,6 +366,30 @@ class _Entries(NamedTuple):
     weights: Tensor
     n_rows: int
     longest: int | None
+
+
+def _number_of(queries: Tensor | SparseRows) -> int:
+    """Return the number of queries."""
+    return len(queries.counts) if isinstance(queries, SparseRows) else queries.shape[0]
+
+
+def _dense_row(query: Tensor | SparseRows) -> Tensor:
+    """Return the weights of one query as a dense float32 tensor ``[1, V]`` on its device.
+
+    Args:
+        query: ``[1, V]``, a dense, CSR or COO tensor, or the ``SparseRows`` of an encoding stream.
+    """
+    if isinstance(query, SparseRows):
+        terms, weights, vocab_size = query.columns, query.values, query.vocab_size
+    elif query.layout == torch.strided:
+        return query.float()
+    elif query.layout == torch.sparse_csr:
+        terms, weights, vocab_size = query.col_indices(), query.values(), query.shape[1]
+    else:
+        entries = _entries_of(query)
+        terms, weights, vocab_size = entries.terms, entries.weights, query.shape[1]
+    dense = torch.zeros(1, vocab_size, device=weights.device)
+    return dense.index_add_(1, terms, weights.float()[None])
 
 
 def _entries_of(queries: Tensor | SparseRows) -> _Entries:
@@ -348,16 +427,23 @@ def _padded_width(longest: int) -> int:
 def _check_weights(entries: _Entries) -> None:
     """Raise ``DataError`` if a weight is negative, infinite or NaN.
 
-    The CPU waits here for the device. Measured on an H200, that costs less than launching a check
-    before the search and reading its result afterwards.
+    The CPU waits here for the device. Measured on an H200 with several queries, that costs less
+    than launching a check before the search and reading its result afterwards.
     """
-    weights = entries.weights
-    valid = (weights >= 0) & (weights < math.inf)  # False for NaN
-    if bool(valid.all()):
-        return
-    position = int((~valid).int().argmax())
+    if not bool(_are_valid(entries.weights).all()):
+        _refuse_weights(entries)
+
+
+def _are_valid(weights: Tensor) -> Tensor:
+    """Return which weights are finite and not negative."""
+    return (weights >= 0) & (weights < math.inf)  # False for NaN
+
+
+def _refuse_weights(entries: _Entries) -> NoReturn:
+    """Raise ``DataError`` for entries of which some weight is negative, infinite or NaN."""
+    position = int((~_are_valid(entries.weights)).int().argmax())
     raise ArgumentDataError(
         "queries",
-        f"expected finite weights of at least 0, got {weights[position].item()} for query "
+        f"expected finite weights of at least 0, got {entries.weights[position].item()} for query "
         f"{int(entries.rows[position])}. Check the model's output and its activation.",
     )

@@ -6,12 +6,13 @@ The folder has a manifest, the ids and the metadata of the documents, and files 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType, UnionType
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -340,6 +341,10 @@ class StoredIds(Sequence[str]):
         return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
 
 
+# Creates a hit from a pair of an id and a score, without a call of a Python function.
+_hit_of_pair = cast("Callable[[tuple[str, float]], Hit]", partial(tuple.__new__, Hit))
+
+
 def hits_of(
     ids: Sequence[str],
     positions: npt.NDArray[np.int64],
@@ -359,18 +364,21 @@ def hits_of(
     """
     hits: list[list[Hit]] = []
     is_hit = (positions >= 0) & (scores > -np.inf)
+    all_are_hits = bool(is_hit.all())
     # The thousands of new objects would trigger collections that visit all objects of the process.
     with garbage_collection_paused():
         for query_row, is_query_hit in enumerate(is_hit):
-            query_positions = positions[query_row][is_query_hit]
-            query_scores = scores[query_row][is_query_hit].tolist()
+            query_positions = positions[query_row]
+            query_scores = scores[query_row]
+            if not all_are_hits:
+                query_positions = query_positions[is_query_hit]
+                query_scores = query_scores[is_query_hit]
             query_ids: Iterable[str]
             if isinstance(ids, StoredIds):
                 query_ids = ids.at_positions(query_positions)
             else:
                 query_ids = map(ids.__getitem__, query_positions.tolist())
-            # Hit._make takes a pair, and is the fastest way to create many hits.
-            hits.append(list(map(Hit._make, zip(query_ids, query_scores, strict=True))))
+            hits.append(list(map(_hit_of_pair, zip(query_ids, query_scores.tolist(), strict=True))))
     return hits
 
 

@@ -217,9 +217,9 @@ def _layout_memory(
 ) -> _Layout:
     """Decide which buffers are allocated, before which step, and which share the scratch block.
 
-    Little scratch is allocated at once with all results, before the first step. Much scratch is
-    allocated buffer by buffer, and results too, before the step that uses it first, so that memory
-    of earlier steps can be used again.
+    Little scratch, and that of a plan with ``one_block``, is allocated at once with all results,
+    before the first step. Other scratch is allocated buffer by buffer, and results too, before the
+    step that uses it first, so that memory of earlier steps can be used again.
     """
     first_uses = _first_uses(plan)
     torch_steps = [step for step in plan.steps if isinstance(step, TorchStep)]
@@ -230,9 +230,10 @@ def _layout_memory(
     }
     scratch = {name: buffer for name, buffer in plan.buffers.items() if name in first_uses}
 
-    is_little = sum(_piece_size(buffer) for buffer in scratch.values()) <= MAX_SCRATCH_BLOCK
+    n_bytes = sum(_piece_size(buffer) for buffer in scratch.values())
+    at_once = plan.one_block or n_bytes <= MAX_SCRATCH_BLOCK
     pieces: dict[str, Buffer] = {}
-    if is_little:
+    if at_once:
         # A result outlives the call, and torch functions read tensors, not addresses.
         read_by_torch = {name for step in torch_steps for name in step.tensors}
         no_pieces = computed_results.keys() | read_by_torch
@@ -246,7 +247,7 @@ def _layout_memory(
         for name, buffer in {**computed_results, **scratch}.items()
         if name not in created_by_torch and name not in pieces
     }
-    allocation_steps = {name: 0 if is_little else first_uses.get(name, 0) for name in buffers}
+    allocation_steps = {name: 0 if at_once else first_uses.get(name, 0) for name in buffers}
     buffers = {name: buffers[name] for name in sorted(buffers, key=allocation_steps.__getitem__)}
     if block_size:
         buffers[SCRATCH_BLOCK] = Buffer((block_size,), torch.uint8)

@@ -102,10 +102,50 @@ def _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T: tl.constexpr):
     return (tl.sum(bound).to(tl.int32, bitcast=True) >> 23) + 1, tl.max(last)
 
 
+@triton.jit(do_not_specialize=["V"])
+def pack_terms_kernel(
+    queries_ptr,
+    term_order_ptr,
+    terms_ptr,
+    weights_ptr,
+    lengths_ptr,
+    V,
+    PACKED_CHUNK: tl.constexpr,
+):
+    """Write the terms of a dense query one after another, in the order of ``term_order``.
+
+    Writes the terms and their positive weights, ``[Nq, V]``, of which only the first ones of a row
+    are written, and how many these are, ``[Nq]``. That is -1 if a weight is negative, infinite or
+    NaN.
+
+    Grid: ``[Nq]``. ``queries``: ``[Nq, V]`` weights of all terms. ``term_order``: ``[V]`` terms.
+    """
+    query = tl.program_id(0).to(tl.int64)
+    queries_ptr += query * V
+    terms_ptr += query * V
+    weights_ptr += query * V
+    length = 0
+    n_invalid = 0
+    for start in range(0, V, PACKED_CHUNK):
+        position = start + tl.arange(0, PACKED_CHUNK)
+        inside = position < V
+        term = tl.load(term_order_ptr + position, mask=inside, other=0)
+        weight = tl.load(queries_ptr + term, mask=inside, other=0.0)
+        is_valid = (weight >= 0.0) & (weight < float("inf"))  # false for NaN
+        n_invalid += tl.sum(tl.where(is_valid, 0, 1))
+        is_term = is_valid & (weight > 0.0)
+        entry = length + tl.cumsum(is_term.to(tl.int32), 0) - 1
+        tl.store(terms_ptr + entry, term, mask=is_term)
+        tl.store(weights_ptr + entry, weight, mask=is_term)
+        length += tl.sum(is_term.to(tl.int32))
+    tl.store(lengths_ptr + query, tl.where(n_invalid > 0, -1, length))
+
+
 @triton.jit(do_not_specialize=["T", "V", "N", "Nq", "blocks"])
 def block_scores_kernel(
     terms_ptr,
     weights_ptr,
+    lengths_ptr,
     offsets_ptr,
     places_ptr,
     postings_ptr,
@@ -124,6 +164,7 @@ def block_scores_kernel(
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
     HAS_ALLOWED: tl.constexpr,
     SHARED: tl.constexpr,
 ):
@@ -133,13 +174,16 @@ def block_scores_kernel(
     ``[Nq, groups]``, and the highest of each ``GROUP`` groups. ``ROWS`` terms at a time add
     ``WIDE`` postings each.
 
-    Grid: ``[blocks * Nq]``. ``terms``, ``weights``: ``[Nq, T]``. ``offsets``, ``places``,
-    ``postings``, ``largest``: see ``BlockedPostings``. ``allowed``: ``[N]``.
+    Grid: ``[blocks * Nq]``. ``terms``, ``weights``: ``[Nq, T]``. ``lengths``: ``[Nq]``, how many
+    entries of a row are read; all without ``HAS_LENGTHS``. ``offsets``, ``places``, ``postings``,
+    ``largest``: see ``BlockedPostings``. ``allowed``: ``[N]``.
     """
     block = tl.program_id(0) // Nq
     query = (tl.program_id(0) % Nq).to(tl.int64)
     terms_ptr += query * T
     weights_ptr += query * T
+    if HAS_LENGTHS:
+        T = tl.load(lengths_ptr + query)
     exponent, length = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
     up = tl.minimum(tl.maximum(285 - exponent, 1), 253)
     factor = (up << 23).to(tl.float32, bitcast=True)
