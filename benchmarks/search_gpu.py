@@ -58,6 +58,7 @@ from benchmarks.search_data import (
     make_query_tokens,
     make_tokens,
 )
+from tilefold._internal.csr import to_csr
 from tilefold.bench.spec import Runnable, captured
 from tilefold.bench.timing import TimeBudget
 from tilefold.ops import QuantizedTokens, maxsim, maxsim_topk
@@ -470,6 +471,7 @@ def _single_query_methods(search: _SparseSearch, goal: float) -> dict[str, Searc
         terms, weights = index._pad_on_cpu(single)
         padded_singles.append((terms.to(device), weights.to(device)))
     dense = search.dense_queries
+    csr_singles = [to_csr(dense[query : query + 1]) for query in range(n_queries)]
     matrix = search.matrix
 
     def search_tensors(query: int) -> TopK:
@@ -487,6 +489,11 @@ def _single_query_methods(search: _SparseSearch, goal: float) -> dict[str, Searc
         "search_tensor, 1": _single_query_method(
             search,
             lambda query: index.search_tensor(dense[query : query + 1], K),
+            n_queries,
+        ),
+        "search_tensor, 1, CSR": _single_query_method(
+            search,
+            lambda query: index.search_tensor(csr_singles[query], K),
             n_queries,
         ),
         "torch CSR and topk, 1": _single_query_method(

@@ -45,7 +45,7 @@ def to_csr(dense: torch.Tensor) -> torch.Tensor:
 def to_sparse_rows(csr: torch.Tensor) -> SparseRows:
     """The rows of a CSR tensor, as an encoder returns them."""
     return SparseRows(
-        csr.crow_indices().diff(),
+        csr.crow_indices().diff().cpu(),
         csr.col_indices().int(),
         csr.values(),
         csr.shape[1],

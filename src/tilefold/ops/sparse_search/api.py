@@ -161,8 +161,8 @@ def sparse_topk_of_dense(
 
     Args:
         postings: postings of the documents, on the device of the queries.
-        queries: ``[Nq, V]`` fp32. They take 12 bytes per entry more on the device, and the scores 4
-            bytes per document and query.
+        queries: ``[Nq, V]`` fp32. A search takes 8 bytes per entry on the device, and 4 bytes per
+            document and query for the scores.
         k: number of documents; all documents if there are fewer.
         allowed: ``[N]`` bool or uint8, nonzero for documents that may be returned; ``None`` for
             all.
