@@ -16,6 +16,8 @@ from tests.ops.base import Buffer, Launch, Plan, TorchStep
 from tests.ops.launching import program
 
 CPU = torch.device("cpu")
+# entries of a buffer that is too large for the block of little scratch
+LARGE_SIZE = (program.MAX_SCRATCH_BLOCK + 4) // 4
 
 
 class RecordingLauncher:
@@ -200,20 +202,23 @@ def test_launches_that_cannot_be_bound_go_through_their_launchers(
 
 
 @pytest.mark.parametrize(
-    ("size", "tensors_by_step"),
+    ("size", "one_block", "tensors_by_step"),
     [
-        pytest.param((program.MAX_SCRATCH_BLOCK + 4) // 4, [1, 1, 2], id="large: before its step"),
-        pytest.param(5, [3, 0, 0], id="small: all at once"),
+        pytest.param(LARGE_SIZE, False, [1, 1, 2], id="large: before its step"),
+        pytest.param(5, False, [3, 0, 0], id="small: all at once"),
+        pytest.param(LARGE_SIZE, True, [3, 0, 0], id="large, in one block: all at once"),
     ],
 )
 def test_large_scratch_is_released_before_later_results_are_allocated(
     launchers: list[RecordingLauncher],
     size: int,
+    one_block: bool,
     tensors_by_step: list[int],
 ) -> None:
     plan = Plan(
         (launch("one", "a lists"), launch("two", "lists dx"), launch("three", "sums dw")),
         {"lists": float_buffer(size), "sums": float_buffer(size)},
+        one_block=one_block,
     )
     run = program_of(plan, results={"dx": float_buffer(3), "dw": float_buffer(4)})
     one, two, three = launchers
