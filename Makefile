@@ -9,6 +9,9 @@ TORCH ?= torch==2.13.0
 TRITON ?= triton==3.6.0
 NUMPY ?= numpy<2.4
 STAMP := $(VENV)/.installed
+# The demo needs neither the tools of developers nor Triton. A developer's environment, if there is one, serves it too.
+DEMO := $(if $(wildcard $(STAMP)),$(VENV),.venv-demo)
+DEMO_STAMP := .venv-demo/.installed
 # PyLate pins older libraries, and fast-plaid, which it needs, has a release for one torch each: 2.10 is its newest.
 PEERS := .venv-pylate
 PEERS_STAMP := $(PEERS)/.installed
@@ -40,8 +43,15 @@ $(STAMP): pyproject.toml Makefile
 
 setup: $(STAMP) ## Create the virtual environment and install everything
 
-demo: $(STAMP) ## Train, index, search and evaluate a sparse retriever on this machine (2 cores are enough)
-	$(BIN)/tilefold demo
+# pip would compile every file to bytecode; Python compiles the files that the demo imports, and keeps their bytecode.
+$(DEMO_STAMP): pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-demo
+	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)"
+	.venv-demo/bin/python -m pip install --quiet --disable-pip-version-check --no-compile "$(TORCH)" -e ".[demo]"
+	touch $@
+
+demo: $(DEMO)/.installed ## Train, index, search and evaluate a sparse retriever on this machine (2 cores are enough)
+	PYTHONDONTWRITEBYTECODE= $(DEMO)/bin/tilefold demo
 
 test: $(STAMP) ## Run the tests that need no GPU; one that stands still is ended after 20 minutes, and says where
 	$(BIN)/python -m pytest -m "not gpu and not every_build" -n auto --dist loadfile $(COVERAGE_OPTIONS) \
@@ -127,4 +137,4 @@ docs: $(DOCS_STAMP) ## Build the site strictly into build/site, in an environmen
 	$(DOCS)/bin/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 clean: ## Remove the environment and everything generated
-	rm -rf $(VENV) $(PEERS) $(CLIENTS) $(DOCS) $(SBOM) .triton .pytest_cache .mypy_cache .ruff_cache build dist
+	rm -rf $(VENV) .venv-demo $(PEERS) $(CLIENTS) $(DOCS) $(SBOM) .triton .pytest_cache .mypy_cache .ruff_cache build dist
