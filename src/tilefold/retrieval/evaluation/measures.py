@@ -32,7 +32,7 @@ from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.tables import numbered_lines
 from tilefold.retrieval.errors import DataError
-from tilefold.retrieval.search.fusion import Normalization, check_scores, interpolate
+from tilefold.retrieval.search.fusion import Normalization, check_scores, interpolate_by_each
 from tilefold.retrieval.vectors.sparse import check_vectors
 from tilefold.retrieval.vectors.sparse_files import SparseVectors, check_same_vocabulary
 
@@ -324,9 +324,10 @@ def choose_weights(
     judged_runs = [{query: run[query] for query in qrels if query in run} for run in runs]
     if ignores:
         judged_runs = [without_identical_ids(run) for run in judged_runs]
+    all_weights = _weight_grid(len(runs), step)
+    fused_runs = interpolate_by_each(judged_runs, all_weights, normalization, k)
     trials = []
-    for weights in _weight_grid(len(runs), step):
-        fused = interpolate(judged_runs, weights, normalization, k)
+    for weights, fused in zip(all_weights, fused_runs, strict=True):
         values = evaluate(fused, qrels, (measure,), ignore_identical_ids=ignores)
         trials.append((values[measure], weights))
     highest_value, best_weights = max(trials)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, NamedTuple
@@ -74,13 +74,74 @@ def interpolate(
     runs = list_of("runs", runs)
     weights = _check_runs(runs, weights, k)
     check_choice("normalization", normalization, _NORMALIZERS)
+    return _sum_normalized(_normalize(runs, normalization), weights, k)
+
+
+def interpolate_by_each(
+    runs: Sequence[Run],
+    all_weights: Sequence[Sequence[float]],
+    normalization: Normalization = "min_max",
+    k: int = 1000,
+) -> Iterator[Run]:
+    """Fuse the same runs with several weights: :func:`interpolate`, with one normalisation for all.
+
+    Args:
+        runs: at least one run.
+        all_weights: for each fusion, one finite number per run.
+        normalization: as for :func:`interpolate`.
+        k: as for :func:`interpolate`.
+
+    Yields:
+        The fused run of each of `all_weights`.
+
+    Raises:
+        ValueError: as :func:`interpolate`.
+    """
+    runs = list_of("runs", runs)
+    _check_runs(runs, weights=None, k=k)
+    check_choice("normalization", normalization, _NORMALIZERS)
+    normalized_runs = _normalize(runs, normalization)
+    for weights in all_weights:
+        yield _sum_normalized(normalized_runs, _check_weights(weights, len(runs)), k)
+
+
+def _normalize(
+    runs: Sequence[Run],
+    normalization: Normalization,
+) -> dict[str, list[_NormalizedScores | None]]:
+    """Normalise the scores of each run, query by query.
+
+    Returns:
+        Query id -> the scores of each run; None for a run without results for the query.
+    """
     normalize = _NORMALIZERS[normalization]
+    return {
+        query_id: [normalize(run[query_id]) if run.get(query_id) else None for run in runs]
+        for query_id in _query_ids(runs)
+    }
+
+
+def _sum_normalized(
+    normalized_runs: Mapping[str, Sequence[_NormalizedScores | None]],
+    weights: Sequence[float],
+    k: int,
+) -> Run:
+    """Sum normalised scores with weights, query by query.
+
+    Args:
+        normalized_runs: the result of :func:`_normalize`.
+        weights: one number per run.
+        k: number of documents per query that are kept.
+
+    Raises:
+        ValueError: if a sum is not finite.
+    """
     fused: Run = {}
-    for query_id in _query_ids(runs):
+    for query_id, scores_by_run in normalized_runs.items():
         weighted = [
-            (weight, normalize(run[query_id]))
-            for run, weight in zip(runs, weights, strict=True)
-            if run.get(query_id)
+            (weight, normalized)
+            for weight, normalized in zip(weights, scores_by_run, strict=True)
+            if normalized is not None
         ]
         documents = dict.fromkeys(
             document for _, normalized in weighted for document in normalized.scores
@@ -215,11 +276,21 @@ def _check_runs(runs: Sequence[Run], weights: Sequence[float] | None, k: int) ->
             check_scores("runs", query_id, scores)
     if weights is None:
         return [1.0 / len(runs)] * len(runs)
+    return _check_weights(weights, len(runs))
+
+
+def _check_weights(weights: Sequence[float], n_runs: int) -> Sequence[float]:
+    """Check that there is one finite number per run, and return the weights.
+
+    Raises:
+        TypeError: if a weight is not a number.
+        ValueError: if the numbers of weights and runs differ, or if a weight is not finite.
+    """
     weights = list_of("weights", weights)
-    if len(weights) != len(runs):
+    if len(weights) != n_runs:
         raise ArgumentError(
             "weights",
-            f"expected one number for each of {len(runs)} runs, got {len(weights)}.",
+            f"expected one number for each of {n_runs} runs, got {len(weights)}.",
         )
     for weight in weights:
         check_instance("weights", weight, Real, "one number per run")
