@@ -14,6 +14,8 @@ from tilefold._internal.files import (
 )
 from tilefold.cli import _common as common
 from tilefold.cli import _demo_steps as demo_steps
+from tilefold.cli import _models as models
+from tilefold.cli._demo_states import SharedStates
 from tilefold.cli._models import load_encoder, load_model
 from tilefold.distributed import ranks
 from tilefold.integrations._sparse_source import ServerError, SparseSource
@@ -26,6 +28,7 @@ __all__ = [
     "DiskFullError",
     "InUseError",
     "ServerError",
+    "SharedStates",
     "SparseSource",
     "atomic_file",
     "common",
@@ -36,6 +39,7 @@ __all__ = [
     "load_encoder",
     "load_model",
     "lock_path",
+    "models",
     "pending_shards",
     "ranks",
     "releases",

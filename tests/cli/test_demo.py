@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.program import Call, done, fails, measured
-from tests.inside import common, demo_steps
+from tests.inside import SharedStates, common, demo_steps, models
 from tests.recipes.small import small_collection
+from tilefold import retrieval
 from tilefold.cli import demo
 from tilefold.recipes import get_recipe
+from tilefold.recipes.backbone import load_dense_minilm
+from tilefold.recipes.colbert import untrained_colbert
 from tilefold.retrieval.errors import DataError
 
 TINY = demo_steps.Size("minutes-5", 8, 24, 24, 16, 2, 4, 1e-3)
@@ -191,6 +195,55 @@ def test_vectors_that_are_damaged_or_of_other_settings_are_made_again(tmp_path: 
 
     done = [demo_steps.encode(encode_into, Any, small_collection(), tmp_path) for _ in range(2)]  # type: ignore[arg-type]
     assert done == [False, True]
+
+
+def test_the_network_runs_once_per_text_for_token_vectors_and_dense_vectors(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # bf16 would round a text by the others of its batch
+    monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
+    collection = small_collection()
+    dense_models = []
+    n_texts_of_dense_model = []
+
+    def count_texts(transformer: Any, inputs: Any, features: dict[str, Any]) -> None:
+        n_texts_of_dense_model.append(len(features["input_ids"]))
+
+    load_model = models.load_model
+
+    def load_counted_model(*names: str, **options: Any) -> tuple[Any, str]:
+        model, kind = load_model(*names, **options)
+        if kind == "dense":
+            model[0].register_forward_hook(count_texts)
+            dense_models.append(model)
+        return model, kind
+
+    monkeypatch.setattr(models, "load_model", load_counted_model)
+    demo_steps.zero_shot(tmp_path, collection, {"new": "a query"}, 24)
+    assert n_texts_of_dense_model == []
+    dense_models[0].encode(["a text that the multi-vector model has not read"])
+    assert n_texts_of_dense_model == [1]
+    (folder,) = tmp_path.glob("minilm-*")
+    stored = retrieval.open_dense(folder / "dense")
+    dense, _ = load_model("minilm", kinds=("dense",))
+    models.limit_length(dense, 24)
+    computed = dense.encode_document(list(collection.contents().values()), convert_to_tensor=True)
+    reused = stored.read(collection.documents).values
+    torch.testing.assert_close(reused, computed, rtol=0, atol=1e-5)
+
+
+def test_a_batch_with_a_text_without_stored_state_runs_through_the_network() -> None:
+    dense = load_dense_minilm()
+    late = untrained_colbert()
+    texts = ["read a file", "write many files at once"]
+    expected = dense.encode([*texts, "new"], convert_to_tensor=True)
+    states = SharedStates()
+    states.record(late)
+    late.encode_document(texts)
+    states.reuse(dense)
+    actual = dense.encode([*texts, "new"], convert_to_tensor=True)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def test_differences_are_paired_by_query_and_overlap_counts_the_exact_top_of_another_run() -> None:

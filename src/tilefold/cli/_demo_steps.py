@@ -241,7 +241,9 @@ def zero_shot(
     queries: dict[str, str],
     length: int,
 ) -> tuple[Run, Tokens, bool]:
-    """Search with all-MiniLM-L6-v2 as a dense model, and encode token vectors with it.
+    """Encode token vectors with all-MiniLM-L6-v2, and search with it as a dense model.
+
+    Its network runs once per text: the dense vectors are computed from the token states.
 
     Args:
         root: the folder of all demos. Demos with the same texts and length share the vectors.
@@ -253,19 +255,10 @@ def zero_shot(
         The dense run, the token vectors of queries and documents, and whether the vectors of an
         earlier run were reused.
     """
+    from tilefold.cli._demo_states import SharedStates
     from tilefold.recipes.colbert import ColbertRecipe, train
 
     folder = root / f"minilm-{length}-{texts_digest(collection.contents())[:8]}"
-    dense, _ = _models.load_model(_models.PACKAGED, kinds=("dense",))
-    _models.limit_length(dense, length)
-    dense_reused = encode(
-        retrieval.encode_dense_collection,
-        dense,
-        collection,
-        folder / "dense",
-    )
-    index = retrieval.DenseIndex.build(retrieval.open_dense(folder / "dense"))
-    run = retrieval.Searcher(index, dense).rank(queries, retrieval.SearchRequest(DEPTH)).run
     recipe = ColbertRecipe(
         max_steps=0,
         dimension=None,
@@ -277,6 +270,8 @@ def zero_shot(
     result = train(recipe, collection, folder / "model")
     source = str(Path(result.model_dir).resolve())
     late, _ = _models.load_model(source, kinds=("multi-vector",), fast=_models.FUSED)
+    states = SharedStates()
+    states.record(late)
     tokens_reused = encode(
         retrieval.encode_tokens,
         late,
@@ -287,6 +282,17 @@ def zero_shot(
     )
     query_tokens = retrieval.encode_texts(late, queries, kind="query")
     document_tokens = retrieval.open_tokens(folder / "tokens")
+    dense, _ = _models.load_model(_models.PACKAGED, kinds=("dense",))
+    _models.limit_length(dense, length)
+    states.reuse(dense)
+    dense_reused = encode(
+        retrieval.encode_dense_collection,
+        dense,
+        collection,
+        folder / "dense",
+    )
+    index = retrieval.DenseIndex.build(retrieval.open_dense(folder / "dense"))
+    run = retrieval.Searcher(index, dense).rank(queries, retrieval.SearchRequest(DEPTH)).run
     return run, (query_tokens, document_tokens), dense_reused and tokens_reused
 
 
