@@ -31,8 +31,12 @@ MARKER = re.compile(r"^ *(?:[-*+]|\d+\.) +")
 NO_PROSE = re.compile(r"^ *(?:#|\||!\[|<|$)")
 CODE = re.compile(r"(`+).+?\1")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-# A sentence ends at a stop, with brackets and quotes that it closes, before a word in capitals.
-END_OF_SENTENCE = re.compile(r"(?<=[a-z\d%)\]`][.!?])[\"')\]]* +(?=[A-Z(\"`])")
+# A sentence ends at a stop, with brackets and quotes that it closes, before a capital, code, or a
+# name in lower case.
+END_OF_SENTENCE = re.compile(
+    r"(?<=[a-z\d%)\]`][.!?])[\"')\]]* +"
+    r"(?=[A-Z(\"`]|(?:tilefold|sentence-transformers|transformers|colpali-engine|torch|pydocs|nDCG)\b)",
+)
 ABBREVIATION = re.compile(r"\b(?:e\.g|i\.e|vs|cf|et al)\.$")
 NUMBER = re.compile(r"(?<![\w.])\.?\d[\d,.]*")
 
