@@ -164,7 +164,8 @@ class LoadingApp:
             stop: future that is done when the server stops.
         """
         loaded = asyncio.ensure_future(self._start_thread().wait())
-        await asyncio.wait({loaded, stop}, return_when=asyncio.FIRST_COMPLETED)
+        events: set[asyncio.Future[Any]] = {loaded, stop}
+        await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
         loaded.cancel()
         if self.error is not None:
             raise self.error
