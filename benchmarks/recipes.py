@@ -217,12 +217,12 @@ def measure(model: Any, config: Config, collection: Collection) -> dict[str, Any
     Returns:
         nDCG@10, recall, milliseconds per query, and for sparse models active terms.
     """
-    from tilefold.recipes.loading import fast_inference
+    from tilefold._internal.precision import computing_in
     from tilefold.retrieval.evaluation.measures import evaluate
 
     split = evaluation_split(collection)
     queries = collection.split_queries(split)
-    with fast_inference():
+    with computing_in(model, "auto"):
         if isinstance(config, ColbertRecipe):
             run, cells = _rerank(model, collection, queries)
         else:

@@ -7,8 +7,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._internal.precision import Dtype, precision_of
 from tilefold._internal.typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
+from tilefold.cli._options import option_errors
 from tilefold.retrieval.common.provenance import texts_digest
 
 if TYPE_CHECKING:
@@ -137,9 +139,14 @@ def _hub_problem(name: str) -> str | None:
     return problem
 
 
-def load_encoder(name: str) -> SparseEncoder:
-    """Load a SparseEncoder, with the fused head if its architecture supports it."""
-    model, _ = load_model(name, kinds=("sparse",))
+def load_encoder(name: str, dtype: Dtype = "auto") -> SparseEncoder:
+    """Load a SparseEncoder, with the fused head if its architecture supports it.
+
+    Args:
+        name: a folder, a Hugging Face name, or the name of the packaged model.
+        dtype: the value of ``--dtype``.
+    """
+    model, _ = load_model(name, kinds=("sparse",), dtype=dtype)
     encoder: SparseEncoder = model
     return encoder
 
@@ -148,6 +155,7 @@ def load_untrained(
     texts_sha256: str,
     load_texts: Callable[[], Mapping[str, str]] | None,
     source: str,
+    dtype: Dtype = "auto",
 ) -> SparseEncoder:
     """Load the packaged model with an untrained sparse head, as a SparseEncoder.
 
@@ -158,6 +166,7 @@ def load_untrained(
         texts_sha256: the fingerprint of the documents.
         load_texts: a function that loads the documents; None if the command does not have them.
         source: the documents in messages, such as ``"the documents of INDEX"``.
+        dtype: the value of ``--dtype``.
 
     Raises:
         UsageError: if the model is not cached and the command does not have the documents.
@@ -169,7 +178,8 @@ def load_untrained(
 
     description = f"--model: {PACKAGED} as a sparse model is initialised from {source}"
     try:
-        model = untrained_splade(texts_sha256, load_texts)
+        with option_errors(dtype="--dtype"):
+            model = untrained_splade(texts_sha256, load_texts, dtype=dtype)
     except LookupError as error:
         raise UsageError(
             f"{description}, and is not in the cache of this machine: give the documents with "
@@ -189,6 +199,7 @@ def load_model(
     option: str = "--model",
     kinds: tuple[str, ...] = ("sparse", "multi-vector"),
     fast: tuple[str, ...] = ("sparse",),
+    dtype: Dtype = "auto",
 ) -> tuple[Any, str]:
     """Load a model of an accepted kind, and accelerate it if its kind is in `fast`.
 
@@ -201,12 +212,14 @@ def load_model(
         option: the option that names the model, for messages.
         kinds: the accepted kinds, such as ``"sparse"``, ``"multi-vector"``, ``"dense"``.
         fast: the kinds that are accelerated.
+        dtype: the value of ``--dtype``.
 
     Returns:
         The model and its kind.
 
     Raises:
-        UsageError: if there is no such model, or its kind is not accepted.
+        UsageError: if there is no such model, its kind is not accepted, or it cannot compute in
+            `dtype`.
         CommandError: if the files of the model cannot be read.
     """
     path = checked_model_name(name, option)
@@ -227,7 +240,11 @@ def load_model(
                 f"{_advice_for_kind(name, kind, kinds)}",
             )
         try:
-            model = untrained_colbert() if is_packaged_colbert else load_saved(path, stored_kind)
+            with option_errors(dtype="--dtype"):
+                if is_packaged_colbert:
+                    model = untrained_colbert(dtype)
+                else:
+                    model = load_saved(path, stored_kind, dtype)
         except OSError as error:
             raise CommandError(
                 f"{option}: {name} could not be loaded ({first_line(error)}).",
@@ -242,6 +259,16 @@ def load_model(
         if kind in fast:
             _accelerate(model)
     return model, kind
+
+
+def note_precision(name: str, model: Model) -> None:
+    """Print in which dtype a model computes, on which device, and why.
+
+    Args:
+        name: the name of the model in the line.
+        model: the model.
+    """
+    note(f"{name} computes in {precision_of(model)}")
 
 
 def limit_length(model: Any, max_length: int | None) -> None:
@@ -268,7 +295,12 @@ def limit_length(model: Any, max_length: int | None) -> None:
     setattr(model, attribute, max_length)
 
 
-def load_kind(model: str, kind: str | None, collection: Collection | None) -> tuple[Any, str]:
+def load_kind(
+    model: str,
+    kind: str | None,
+    collection: Collection | None,
+    dtype: Dtype = "auto",
+) -> tuple[Any, str]:
     """Load the model that encodes texts to a kind of vectors.
 
     Args:
@@ -276,6 +308,7 @@ def load_kind(model: str, kind: str | None, collection: Collection | None) -> tu
         kind: the kind of the vectors, a key of ``KINDS``. None takes the kind of the model, and
             ``"sparse"`` for the packaged model.
         collection: the documents; None if this process does not have them.
+        dtype: the value of ``--dtype``.
 
     Returns:
         The model and its kind.
@@ -284,16 +317,17 @@ def load_kind(model: str, kind: str | None, collection: Collection | None) -> tu
         UsageError: if the packaged model is needed as a sparse model without documents.
     """
     if model == PACKAGED and kind in (None, "sparse"):
-        return _load_untrained_for(collection), "sparse"
+        return _load_untrained_for(collection, dtype), "sparse"
     kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-    return load_model(absolute(model), kinds=kinds, fast=FUSED)
+    return load_model(absolute(model), kinds=kinds, fast=FUSED, dtype=dtype)
 
 
-def _load_untrained_for(collection: Collection | None) -> SparseEncoder:
+def _load_untrained_for(collection: Collection | None, dtype: Dtype) -> SparseEncoder:
     """Load the packaged model with a sparse head that is initialised from a collection.
 
     Args:
         collection: the documents; None if this process does not have them.
+        dtype: the value of ``--dtype``.
 
     Raises:
         UsageError: if there are no documents.
@@ -309,13 +343,14 @@ def _load_untrained_for(collection: Collection | None) -> SparseEncoder:
         texts_digest(documents),
         lambda: documents,
         f"the documents of {collection.name}",
+        dtype,
     )
 
 
 @cache
-def load_once(name: str, kinds: tuple[str, ...]) -> Any:
+def load_once(name: str, kinds: tuple[str, ...], dtype: Dtype = "auto") -> Any:
     """Load a model, or return the one that this process has loaded before."""
-    model, _ = load_model(name, kinds=kinds, fast=FUSED)
+    model, _ = load_model(name, kinds=kinds, fast=FUSED, dtype=dtype)
     return model
 
 

@@ -19,6 +19,7 @@ from typer.core import TyperCommand
 from typer.models import OptionInfo, ParameterInfo
 
 from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.precision import Dtype
 from tilefold._internal.termination import TERMINATED
 from tilefold._version import __version__
 from tilefold.cli._common import (
@@ -177,6 +178,27 @@ class Options:
             choices = choices_of(hints[name])
             if choices:
                 check_choice(spelling, getattr(self, name), choices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DtypeOptions(Options):
+    """Option of the dtype in which the models of a command compute."""
+
+    dtype: Annotated[
+        Dtype,
+        option(
+            "Data type in which models compute: by default (auto) bf16 on GPUs that have it, and "
+            "fp32 elsewhere.",
+        ),
+    ] = "auto"
+
+    def refuse_dtype(self, reason: str) -> None:
+        """Raise ``UsageError`` if a dtype was requested.
+
+        Args:
+            reason: the predicate of the message, whose subject is the option.
+        """
+        refuse_options({"--dtype": self.dtype != "auto"}, reason)
 
 
 @dataclass(frozen=True, kw_only=True)

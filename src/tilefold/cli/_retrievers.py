@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 from tilefold import retrieval
 from tilefold.cli import _common, _models, _options, _scores
 from tilefold.cli._common import CommandError, UsageError, note
-from tilefold.cli._options import Options, option, positive, refuse_options
+from tilefold.cli._options import DtypeOptions, Options, option, positive, refuse_options
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.index import DENSE, LATE
 
 if TYPE_CHECKING:
+    from tilefold._internal.precision import Dtype
     from tilefold._internal.typing import Model
     from tilefold.retrieval.common.runs import Run
     from tilefold.retrieval.data.collection import Document
@@ -98,7 +99,7 @@ class PassageOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexOptions(Options):
+class IndexOptions(DtypeOptions):
     """Options of a search in an index, or in encoded documents without an index.
 
     A command may declare `index`, `vectors` and `model` again with its own help.
@@ -465,6 +466,7 @@ def load_index(request: IndexOptions, load_texts: LoadTexts | None) -> LoadedInd
         return LoadedIndex(index, None, {})
     model_name = str(request.model)
     encoder = _load_query_encoder(request, model_name, index, load_texts)
+    _models.note_precision(model_name, encoder)
     _check_model_of_index(request, model_name, encoder, index.provenance)
     return LoadedIndex(index, encoder, request.search_options(index.backend))
 
@@ -489,11 +491,22 @@ def check_index_options(request: IndexOptions, backend: str) -> None:
             },
             f"has no effect: {request.searched_folder} is a BM25 index, which reads words",
         )
+        if not _loads_reranker(request):
+            request.refuse_dtype(
+                f"has no effect: {request.searched_folder} is a BM25 index, which needs no model",
+            )
     elif request.model is None:
         raise UsageError(
             f"--index: {request.searched_folder} holds vectors; name the model that made them with "
             "--model.",
         )
+
+
+def _loads_reranker(request: IndexOptions) -> bool:
+    """Whether a command loads a model that reranks, besides the model of its index."""
+    if isinstance(request, RerankOptions):
+        return request.rerank is not None
+    return getattr(request, "tokens", None) is not None  # the option of `tilefold serve`
 
 
 def _open_index(request: IndexOptions) -> Any:
@@ -562,18 +575,24 @@ def _load_query_encoder(
         kind = "dense" if index.backend == DENSE else "multi-vector"
         reason = f"{request.searched_folder} holds {_models.VECTORS[kind]}"
         _refuse_sparse_options(request, index.backend, reason)
-        model, _ = _models.load_model(model_name, kinds=(kind,))
+        model, _ = _models.load_model(model_name, kinds=(kind,), dtype=request.dtype)
         encoder: Model = model
         return encoder
     if model_name == _models.PACKAGED:
-        return _load_packaged_encoder(request.searched_folder, index.provenance, load_texts)
-    return _models.load_encoder(model_name)
+        return _load_packaged_encoder(
+            request.searched_folder,
+            index.provenance,
+            load_texts,
+            request.dtype,
+        )
+    return _models.load_encoder(model_name, request.dtype)
 
 
 def _load_packaged_encoder(
     folder: Path,
     made_by: Provenance,
     load_texts: LoadTexts | None,
+    dtype: Dtype,
 ) -> Model:
     """Load the packaged model as the SparseEncoder that encoded the documents of an index.
 
@@ -581,6 +600,7 @@ def _load_packaged_encoder(
         folder: the folder of the index, for messages.
         made_by: the provenance of the index.
         load_texts: a function that loads the documents of ``--data``; None without ``--data``.
+        dtype: the value of ``--dtype``.
 
     Raises:
         UsageError: if the index does not record its documents.
@@ -591,7 +611,12 @@ def _load_packaged_encoder(
             f"the index, which {folder} does not record: give the folder of the model that made "
             "it.",
         )
-    return _models.load_untrained(made_by.texts_sha256, load_texts, f"the documents of {folder}")
+    return _models.load_untrained(
+        made_by.texts_sha256,
+        load_texts,
+        f"the documents of {folder}",
+        dtype,
+    )
 
 
 def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> None:
@@ -891,7 +916,8 @@ def open_dense(
         {"--vectors": request.vectors},
         "has no effect: --model is a dense model, which encodes the documents itself",
     )
-    model, _ = _models.load_model(str(request.model), kinds=("dense",))
+    model, _ = _models.load_model(str(request.model), kinds=("dense",), dtype=request.dtype)
+    _models.note_precision(str(request.model), model)
     _models.limit_length(model, max_length)
     with _common.progress_bar("encoding") as update:
         index = retrieval.encoded_index(model, texts, progress=update)
@@ -969,6 +995,7 @@ def load_reranker(
     model_name: str | None,
     documents: Mapping[str, Document],
     provenance: Provenance,
+    dtype: Dtype,
 ) -> Reranker:
     """Load the reranker of ``--rerank``.
 
@@ -977,10 +1004,11 @@ def load_reranker(
         model_name: the value of ``--rerank-model``; None if it was not given.
         documents: the documents by id. If `source` is a model, it encodes their texts.
         provenance: the provenance of the documents.
+        dtype: the value of ``--dtype``.
     """
     from tilefold.retrieval.search.reranking import Reranker
 
-    model, tokens = load_reranking_model(source, model_name, has_texts=True)
+    model, tokens = load_reranking_model(source, model_name, dtype, has_texts=True)
     option_errors = _options.option_errors(tokens="--rerank", model="--rerank-model")
     with option_errors, _common.precision_warnings_as_notes():
         return Reranker(model, tokens, documents, provenance)
@@ -1001,6 +1029,7 @@ class RerankingModel(NamedTuple):
 def load_reranking_model(
     source: str,
     model_name: str | None,
+    dtype: Dtype,
     has_texts: bool,
     option: str = "--rerank",
 ) -> RerankingModel:
@@ -1010,6 +1039,7 @@ def load_reranking_model(
         source: the value of `option`: a folder of token vectors, or a multi-vector model.
         model_name: the model that encoded the token vectors, of the option with the suffix
             ``-model``; None reads it from their folder.
+        dtype: the value of ``--dtype``.
         has_texts: whether the command has the texts of the documents, which a model without stored
             token vectors encodes.
         option: the option that names `source`, for messages.
@@ -1022,7 +1052,13 @@ def load_reranking_model(
     if not is_packaged and (folder / "manifest.json").is_file():
         store = retrieval.open_tokens(folder)
         encoder_name = model_name or _recorded_model(store, option)
-        encoder, _ = _models.load_model(encoder_name, f"{option}-model", ("multi-vector",))
+        encoder, _ = _models.load_model(
+            encoder_name,
+            f"{option}-model",
+            ("multi-vector",),
+            dtype=dtype,
+        )
+        _models.note_precision(encoder_name, encoder)
         return RerankingModel(encoder, store)
     # A source that is not a folder is a name on the Hugging Face hub.
     holds_model = is_packaged or any((folder / name).is_file() for name in _MODEL_FILES)
@@ -1040,7 +1076,8 @@ def load_reranking_model(
             f"{option} with a model encodes the texts of the candidates: give the collection with "
             "--data.",
         )
-    encoder, _ = _models.load_model(source, option, ("multi-vector",))
+    encoder, _ = _models.load_model(source, option, ("multi-vector",), dtype=dtype)
+    _models.note_precision(source, encoder)
     return RerankingModel(encoder, None)
 
 

@@ -519,7 +519,7 @@ def warmup(request: WarmupRequest) -> None:
 
     from tilefold.integrations.sentence_transformers import warm_up
 
-    model, _ = _models.load_model(request.model)
+    model, _ = _models.load_model(request.model, dtype=request.precision)
     autocast_dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
     result = warm_up(
         model.to("cuda"),

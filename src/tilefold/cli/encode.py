@@ -15,10 +15,17 @@ import typer
 
 from tilefold import retrieval
 from tilefold._internal.files import read_json
+from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
-from tilefold.cli._options import DocumentFieldOptions, option, positive, refuse_options
+from tilefold.cli._options import (
+    DocumentFieldOptions,
+    DtypeOptions,
+    option,
+    positive,
+    refuse_options,
+)
 from tilefold.distributed.ranks import first_rank_first, has_other_ranks, join_ranks
 
 if TYPE_CHECKING:
@@ -38,7 +45,7 @@ TIMED_RUNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions):
+class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptions):
     """Options of ``tilefold encode``."""
 
     model: Annotated[
@@ -349,7 +356,15 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
         texts = None if collection is None else _texts_to_encode(collection, request, splitter)
         # Workers of Ray load the model themselves, by its name and without the collection.
         collection_for_model = None if request.engine == "ray" else collection
-        model, kind = _models.load_kind(request.model, request.kind, collection_for_model)
+        model, kind = _models.load_kind(
+            request.model,
+            request.kind,
+            collection_for_model,
+            request.dtype,
+        )
+    # Workers of Ray may run on other devices, where auto is another dtype.
+    if rank == 0 and request.engine == "local":
+        _models.note_precision(request.model, model)
     with _options.option_errors(storage="--storage"):
         encoding = _encoding_of(request, kind)
     if rank == 0 and splitter is not None and collection is not None and texts is not None:
@@ -454,6 +469,7 @@ def _encode_on_ray(
         _models.load_once,
         _models.absolute(request.model),
         kinds=(kind,),
+        dtype=request.dtype,
     )
     return encode_on_ray(
         load_model,
@@ -738,6 +754,7 @@ class Estimate:
         gigabytes: the size of all vectors.
         texts_per_second: the rate of a worker.
         rate_from: a description of where the rate was measured.
+        precision: the dtype in which the model computes on this machine.
         workers: the number of workers.
         hours: the hours until all workers have finished.
         reading_seconds: the seconds to read all texts once.
@@ -754,6 +771,7 @@ class Estimate:
     gigabytes: float
     texts_per_second: float
     rate_from: str
+    precision: str
     workers: int
     hours: float
     reading_seconds: float
@@ -801,6 +819,7 @@ def _estimate(
         gigabytes=bytes_per_text * survey.count / 1e9,
         texts_per_second=rate,
         rate_from=rate_from,
+        precision=inference_precision(model),
         workers=workers,
         hours=survey.count / (rate * workers) / 3600,
         reading_seconds=reading_seconds,

@@ -169,6 +169,8 @@ class EvaluateRequest(
                 {"--prf": self.prf},
                 "requires --index or a dense --model, because a run has no vectors",
             )
+            if self.rerank is None:
+                self.refuse_dtype("requires a model: --run is only scored")
         if self.prf is None:
             refuse_options({"--vectors": self.vectors}, "requires --prf")
         if self.save_run is None and self.per_query is None:
@@ -215,6 +217,7 @@ def evaluate(request: EvaluateRequest) -> None:
             request.rerank_model,
             task.collection.documents,
             task.provenance,
+            request.dtype,
         )
     search: _Search | None = None
     if request.run is not None:
@@ -255,7 +258,12 @@ def evaluate(request: EvaluateRequest) -> None:
             search.ranking,
             task.collection,
         )
-    _print_scores(request, task.collection, scores, changes)
+    precisions: dict[str, str | None] = {}
+    if search is not None:
+        precisions |= search.searcher.precisions
+    if reranker is not None:
+        precisions |= reranker.precisions
+    _print_scores(request, task.collection, scores, precisions, changes)
 
 
 @dataclass(frozen=True)
@@ -345,6 +353,7 @@ def _print_scores(
     request: EvaluateRequest,
     collection: Collection,
     scores: _scores.Scores,
+    precisions: dict[str, str | None],
     changes: dict[str, Any] | None,
 ) -> None:
     """Print the scores of a run as a table, or as JSON with the changes that feedback made.
@@ -353,12 +362,14 @@ def _print_scores(
         request: the options of the command.
         collection: the collection of the run.
         scores: the scores of the run.
+        precisions: the dtypes of vectors, as :attr:`Searcher.precisions` has them.
         changes: split -> comparison with the ranking without feedback; None without feedback.
     """
     if not request.as_json:
         _scores.print_scores(collection, scores)
         return
     result = _scores.scores_as_json(collection, scores)
+    result["precision"] = precisions
     if request.rerank is not None:
         result["rerank"] = request.rerank
     if changes is not None:

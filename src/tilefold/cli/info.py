@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilefold._internal.precision import choose_precision
 from tilefold._version import __version__
 from tilefold.cli import _common, _models
 from tilefold.cli._common import UsageError
@@ -197,6 +198,7 @@ def collect() -> dict[str, Any]:
         "driver": driver_version(),
         "triton": _triton(),
         "operators": _operators(),
+        "precision": _default_precisions(),
         "packages": {name: package_version(name) or None for name in OPTIONAL_PACKAGES},
     }
 
@@ -217,6 +219,20 @@ def _gpus() -> list[dict[str, Any]]:
             },
         )
     return gpus
+
+
+def _default_precisions() -> dict[str, dict[str, str]]:
+    """Return the dtype in which models compute with ``--dtype auto``, and why, by device."""
+    import torch
+
+    devices = ["cpu"]
+    if torch.cuda.is_available():
+        devices.append("cuda")
+    precisions = {}
+    for device in devices:
+        precision = choose_precision("auto", device)
+        precisions[device] = {"auto": precision.dtype, "reason": precision.reason}
+    return precisions
 
 
 def _triton() -> dict[str, Any]:
@@ -299,6 +315,11 @@ def _print_environment(environment: dict[str, Any]) -> None:
         )
     if not environment["gpus"]:
         typer.echo("gpu: none that torch can see")
+    for device, precision in environment["precision"].items():
+        typer.echo(
+            f"--dtype auto: models compute in {precision['auto']} on {device} "
+            f"({precision['reason']})",
+        )
     _print_operators(environment["operators"])
     if environment["triton"]["release"] is not None:
         _print_kernels(environment["triton"])

@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from tilefold import retrieval
+from tilefold._internal.precision import precision_of
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
-from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
+from tilefold.cli._options import (
+    DocumentFieldOptions,
+    DtypeOptions,
+    argument,
+    option,
+    positive,
+    refuse_options,
+)
 from tilefold.cli._retrievers import SearcherParts
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
 
@@ -162,6 +170,8 @@ class MineRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             raise UsageError("give only one of --run, --index and --vectors.")
         if self.run is not None and self.model is not None:
             raise UsageError("give only one of --run and --model: a run needs no model.")
+        if self.run is not None:
+            self.refuse_dtype("cannot be used with --run, because a run needs no model")
         if n_sources == 0 and self.model is None:
             raise UsageError(
                 "give one of --run FILE, --index FOLDER (with --model unless it is BM25), "
@@ -360,6 +370,7 @@ def _write(
         "left_out_by_score": mined.filtered,
         "left_out_by_id": mined.same_id,
         "left_out_by_text": mined.same_text,
+        "precision": rows.made_by.get("precision"),
     }
     if not request.as_json:
         for name, description in _COUNT_DESCRIPTIONS.items():
@@ -396,7 +407,7 @@ _TEACHER_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRequest(DocumentFieldOptions):
+class ScoreRequest(DocumentFieldOptions, DtypeOptions):
     """Options of ``tilefold score``."""
 
     mined: Annotated[
@@ -592,6 +603,7 @@ def _check_teachers(request: ScoreRequest) -> None:
             {
                 "--batch-size": request.batch_size != BATCH_SIZE,
                 "--max-length": request.max_length,
+                "--dtype": request.dtype != "auto",
             },
             "has no effect if all teachers are BM25: leave it out",
         )
@@ -663,7 +675,8 @@ def _score_with_teacher(
         collection: the collection with the texts.
         work_folder: the folder of unfinished scores.
     """
-    teacher = _load_teacher(source, column, collection, request.max_length, request.language)
+    teacher = _load_teacher(source, column, collection, request)
+    _note_teacher(teacher, column)
     with _common.resumable_progress_bar(f"scoring ({column})", _common.FRESH_HINT) as update:
         rows.teachers[column] = retrieval.score_rows(
             teacher,
@@ -673,7 +686,6 @@ def _score_with_teacher(
             batch_size=request.batch_size,
             progress=update,
         )
-    _note_teacher(teacher, column)
     provenance = {"kind": teacher.kind, "fingerprint": teacher.fingerprint}
     if teacher.language is not None:
         provenance["language"] = teacher.language
@@ -695,7 +707,7 @@ def _note_teacher(teacher: Teacher, column: str) -> None:
     if teacher.precision is not None:
         has_fp32_scores = teacher.kind == "cross-encoder" and teacher.precision != "fp32"
         suffix = ", its scores in fp32" if has_fp32_scores else ""
-        note(f"{column} computes in {teacher.precision}{suffix}")
+        note(f"{column} computes in {precision_of(teacher.model)}{suffix}")
 
 
 def _column_names(teachers: list[str]) -> dict[str, str]:
@@ -731,8 +743,7 @@ def _load_teacher(
     source: str,
     column: str,
     collection: Collection,
-    max_length: int | None,
-    language: str | None,
+    request: ScoreRequest,
 ) -> Teacher:
     """Load a teacher: BM25 over the collection, a BM25 index, or a model.
 
@@ -740,8 +751,8 @@ def _load_teacher(
         source: the value of ``--teacher``.
         column: the name of the teacher's column.
         collection: the collection with the documents.
-        max_length: the maximum tokens per text or pair; None takes the maximum of the model.
-        language: the language of BM25 over the collection; None takes the default language.
+        request: the options of the command: the dtype and the maximum length of models, and the
+            language of BM25 over the collection.
 
     Raises:
         UsageError: if the model cannot be a teacher, or does not support the length.
@@ -752,7 +763,7 @@ def _load_teacher(
     if source == BM25:
         index = retrieval.BM25Index.build(
             collection.contents(),
-            language=_options.checked_bm25_language(language),
+            language=_options.checked_bm25_language(request.language),
         )
         return Teacher(column, BM25, index)
     model: Any
@@ -765,13 +776,14 @@ def _load_teacher(
             source,
             "--teacher",
             ("cross-encoder", "dense", "sparse", "multi-vector"),
+            dtype=request.dtype,
         )
-        if max_length is not None and kind == "multi-vector":
+        if request.max_length is not None and kind == "multi-vector":
             raise UsageError(
                 f"--max-length cannot be used with {source}, because a multi-vector model has its "
                 "own maximum lengths of queries and documents.",
             )
-        _models.limit_length(model, max_length)
+        _models.limit_length(model, request.max_length)
     try:
         return Teacher(column, kind, model)
     except ValueError as error:
@@ -801,12 +813,18 @@ def _print_scored(rows: TrainingRows, output: Path, n_dropped: int, as_json: boo
         for name, provenance in rows.made_by["teachers"].items()
         if "language" in provenance
     }
+    precisions = {
+        name: provenance["precision"]
+        for name, provenance in rows.made_by["teachers"].items()
+        if "precision" in provenance
+    }
     result = {
         "output": str(output),
         "queries": len(rows.queries),
         "rows": len(rows),
         "teachers": list(rows.teachers),
         "languages": languages,
+        "precision": precisions,
         "normalization": rows.made_by["normalization"],
         "scale": rows.made_by["scale"],
         "like": rows.made_by["like"],

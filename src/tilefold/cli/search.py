@@ -294,6 +294,7 @@ def _load_searcher_parts(request: SearchCommandRequest, made_by: Provenance) -> 
         reranking_model, token_store = _retrievers.load_reranking_model(
             request.rerank,
             request.rerank_model,
+            request.dtype,
             has_texts=request.data is not None,
         )
     return SearcherParts(
@@ -353,6 +354,7 @@ def _save_run(
         "documents": n_documents,
         "empty": n_empty,
         "ignored_identical_ids": n_ignored,
+        "precision": searcher.precisions,
     }
     _common.print_result(
         result,
@@ -398,9 +400,15 @@ def _print_hits_of_queries(
         with _options.option_errors(documents="--data", tokens="--rerank", queries="--model"):
             hits = searcher.search(text, search_request)
         if request.as_json and request.has_one_query:
-            _common.print_json({"query": text, "hits": hits})
+            precision = searcher.precisions
+            _common.print_json({"query": text, "precision": precision, "hits": hits})
         elif request.as_json:
-            record = {"id": query_id, "query": text, "hits": hits}
+            record = {
+                "id": query_id,
+                "query": text,
+                "precision": searcher.precisions,
+                "hits": hits,
+            }
             typer.echo(json.dumps(record, ensure_ascii=False))
         elif hits:
             _print_hits(text, hits)

@@ -226,6 +226,7 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
                     "--max-batch-tokens": self.max_batch_tokens != Limits.max_batch_tokens,
                     "--auto-truncate/--no-auto-truncate": not self.auto_truncate,
                     "--max-length": self.max_length,
+                    "--dtype": self.dtype != "auto",
                 },
                 "has no effect without a model: leave it out",
             )
@@ -391,8 +392,6 @@ def _run(
 
     def announce_ready(service: Service) -> None:
         note(f"{_served_names(service)} at http://{address}; Ctrl-C ends")
-        for model in service.models.values():
-            note(f"{model.name} computes in {model.precision}")
 
     was_loaded = load_and_run(
         load,
@@ -511,7 +510,8 @@ def _load_models(request: ServeRequest) -> list[Served]:
     models: list[Served] = []
     if request.model is not None:
         kinds = ("sparse", "multi-vector", "dense")
-        model, kind = _models.load_model(request.model, kinds=kinds)
+        model, kind = _models.load_model(request.model, kinds=kinds, dtype=request.dtype)
+        _models.note_precision(request.model, model)
         _limit_length(model, request.max_length)
         models.append(Served(model, kind, request.model))  # type: ignore[arg-type]
     if request.tokens is not None:
@@ -685,6 +685,7 @@ def _load_reranker(request: ServeRequest, source: str, *, encodes_texts: bool) -
     model, tokens = _retrievers.load_reranking_model(
         source,
         request.tokens_model,
+        request.dtype,
         has_texts=encodes_texts,
         option="--tokens",
     )

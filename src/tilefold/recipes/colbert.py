@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from tilefold._internal.arguments import ArgumentError
+from tilefold._internal.precision import Dtype, set_precision
 from tilefold._internal.typing import Module, MultiVectorEncoder, Tensor, Tokenizer
 from tilefold.recipes import loading
 from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, validator
@@ -318,12 +319,16 @@ def _max_tokens(model: MultiVectorEncoder) -> int:
     return length if isinstance(length, int) and length > 0 else UNLIMITED_TOKENS
 
 
-def untrained_colbert() -> MultiVectorEncoder:
+def untrained_colbert(dtype: Dtype = "auto") -> MultiVectorEncoder:
     """Return the packaged MiniLM as an untrained ColBERT, which computes normalized token states.
 
     ``ColbertRecipe(max_steps=0, dimension=None)`` saves this model.
+
+    Args:
+        dtype: the dtype in which the model computes, see
+            :func:`tilefold.recipes.loading.load_saved`.
     """
     with loading.quiet_libraries():
         model = ColbertRecipe(max_steps=0, dimension=None).build_model()
-        loading.run_fast(model)
+        set_precision(model, dtype)
     return model

@@ -9,24 +9,20 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from tilefold._internal.arguments import check_choice, path_of
+from tilefold._internal.precision import DTYPES, Dtype, set_precision
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold._internal.typing import Model
 from tilefold.recipes._run import LOG, PLOT, newest_step
 
-if TYPE_CHECKING:
-    from torch import nn
-
 __all__ = [
     "LOG",
     "PLOT",
-    "fast_inference",
     "load_saved",
     "newest_step",
     "quiet_libraries",
-    "run_fast",
     "saved_kind",
     "supports_bf16",
 ]
@@ -124,25 +120,28 @@ def saved_modules(name_or_path: str) -> list[str]:
     return [str(module.get("type", "")) for module in modules if isinstance(module, dict)]
 
 
-def load_saved(name_or_path: str, kind: str) -> Model:
+def load_saved(name_or_path: str, kind: str, dtype: Dtype = "auto") -> Model:
     """Load a saved model for encoding, with the attention that it was saved with.
 
-    No remote code runs, and a folder is read without network access. The model runs in bf16 if the
-    hardware supports it (:func:`run_fast`).
+    No remote code runs, and a folder is read without network access.
 
     Args:
         name_or_path: a folder or a Hugging Face name.
         kind: kind of the model, see :func:`saved_kind`.
+        dtype: the dtype in which the model computes, see
+            :func:`tilefold.integrations.sentence_transformers.set_precision`. By default bf16 on
+            GPUs that have it, and fp32 elsewhere.
 
     Raises:
         ImportError: if sentence-transformers is not installed, or older than 6.2.
         OSError: if there is no such model, locally or on the Hugging Face hub.
         TypeError: if `name_or_path` is not a string or a path.
-        ValueError: if weights are missing, the tokenizer belongs to another model, or the model was
-            trained with entmax attention but would run softmax.
+        ValueError: if weights are missing, the tokenizer belongs to another model, the model was
+            trained with entmax attention but would run softmax, or it cannot compute in `dtype`.
     """
     path_of("name_or_path", name_or_path)  # raises the TypeError
     check_choice("kind", kind, KINDS)
+    check_choice("dtype", dtype, DTYPES)
     check_sentence_transformers()
     import sentence_transformers
 
@@ -162,7 +161,7 @@ def load_saved(name_or_path: str, kind: str) -> Model:
     model = load_complete(loaders[kind], name_or_path)
     entmax.runs_entmax(model)  # raises an error if the model has alphas but would run softmax
     model.model_card_data.local_files_only = True
-    run_fast(model)
+    set_precision(model, dtype)
     return model
 
 
@@ -312,7 +311,7 @@ def _read_json_file(name_or_path: str, file: str) -> object:
 
 
 def supports_bf16() -> bool:
-    """Return whether the GPU, or the CPU of a machine without a GPU, has bf16 instructions.
+    """Return whether to train in bf16: the GPU, or the CPU without one, has bf16 instructions.
 
     CPUs need AMX or AVX512-BF16. On other CPUs, torch emulates bf16, which is slow.
     """
@@ -328,29 +327,6 @@ def supports_bf16() -> bool:
         if is_supported is not None and is_supported():
             return True
     return False
-
-
-@contextmanager
-def fast_inference() -> Iterator[None]:
-    """Enable bf16 autocast in this context if the hardware has bf16 instructions.
-
-    Weights keep their dtype. Vectors and scores differ from fp32 results by about 1%, because bf16
-    has 8 significant bits.
-    """
-    import torch
-
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.autocast(device_type, torch.bfloat16, enabled=supports_bf16()):
-        yield
-
-
-def run_fast(model: nn.Module) -> None:
-    """Run every forward pass of a model in :func:`fast_inference`.
-
-    Thereby a text has the same vector in every command.
-    """
-    model.forward = fast_inference()(model.forward)
-    vars(model)["inference_context"] = fast_inference  # read by inference_precision
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.cache_folder import default_cache_dir
 from tilefold._internal.files import InUseError, atomic_directory
+from tilefold._internal.precision import Dtype
 from tilefold._internal.typing import SparseEncoder
 from tilefold._version import __version__
 from tilefold.recipes import loading
@@ -29,6 +30,7 @@ def untrained_splade(
     texts: Callable[[], Mapping[str, str]] | None = None,
     *,
     cache_dir: str | Path | None = None,
+    dtype: Dtype = "auto",
 ) -> SparseEncoder:
     """Return the untrained model of the recipe ``"splade"`` for a set of documents.
 
@@ -39,6 +41,7 @@ def untrained_splade(
         texts_sha256: digest of the documents.
         texts: returns the documents, id -> text; called only if the model is not in the cache.
         cache_dir: folder of the cache; ``None`` for the default folder.
+        dtype: the dtype in which the model computes, see :func:`loading.load_saved`.
 
     Raises:
         LookupError: if the model is not in the cache, and `texts` is ``None``.
@@ -52,7 +55,7 @@ def untrained_splade(
     with loading.quiet_libraries():
         if folder.is_dir():
             try:
-                return loading.load_saved(str(folder), "sparse")
+                return loading.load_saved(str(folder), "sparse", dtype)
             except Exception as error:  # a damaged file may raise anything
                 _logger.warning(
                     "the cached model in %s is damaged and is built again: %s",
@@ -74,7 +77,7 @@ def untrained_splade(
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as model_dir:
             recipe.build_model(list(documents.values())).save_pretrained(model_dir)
             _cache_model(Path(model_dir), folder)
-            return loading.load_saved(model_dir, "sparse")
+            return loading.load_saved(model_dir, "sparse", dtype)
 
 
 def _cache_model(model_dir: Path, folder: Path) -> None:

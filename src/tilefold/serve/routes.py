@@ -534,6 +534,8 @@ class Routes:
             "precision": {model.kind: model.precision for model in models},
             "side": self.side,
         }
+        if self.service.searchable is not None:
+            content["search_precision"] = self.service.searchable.searcher.precisions
         return Response(bodies.to_json(content), media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:

@@ -23,10 +23,9 @@ from tests.recipes.small import VOCABULARY, make_tokenizer_folder, small_collect
 from tests.refusals import refused
 from tests.retrieval.encoding.test_interruptions import stop_at
 from tilefold import retrieval as r
-from tilefold._internal.precision import inference_precision, scores_in_fp32
+from tilefold._internal.precision import inference_precision, scores_in_fp32, set_precision
 from tilefold.cli import _scores
-from tilefold.recipes import loading
-from tilefold.recipes.loading import load_saved, run_fast
+from tilefold.recipes.loading import load_saved
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
 from tilefold.retrieval.errors import DataError, PrecisionWarning
 from tilefold.retrieval.evaluation.measures import read_trec_provenance
@@ -121,16 +120,6 @@ def test_an_error_puts_the_layers_back(classifier: CrossEncoder) -> None:
     assert not any("forward" in vars(module) for module in classifier.modules())
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A switch between a machine with bf16 and one without."""
-
-    def become(bf16: bool) -> None:
-        monkeypatch.setattr(loading, "supports_bf16", lambda: bf16)
-
-    return become
-
-
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     folder = tmp_path_factory.mktemp("encoder")
@@ -141,16 +130,19 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     yield load_saved(str(folder), "backbone")
 
 
-def test_the_precision_of_a_model_is_that_of_its_machine_and_of_autocast(
-    encoder: Any,
-    machine: Any,
-) -> None:
-    machine(bf16=False)
+@pytest.fixture(autouse=True)
+def default_precision(encoder: Any) -> None:
+    """Let the shared encoder compute in the default precision at the start of a test."""
+    set_precision(encoder)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
+def test_the_precision_of_a_loaded_model_does_not_depend_on_autocast(encoder: Any) -> None:
     assert inference_precision(encoder) == "fp32"
     with torch.autocast("cpu", torch.float16):  # which the model itself switches off
         assert inference_precision(encoder) == "fp32"
-    machine(bf16=True)
-    assert inference_precision(encoder) == ("fp32" if torch.cuda.is_available() else "bf16")
+    set_precision(encoder, "bf16")
+    assert inference_precision(encoder) == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -165,20 +157,16 @@ def test_the_precision_of_a_plain_model_is_that_of_its_weights(
     assert inference_precision(model) == name
     with torch.autocast("cpu", torch.float16):
         assert inference_precision(model) == ("fp64" if dtype == torch.float64 else "fp16")
-    run_fast(model)
-    if dtype == torch.float64:  # which autocast leaves as it is
-        assert inference_precision(model) == name
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
 def test_vectors_and_indexes_tell_in_which_precision_they_were_computed(
     encoder: Any,
-    machine: Any,
     tmp_path: Path,
 ) -> None:
     texts = COLLECTION.contents()
-    for bf16, name in ((False, "fp32"), (True, "bf16")):
-        machine(bf16=bf16)
+    for name in ("fp32", "bf16"):
+        set_precision(encoder, name)
         manifest = r.encode_collection(encoder, texts, tmp_path / name, shard_size=16)
         assert manifest.precision == name
         assert {shard["precision"] for shard in manifest.shards} == {name}
@@ -197,19 +185,16 @@ def test_vectors_and_indexes_tell_in_which_precision_they_were_computed(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
-@pytest.mark.parametrize(("bf16", "name"), [(False, "fp32"), (True, "bf16")])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "fp16"])
 def test_an_index_of_dense_vectors_in_memory_has_the_precision_of_its_model(
-    machine: Any,
     tmp_path: Path,
-    bf16: bool,
-    name: str,
+    name: Any,
 ) -> None:
     torch.manual_seed(0)
     transformers.BertModel(transformers.BertConfig(**SIZES)).save_pretrained(str(tmp_path))
     make_tokenizer_folder(tmp_path, VOCABULARY)
     model = SentenceTransformer(str(tmp_path), device="cpu", local_files_only=True)
-    run_fast(model)
-    machine(bf16=bf16)
+    set_precision(model, name)
     index = r.encoded_index(model, COLLECTION.contents())
     assert index.provenance.precision == name
 
@@ -314,10 +299,9 @@ def precision_warnings(build: Callable[[], object]) -> list[warnings.WarningMess
 @pytest.mark.parametrize("other_model", [False, True])
 def test_a_searcher_warns_once_of_a_model_in_another_precision(
     encoder: Any,
-    machine: Any,
     other_model: bool,
 ) -> None:
-    machine(bf16=False)
+    set_precision(encoder, "fp32")
     index = r.build_index(r.encode_queries(encoder, COLLECTION.contents()))
     index.provenance = Provenance(model_fingerprint(encoder), precision="bf16")
     (warning,) = precision_warnings(lambda: r.Searcher(index, encoder, other_model=other_model))
@@ -330,10 +314,9 @@ def test_a_searcher_warns_once_of_a_model_in_another_precision(
 @pytest.mark.parametrize("stored", ["fp32", None])
 def test_a_searcher_of_the_same_or_an_unknown_precision_does_not_warn(
     encoder: Any,
-    machine: Any,
     stored: str | None,
 ) -> None:
-    machine(bf16=False)
+    set_precision(encoder, "fp32")
     index = r.build_index(r.encode_queries(encoder, COLLECTION.contents()))
     index.provenance = Provenance(precision=stored)
     assert not precision_warnings(lambda: r.Searcher(index, encoder))
@@ -342,9 +325,8 @@ def test_a_searcher_of_the_same_or_an_unknown_precision_does_not_warn(
 
 def test_a_served_index_warns_once_of_a_model_in_another_precision(
     encoder: Any,
-    machine: Any,
 ) -> None:
-    machine(bf16=False)
+    set_precision(encoder, "fp32")
     index = r.build_index(r.encode_queries(encoder, COLLECTION.contents()))
     index.provenance = Provenance(precision="bf16")
     served = Served(encoder, "sparse", "small")
@@ -372,11 +354,10 @@ def test_a_reranker_warns_of_token_vectors_in_another_precision(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
 def test_an_interrupted_encoding_does_not_go_on_in_another_precision(
     encoder: Any,
-    machine: Any,
     tmp_path: Path,
 ) -> None:
     texts = COLLECTION.contents()
-    machine(bf16=True)
+    set_precision(encoder, "bf16")
     refused(
         KeyboardInterrupt,
         "^$",
@@ -387,27 +368,26 @@ def test_an_interrupted_encoding_does_not_go_on_in_another_precision(
         shard_size=4,
         progress=stop_at(4),
     )
-    machine(bf16=False)
+    set_precision(encoder, "fp32")
     with pytest.raises(DataError, match="computed in bf16, but here the model computes in fp32"):
         r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4)
-    machine(bf16=True)
+    set_precision(encoder, "bf16")
     manifest = r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4)
-    machine(bf16=False)  # nothing is left to compute
+    set_precision(encoder, "auto")  # another default, but nothing is left to compute
     assert r.encode_collection(encoder, texts, tmp_path / "vectors", shard_size=4) == manifest
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the model would be on the GPU")
 def test_scores_of_another_precision_are_computed_again(
     encoder: Any,
-    machine: Any,
     tmp_path: Path,
 ) -> None:
     run = r.BM25Index.build(COLLECTION.contents(), language="none").search(COLLECTION.queries, 16)
     rows = r.mine_negatives(run.items(), COLLECTION, "train", [r.Window(1, 16, 5)]).rows({})
     teacher = Teacher("small", "sparse", encoder)
     scores = {}
-    for bf16, name in ((True, "bf16"), (False, "fp32")):
-        machine(bf16=bf16)
+    for name in ("bf16", "fp32"):
+        set_precision(encoder, name)
         assert teacher.precision == name
         scores[name] = score_rows(teacher, rows, COLLECTION, tmp_path)
     assert scores["bf16"].tolist() != scores["fp32"].tolist()

@@ -5,7 +5,8 @@ token similarities.
 similarities of a ``MultiVectorEncoder``, and lets their encoders run on packed tokens;
 :func:`restore` undoes it; :func:`collate_ahead` makes the batches of a stock trainer in a thread;
 :func:`encode_sparse` encodes texts to a CSR matrix without a dense ``[B, V]``; :func:`warm_up`
-builds the kernels of a model ahead; the module ``multi_vector`` has the scores for losses and
+builds the kernels of a model ahead; :func:`set_precision` chooses the dtype in which a model
+computes; the module ``multi_vector`` has the scores for losses and
 evaluators of a ``MultiVectorEncoder``.
 """
 
@@ -18,6 +19,7 @@ try:  # before the modules below, which import what older releases lack
 except ImportError as error:
     raise ImportError(f"{__name__}: {error}") from error
 
+from tilefold._internal.precision import Precision, set_precision
 from tilefold.integrations.sentence_transformers._accelerate import (
     Acceleration,
     accelerate,
@@ -30,10 +32,12 @@ from tilefold.integrations.sentence_transformers.packing.collator import collate
 
 __all__ = [
     "Acceleration",
+    "Precision",
     "accelerate",
     "collate_ahead",
     "encode_sparse",
     "is_accelerated",
     "restore",
+    "set_precision",
     "warm_up",
 ]

@@ -9,7 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from tilefold._internal.precision import inference_precision, onnx_graph_of
+from tilefold._internal.precision import (
+    DTYPES,
+    inference_precision,
+    onnx_graph_of,
+    stored_dtypes,
+)
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.files import Json, not_a_string_error
 from tilefold.retrieval.errors import PrecisionWarning
@@ -211,10 +216,17 @@ def warn_of_query_precision(
     warnings.warn(
         f"{description} was computed in {precision}, and queries are encoded in "
         f"{query_precision}: scores differ from those of a search in one precision. Encode both "
-        "in one precision.",
+        f"in one precision{_dtype_hint(precision)}.",
         PrecisionWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def _dtype_hint(precision: str) -> str:
+    """Return how to encode queries in the precision of documents; empty if that is impossible."""
+    if precision not in DTYPES:
+        return ""
+    return f", such as with --dtype {precision} or set_precision(model, {precision!r})"
 
 
 def encoded_texts(names: Iterable[bytes], texts: Iterable[bytes]) -> bytes:
@@ -297,10 +309,12 @@ def model_fingerprint(model: Model) -> str:
     if graph is not None:
         return _graph_fingerprint(graph, model_settings(model))
     digest = hashlib.sha256()
+    dtypes = stored_dtypes(model)  # of weights that were widened, without a change of values
     for name, tensor in sorted(model.state_dict().items()):
         flat = tensor.detach().reshape(-1)
         step = max(1, flat.numel() // _SAMPLES_PER_TENSOR)
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        dtype = dtypes.get(name, tensor.dtype)
+        digest.update(f"{name} {tuple(tensor.shape)} {dtype}\n".encode())
         digest.update(flat[::step].cpu().double().numpy().tobytes())
     digest.update(model_settings(model).encode())
     digest.update(_module_settings(model).encode())

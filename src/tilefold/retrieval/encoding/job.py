@@ -20,7 +20,7 @@ from tilefold._internal.arguments import (
     check_least_count,
     check_number,
 )
-from tilefold._internal.precision import inference_precision
+from tilefold._internal.precision import inference_precision, requested_dtype
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import (
     Batch,
@@ -312,6 +312,11 @@ class Job(ABC, Generic[M, V]):
     def precision(self) -> str | None:
         """Number type in which the model computes in this process, such as ``"bf16"``."""
         return inference_precision(self.model)
+
+    @property
+    def precision_is_requested(self) -> bool:
+        """Whether the user has chosen the precision, instead of the default of the device."""
+        return requested_dtype(self.model) not in (None, "auto")
 
     def shard_ids(self) -> list[list[str]]:
         """Return the ids of the texts of each shard."""

@@ -201,7 +201,8 @@ def encode_on_ray(
         provenance = _provenance_of(source, plan)
         # This process encodes no texts. It needs the job only to open the folder.
         job = encoding.create_job(model, {}, output, get_provenance=lambda: provenance)
-        job.precision = None  # the workers record the precision of their devices
+        if not job.precision_is_requested:
+            job.precision = None  # the workers record the precision of their devices
         writer = job.open_writer(writes_manifest=True)
         missing = {
             shard_texts.number: shard_texts

@@ -23,6 +23,7 @@ from tilefold._internal.arguments import (
     list_of,
     path_of,
 )
+from tilefold._internal.precision import Dtype, computing_in
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.distributed.process_group import resolve_group
@@ -67,6 +68,7 @@ def encode_collection(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
     group: object = "world",
+    dtype: Dtype | None = None,
 ) -> VectorManifest:
     """Encode `texts` into a folder of vectors, shard by shard, resuming an earlier run.
 
@@ -108,6 +110,10 @@ def encode_collection(
             folder has the same bytes as one process writes. A rank takes the next shard when it is
             ready for it, so there should be many more shards than ranks. Only complete shards are
             kept. Rank 0 calls `progress`.
+        dtype: the dtype in which `model` computes during this call: ``"auto"``, ``"fp32"``,
+            ``"bf16"`` or ``"fp16"``, as for
+            :func:`tilefold.integrations.sentence_transformers.set_precision`. None uses the dtype
+            in which it computes now. The manifest records the dtype as ``precision``.
 
     Returns:
         The complete manifest.
@@ -139,7 +145,14 @@ def encode_collection(
         progress=progress,
         resume=resume,
     )
-    manifest: VectorManifest = encode_to_folder(encoding, model, texts, output, group)
+    manifest: VectorManifest = encode_to_folder(
+        encoding,
+        model,
+        texts,
+        output,
+        group,
+        dtype,
+    )
     return manifest
 
 
@@ -149,6 +162,7 @@ def encode_to_folder(
     texts: Mapping[str, str],
     output: Output,
     group: object = None,
+    dtype: Dtype | None = None,
 ) -> Any:
     """Encode `texts` into a folder of vectors.
 
@@ -160,6 +174,7 @@ def encode_to_folder(
         texts: id -> text.
         output: the folder, and how it is written.
         group: the ranks that share the work, as in :func:`encode_collection`.
+        dtype: the dtype in which the model computes, as in :func:`encode_collection`.
 
     Returns:
         The complete manifest.
@@ -170,15 +185,16 @@ def encode_to_folder(
     check_mapping("texts", texts, "id -> text")
     if not texts:
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
-    job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
-    process_group = resolve_group(group)
-    if encoding.max_length is not None:
-        _ = job.fingerprint  # computed and cached before the limits of the model are changed
-    with limited(model, encoding.kind, encoding.max_length):
-        if process_group is None:
-            return FolderEncoder(job).run()
-        with open_rank_store(process_group) as store, store.sharing_failures():
-            return RankEncoder(job, store).run()
+    with computing_in(model, dtype):
+        job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
+        process_group = resolve_group(group)
+        if encoding.max_length is not None:
+            _ = job.fingerprint  # computed and cached before the limits of the model are changed
+        with limited(model, encoding.kind, encoding.max_length):
+            if process_group is None:
+                return FolderEncoder(job).run()
+            with open_rank_store(process_group) as store, store.sharing_failures():
+                return RankEncoder(job, store).run()
 
 
 @dataclass(frozen=True)
@@ -302,6 +318,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             writes_manifest=writes_manifest,
             overwrite=not self.output.resume,
             precision=self.precision,
+            precision_is_requested=self.precision_is_requested,
         )
 
     def _manifest_settings(self) -> dict[str, object]:

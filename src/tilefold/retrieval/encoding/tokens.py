@@ -20,6 +20,7 @@ from tilefold._internal.arguments import (
     check_optional_text,
     path_of,
 )
+from tilefold._internal.precision import Dtype
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import TokenRows
 from tilefold.retrieval.common.files import Json
@@ -63,6 +64,7 @@ def encode_tokens(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
     group: object = "world",
+    dtype: Dtype | None = None,
 ) -> TokenManifest:
     """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
 
@@ -93,6 +95,8 @@ def encode_tokens(
             discarded.
         group: the ranks of ``torch.distributed`` that share the work, as in
             :func:`tilefold.retrieval.encode_collection`.
+        dtype: the dtype in which `model` computes during this call, as for
+            :func:`tilefold.retrieval.encode_collection`.
 
     Returns:
         The complete manifest.
@@ -112,7 +116,14 @@ def encode_tokens(
         progress=progress,
         resume=resume,
     )
-    manifest: TokenManifest = encode_to_folder(encoding, model, texts, output, group)
+    manifest: TokenManifest = encode_to_folder(
+        encoding,
+        model,
+        texts,
+        output,
+        group,
+        dtype,
+    )
     return manifest
 
 
@@ -229,6 +240,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             writes_manifest=writes_manifest,
             overwrite=not self.output.resume,
             precision=self.precision,
+            precision_is_requested=self.precision_is_requested,
         )
 
     def _manifest_settings(self) -> Json:
@@ -253,6 +265,7 @@ def encode_dense_collection(
     progress: Callable[[int, int], None] | None = None,
     resume: bool = True,
     group: object = "world",
+    dtype: Dtype | None = None,
 ) -> DenseManifest:
     """Encode `texts` into a folder of dense vectors, shard by shard, resuming an earlier run.
 
@@ -280,6 +293,8 @@ def encode_dense_collection(
             discarded.
         group: the ranks of ``torch.distributed`` that share the work, as in
             :func:`tilefold.retrieval.encode_collection`.
+        dtype: the dtype in which `model` computes during this call, as for
+            :func:`tilefold.retrieval.encode_collection`.
 
     Returns:
         The complete manifest.
@@ -298,7 +313,14 @@ def encode_dense_collection(
         progress=progress,
         resume=resume,
     )
-    manifest: DenseManifest = encode_to_folder(encoding, model, texts, output, group)
+    manifest: DenseManifest = encode_to_folder(
+        encoding,
+        model,
+        texts,
+        output,
+        group,
+        dtype,
+    )
     return manifest
 
 

@@ -17,6 +17,7 @@ from tilefold._internal.arguments import (
     check_mapping,
     check_share,
 )
+from tilefold._internal.precision import inference_precision
 from tilefold._internal.typing import Model
 from tilefold.ops import QuantizedTokens, maxsim
 from tilefold.retrieval.common.provenance import (
@@ -224,6 +225,18 @@ class Reranker:
             manifest.precision,
             stacklevel=3,  # the caller of the generated __init__
         )
+
+    @property
+    def precisions(self) -> dict[str, str | None]:
+        """Dtypes in which ``rerank_documents`` and ``rerank_queries`` are computed.
+
+        The dtype of `tokens` is None if it was not recorded.
+        """
+        query_precision = inference_precision(self.model)
+        document_precision: str | None = query_precision  # the model encodes the candidates
+        if self.tokens is not None:
+            document_precision = self.tokens.manifest.precision
+        return {"rerank_documents": document_precision, "rerank_queries": query_precision}
 
     def __call__(
         self,

@@ -16,6 +16,7 @@ from tilefold._internal.arguments import (
     check_k,
     check_mapping,
 )
+from tilefold._internal.precision import inference_precision
 from tilefold._internal.sentence_transformers import check_release_of
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import term_names_of
@@ -378,6 +379,25 @@ class Searcher:
     def passages(self) -> str | None:
         """How documents are divided into the passages of the index; None for whole documents."""
         return self.provenance.passages
+
+    @property
+    def precisions(self) -> dict[str, str | None]:
+        """Dtypes in which the compared vectors are computed, such as ``"bf16"``.
+
+        - ``index``, ``queries``: the vectors of the index, and of the queries that are searched.
+        - ``rerank_documents``, ``rerank_queries``: the token vectors that are reranked.
+
+        A dtype that was not recorded is None. A BM25 index has no vectors. Scores differ from
+        those of a search in one dtype if documents and queries have different ones.
+        """
+        precisions: dict[str, str | None] = {}
+        if not isinstance(self.retriever, WordsRetriever):
+            model = self.retriever.model
+            precisions["index"] = self.provenance.precision
+            precisions["queries"] = None if model is None else inference_precision(model)
+        if self.reranker is not None:
+            precisions |= self.reranker.precisions
+        return precisions
 
     def search(self, query: str, request: SearchRequest | None = None) -> list[Json]:
         """Find the best documents for one query.

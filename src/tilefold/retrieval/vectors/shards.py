@@ -21,6 +21,7 @@ from tilefold._internal.files import (
     sha256_file,
     unlock_folder,
 )
+from tilefold._internal.precision import DTYPES
 from tilefold.pipeline.truncation import Truncation
 from tilefold.retrieval.common.files import (
     Json,
@@ -380,6 +381,7 @@ class ShardWriter(ABC, Generic[M, V]):
         writes_manifest: bool = True,
         overwrite: bool = False,
         precision: str | None = None,
+        precision_is_requested: bool = False,
     ) -> None:
         """Open the folder, and lock it if this writer writes the manifest.
 
@@ -392,14 +394,18 @@ class ShardWriter(ABC, Generic[M, V]):
                 shards of an interrupted run with the same settings are removed.
             precision: number type in which the model computes what is written, such as ``"bf16"``;
                 None if unknown.
+            precision_is_requested: whether the user requests this precision. Otherwise a complete
+                folder of another precision, such as of another machine, is kept.
 
         Raises:
-            DataError: if `resume` is True, and the folder holds vectors with other settings.
+            DataError: if `resume` is True, and the folder holds vectors with other settings, or
+                unfinished vectors in another precision.
             FileExistsError: if the folder holds other files; or, without `resume` and `overwrite`,
                 if it holds finished vectors or vectors with other settings.
         """
         require(*self.package)
         self.precision = precision
+        self.precision_is_requested = precision_is_requested
         if not isinstance(manifest, self.manifest_type):
             raise TypeError(
                 f"manifest: expected a {self.manifest_type.__name__}, got "
@@ -502,14 +508,15 @@ class ShardWriter(ABC, Generic[M, V]):
         raise DataError(f"{self.path}: holds vectors with other settings ({changed}). {remedy}")
 
     def _check_precision(self, earlier: M) -> None:
-        """Raise ``DataError`` if an unfinished folder was computed in another precision.
+        """Raise ``DataError`` if the folder was computed in another precision.
 
-        This includes shards that have a receipt, but are not yet in the manifest.
+        This includes shards that have a receipt, but are not yet in the manifest. A finished folder
+        is only checked if the precision was requested.
 
         Args:
             earlier: manifest of the earlier run, which has the same settings.
         """
-        if earlier.complete:
+        if earlier.complete and not self.precision_is_requested:
             return
         precisions = [earlier.precision]
         for number in self._numbers_of_receipts():
@@ -520,11 +527,13 @@ class ShardWriter(ABC, Generic[M, V]):
         if stored_precision is None or self.precision is None:
             return
         if stored_precision != self.precision:
+            same_dtype = "on a machine like the earlier one"
+            if stored_precision in DTYPES:
+                same_dtype = f"with --dtype {stored_precision} (dtype={stored_precision!r})"
             raise DataError(
                 f"{self.path}: holds vectors that were computed in {stored_precision}, but here "
-                f"the model computes in {self.precision}, which gives other scores. Continue on a "
-                "machine like the earlier one, choose another folder, or start again with "
-                f"{_START_AGAIN}.",
+                f"the model computes in {self.precision}, which gives other scores. Continue "
+                f"{same_dtype}, choose another folder, or start again with {_START_AGAIN}.",
             )
 
     def read_manifest(self) -> M:
