@@ -21,6 +21,11 @@ class Outcome:
     out: str
     err: str
 
+    @property
+    def notes(self) -> list[str]:
+        """The lines on stderr, except those that show in which dtype a model computes."""
+        return [line for line in self.err.splitlines() if " computes in " not in line]
+
 
 def run_cli(*args: str | Path) -> int:
     """The exit code of the command line, as its entry point gives it."""

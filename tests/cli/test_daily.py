@@ -579,7 +579,7 @@ def test_encode_reports_truncated_texts_with_one_and_with_several_processes(
         "4",
     )
     outcome = call(*encode, "--output", tmp_path / "one", "--json")
-    assert outcome.err == "4 of 16 documents were cut at 24 tokens\n"
+    assert outcome.notes == ["4 of 16 documents were cut at 24 tokens"]
     expected = {"count": 4, "max_length": MAX_LENGTH}
     assert json.loads(outcome.out)["truncated"] == expected
     arguments = [str(word) for word in (*encode, "--output", tmp_path / "two", "--devices", "2")]
@@ -588,7 +588,7 @@ def test_encode_reports_truncated_texts_with_one_and_with_several_processes(
     assert process.stderr == outcome.err
     assert read_manifest(tmp_path / "two").shards == read_manifest(tmp_path / "one").shards
     queries = done(call(*encode, "--output", tmp_path / "queries", "--queries"))
-    assert queries.err == ""
+    assert queries.notes == []
 
 
 def test_train_reports_truncated_texts_also_when_a_run_is_reused(
@@ -625,9 +625,9 @@ def test_train_reports_truncated_texts_also_when_a_run_is_reused(
 
 def test_search_reports_truncated_queries(call: Call, truncated: Path) -> None:
     index = ("--index", truncated / "index", "--model", truncated / "model", "--json")
-    assert call("evaluate", *index, "--data", truncated / "data").err == ""
+    assert call("evaluate", *index, "--data", truncated / "data").notes == []
     long_query = call("search", "words " * 30, *index)
-    assert long_query.err == "1 of 1 queries was cut at 24 tokens\n"
+    assert long_query.notes == ["1 of 1 queries was cut at 24 tokens"]
 
 
 def test_evaluate_reports_truncated_documents_of_a_dense_model(
@@ -794,7 +794,7 @@ def test_evaluate_warns_of_a_k_that_changes_nothing(
     )
     warning = "--k 5 has no effect without --save-run"
     assert call(*evaluate).err.startswith(warning)
-    assert call(*evaluate, "--save-run", tmp_path / "run").err == ""
+    assert call(*evaluate, "--save-run", tmp_path / "run").notes == []
 
 
 def test_train_warns_of_a_max_length_above_that_of_the_model(

@@ -101,7 +101,7 @@ def test_a_demo_goes_on_and_its_commands_repeat_its_rows(
         raise KeyboardInterrupt
 
     # bf16 would round a text by the others of its batch, and the demo encodes in other batches
-    monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
+    monkeypatch.setattr("tilefold._internal.precision.gpu_has_bf16", lambda: False)
     with monkeypatch.context() as during:
         during.setattr("tilefold.retrieval.encode_collection", interrupted)
         stopped = call("demo", "--full", "--output", tmp_path)

@@ -20,8 +20,8 @@ from tests.inside import load_encoder, ranks
 from tests.recipes.small import small_collection, tiny_masked_lm
 from tests.retrieval.training_data.test_teachers import reranker
 from tilefold import retrieval as r
+from tilefold._internal.precision import gpu_has_bf16
 from tilefold.recipes import RECIPES
-from tilefold.recipes.loading import supports_bf16
 from tilefold.retrieval import SparseVectors, read_vectors, write_vectors
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.training_data import teachers
@@ -549,7 +549,7 @@ def test_teachers_and_their_ensemble_are_written_and_more_can_be_added(
         rows.made_by["teachers"].keys() == {"bm25", "reranker"} and rows.made_by["split"] == "train"
     )
     made_by = rows.made_by["teachers"]
-    assert made_by["reranker"]["precision"] == ("bf16" if supports_bf16() else "fp32")
+    assert made_by["reranker"]["precision"] == ("bf16" if gpu_has_bf16() else "fp32")
     assert "precision" not in made_by["bm25"]
     scores = torch.tensor(rows.teachers["reranker"])
     assert (scores != scores.bfloat16().float()).float().mean() > 0.9

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from tests.serve.running import Client, Reply, serving
+from tilefold._internal.precision import gpu_has_bf16
 from tilefold.integrations.sentence_transformers import encode_sparse
 from tilefold.ops import maxsim
-from tilefold.recipes.loading import supports_bf16
 from tilefold.serve.models import Served, TextTokens
 from tilefold.serve.service import Service
 
@@ -316,7 +316,7 @@ def test_info_has_the_documented_fields(client: Client) -> None:
 
 
 def test_info_has_the_precision_of_each_model(client: Client) -> None:
-    precision_of_sparse_models = "bf16" if supports_bf16() else "fp32"
+    precision_of_sparse_models = "bf16" if gpu_has_bf16() else "fp32"
     assert client.get("/info").json["precision"] == {
         "sparse": precision_of_sparse_models,
         "multi-vector": "fp32",
