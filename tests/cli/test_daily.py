@@ -371,14 +371,14 @@ def test_ctrl_c_before_a_shard_is_written(
     with interrupted(pending_shards.PendingShard, "add_batch", 0):
         outcome = call(*encode_command, "--batch-size", "4", "--output", tmp_path)
     assert outcome.code == 130
-    assert outcome.err == NOTHING_SAVED
+    assert outcome.notes == NOTHING_SAVED.splitlines()
 
 
 def test_ctrl_c_during_a_search(call: Call, work: Path) -> None:
     with interrupted(encoding, "encode_batch", 0):
         outcome = call("search", "csv files", "--index", work / "index", "--model", work / "model")
     assert outcome.code == 130
-    assert outcome.err == NOTHING_SAVED
+    assert outcome.notes == NOTHING_SAVED.splitlines()
 
 
 @contextmanager
@@ -692,14 +692,14 @@ def test_encode_resumes_and_says_where(call: Call, truncated: Path, tmp_path: Pa
     assert "Finished work is kept" in first.err
     n_encoded = read_manifest(output).n_documents
     assert 0 < n_encoded < 16
-    assert call(*encode).err.splitlines() == [
+    assert call(*encode).notes == [
         f"encoding resumes: {n_encoded} of 16 were done before (--fresh starts over)",
         "4 of 16 documents were cut at 24 tokens",
     ]
     nothing_to_do = (
         "encoding has nothing left to do: 16 of 16 were done before (--fresh starts over)"
     )
-    assert call(*encode).err.splitlines()[0] == nothing_to_do
+    assert call(*encode).notes[0] == nothing_to_do
 
 
 def write_json_and_interrupt(path: Path, value: Any) -> None:

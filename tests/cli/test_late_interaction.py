@@ -118,7 +118,7 @@ def test_foreign_tokens_are_refused(
     def searched(*late: str | Path) -> str:
         outcome = call("search", "queues of threads", *places, *late)
         assert (outcome.code, outcome.out) == (1, ""), outcome.out
-        assert len(outcome.err.splitlines()) == 1
+        assert len(outcome.notes) == 1
         return str(outcome.err)
 
     others = {name: tmp_path / name for name in ("wide", "seeded")}

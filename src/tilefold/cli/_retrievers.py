@@ -917,8 +917,8 @@ def open_dense(
         "has no effect: --model is a dense model, which encodes the documents itself",
     )
     model, _ = _models.load_model(str(request.model), kinds=("dense",), dtype=request.dtype)
-    _models.note_precision(str(request.model), model)
     _models.limit_length(model, max_length)
+    _models.note_precision(str(request.model), model)
     with _common.progress_bar("encoding") as update:
         index = retrieval.encoded_index(model, texts, progress=update)
         return Searcher(index, model, second=second)

@@ -362,11 +362,11 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
             collection_for_model,
             request.dtype,
         )
+    with _options.option_errors(storage="--storage"):
+        encoding = _encoding_of(request, kind)
     # Workers of Ray may run on other devices, where auto is another dtype.
     if rank == 0 and request.engine == "local":
         _models.note_precision(request.model, model)
-    with _options.option_errors(storage="--storage"):
-        encoding = _encoding_of(request, kind)
     if rank == 0 and splitter is not None and collection is not None and texts is not None:
         note(
             f"{len(collection.documents):,} documents were split into {len(texts):,} passages of "
