@@ -202,7 +202,7 @@ def test_the_network_runs_once_per_text_for_token_vectors_and_dense_vectors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # bf16 would round a text by the others of its batch
-    monkeypatch.setattr("tilefold.recipes.loading.supports_bf16", lambda: False)
+    monkeypatch.setattr("tilefold._internal.precision.gpu_has_bf16", lambda: False)
     collection = small_collection()
     dense_models = []
     n_texts_of_dense_model = []
