@@ -39,7 +39,10 @@ from tilefold.integrations.sentence_transformers.graphs.encoding import (
     graphs_of,
 )
 from tilefold.integrations.sentence_transformers.multi_vector import maxsim, maxsim_pairwise
-from tilefold.integrations.sentence_transformers.packing.accelerate import pack_inputs
+from tilefold.integrations.sentence_transformers.packing.accelerate import (
+    pack_inputs,
+    use_column_graphs,
+)
 from tilefold.integrations.sentence_transformers.packing.inputs import PackedInputs
 from tilefold.integrations.sentence_transformers.streaming import encoders as _encoders
 from tilefold.integrations.sentence_transformers.streaming.stream import (
@@ -155,6 +158,7 @@ def accelerate(
     quantize: str | None = None,
     packed: bool = True,
     screen: bool = True,
+    graphs: bool = True,
 ) -> Acceleration:
     """Make a model compute scores without large intermediate tensors.
 
@@ -202,20 +206,25 @@ def accelerate(
             be positive, on an H100 or H200 in 16 bits (see :func:`tilefold.ops.lsr_head`). Rows and
             gradients do not change; with V = 250,002, 1.25 times the documents are encoded per
             second. It is skipped if a sample shows no gain, for example for a fresh model.
+        graphs: whether training steps on a GPU replay the packed encoder as CUDA graphs, which
+            takes the memory of its weights twice more for gradients. A batch size runs as usual the
+            first time, and is captured the second time. Hooks, gradient checkpointing, losses that
+            cache gradients, several ranks and too little memory switch graphs off. Dropout draws
+            different numbers.
 
     Returns:
         A handle; as a context manager, it restores the model on exit.
 
     Raises:
         TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen``
-            is not a bool.
+            or ``graphs`` is not a bool.
         ValueError: if ``check`` is neither a bool nor ``"always"``, or the model has no LM head
             before a pooling (and no module of :mod:`tilefold.modules` that needs none), or computes
             its logits or similarities in another way than the operator; nothing is changed then.
         RuntimeError: if the check cannot run the model on its device.
     """
     check_impl(impl)
-    _check_options(check, quantize, screen)
+    _check_options(check, quantize, screen, graphs)
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
@@ -247,6 +256,8 @@ def accelerate(
     )
     if runs_checks and record is not None and not has_failed_check:
         record.save()
+    if graphs:
+        use_column_graphs(model)
     return acceleration
 
 
@@ -292,15 +303,16 @@ def _accelerate_stock(
     return Acceleration(model, n_heads, padded)
 
 
-def _check_options(check: object, quantize: object, screen: object) -> None:
+def _check_options(check: object, quantize: object, screen: object, graphs: object) -> None:
     """Raise an error if :func:`accelerate` does not accept one of its arguments."""
     if not isinstance(check, bool) and check != "always":
         raise ValueError(f"check must be True, False or 'always', got {check!r}.")
     if quantize not in {None, "fp8"}:
         remedy = "For 8 bits on a CPU: tilefold export --to onnx --quantize int8."
         raise ValueError(f"quantize must be 'fp8' or None, got {quantize!r}. {remedy}")
-    if not isinstance(screen, bool):
-        raise TypeError(f"screen must be True or False, got {screen!r}.")
+    for name, value in (("screen", screen), ("graphs", graphs)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
 
 
 def _fuse_heads(

@@ -45,7 +45,11 @@ from tilefold.integrations.sentence_transformers.graphs.step_graph import (
     compiled_layers,
     graph_size_for,
 )
-from tilefold.integrations.sentence_transformers.graphs.training import MAX_GRAPHS, StepGraphs
+from tilefold.integrations.sentence_transformers.graphs.training import (
+    MAX_GRAPHS,
+    ColumnGraphs,
+    StepGraphs,
+)
 from tilefold.integrations.sentence_transformers.packing.inputs import packed_features
 from tilefold.integrations.transformers.packed import padding_position
 
@@ -243,16 +247,53 @@ def test_an_output_that_is_deleted_needs_no_backward_pass(transformer: Any) -> N
     assert graphs(features) is not None
 
 
-@pytest.mark.parametrize(
-    ("dropout", "n_steps"),
-    [
-        pytest.param(0.0, 1, id="by the same graph"),
-        pytest.param(0.5, 2, id="by a graph of another dropout rate"),
-    ],
-)
-def test_a_second_backward_pass_raises_also_after_another_batch(
-    dropout: float,
-    n_steps: int,
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("has_other_batch", [False, True])
+def test_a_second_backward_pass_repeats_the_forward_pass(
+    has_other_batch: bool,
+    device: str,
+    tokenizer_folder: Path,
+) -> None:
+    transformer = encoder_of("bert", tokenizer_folder, device)
+    for module in transformer.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    capture = EagerStepGraph if device == "cpu" else StepGraph
+    graphs = StepGraphs(transformer, capture)
+    features = batch(transformer, [4, 6])
+    assert graphs(features) is None
+    output = graphs(features)
+    assert output is not None
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+    loss = (output * weights).sum()
+    loss.backward(retain_graph=True)
+    once = {
+        name: parameter.grad.clone()
+        for name, parameter in transformer.named_parameters()
+        if parameter.grad is not None
+    }
+    if has_other_batch:
+        assert graphs(batch(transformer, [6, 4], seed=1)) is not None
+    random_state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    loss.backward()
+    state_after = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+    assert torch.equal(random_state, state_after)
+    for name, gradient in once.items():
+        assert_close(transformer.get_parameter(name).grad, 2 * gradient, ROUNDING)
+
+
+def change_weight(transformer: Any) -> None:
+    with torch.no_grad():
+        transformer.model.bert.encoder.layer[0].output.dense.weight.add_(1.0)
+
+
+def change_dropout(transformer: Any) -> None:
+    transformer.model.bert.encoder.layer[0].output.dropout.p = 0.5
+
+
+@pytest.mark.parametrize("change", [change_weight, change_dropout])
+def test_a_second_backward_pass_of_a_changed_encoder_raises(
+    change: Callable[[Any], None],
     transformer: Any,
 ) -> None:
     features = batch(transformer, [4, 6])
@@ -261,14 +302,66 @@ def test_a_second_backward_pass_raises_also_after_another_batch(
     assert output is not None
     loss = output.sum()
     loss.backward(retain_graph=True)
-    refused(RuntimeError, "got a second call or one after another batch", loss.backward)
-    transformer.model.bert.encoder.layer[0].output.dropout.p = dropout
-    for _ in range(n_steps):
-        next_output = graphs(features)
-    assert next_output is not None
+    change(transformer)
+    for _ in range(2):
+        graphs(features)
     refused(
-        RuntimeError, "backward must run once per batch and before the next batch", loss.backward
+        RuntimeError,
+        "backward must run before the weights, the model or torch's settings change",
+        loss.backward,
     )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_columns_that_wait_for_their_backward_passes_have_separate_graphs(
+    device: str,
+    tokenizer_folder: Path,
+) -> None:
+    transformer = encoder_of("bert", tokenizer_folder, device)
+    columns = ColumnGraphs(transformer, EagerStepGraph if device == "cpu" else StepGraph)
+    texts = [batch(transformer, lengths, seed) for seed, lengths in enumerate(COLUMN_LENGTHS)]
+    name = transformer.module_output_name
+
+    def gradients_of_all(run: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Tensor]:
+        outputs = [run(dict(features))[name] for features in texts]
+        return gradients_of(transformer, torch.cat([output[0] for output in outputs]))
+
+    expected = gradients_of_all(partial(type(transformer).forward, transformer))
+    for _ in range(3):
+        gradients = gradients_of_all(columns)
+        assert gradients.keys() == expected.keys()
+        largest = max(float(gradient.abs().max()) for gradient in expected.values())
+        for parameter, gradient in gradients.items():
+            error = float((gradient - expected[parameter]).abs().max())
+            assert error <= ROUNDING * max(1.0, largest), parameter
+    # The third column runs without a graph.
+    assert [len(graphs.graphs) for graphs in columns.graphs] == [1, 1]
+
+
+# the tokens of each text of three columns
+COLUMN_LENGTHS = ([3, 4], [10, 20, 5], [7])
+
+
+def test_columns_whose_dropout_is_repeated_run_without_graphs(transformer: Any) -> None:
+    columns = ColumnGraphs(transformer, EagerStepGraph)
+    features = batch(transformer, [4, 6])
+    with torch.no_grad():
+        columns(dict(features))
+    for _ in range(3):
+        columns(dict(features))
+    assert columns.graphs == []
+
+
+def test_constants_of_a_column_run_with_graphs_and_other_tensors_without(transformer: Any) -> None:
+    columns = ColumnGraphs(transformer, EagerStepGraph)
+    features = {**batch(transformer, [4, 6]), "modality": "text", "prompt_length": 2}
+    for _ in range(2):
+        columns(dict(features))
+    assert len(columns.graphs[0].graphs) == 1
+    mask = torch.ones(1, 10)
+    for _ in range(3):
+        columns({**batch(transformer, [60, 50]), "attention_mask": mask, "modality": "text"})
+    assert len(columns.graphs[0].graphs) == 1
 
 
 def test_an_encoder_that_cannot_be_cut_has_an_undivided_backward_pass(transformer: Any) -> None:

@@ -126,7 +126,7 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
     shorter = {"processing_kwargs": {"text": {"max_length": 7}}}
     for options in ({}, {"prompt": "query: "}, {"task": "document"}, shorter):
         expected = pack_features(
-            model.preprocess(texts, **options),
+            stock_features(model, texts, **options),
             padding_position(model[0].model),
         )
         for _ in range(2):  # the first call plans, the second repeats
@@ -147,6 +147,73 @@ def test_packed_ids_are_those_of_the_stock_preprocess(kind: str, tokenizer_folde
         pairs["token_type_ids"].any()
         and pairs["cu_seq_lens_q"].tolist()[1] == pairs["max_length_q"]
     )
+
+
+def stock_features(model: Any, texts: list[Any], **options: Any) -> dict[str, Any]:
+    """Features of texts by the method of sentence-transformers."""
+    return type(model[0]).preprocess(model[0], texts, **options)
+
+
+def assert_equal_features(features: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Names, order, dtypes and values must be equal."""
+    assert list(features) == list(expected)
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert features[name].dtype == value.dtype, name
+            assert torch.equal(features[name], value), name
+        else:
+            assert features[name] == value, name
+
+
+@pytest.mark.parametrize("padding_side", ["left", "right"])
+@pytest.mark.parametrize("kind", ["bert", "roberta", "modernbert"])
+def test_padded_features_are_those_of_the_stock_preprocess(
+    kind: str,
+    padding_side: str,
+    tokenizer_folder: Path,
+) -> None:
+    model = build_tiny_splade(kind, tokenizer_folder)
+    accelerate(model)
+    model.tokenizer.padding_side = padding_side
+    model.max_seq_length = 20
+    batches: list[list[Any]] = [
+        ["", "one", "[PAD] in a text [MASK]", "a long text " * 20, "\u00e9t\u00e9 \u4e2d\u6587"],
+        ["one"],
+        [""],
+        [],
+        [("a first text", "a second one"), ("a", "b")],
+    ]
+    options: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "prompt": {"prompt": "query: "},
+        "task": {"task": "document"},
+        "shorter": {"max_length": 7},
+        "of one call": {"processing_kwargs": {"text": {"pad_to_multiple_of": 4}}},
+    }
+    for arguments in options.values():
+        for texts in batches:
+            expected = stock_features(model, texts, **arguments)
+            assert_equal_features(model[0].preprocess(texts, **arguments), expected)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"pad_to_multiple_of": 8},
+        {"padding": "max_length"},
+        {"padding": "max_length", "max_length": 9},
+    ],
+)
+def test_padding_that_a_model_asks_for_is_that_of_the_stock_preprocess(
+    setting: dict[str, Any],
+    tokenizer_folder: Path,
+) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    model[0].processing_kwargs = {"text": setting}
+    accelerate(model)
+    model.max_seq_length = 16
+    for texts in (["one", "two words"], ["a long text " * 20, "short"]):
+        assert_equal_features(model[0].preprocess(texts), stock_features(model, texts))
 
 
 def router_of(folder: Path) -> SparseEncoder:

@@ -8,18 +8,20 @@ sizes. Unused tokens form filler sequences, whose outputs are discarded.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tilefold._internal.typing import Transformer
+from tilefold.distributed.ranks import has_other_ranks
 from tilefold.integrations.sentence_transformers.graphs.backward import LayerCut, cut_layers
 from tilefold.integrations.sentence_transformers.graphs.capture import (
     GraphCache,
@@ -55,6 +57,13 @@ from tilefold.ops.implementations import copy_each
 MAX_GRAPHS = 16
 # The second batch of similar size is captured, since a capture takes longer than a step.
 _BATCHES_BEFORE_CAPTURE = 2
+# A graph keeps its activations. So a capture needs free memory for them, for those of a batch of
+# another size that runs without a graph, and for what the rest of the step needs.
+_FREE_MEMORY_PER_ACTIVATIONS = 3
+# Columns of a batch that may wait for their backward passes at the same time: queries, and all
+# documents, which sentence-transformers puts into one forward.
+_MAX_COLUMNS = 2
+GIB = 2**30
 # Features of a batch that a graph can process.
 _SUPPORTED_FEATURES = frozenset({*TOKEN_NAMES, *OFFSET_NAMES, *LONGEST_NAMES, "modality"})
 _grad_and_dtype = attrgetter("requires_grad", "dtype")
@@ -76,7 +85,8 @@ class StepGraphs:
         failed: whether no graph can be captured.
         graphs: the captured graphs by their size.
         serial: the number of forward passes so far. Graphs overwrite the activations of the pass
-            before, so a backward pass with an older number is refused.
+            before, so a backward pass with an older number repeats its forward pass first.
+        lacks_memory: whether the last capture was put off, because too little memory was free.
         bucket_gradients: the gradients in DDP's buckets, by the id of the parameter.
         parameters: the parameters of the encoder that require gradients.
         gradients: the buffer into which graphs write the gradient of each parameter; ``None`` for a
@@ -110,7 +120,10 @@ class StepGraphs:
     def _initialize(self) -> None:
         """Set the attributes that are not pickled."""
         self.failed = False
+        self.lacks_memory = False
         self.serial = 0
+        # Activations of the encoder per token in steps without a graph, in bytes.
+        self._bytes_per_token = 0.0
         self.bucket_gradients: dict[int, Tensor] = {}
         self._reset()
 
@@ -155,7 +168,7 @@ class StepGraphs:
             The output ``[1, T, D]``, through which autograd can run the backward pass. None if the
             batch must run without a CUDA graph.
         """
-        if not self._may_run(features) or self._awaits_backward():
+        if not self._may_run(features) or self.awaits_backward():
             return None
         ids: Tensor = features["input_ids"]
         settings = self._current_settings(ids.device.type)
@@ -172,7 +185,25 @@ class StepGraphs:
             return None
         graph.inputs.fill(features)
         self.serial += 1
-        return self._replay(graph, pack.tokens)
+        return self._replay(graph, features)
+
+    def run_without_graph(self, features: Features, **kwargs: object) -> Features:
+        """Run the original forward of the Transformer, and note how much memory it takes.
+
+        Args:
+            features: the packed batch, to which the output is added.
+            **kwargs: other arguments of the forward.
+        """
+        transformer = self.transformer
+        device = features["input_ids"].device
+        is_measured = device.type == "cuda" and torch.is_grad_enabled()
+        bytes_before = torch.cuda.memory_allocated(device) if is_measured else 0
+        outputs: Features = type(transformer).forward(transformer, features, **kwargs)
+        if is_measured:
+            n_bytes = torch.cuda.memory_allocated(device) - bytes_before
+            n_tokens = features["input_ids"].numel()
+            self._bytes_per_token = max(self._bytes_per_token, n_bytes / max(1, n_tokens))
+        return outputs
 
     def _may_run(self, features: Features) -> bool:
         """Whether a graph could run a batch with the same results as the model.
@@ -202,7 +233,7 @@ class StepGraphs:
         if not is_same_model or not self._structure.has_same_members():
             self._structure = ModelStructure(model)
 
-    def _awaits_backward(self) -> bool:
+    def awaits_backward(self) -> bool:
         """Whether the backward pass of the last replayed batch may still run.
 
         Another replay would overwrite its activations.
@@ -275,6 +306,8 @@ class StepGraphs:
             self.failed = True
             return None
         size = graph_size_for(pack)
+        if self._needs_gpu() and not self._has_memory_for(size, features["input_ids"].device):
+            return None
         inputs = StaticInputs(features, size)
         inputs.fill(features)
         if self._memory is None and self._needs_gpu():
@@ -284,6 +317,38 @@ class StepGraphs:
         if graph is not None:
             self.graphs[size] = graph
         return graph
+
+    def _has_memory_for(self, size: StepGraphSize, device: torch.device) -> bool:
+        """Whether the GPU has enough free memory to capture a graph; warn once if it has not.
+
+        Args:
+            size: the size of the graph.
+            device: the GPU.
+        """
+        activation_bytes = size.tokens * self._bytes_per_token
+        gradient_bytes = sum(
+            parameter.nbytes
+            for parameter, gradient in zip(self.parameters, self.gradients, strict=True)
+            if gradient is None
+        )
+        needed_bytes = _FREE_MEMORY_PER_ACTIVATIONS * activation_bytes + gradient_bytes
+        if torch.cuda.mem_get_info(device)[0] < needed_bytes:
+            # Graphs have memory of their own, and cannot use what torch has cached for others.
+            torch.cuda.empty_cache()
+        free_bytes = torch.cuda.mem_get_info(device)[0]
+        if free_bytes >= needed_bytes:
+            self.lacks_memory = False
+            return True
+        if not self.lacks_memory:
+            self.lacks_memory = True
+            warnings.warn(
+                f"{type(self.transformer.model).__name__} trains batches of {size.tokens:,} tokens "
+                f"without CUDA graphs, which need {needed_bytes / GIB:.1f} GiB of free memory, got "
+                f"{free_bytes / GIB:.1f} GiB. This is slower; results do not change.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return False
 
     def _capture_or_fall_back(self, inputs: StaticInputs) -> Any:
         """Capture a graph, and try again with fewer options after each failure.
@@ -377,7 +442,7 @@ class StepGraphs:
             outputs = type(transformer).forward(transformer, features)
         return EncoderPass(outputs[transformer.module_output_name], cut)
 
-    def _replay(self, graph: Any, n_tokens: int) -> Tensor:
+    def _replay(self, graph: Any, features: Features) -> Tensor:
         """Replay a graph on its static inputs, and connect its output to autograd.
 
         A divided backward pass has two autograd functions: one for the upper layers, which runs
@@ -385,11 +450,17 @@ class StepGraphs:
 
         Args:
             graph: the graph, whose inputs hold the batch.
-            n_tokens: the number of tokens n of the batch.
+            features: the batch, with n tokens.
 
         Returns:
             The output ``[1, n, D]``, through which autograd can run the backward pass.
         """
+        forward_pass = _ForwardPass(
+            features=features,
+            gradients=self.gradients,
+            parameter_versions=self._parameter_versions(),
+            random_state=_random_state(features["input_ids"].device),
+        )
         # Only the two autograd contexts may keep this marker. If this object or a stored traceback
         # did, a backward pass would seem pending forever, and no graph would run any more.
         marker = _BackwardMarker()
@@ -409,13 +480,47 @@ class StepGraphs:
         output: Tensor = _GraphedEncoder.apply(  # type: ignore[no-untyped-call]
             self,
             graph,
-            n_tokens,
+            forward_pass,
             marker,
             list(upper),
             lower_done,
             *upper.values(),
         )
         return output
+
+    def _parameter_versions(self) -> list[int]:
+        """Return torch's counts of the changes of each parameter."""
+        return [parameter._version for parameter in self.parameters]
+
+    def repeat_forward(self, graph: Any, forward_pass: _ForwardPass) -> None:
+        """Run a forward pass again, because its activations were used up or overwritten.
+
+        Dropout draws the same numbers again.
+
+        Args:
+            graph: the graph that has run the forward pass.
+            forward_pass: the forward pass.
+
+        Raises:
+            RuntimeError: if the weights, the model or settings of torch have changed since.
+        """
+        has_same_graphs = self.gradients is forward_pass.gradients
+        if not has_same_graphs or self._parameter_versions() != forward_pass.parameter_versions:
+            raise RuntimeError(
+                "backward must run before the weights, the model or torch's settings change, got "
+                "a second backward pass, or one after another batch, that must repeat a forward "
+                "pass of other weights or settings; call accelerate(model, graphs=False) for a "
+                "loop that needs this.",
+            )
+        device = forward_pass.features["input_ids"].device
+        graph.inputs.fill(forward_pass.features)
+        self.serial += 1
+        current_state = _random_state(device)
+        _set_random_state(forward_pass.random_state, device)
+        try:
+            graph.forward()
+        finally:
+            _set_random_state(current_state, device)
 
     def _used_parameters(self, positions: set[int]) -> dict[int, Tensor]:
         """Return the parameters at some positions that the encoder uses, by position.
@@ -503,6 +608,101 @@ class StepGraphs:
         return views
 
 
+class ColumnGraphs:
+    """Runs the columns of training batches, one by one, as CUDA graphs.
+
+    The forward pass of a column comes before the backward pass of the one before. So columns have
+    graphs with memory of their own. If as many columns as there are such graphs wait for their
+    backward passes, the next one runs without a graph.
+
+    Columns run without graphs on a CPU, with several ranks, whose gradients DDP sends during the
+    backward pass, and after a forward pass without gradients in training mode. By such a pass,
+    losses that cache gradients compute embeddings, whose dropout the pass with gradients must
+    repeat. A graph draws other numbers than a pass without one.
+
+    Attributes:
+        transformer: the Transformer module whose batches are run.
+        graphs: the graphs of each column that may wait for its backward pass.
+        repeats_dropout: whether dropout must be repeated, so that no graph may run.
+    """
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        graph_factory: Callable[..., Any] = StepGraph,
+    ) -> None:
+        """Prepare to capture graphs.
+
+        Args:
+            transformer: the Transformer module whose batches are run.
+            graph_factory: creates a graph, with the arguments of :class:`StepGraph`.
+        """
+        self.transformer = transformer
+        self.graphs: list[StepGraphs] = []
+        self.repeats_dropout = False
+        self._graph_factory = graph_factory
+
+    def __getstate__(self) -> Features:
+        return {"transformer": self.transformer, "_graph_factory": self._graph_factory}
+
+    def __setstate__(self, state: Features) -> None:
+        vars(self).update(state, graphs=[], repeats_dropout=False)
+
+    def __call__(self, features: Features, **kwargs: object) -> Features:
+        """Run a packed column, by replaying a CUDA graph if possible.
+
+        Args:
+            features: the packed column, to which the output is added.
+            **kwargs: other arguments of the forward.
+        """
+        is_training = self.transformer.training
+        has_gradients = torch.is_grad_enabled()
+        if is_training and not has_gradients:
+            self.repeats_dropout = True
+        if self.repeats_dropout or not has_gradients or not self._is_supported(features, kwargs):
+            outputs: Features = type(self.transformer).forward(
+                self.transformer,
+                features,
+                **kwargs,
+            )
+            return outputs
+        graphs = self._next_graphs()
+        tensors = {name: features[name] for name in features.keys() & _SUPPORTED_FEATURES}
+        output = None if graphs is None else graphs(tensors)
+        if output is not None:
+            features[self.transformer.module_output_name] = output
+            return features
+        return self.graphs[0].run_without_graph(features, **kwargs)
+
+    def _is_supported(self, features: Features, kwargs: Features) -> bool:
+        """Whether graphs can run a column with the same results as the Transformer.
+
+        Args:
+            features: the packed column.
+            kwargs: other arguments of the forward.
+        """
+        config = self.transformer.model.config
+        if kwargs or getattr(config, "output_hidden_states", False) or has_other_ranks():
+            return False
+        if self._graph_factory is StepGraph and not features["input_ids"].is_cuda:
+            return False
+        # The Transformer ignores constants, such as the length of a prompt.
+        return not any(
+            isinstance(value, Tensor) and name not in _SUPPORTED_FEATURES
+            for name, value in features.items()
+        )
+
+    def _next_graphs(self) -> StepGraphs | None:
+        """Return graphs whose last output needs no backward pass any more, or None."""
+        for graphs in self.graphs:
+            if not graphs.awaits_backward():
+                return graphs
+        if len(self.graphs) == _MAX_COLUMNS:
+            return None
+        self.graphs.append(StepGraphs(self.transformer, self._graph_factory))
+        return self.graphs[-1]
+
+
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:
     """Copy contiguous tensors of one dtype by one concatenation, and other tensors one by one.
 
@@ -527,6 +727,36 @@ def copies_of(tensors: list[Tensor]) -> list[Tensor]:
 _LOWER_DONE_ARGUMENT = 5
 
 
+class _ForwardPass(NamedTuple):
+    """What is needed to repeat a forward pass, if its activations are overwritten.
+
+    Attributes:
+        features: the packed batch.
+        gradients: the list of buffers into which the graph writes gradients. A list of another
+            identity belongs to later graphs.
+        parameter_versions: torch's counts of the changes of each parameter.
+        random_state: the state of the device's random generator before the pass.
+    """
+
+    features: Features
+    gradients: list[Tensor | None]
+    parameter_versions: list[int]
+    random_state: Tensor
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Return the state of a device's random generator, without waiting for the device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    """Set the state of a device's random generator."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
 class _BackwardMarker:
     """Object that lives until the backward pass of a forward pass has run or can no longer run.
 
@@ -545,7 +775,7 @@ class _GraphedEncoder(torch.autograd.Function):
         ctx: Any,
         graphs: StepGraphs,
         graph: Any,
-        n_tokens: int,
+        forward_pass: _ForwardPass,
         marker: _BackwardMarker,
         positions: list[int],
         lower_done: Tensor | None,
@@ -557,7 +787,7 @@ class _GraphedEncoder(torch.autograd.Function):
             ctx: the context of autograd.
             graphs: the graphs of the encoder.
             graph: the captured step to replay.
-            n_tokens: the number of tokens n of the batch.
+            forward_pass: what is needed to replay the step again. Its batch has n tokens.
             marker: is kept alive until the backward pass has run.
             positions: the positions of ``parameters`` in ``graphs.parameters``.
             lower_done: the output of :class:`_LowerLayers`, or None. Its value is not used: as an
@@ -570,10 +800,12 @@ class _GraphedEncoder(torch.autograd.Function):
         """
         ctx.graphs = graphs
         ctx.graph = graph
+        ctx.forward_pass = forward_pass
         ctx.marker = marker
         ctx.positions = positions
         ctx.serial = graphs.serial  # tells backward whether a newer batch was replayed since
         output: Tensor = graph.forward()
+        n_tokens = forward_pass.features["input_ids"].size(1)
         return output[:, :n_tokens].clone()
 
     @staticmethod
@@ -591,19 +823,16 @@ class _GraphedEncoder(torch.autograd.Function):
             gradients of the parameters.
 
         Raises:
-            RuntimeError: if another batch has overwritten the activations, or the backward pass was
-                run before.
+            RuntimeError: if the activations are used up or overwritten, and weights have changed
+                since the forward pass.
         """
         graphs: StepGraphs = ctx.graphs
         if ctx.serial != graphs.serial:
-            raise RuntimeError(
-                "backward must run once per batch and before the next batch with "
-                "collate_ahead(graphs=True), got a second call or one after another batch; "
-                "use graphs=False for a loss that needs this.",
-            )
+            # The backward pass was run before, or another batch was.
+            graphs.repeat_forward(ctx.graph, ctx.forward_pass)
         graphs.copy_accumulated_gradients()
         ctx.graph.backward(output_gradient)
-        # The activations are used up: a second backward pass is refused.
+        # The activations are used up: a second backward pass repeats the forward pass.
         ctx.marker = None
         ctx.serial = None
         lower_done_gradient = None

@@ -11,14 +11,14 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor
 
 from tilefold._internal.typing import Model
-from tilefold.integrations._patches import Replacement
+from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers._self_check import (
     TOLERANCE,
     short_texts_features,
     temporarily_evaluating,
 )
-from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
+from tilefold.integrations.sentence_transformers.graphs.training import ColumnGraphs, StepGraphs
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
     pack_features,
@@ -93,6 +93,17 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
                 stacklevel=_STACKLEVEL_OF_CALLER,
             )
     return padded
+
+
+def use_column_graphs(model: Model) -> None:
+    """Let the packed Transformers of a model replay the columns of training batches as CUDA graphs.
+
+    Args:
+        model: a model after :func:`pack_inputs`.
+    """
+    for transformer, _, replacement in replacements(model):
+        if isinstance(replacement, PackedForward):
+            replacement.column_graphs = ColumnGraphs(transformer)
 
 
 def _is_stock(routes: list[Route]) -> bool:
@@ -289,9 +300,11 @@ class PackedForward(Replacement):
 
     Attributes:
         graphs: runs joined columns in training if it can; ``None`` runs them eagerly.
+        column_graphs: runs single columns in training if it can; ``None`` runs them eagerly.
     """
 
     graphs: StepGraphs | None = None
+    column_graphs: ColumnGraphs | None = None
 
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Return the features with the output of the Transformer.
@@ -337,6 +350,8 @@ class PackedForward(Replacement):
             if features["input_ids"].size(1) == 0:
                 return self._run_without_tokens(features, kwargs)
             _check_all_offsets(features)
+            if self.column_graphs is not None and not _is_traced_or_captured():
+                return self.column_graphs(features, **kwargs)
         outputs: Features = type(transformer).forward(transformer, features, **kwargs)
         return outputs
 

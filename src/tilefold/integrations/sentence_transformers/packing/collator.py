@@ -164,7 +164,11 @@ class JoinedColumns:
         """Run a Transformer on all columns, and return the output of each column."""
         joined_output = None if graphs is None else graphs(self.features)
         if joined_output is None:  # no graph can run these features
-            features = type(transformer).forward(transformer, dict(self.features))
+            features = dict(self.features)
+            if graphs is None:
+                features = type(transformer).forward(transformer, features)
+            else:
+                features = graphs.run_without_graph(features)
             joined_output = features[transformer.module_output_name]
         column_lengths = [ids.size(1) for ids in self.input_ids]
         outputs: Sequence[Tensor] = joined_output.split(column_lengths, dim=1)

@@ -1,9 +1,9 @@
 """Packed inputs of an accelerated Transformer, from texts or from padded features.
 
-``preprocess`` returns padded features by default, like the stock method of sentence-transformers,
-because data loaders, Hugging Face's accelerate and losses also read them. The encoder then removes
-the padding. Within :func:`packed_inputs` only the encoder reads the features, so ``preprocess``
-returns packed tokens directly.
+``preprocess`` returns padded features by default, equal to those of the stock method of
+sentence-transformers, because data loaders, Hugging Face's accelerate and losses also read them.
+The encoder then removes the padding. Within :func:`packed_inputs` only the encoder reads the
+features, so ``preprocess`` returns packed tokens directly.
 """
 
 from __future__ import annotations
@@ -79,6 +79,20 @@ def pads_inputs() -> bool:
     return _input_form.get() == "padded"
 
 
+class _Padding(NamedTuple):
+    """How the stock ``preprocess`` pads texts to the longest one of a batch.
+
+    Attributes:
+        names: the names of its features, in their order.
+        token_id: the id of padding tokens.
+        is_left: whether padding comes before the tokens of a text.
+    """
+
+    names: tuple[str, ...]
+    token_id: int
+    is_left: bool
+
+
 class _Plan(NamedTuple):
     """How to make the features of texts with one prompt, task and maximum length.
 
@@ -90,12 +104,14 @@ class _Plan(NamedTuple):
         padding_id: :func:`padding_position` of the model.
         expansion: features of an expanded query without tokens, ``[1, L]``; ``None`` if texts are
             not expanded.
+        padding: how texts are padded; ``None`` if the stock method must pad them.
     """
 
     truncation: Features | None
     constants: Features
     padding_id: int | None
     expansion: Features | None = None
+    padding: _Padding | None = None
 
 
 class _TokenizedTexts:
@@ -104,25 +120,30 @@ class _TokenizedTexts:
     Args:
         encodings: one ``tokenizers.Encoding`` per text.
         plan: the plan with which the texts were tokenised.
+        is_packed: whether the features are packed. Those of expanded queries never are.
     """
 
-    def __init__(self, encodings: list[Any], plan: _Plan) -> None:
+    def __init__(self, encodings: list[Any], plan: _Plan, is_packed: bool) -> None:
         self._encodings = encodings
         self._plan = plan
+        self._is_packed = is_packed
 
     def features(self) -> Features:
         """Return the features of the texts. This may be called once, since it frees the tokens."""
         encodings, self._encodings = self._encodings, []
-        return _features_of(encodings, self._plan)
+        if self._is_packed or self._plan.padding is None:
+            return _features_of(encodings, self._plan)
+        return _padded_features(encodings, self._plan.padding, self._plan.constants)
 
 
 class PackedInputs(Replacement):
     """Replaces ``preprocess`` of one Transformer: within :func:`packed_inputs` it packs tokens.
 
-    Texts then go through a copy of the Rust tokenizer, if its features equal those of the stock
-    ``preprocess`` for a few probes. Otherwise the stock method tokenises, and its padding is
-    removed. Inputs other than texts stay padded. So do expanded ColBERT queries, because their mask
-    tokens are scored.
+    Texts go through a copy of the Rust tokenizer, if its features equal those of the stock
+    ``preprocess`` for a few probes: the stock method takes several times as long, since it makes
+    Python lists of all tokens. Otherwise the stock method tokenises, and its padding is removed
+    within :func:`packed_inputs`. Inputs other than texts stay padded. So do expanded ColBERT
+    queries, because their mask tokens are scored.
     """
 
     def __init__(self, transformer: Transformer) -> None:
@@ -185,17 +206,16 @@ class PackedInputs(Replacement):
         Returns:
             A function that returns the features, to be called once.
         """
-        if _input_form.get() != "packed" or not inputs:
-            features = self._stock_features(inputs, prompt, kwargs)
-            return lambda: features
         expansion = self._query_expansion(kwargs)
+        is_packed = _input_form.get() == "packed"
         are_texts = {*map(type, inputs)} == {str}
-        if are_texts and kwargs.keys() <= _PLANNED_ARGUMENTS:
-            tokenized = self._tokenize_by_plan(inputs, prompt, kwargs, expansion)
+        if are_texts and kwargs.keys() <= _PLANNED_ARGUMENTS and not pads_inputs():
+            tokenized = self._tokenize_by_plan(inputs, prompt, kwargs, expansion, is_packed)
             if tokenized is not None:
                 return tokenized.features
         features = self._stock_features(inputs, prompt, kwargs)
-        if expansion is None:  # the mask tokens of expanded queries look like padding, but stay
+        # The mask tokens of expanded queries look like padding, but stay.
+        if is_packed and expansion is None and inputs:
             features = pack_features(features, padding_position(self.owner.model))
         return lambda: features
 
@@ -212,6 +232,7 @@ class PackedInputs(Replacement):
         prompt: str | None,
         kwargs: dict[str, object],
         expansion: dict[str, Any] | None,
+        is_packed: bool,
     ) -> _TokenizedTexts | None:
         """Tokenise texts with the copy of the Rust tokenizer, if there is a plan for such a call.
 
@@ -220,6 +241,7 @@ class PackedInputs(Replacement):
             prompt: text that is put before every text.
             kwargs: other arguments of ``Transformer.preprocess``.
             expansion: settings of ColBERT's query expansion, if the texts are expanded queries.
+            is_packed: whether the features are to be packed.
 
         Returns:
             The tokens, or None if the stock method must tokenise the texts.
@@ -227,6 +249,8 @@ class PackedInputs(Replacement):
         with self._lock_of_this_process():
             plan = self._plan(prompt, kwargs, expansion)
             if plan is None:
+                return None
+            if not is_packed and plan.expansion is None and plan.padding is None:
                 return None
             encodings = self._encodings(texts, prompt, plan)
             if plan.expansion is not None:
@@ -237,7 +261,7 @@ class PackedInputs(Replacement):
             truncation = current_truncation()
             if truncation is not None:
                 truncation.add_encodings(encodings, plan.truncation)
-            return _TokenizedTexts(encodings, plan)
+            return _TokenizedTexts(encodings, plan, is_packed)
 
     def _lock_of_this_process(self) -> threading.Lock:
         """Return the lock, or a new one in a forked process.
@@ -309,6 +333,9 @@ class PackedInputs(Replacement):
         settings = [
             tokenizer.model_max_length,
             tokenizer.truncation_side,
+            tokenizer.padding_side,
+            tokenizer.pad_token_id,
+            repr(getattr(self.owner, "processing_kwargs", None)),
             getattr(self.owner, "query_length", None),
             getattr(self.owner, "document_length", None),
         ]
@@ -357,7 +384,45 @@ class PackedInputs(Replacement):
             self._backend_copy = type(backend).from_str(backend.to_str())
             self._backend_copy.no_padding()
         features = _features_of(self._encodings(texts, prompt, plan), plan)
-        return plan if _are_equal(features, expected) else None
+        if not _are_equal(features, expected):
+            return None
+        if not is_expanded:
+            plan = plan._replace(padding=self._find_padding(texts, prompt, kwargs, plan))
+        return plan
+
+    def _find_padding(
+        self,
+        probe_texts: list[str],
+        prompt: str | None,
+        kwargs: dict[str, object],
+        plan: _Plan,
+    ) -> _Padding | None:
+        """Return how the stock ``preprocess`` pads texts, or None if it must pad them itself.
+
+        Args:
+            probe_texts: all probes.
+            prompt: text that is put before every text.
+            kwargs: other arguments of ``Transformer.preprocess``.
+            plan: a plan whose packed features equal the stock ones.
+        """
+        tokenizer = self.owner.tokenizer
+        if tokenizer.pad_token_id is None:
+            return None
+        # Batches of one short text show whether texts are padded to more than the longest one: to a
+        # maximum length, or to a multiple of some number.
+        for texts in (["a"], [""], probe_texts):
+            with padded_inputs(), ignoring_truncation():
+                expected = self._stock_features(texts, prompt, kwargs)
+            padding = _Padding(
+                names=tuple(expected),
+                token_id=tokenizer.pad_token_id,
+                is_left=tokenizer.padding_side == "left",
+            )
+            encodings = self._encodings(texts, prompt, plan)
+            features = _padded_features(encodings, padding, plan.constants)
+            if not _are_equal(features, expected):
+                return None
+        return padding
 
     def _probe_texts(
         self,
@@ -432,12 +497,7 @@ def _features_of(encodings: list[Any], plan: _Plan) -> Features:
         token_ids = encodings[0].ids
         if plan.padding_id not in token_ids:
             return _single_text_features(token_ids, plan)
-    flat_ids = array("i")
-    for encoding in encodings:
-        # The fastest of the ways tried: 29 ns per token, of which ``encoding.ids`` takes 24.
-        flat_ids.fromlist(encoding.ids)
-    ids = np.array(flat_ids, np.int64)
-    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    ids, lengths = _flat_ids(encodings)
     if plan.expansion is not None:
         return _expanded_features(ids, lengths, plan.expansion) | plan.constants
     offsets = offsets_of(lengths)
@@ -448,6 +508,44 @@ def _features_of(encodings: list[Any], plan: _Plan) -> Features:
         int(lengths.max(initial=0)),
     )
     return packed | plan.constants
+
+
+def _flat_ids(encodings: list[Any]) -> tuple[Int64, Int64]:
+    """Return the token ids of texts, ``[T]``, and the number of tokens of each text, ``[B]``."""
+    flat_ids = array("i")
+    for encoding in encodings:
+        # The fastest of the ways tried: 29 ns per token, of which ``encoding.ids`` takes 24.
+        flat_ids.fromlist(encoding.ids)
+    lengths = np.fromiter(map(len, encodings), np.int64, len(encodings))
+    return np.array(flat_ids, np.int64), lengths
+
+
+def _padded_features(encodings: list[Any], padding: _Padding, constants: Features) -> Features:
+    """Return features ``[B, S]`` of texts, padded to the longest one.
+
+    Args:
+        encodings: one ``tokenizers.Encoding`` per text.
+        padding: how the texts are padded.
+        constants: the features that are not tensors.
+    """
+    ids, lengths = _flat_ids(encodings)
+    longest = int(lengths.max(initial=0))
+    positions = np.arange(longest)
+    if padding.is_left:
+        is_token = positions >= longest - lengths[:, None]
+    else:
+        is_token = positions < lengths[:, None]
+    padded_ids = np.full(is_token.shape, padding.token_id)
+    padded_ids[is_token] = ids  # row by row, the order of ``ids``
+    values = {
+        "input_ids": padded_ids,
+        "attention_mask": is_token.astype(np.int64),
+        "token_type_ids": np.zeros_like(padded_ids),
+    }
+    return {
+        name: torch.from_numpy(values[name]) if name in values else constants[name]
+        for name in padding.names
+    }
 
 
 def _position_ids(ids: Int64, offsets: Int64, padding_id: int | None) -> Int64:
