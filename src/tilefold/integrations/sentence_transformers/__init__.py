@@ -1,9 +1,10 @@
 """sentence-transformers 6: SPLADE models without the ``[B, S, V]`` logits, ColBERT models without
 token similarities.
 
-:func:`accelerate` fuses, in place, the LM head and the SpladePooling of a ``SparseEncoder`` or the
-similarities of a ``MultiVectorEncoder``, and lets their encoders run on packed tokens;
-:func:`restore` undoes it; :func:`collate_ahead` makes the batches of a stock trainer in a thread;
+:func:`accelerate` of a trainer switches on everything that makes its steps fast. Of a model, it
+fuses, in place, the LM head and the SpladePooling of a ``SparseEncoder`` or the similarities of a
+``MultiVectorEncoder``, and lets their encoders run on packed tokens. :func:`restore` undoes either;
+:func:`collate_ahead` makes the batches of a stock trainer in a thread;
 :func:`encode_sparse` encodes texts to a CSR matrix without a dense ``[B, V]``; :func:`warm_up`
 builds the kernels of a model ahead; :func:`set_precision` chooses the dtype in which a model
 computes; the module ``multi_vector`` has the scores for losses and
@@ -22,11 +23,10 @@ except ImportError as error:
 from tilefold._internal.precision import Precision, set_precision
 from tilefold.integrations.sentence_transformers._accelerate import (
     Acceleration,
-    accelerate,
     encode_sparse,
     is_accelerated,
-    restore,
 )
+from tilefold.integrations.sentence_transformers._public import accelerate, restore
 from tilefold.integrations.sentence_transformers._warm_up import warm_up
 from tilefold.integrations.sentence_transformers.packing.collator import collate_ahead
 

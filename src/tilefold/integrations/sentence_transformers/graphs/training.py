@@ -623,6 +623,7 @@ class ColumnGraphs:
     Attributes:
         transformer: the Transformer module whose batches are run.
         graphs: the graphs of each column that may wait for its backward pass.
+        compiled: whether layers of new graphs run through ``torch.compile``.
         repeats_dropout: whether dropout must be repeated, so that no graph may run.
     """
 
@@ -639,6 +640,7 @@ class ColumnGraphs:
         """
         self.transformer = transformer
         self.graphs: list[StepGraphs] = []
+        self.compiled = False
         self.repeats_dropout = False
         self._graph_factory = graph_factory
 
@@ -646,7 +648,7 @@ class ColumnGraphs:
         return {"transformer": self.transformer, "_graph_factory": self._graph_factory}
 
     def __setstate__(self, state: Features) -> None:
-        vars(self).update(state, graphs=[], repeats_dropout=False)
+        vars(self).update(state, graphs=[], compiled=False, repeats_dropout=False)
 
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Run a packed column, by replaying a CUDA graph if possible.
@@ -699,8 +701,9 @@ class ColumnGraphs:
                 return graphs
         if len(self.graphs) == _MAX_COLUMNS:
             return None
-        self.graphs.append(StepGraphs(self.transformer, self._graph_factory))
-        return self.graphs[-1]
+        graphs = StepGraphs(self.transformer, self._graph_factory, compiled=self.compiled)
+        self.graphs.append(graphs)
+        return graphs
 
 
 def copies_of(tensors: list[Tensor]) -> list[Tensor]:

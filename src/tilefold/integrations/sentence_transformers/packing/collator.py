@@ -351,13 +351,8 @@ def collate_ahead(
     _check_trainer(trainer)
     if switched_off():
         return
-    collator = trainer.data_collator
     model = trainer.model
-    # Only then do all columns go through one Transformer on packed tokens.
-    has_one_encoder = isinstance(model, nn.Sequential) and isinstance(
-        vars(model[0]).get("forward"),
-        PackedForward,
-    )
+    has_one_encoder = has_one_packed_encoder(model)
     if graphs and not (has_one_encoder and join):
         raise ValueError(
             "graphs must be False for a model of several encoders, or columns that are not joined "
@@ -376,10 +371,31 @@ def collate_ahead(
                 divides_backward=has_other_ranks(),
             )
         model[0].forward.graphs = step_graphs
-    if not isinstance(collator, AheadCollator):
-        if has_one_encoder:
-            collator = _with_direct_preprocess(collator, model)
-        trainer.data_collator = AheadCollator(collator, join and has_one_encoder)
+    collate_in_thread(trainer, join)
+
+
+def has_one_packed_encoder(model: Model) -> bool:
+    """Whether all columns of a batch go through one Transformer, which runs on packed tokens."""
+    return isinstance(model, nn.Sequential) and isinstance(
+        vars(model[0]).get("forward"),
+        PackedForward,
+    )
+
+
+def collate_in_thread(trainer: Any, join: bool) -> None:
+    """Replace the data collator of a trainer by one that works in a thread.
+
+    Args:
+        trainer: the trainer. A collator that works in a thread already stays.
+        join: whether one forward runs all columns, if they go through one packed encoder.
+    """
+    collator = trainer.data_collator
+    if isinstance(collator, AheadCollator):
+        return
+    has_one_encoder = has_one_packed_encoder(trainer.model)
+    if has_one_encoder:
+        collator = _with_direct_preprocess(collator, trainer.model)
+    trainer.data_collator = AheadCollator(collator, join and has_one_encoder)
 
 
 def _check_trainer(trainer: Any) -> None:
@@ -466,6 +482,12 @@ class AheadCollator:
             batch=self._thread.submit(self._collate, features, truncation),
             on_use=functools.partial(self._count_truncated, truncation, len(features)),
         )
+
+    def close(self) -> None:
+        """End the thread after the batches that it has begun. A later batch starts a new one."""
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
+            self._thread = None
 
     def _collate(self, features: list[Any], truncation: Truncation) -> CollatedBatch:
         """Collate a batch; this runs in the thread.
