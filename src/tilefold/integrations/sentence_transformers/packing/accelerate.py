@@ -305,6 +305,8 @@ class PackedForward(Replacement):
 
     graphs: StepGraphs | None = None
     column_graphs: ColumnGraphs | None = None
+    _examined_network: Any = None
+    _position: int | None = None
 
     def __call__(self, features: Features, **kwargs: object) -> Features:
         """Return the features with the output of the Transformer.
@@ -341,7 +343,7 @@ class PackedForward(Replacement):
         transformer = self.owner
         is_packed = OFFSETS in features
         if not is_packed and not pads_inputs() and not _is_traced_or_captured():
-            packed = pack_features(features, padding_position(transformer.model))
+            packed = pack_features(features, self._padding_position())
             if packed is not features:
                 features.clear()
                 features.update(packed)
@@ -354,6 +356,14 @@ class PackedForward(Replacement):
                 return self.column_graphs(features, **kwargs)
         outputs: Features = type(transformer).forward(transformer, features, **kwargs)
         return outputs
+
+    def _padding_position(self) -> int | None:
+        """Return :func:`padding_position` of the network, whose modules are examined once."""
+        network = self.owner.model
+        if self._examined_network is not network:
+            self._examined_network = network
+            self._position = padding_position(network)
+        return self._position
 
     def _run_without_tokens(self, features: Features, kwargs: Features) -> Features:
         """Run the original forward for texts without any token.
@@ -370,7 +380,7 @@ class PackedForward(Replacement):
         dummy = packed_features(
             ids=ids.new_zeros(1),
             lengths=features[OFFSETS].new_ones(1).long(),
-            padding=padding_position(transformer.model),
+            padding=self._padding_position(),
             longest=1,
         )
         # The method of the class, since this object is the ``forward`` of the instance.
