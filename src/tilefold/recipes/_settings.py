@@ -195,7 +195,8 @@ class TrainingSettings(Settings):
         fused: whether to train with the fused head, or with the fused similarity on packed tokens,
             if the model supports it.
         graphs: whether to run forward and backward of the encoder as CUDA graphs, see
-            :func:`collate_ahead`. Needs a GPU and ``fused``. A resumed run draws other numbers for
+            :func:`tilefold.integrations.sentence_transformers.accelerate`. Needs a GPU and
+            ``fused``. A resumed run draws other numbers for
             dropout than an uninterrupted one.
         save_steps: number of steps between checkpoints, from which an interrupted run is resumed;
             ``None`` for 25, or more if checkpoints would take over 5% of the time.

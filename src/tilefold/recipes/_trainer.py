@@ -179,7 +179,7 @@ def run_trainer(
         {**_settings(job), **settings, "metric_for_best_model": metric},
     )
     trainer.get_batch_sampler = lambda *_, **__: batches
-    graphs = _collate_in_thread(trainer, job)
+    graphs = _accelerate(trainer, job)
     n_weights = sum(parameter.numel() for parameter in job.model.parameters())
     trainer.accelerator.ddp_handler = _ddp_options(graphs, n_weights)
     trainer.get_train_dataloader = functools.partial(
@@ -317,25 +317,32 @@ def _create_trainer(
     return trainer
 
 
-def _collate_in_thread(trainer: Trainer, job: TrainingJob) -> Any:
-    """Let a thread tokenize the next batches of a trainer while the model trains.
+def _accelerate(trainer: Trainer, job: TrainingJob) -> Any:
+    """Accelerate a trainer, or only its collator if the recipe trains the stock model.
 
     Args:
         trainer: the trainer, changed in place.
-        job: the training job. Its recipe enables CUDA graphs.
+        job: the training job. Its recipe enables the fused model, and CUDA graphs.
 
     Returns:
         The CUDA graphs of the encoder, which run its forward and backward pass; ``None`` without
         graphs.
     """
-    from tilefold.integrations.sentence_transformers import collate_ahead
+    from tilefold.integrations.sentence_transformers import (
+        accelerate,
+        collate_ahead,
+        is_accelerated,
+    )
 
-    collate_ahead(trainer, graphs=job.recipe.graphs)
+    if is_accelerated(job.model):
+        accelerate(trainer, graphs=job.recipe.graphs, compiled=False)
+    else:
+        collate_ahead(trainer)
     return _graphs_of(job.model)
 
 
 def _graphs_of(model: Any) -> Any:
-    """Return the CUDA graphs that ``collate_ahead`` has given a model's encoder, or ``None``."""
+    """Return the CUDA graphs for all columns of a batch of a model's encoder, or ``None``."""
     return getattr(model[0].forward, "graphs", None)
 
 

@@ -135,7 +135,8 @@ class ColbertRecipe(Recipe):
         saved_length = transformer.document_length
         transformer.document_length = min(saved_length, self.train_max_length or self.max_length)
         loss = self._make_loss(job)
-        with accelerate(model) if self.fused else nullcontext():
+        # The trainer adds CUDA graphs if the recipe asks for them.
+        with accelerate(model, graphs=False) if self.fused else nullcontext():
             result = run_trainer(
                 job,
                 MultiVectorEncoderTrainer,

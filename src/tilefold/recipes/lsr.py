@@ -440,7 +440,7 @@ def fused_head(
         return nullcontext()
     from tilefold.integrations.sentence_transformers import accelerate
 
-    return accelerate(model)
+    return accelerate(model, graphs=False)  # the trainer adds them if the recipe asks for graphs
 
 
 def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:

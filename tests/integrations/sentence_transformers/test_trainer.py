@@ -432,6 +432,7 @@ def test_a_similarity_of_the_user_stays_and_is_named(tmp_path: Path) -> None:
     assert handle.inactive[SCORES] == "the loss scores with my_scores"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_steps", [8, MIN_STEPS_TO_COMPILE])
 def test_long_trainings_in_16_bits_on_a_gpu_compile_their_layers(

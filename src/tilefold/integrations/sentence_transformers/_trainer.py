@@ -34,7 +34,10 @@ from tilefold.integrations.sentence_transformers._accelerate import (
 )
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
-from tilefold.integrations.sentence_transformers.packing.accelerate import PackedForward
+from tilefold.integrations.sentence_transformers.packing.accelerate import (
+    PackedForward,
+    use_column_graphs,
+)
 from tilefold.integrations.sentence_transformers.packing.collator import (
     AheadCollator,
     collate_in_thread,
@@ -155,8 +158,8 @@ class TrainerAcceleration:
             (any(map(uses_gradient_cache, _losses_of(trainer))), "the loss caches gradients"),
             (trainer.args.torch_compile, "torch_compile=True compiles the whole model"),
             (
-                BATCHES in self._reasons and has_other_ranks(),
-                "several ranks need batches that are made ahead",
+                has_other_ranks() and not self._joins_columns(),
+                "several ranks need one encoder and batches that are made ahead",
             ),
             (any(graph.failed for graph in graphs), "a capture failed"),
             (any(graph.lacks_memory for graph in graphs), "too little memory is free"),
@@ -263,10 +266,7 @@ class TrainerAcceleration:
         self._undo.callback(_stop_collator, trainer.data_collator)
 
     def _prepare_graphs(self) -> None:
-        """Let all columns of a batch go through CUDA graphs together, if they can.
-
-        Columns that are not joined have graphs of their own, which :func:`accelerate` of the model
-        adds.
+        """Let all columns of a batch go through CUDA graphs, together if they can.
 
         Raises:
             ValueError: if the caller asked for graphs that are not possible.
@@ -277,12 +277,21 @@ class TrainerAcceleration:
                 f"graphs must be None or False for this training, got True, but {reason}; leave "
                 "it out to use graphs if they are possible.",
             )
+        if reason is not None:
+            return
         model = self.trainer.model
-        joins_columns = BATCHES not in self._reasons and has_one_packed_encoder(model)
-        if reason is None and joins_columns:
+        if self._joins_columns():
             forward = model[0].forward
             self._undo.callback(setattr, forward, "graphs", forward.graphs)
             forward.graphs = StepGraphs(model[0], divides_backward=has_other_ranks())
+        else:
+            for forward in _packed_forwards(model):
+                self._undo.callback(setattr, forward, "column_graphs", forward.column_graphs)
+            use_column_graphs(model)
+
+    def _joins_columns(self) -> bool:
+        """Whether all columns of a batch go through the encoder together."""
+        return BATCHES not in self._reasons and has_one_packed_encoder(self.trainer.model)
 
     def begin_training(self, n_steps: int) -> None:
         """Decide whether layers are compiled, and log which parts are active.
