@@ -440,7 +440,9 @@ def fused_head(
         return nullcontext()
     from tilefold.integrations.sentence_transformers import accelerate
 
-    return accelerate(model, graphs=False)  # the trainer adds them if the recipe asks for graphs
+    # The trainer adds CUDA graphs if the recipe asks for them.
+    acceleration: AbstractContextManager[object] = accelerate(model, graphs=False)
+    return acceleration
 
 
 def make_loss(model: Model, recipe: LsrRecipe, *, ranks: int = 1) -> Module:

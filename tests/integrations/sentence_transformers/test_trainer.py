@@ -280,19 +280,19 @@ def test_restore_undoes_everything(tokenizer_folder: Path, tmp_path: Path) -> No
     collator = trainer.data_collator
     callbacks = list(trainer.callback_handler.callbacks)
     accelerate(trainer)
-    assert trainer.accelerator.dispatch_batches is False
+    assert vars(trainer.accelerator.dataloader_config)["dispatch_batches"] is False
     accelerate(trainer)  # starts over
     assert len(trainer.callback_handler.callbacks) == len(callbacks) + 1
     restore(trainer)
     assert not is_accelerated(model)
     assert trainer.data_collator is collator
     assert trainer.args.logging_nan_inf_filter
-    assert trainer.accelerator.dispatch_batches is None
+    assert vars(trainer.accelerator.dataloader_config)["dispatch_batches"] is None
     assert trainer.callback_handler.callbacks == callbacks
     restore(trainer)  # does nothing
-    with accelerate(trainer) as accelerated:
-        assert accelerated is trainer
-        assert is_accelerated(model)
+    with accelerate(trainer) as accelerated_trainer:
+        assert accelerated_trainer is trainer
+        assert is_accelerated(accelerated_trainer.model)
     assert not is_accelerated(model)
 
 

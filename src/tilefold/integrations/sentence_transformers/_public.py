@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Literal
 
-from tilefold._internal.typing import Model
 from tilefold.integrations.sentence_transformers import _accelerate
-from tilefold.integrations.sentence_transformers._accelerate import Acceleration
-
-if TYPE_CHECKING:
-    from sentence_transformers.base.trainer import BaseTrainer
-
-    from tilefold.integrations.sentence_transformers._trainer import TrainerAcceleration
-
 
 # The options of a model with which a trainer's model stays as it is, if it is accelerated.
 _MODEL_DEFAULTS = {
@@ -25,19 +17,11 @@ _MODEL_DEFAULTS = {
 }
 
 
-@overload
-def accelerate(model: BaseTrainer, **options: Any) -> TrainerAcceleration: ...
-
-
-@overload
-def accelerate(model: Model, **options: Any) -> Acceleration: ...
-
-
 def accelerate(
     model: Any,
     *,
     impl: str = "auto",
-    check: bool = True,
+    check: bool | Literal["always"] = True,
     quantize: str | None = None,
     packed: bool = True,
     screen: bool = True,
@@ -83,7 +67,9 @@ def accelerate(
         impl: the implementation of the operator, see :func:`tilefold.ops.lsr_head`.
         check: whether to compare the model before and after on two short texts. If fused scores
             differ, an error is raised. If packed and padded batches differ, the network stays
-            padded.
+            padded. A model that passes is recorded in the cache, and is not compared again until
+            its weights, its settings, an argument, a release or the device change. To repeat the
+            comparison at every call, pass ``"always"``, or set ``TILEFOLD_SELF_CHECK=always``.
         quantize: ``"fp8"`` rounds the LM head and hidden states to fp8 if no gradient is needed,
             with scores that differ by about 1% (see :func:`tilefold.ops.quantize_weight`), for the
             max pooling of a SparseEncoder.
@@ -98,7 +84,9 @@ def accelerate(
             is possible and the training has at least 100 steps. Compiling takes some ten seconds.
 
     Returns:
-        A handle; as a context manager, it restores the trainer or the model on exit.
+        A handle; as a context manager, it restores the trainer or the model on exit. For a model
+        it is an :class:`.Acceleration`, with ``heads`` and ``padded``; for a trainer a
+        ``TrainerAcceleration``, with ``active`` and ``inactive`` parts.
 
     Raises:
         TypeError: if ``model`` is neither a trainer nor a model of these kinds.

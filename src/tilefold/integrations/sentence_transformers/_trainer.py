@@ -230,17 +230,14 @@ class TrainerAcceleration:
                     name = getattr(function, "__name__", type(function).__name__)
                     self._reasons[SCORES] = f"the loss scores with {name}"
                 else:
-                    module.similarity_fct = fused_function
-                    self._undo.callback(setattr, module, "similarity_fct", function)
+                    self._set(module, "similarity_fct", fused_function)
 
     def _prepare_batches(self) -> None:
         """Let a thread collate batches, if this process makes them itself."""
         trainer = self.trainer
         args = trainer.args
-        undo_setattr = functools.partial(self._undo.callback, setattr)
         # The CPU would wait for each loss. NaN is logged as NaN then.
-        undo_setattr(args, "logging_nan_inf_filter", args.logging_nan_inf_filter)
-        args.logging_nan_inf_filter = False
+        self._set(args, "logging_nan_inf_filter", False)
         if args.dataloader_num_workers > 0:
             n_workers = args.dataloader_num_workers
             self._reasons[BATCHES] = f"{n_workers} workers of the data loader make them"
@@ -259,9 +256,8 @@ class TrainerAcceleration:
             return
         if is_dispatched:
             # One process needs no dispatch, which would concatenate tensors.
-            undo_setattr(loader_settings, "dispatch_batches", loader_settings.dispatch_batches)
-            loader_settings.dispatch_batches = False
-        undo_setattr(trainer, "data_collator", trainer.data_collator)
+            self._set(loader_settings, "dispatch_batches", False)
+        self._undo.callback(setattr, trainer, "data_collator", trainer.data_collator)
         collate_in_thread(trainer, join=True)
         self._undo.callback(_stop_collator, trainer.data_collator)
 
@@ -281,13 +277,23 @@ class TrainerAcceleration:
             return
         model = self.trainer.model
         if self._joins_columns():
-            forward = model[0].forward
-            self._undo.callback(setattr, forward, "graphs", forward.graphs)
-            forward.graphs = StepGraphs(model[0], divides_backward=has_other_ranks())
+            graphs = StepGraphs(model[0], divides_backward=has_other_ranks())
+            self._set(model[0].forward, "graphs", graphs)
         else:
             for forward in _packed_forwards(model):
                 self._undo.callback(setattr, forward, "column_graphs", forward.column_graphs)
             use_column_graphs(model)
+
+    def _set(self, owner: Any, name: str, value: object) -> None:
+        """Set an attribute until the trainer is restored.
+
+        Args:
+            owner: the object with the attribute.
+            name: the name of the attribute.
+            value: its new value.
+        """
+        self._undo.callback(setattr, owner, name, getattr(owner, name))
+        setattr(owner, name, value)
 
     def _joins_columns(self) -> bool:
         """Whether all columns of a batch go through the encoder together."""
