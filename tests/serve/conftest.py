@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.recipes.small import small_collection, tiny_masked_lm
-from tests.serve.running import Client, serving
+from tests.serve.running import Client, serving, sparse_service
 from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes import ColbertRecipe
@@ -65,3 +65,16 @@ def client(sparse: Any, late: Any, masked_lm: str) -> Iterator[Client]:
     models = [Served(sparse, "sparse", masked_lm), Served(late, "multi-vector", "colbert")]
     with serving(Service(models)) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def keyed_server(sparse: Any) -> Iterator[Client]:
+    """A server that requires the key "sesam", and takes bodies of at most 10,000 bytes."""
+    with serving(sparse_service(sparse, payload_limit=10_000), api_key="sesam") as running:
+        yield running
+
+
+@pytest.fixture
+def keyed_client(keyed_server: Client) -> Client:
+    """A new client, without the key, of the server that requires it."""
+    return Client(keyed_server.port)

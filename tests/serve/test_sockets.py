@@ -58,28 +58,26 @@ def status_codes(raw: bytes) -> list[int]:
 
 
 def test_a_body_whose_declared_length_is_above_the_limit_is_refused_before_it_comes(
-    sparse: Any,
+    keyed_client: Client,
 ) -> None:
-    with serving(sparse_service(sparse, payload_limit=10_000), api_key="sesam") as client:
-        head = request_head(f"{JSON_HEADER}{KEY_HEADER}content-length: 20000\r\n")
-        status, answer = parse_reply(client.raw(head))
+    head = request_head(f"{JSON_HEADER}{KEY_HEADER}content-length: 20000\r\n")
+    status, answer = parse_reply(keyed_client.raw(head))
     assert status == 413
     assert answer["error"] == "the body has more than 10000 bytes"
 
 
-def test_a_chunked_body_is_refused_as_soon_as_it_is_above_the_limit(sparse: Any) -> None:
+def test_a_chunked_body_is_refused_as_soon_as_it_is_above_the_limit(keyed_client: Client) -> None:
     head = request_head(JSON_HEADER + KEY_HEADER + CHUNKED_HEADER)
-    service = sparse_service(sparse, payload_limit=10_000)
-    with serving(service, api_key="sesam") as client, client.connect() as connection:
+    with keyed_client.connect() as connection:
         connection.sendall(head + 3 * CHUNK)  # the body does not end
         status, _ = parse_reply(read_all(connection))
     assert status == 413
 
 
-def test_a_chunked_body_below_the_limit_is_answered(sparse: Any) -> None:
+def test_a_chunked_body_below_the_limit_is_answered(keyed_client: Client) -> None:
     head = request_head(JSON_HEADER + KEY_HEADER + CHUNKED_HEADER)
-    with serving(sparse_service(sparse, payload_limit=10_000), api_key="sesam") as client:
-        reply = client.raw(head, b'5\r\n{"inp\r\n', b'b\r\nuts":"csv"}\r\n', b"0\r\n\r\n")
+    chunks = (b'5\r\n{"inp\r\n', b'b\r\nuts":"csv"}\r\n', b"0\r\n\r\n")
+    reply = keyed_client.raw(head, *chunks)
     status, rows = parse_reply(reply)
     assert status == 200
     assert len(rows) == 1
@@ -93,14 +91,13 @@ def test_a_chunked_body_below_the_limit_is_answered(sparse: Any) -> None:
     ],
 )
 def test_a_client_that_still_sends_its_body_can_read_why_it_is_refused(
-    sparse: Any,
+    keyed_client: Client,
     key: str,
     expected_status: int,
 ) -> None:
-    with serving(sparse_service(sparse, payload_limit=10_000), api_key="sesam") as client:
-        client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
-        body = b"x" * 20_000_000
-        reply = client.request("POST", "/embed_sparse", body, content_type="application/json")
+    keyed_client.headers = {"authorization": f"Bearer {key}", "connection": "close"}
+    body = b"x" * 20_000_000
+    reply = keyed_client.request("POST", "/embed_sparse", body, content_type="application/json")
     assert reply.status == expected_status
     assert reply.json["error_type"] == "Validation"
 
@@ -423,12 +420,11 @@ def test_an_unread_body_does_not_become_the_next_request(
     assert b"model_id" not in replies
 
 
-def test_trailers_are_not_read_as_headers(sparse: Any) -> None:
+def test_trailers_are_not_read_as_headers(keyed_client: Client) -> None:
     head = request_head(JSON_HEADER + CHUNKED_HEADER + "x-wait: 1\r\n")
     body = b'f\r\n{"inputs": "a"}\r\n0\r\n'
     trailers = b"authorization: Bearer sesam\r\n\r\n"
-    with serving(sparse_service(sparse), api_key="sesam") as client:
-        status, _ = parse_reply(client.raw(head + body + trailers))
+    status, _ = parse_reply(keyed_client.raw(head + body + trailers))
     assert status == 401
 
 
@@ -529,6 +525,7 @@ def test_waiting_inputs_of_a_client_that_disconnected_are_dropped(sparse: Any) -
 OPEN_PATHS = (
     "/health",
     "/ping",
+    "/live",
     "/metrics",
     "/docs",
     "/openapi.json",
@@ -540,30 +537,27 @@ OPEN_PATHS = (
 
 
 @pytest.mark.parametrize("path", OPEN_PATHS)
-def test_pages_and_probes_need_no_key(sparse: Any, path: str) -> None:
-    with serving(sparse_service(sparse), api_key="sesam") as client:
-        assert client.get(path).status == 200
-        assert client.post(path, {}).status == 401
+def test_pages_and_probes_need_no_key(keyed_client: Client, path: str) -> None:
+    assert keyed_client.get(path).status == 200
+    assert keyed_client.post(path, {}).status == 401
 
 
 @pytest.mark.parametrize(
     "path",
     ["/info", "/query/info", "/query/metrics", "/v1/indexes", "/nowhere"],
 )
-def test_other_paths_need_a_key(sparse: Any, path: str) -> None:
-    with serving(sparse_service(sparse), api_key="sesam") as client:
-        reply = client.get(path)
-        assert reply.status == 401
-        assert reply.headers["www-authenticate"] == "Bearer"
-        client.headers = {"authorization": "Bearer sesam"}
-        assert client.get(path).status != 401
+def test_other_paths_need_a_key(keyed_client: Client, path: str) -> None:
+    reply = keyed_client.get(path)
+    assert reply.status == 401
+    assert reply.headers["www-authenticate"] == "Bearer"
+    keyed_client.headers = {"authorization": "Bearer sesam"}
+    assert keyed_client.get(path).status != 401
 
 
-def test_a_request_with_the_key_is_answered(sparse: Any) -> None:
-    with serving(sparse_service(sparse), api_key="sesam") as client:
-        client.headers = {"authorization": "Bearer sesam"}
-        assert client.post("/embed_sparse", {"inputs": "a"}).status == 200
-        assert client.get("/info").json["model_id"] == "tiny"
+def test_a_request_with_the_key_is_answered(keyed_client: Client) -> None:
+    keyed_client.headers = {"authorization": "Bearer sesam"}
+    assert keyed_client.post("/embed_sparse", {"inputs": "a"}).status == 200
+    assert keyed_client.get("/info").json["model_id"] == "tiny"
 
 
 @pytest.mark.parametrize(
@@ -577,10 +571,9 @@ def test_a_request_with_the_key_is_answered(sparse: Any) -> None:
         pytest.param("Bearer s\xe9sam", id="no ASCII"),
     ],
 )
-def test_a_wrong_key_is_refused(sparse: Any, authorization: str) -> None:
-    with serving(sparse_service(sparse), api_key="sesam") as client:
-        client.headers = {"authorization": authorization}
-        assert client.post("/embed_sparse", {"inputs": "a"}).status == 401
+def test_a_wrong_key_is_refused(keyed_client: Client, authorization: str) -> None:
+    keyed_client.headers = {"authorization": authorization}
+    assert keyed_client.post("/embed_sparse", {"inputs": "a"}).status == 401
 
 
 def test_the_answer_to_an_internal_error_does_not_contain_its_text(

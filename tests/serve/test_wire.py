@@ -398,16 +398,16 @@ def test_equal_texts_of_a_request_are_encoded_once(client: Client) -> None:
     assert n_encoded == len(set(REPEATED_TEXTS))
 
 
-def test_the_description_of_routes_is_served_at_both_addresses(sparse: Any) -> None:
-    with serving(Service([Served(sparse, "sparse", "tiny")]), api_key="sesam") as client:
-        description = client.get("/openapi.json").json
-        assert client.get("/api-doc/openapi.json").json == description
+def test_the_description_of_routes_is_served_at_both_addresses(keyed_client: Client) -> None:
+    description = keyed_client.get("/openapi.json").json
+    assert keyed_client.get("/api-doc/openapi.json").json == description
 
 
-def test_the_routes_are_described_on_a_page_without_scripts_and_links(sparse: Any) -> None:
-    with serving(Service([Served(sparse, "sparse", "tiny")]), api_key="sesam") as client:
-        page = client.get("/docs")
-        assert client.get("/page.css").status == 200
+def test_the_routes_are_described_on_a_page_without_scripts_and_links(
+    keyed_client: Client,
+) -> None:
+    page = keyed_client.get("/docs")
+    assert keyed_client.get("/page.css").status == 200
     assert page.status == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     text = page.raw.decode()
