@@ -120,8 +120,6 @@ def post_on(connection: http.client.HTTPConnection) -> int:
 def test_all_routes_answer_503_until_the_model_is_loaded(masked_lm: str, tmp_path: Path) -> None:
     with held_server(tmp_path, masked_lm) as server:
         client = server.client
-        early_connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=20)
-        assert post_on(early_connection) == 503
         for path in ("/health", "/ping", "/", "/info", "/query/info", "/nowhere"):
             wait_until(lambda: client.get("/health").json["stage"] == "loading the model")
             assert_is_loading(client.get(path))
@@ -131,14 +129,16 @@ def test_all_routes_answer_503_until_the_model_is_loaded(masked_lm: str, tmp_pat
         assert client.metric("tilefold_ready") == 0
         assert "http://" not in server.log.read_text()
 
+        connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=20)
+        assert post_on(connection) == 503
         server.release()
+        wait_until(lambda: post_on(connection) == 200, TIMEOUT_SECONDS)
+        connection.close()
         server.wait_until_ready()
         assert client.get("/health").status == 200
         assert client.get("/live").status == 200
         assert client.metric("tilefold_ready") == 1
         assert client.post("/embed_sparse", {"inputs": "csv files"}).status == 200
-        assert post_on(early_connection) == 200
-        early_connection.close()
 
 
 def test_every_request_during_loading_is_answered(masked_lm: str, tmp_path: Path) -> None:
