@@ -1,8 +1,8 @@
-"""Copy what the site shows to a folder for mkdocs: ``python docs/site/stage.py build/pages``.
+"""Write the pages of the site to a folder for mkdocs: ``python docs/site/stage.py build/pages``.
 
-Documents keep their paths, so that their relative links hold; files that they link to are copied
-too, and a folder that they link to gets a page that lists it. Pages of the API are made from the
-public names of the package, and `llms.txt` from the titles and first sentences of the pages.
+Pages keep their paths in the repository, so that relative links hold. Files that they link to are
+copied, and a folder that they link to gets a page that lists it. Pages of the API name the public
+names of the package. ``llms.txt`` has the titles and first sentences of the pages.
 """
 
 from __future__ import annotations
@@ -40,137 +40,158 @@ API = {  # page -> its title and modules, whose `__all__` says what is public
 
 
 def public(module: str) -> list[str]:
-    """Paths of the public names of a module, read and not imported, by its table of homes,
-    `__all__` or imports.
+    """Return the full paths of the public names of a module, which is read and not imported.
+
+    The names are those of a table of the module (``PACKAGE_OF`` for the operators, or ``_NAMES``),
+    of ``__all__``, or of imports and functions.
     """
     path = ROOT / "src" / Path(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     if module == "tilefold.ops":
-        return [
-            f"{module}.{room}.{name}"
-            for name, room in sorted(
-                _tables(path.parents[1] / "_internal" / "public.py")["PACKAGE_OF"].items()
-            )
-        ]
-    tables = _tables(path)
-    if "_NAMES" in tables:
+        package_of = _literals(path.parents[1] / "_internal" / "public.py")["PACKAGE_OF"]
+        return [f"{module}.{package}.{name}" for name, package in sorted(package_of.items())]
+    literals = _literals(path)
+    if "_NAMES" in literals:
         return [
             f"{module}.{home}.{name}"
-            for home, names in tables["_NAMES"].items()
+            for home, names in literals["_NAMES"].items()
             for name in names.split()
         ]
-    if "__all__" in tables:
-        text = path.read_text(
-            encoding="utf-8",
-        )  # handles that modules share are described where they are defined
+    source = path.read_text(encoding="utf-8")
+    if "__all__" in literals:
+        # Names that several modules export are described where they are defined.
         return [
             f"{module}.{name}"
-            for name in tables["__all__"]
-            if re.search(rf"(^(def|class) |import .*|^    ){name}\b", text, re.M)
+            for name in literals["__all__"]
+            if re.search(rf"(^(def|class) |import .*|^    ){name}\b", source, re.M)
         ]
-    nodes = ast.parse(path.read_text(encoding="utf-8")).body
-    imported = [
-        each.name
-        for node in nodes
-        if isinstance(node, ast.ImportFrom)
-        for each in node.names
-        if each.asname
-    ]
-    made = [
-        node.name
-        for node in nodes
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-    ]
-    return [f"{module}.{name}" for name in imported + made]
+    names: list[str] = []
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.ImportFrom):
+            names += [alias.name for alias in node.names if alias.asname]
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            names.append(node.name)
+    return [f"{module}.{name}" for name in names]
 
 
-def _tables(path: Path) -> dict[str, Any]:
-    """The names at the top of a module that stand for lists or dictionaries of texts."""
-    found: dict[str, Any] = {}
+def _literals(path: Path) -> dict[str, Any]:
+    """Return the literal values that the top level of a module assigns, by their names."""
+    literals: dict[str, Any] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             with suppress(ValueError):
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-    return found
+                literals[node.targets[0].id] = ast.literal_eval(node.value)
+    return literals
 
 
 def main(target: Path) -> None:
-    """Fill the folder anew."""
+    """Write the pages of the site, and the sources for the API, to an empty folder."""
     shutil.rmtree(target, ignore_errors=True)
-    tracked = subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split("\n")
-    tracked += subprocess.check_output(
-        ["git", "ls-files", "-o", "--exclude-standard"],
-        cwd=ROOT,
-        text=True,
-    ).split("\n")
-    folders = {str(parent) for name in tracked for parent in Path(name).parents}
-    pages = [
-        name
-        for name in tracked
-        if name.endswith(".md") and not name.startswith((".github", "tests"))
-    ]
-    made: dict[str, str] = {}
-    for name in pages:
-        parts = FENCED.split((ROOT / name).read_text(encoding="utf-8"))
-        for at in range(0, len(parts), 2):
-            parts[at] = LIST.sub(r"\1\n\n", LINK.sub(partial(_led, name, folders, made), parts[at]))
-        made[name] = "".join(parts)
+    site = Site(_repository_files())
+    for name in site.pages:
+        site.add_page(name)
     for page, (title, modules) in API.items():
-        made[f"api/{page}.md"] = f"# {title}\n" + "".join(
-            f"\n::: {path}\n" for m in modules for path in public(m)
-        )
-    shutil.rmtree(target.parent / "api", ignore_errors=True)
-    for path in sorted(
-        (ROOT / "src").rglob("*.py"),
-    ):  # docstrings without Sphinx's roles, which mkdocs does not know
-        copy = target.parent / "api" / path.relative_to(ROOT / "src")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_text(
-            re.sub(r":(func|class|meth|mod|attr|data):`~?", "`", path.read_text(encoding="utf-8")),
-        )
-    made["llms.txt"] = llms_text(
-        {name: made[name] for name in pages},
+        references = [f"\n::: {path}\n" for module in modules for path in public(module)]
+        site.texts[f"api/{page}.md"] = f"# {title}\n" + "".join(references)
+    site.texts["llms.txt"] = llms_text(
+        {name: site.texts[name] for name in site.pages},
         os.environ.get("SITE_URL", ""),
     )
-    for name, text in made.items():
-        place = target / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes((ROOT / name).read_bytes()) if text == COPIED else place.write_text(
-            text,
+    site.write(target)
+    _write_api_sources(target.parent / "api")
+
+
+def _repository_files() -> list[str]:
+    """Return the files of the repository that git tracks or does not ignore."""
+    names: list[str] = []
+    for options in ([], ["--others", "--exclude-standard"]):
+        command = ["git", "ls-files", *options]
+        names += subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    return names
+
+
+def _write_api_sources(folder: Path) -> None:
+    """Copy the package without Sphinx's roles in docstrings, which mkdocs does not know."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        copy = folder / path.relative_to(ROOT / "src")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        source = path.read_text(encoding="utf-8")
+        copy.write_text(
+            re.sub(r":(func|class|meth|mod|attr|data):`~?", "`", source),
             encoding="utf-8",
         )
 
 
-COPIED = "\0"
+class Site:
+    """The files of the site, collected before they are written.
 
+    Attributes:
+        pages: Markdown files of the repository that become pages.
+        texts: path of each file with a new text -> the text.
+        copies: paths of the files that are copied unchanged.
+    """
 
-def _led(page: str, folders: set[str], made: dict[str, str], link: re.Match[str]) -> str:
-    """A link of a page, led to what the site has; what it leads to is added to what is made."""
-    before, to, after = link.groups()
-    if re.match(r"[a-z]+:", to):
+    def __init__(self, names: list[str]) -> None:
+        """Collect the pages among the files of the repository."""
+        self.pages = [
+            name
+            for name in names
+            if name.endswith(".md") and not name.startswith((".github", "tests"))
+        ]
+        self.texts: dict[str, str] = {}
+        self.copies: set[str] = set()
+        self._folders = {str(parent) for name in names for parent in Path(name).parents}
+
+    def add_page(self, name: str) -> None:
+        """Add a page whose links lead to files of the site."""
+        # The odd parts are code blocks, which are not changed.
+        parts = FENCED.split((ROOT / name).read_text(encoding="utf-8"))
+        for position in range(0, len(parts), 2):
+            linked = LINK.sub(partial(self._redirect, name), parts[position])
+            parts[position] = LIST.sub(r"\1\n\n", linked)
+        self.texts[name] = "".join(parts)
+
+    def write(self, target: Path) -> None:
+        """Write all files below a folder."""
+        for name in (*self.texts, *self.copies):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+        for name, text in self.texts.items():
+            (target / name).write_text(text, encoding="utf-8")
+        for name in self.copies - self.texts.keys():
+            (target / name).write_bytes((ROOT / name).read_bytes())
+
+    def _redirect(self, page: str, link: re.Match[str]) -> str:
+        """Return a link of a page to a file of the site, and add that file to the site.
+
+        A link to a folder leads to its README, or to a page that lists what it holds.
+        """
+        before, address, after = link.groups()
+        if re.match(r"[a-z]+:", address):
+            return link[0]
+        name = str((ROOT / page).parent.joinpath(address).resolve().relative_to(ROOT))
+        if name in self._folders:
+            if (ROOT / name / "README.md").exists():
+                return f"{before}{address.rstrip('/')}/README.md{after}"
+            self._add_listing(name)
+            return f"{before}{address.rstrip('/')}/listing.md{after}"
+        if not name.endswith(".md"):
+            self.copies.add(name)
         return link[0]
-    name = str((ROOT / page).parent.joinpath(to).resolve().relative_to(ROOT))
-    if name in folders:
-        inside = sorted(
-            path.name
-            for path in (ROOT / name).iterdir()
-            if path.is_file() and path.suffix == ".csv"
+
+    def _add_listing(self, folder: str) -> None:
+        """Add a page that lists the files of results, the pages and the folders of a folder."""
+        files = sorted(path.name for path in (ROOT / folder).glob("*.csv"))
+        pages = sorted(path.name for path in (ROOT / folder).glob("*.md"))
+        folders = sorted(
+            Path(name).name for name in self._folders if str(Path(name).parent) == folder
         )
-        listed = f"{name}/listing.md"
-        if (ROOT / name / "README.md").exists():
-            return f"{before}{to.rstrip('/')}/README.md{after}"
-        made.setdefault(
-            listed,
-            f"# {name}\n\n" + "".join(f"- [{file}]({file})\n" for file in inside) + "\n",
-        )
-        made.update({f"{name}/{file}": COPIED for file in inside})
-        for folder in sorted(each for each in folders if str(Path(each).parent) == name):
-            short = Path(folder).name
-            made[listed] += f"- {short}\n"
-        return f"{before}{to.rstrip('/')}/listing.md{after}"
-    if not name.endswith(".md"):
-        made.setdefault(name, COPIED)
-    return link[0]
+        lines = [f"# {folder}", ""]
+        lines += [f"- [{file}]({file})" for file in (*pages, *files)]
+        lines += [f"- {name}" for name in folders]
+        self.texts[f"{folder}/listing.md"] = "\n".join(lines) + "\n"
+        self.copies.update(f"{folder}/{file}" for file in files)
 
 
 # Sections of llms.txt, and the beginnings of the paths of their pages.
