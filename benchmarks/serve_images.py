@@ -1,6 +1,6 @@
 r"""Take the pictures of `tilefold serve`'s page for docs/images, with Chromium.
 
-    tilefold demo
+    tilefold demo --minutes 5
     python -m benchmarks.serve_images --demo tilefold-demo/minutes-5-... [--documents 3000] \
         [--output docs/images]
 

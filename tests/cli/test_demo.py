@@ -146,7 +146,7 @@ def test_sizes_seeds_and_documents_have_folders_of_their_own(tmp_path: Path) -> 
         quick=False,
     )
     assert demo._choose_size(None, full=False, quick=False) == demo._choose_size(
-        5,
+        3,
         full=False,
         quick=False,
     )

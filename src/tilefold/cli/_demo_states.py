@@ -90,6 +90,6 @@ def _split_by_text(features: Features, name: str) -> list[Tensor]:
     values: Tensor = features[name]
     if OFFSETS in features:
         n_tokens = features[OFFSETS].diff().tolist()
-        return list(values[0].split(n_tokens))
+        return list(torch.split(values[0], n_tokens))
     masks = features["attention_mask"].bool()
     return [row[mask] for row, mask in zip(values, masks, strict=True)]

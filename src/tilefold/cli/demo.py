@@ -30,6 +30,7 @@ SPLADE = "SPLADE (trained here)"
 FUSION = "fusion"
 RERANKED = "SPLADE + late interaction"
 SYSTEMS = ("BM25", "dense zero-shot (all-MiniLM-L6-v2)", SPLADE, FUSION, RERANKED)
+DEFAULT_MINUTES = 3.0
 ERRORS = 2.0  # a difference of fewer standard errors may be chance
 
 
@@ -41,7 +42,7 @@ class DemoRequest(Options):
         float | None,
         option(
             "Time limit on two cores, which chooses the largest of the sizes for 3, 5, 10 and 15 "
-            "minutes; by default 5.",
+            "minutes; by default 3.",
         ),
     ] = None
     full: Annotated[
@@ -54,7 +55,7 @@ class DemoRequest(Options):
     quick: Annotated[
         bool,
         option(
-            "The same as --minutes 3.",
+            "The same as --minutes 3, the default.",
             "--quick",
         ),
     ] = False
@@ -86,7 +87,7 @@ def demo(request: DemoRequest) -> None:
     resumed.
 
     Example:
-        tilefold demo --minutes 3
+        tilefold demo --minutes 5
     """
     size = _choose_size(request.minutes, request.full, request.quick)
     if not 0 <= request.seed < 2**32:
@@ -133,9 +134,9 @@ def _choose_size(minutes: float | None, full: bool, quick: bool) -> Size:
     """Return the largest size of the demo that fits into the minutes, or the smallest size.
 
     Args:
-        minutes: the value of ``--minutes``; 5 by default.
+        minutes: the value of ``--minutes``; 3 by default.
         full: whether the full size is chosen, which has no limit.
-        quick: whether the size of ``--minutes 3`` is chosen.
+        quick: whether the default size is chosen by ``--quick``.
 
     Raises:
         UsageError: if several of these options are given, or the minutes are not above 0.
@@ -147,7 +148,7 @@ def _choose_size(minutes: float | None, full: bool, quick: bool) -> Size:
     if full:
         return steps.FULL
     if minutes is None:
-        minutes = 3.0 if quick else 5.0
+        minutes = DEFAULT_MINUTES
     # The sizes are keyed by their minutes.
     fitting_minutes = [size_minutes for size_minutes in steps.SIZES if size_minutes <= minutes]
     return steps.SIZES[max(fitting_minutes, default=min(steps.SIZES))]
