@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.selection import mark_further_combinations
 from tilefold._internal.memory import memory_left
 
 if importlib.util.find_spec("hypothesis"):
@@ -132,7 +133,9 @@ def _turn(item: pytest.Item) -> int:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # markers are set before -m selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_further_combinations(items)
     items.sort(key=_turn)
     if torch.cuda.is_available():
         return

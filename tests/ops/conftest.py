@@ -14,6 +14,8 @@ from tests.ops.base import fallback, operator
 from tests.ops.contracts import forget_calls
 from tests.ops.quick_interpreter import quicken
 
+CAPABILITY_OF_MAKE_TEST = 90
+
 
 @dataclass(frozen=True)
 class Target:
@@ -29,24 +31,24 @@ if triton_interpreted():
 
 @pytest.hookimpl(tryfirst=True)  # markers are set before -m selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but one variant of each compile gate as ``every_build``.
+    """Mark all but one variant of each compile gate as ``every_build``, and other GPUs as ``slow``.
 
-    ``make test`` builds the first variant of each kernel and architecture only.
-    ``test_cross_compile.py`` checks the gates themselves, so all of its tests run.
+    ``make test`` builds the first variant of each kernel for one architecture, ``make test-full``
+    for the others. ``test_cross_compile.py`` checks the gates themselves, so all of its tests run.
     """
     built_gates: set[tuple[object, ...]] = set()
     for item in items:
         if not isinstance(item, pytest.Function) or not item.path.name.endswith("_compile.py"):
             continue
+        if item.path.name == "test_cross_compile.py":
+            continue
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
-        gate = (
-            item.path,
-            item.originalname,
-            parameters.get("capability"),
-            parameters.get("name"),
-        )
-        if gate in built_gates and item.path.name != "test_cross_compile.py":
+        capability = parameters.get("capability", CAPABILITY_OF_MAKE_TEST)
+        gate = (item.path, item.originalname, capability, parameters.get("name"))
+        if gate in built_gates:
             item.add_marker(pytest.mark.every_build)
+        elif capability != CAPABILITY_OF_MAKE_TEST:
+            item.add_marker(pytest.mark.slow)
         built_gates.add(gate)
 
 

@@ -17,16 +17,22 @@ from tests.ops.contracts.contract import OperatorContract
 
 ROOT = Path(__file__).resolve().parents[3]
 pytestmark = NEEDS_INTERPRETER
-# Test files, and how many of their tests must pass at least.
-SHARED_RUNS = {
-    "inputs of operators": (("shared/test_inputs.py",), 76),
-    "the toy": (("shared/test_operator.py",), 13),
-    "kernels that cannot be built": (("shared/test_unavailable_kernels.py",), 139),
-}
-RUNS = SHARED_RUNS | {
+# Test files, and how many of their tests must pass at least, slow ones included.
+RUNS_OF_OPERATORS = {
     contract.name: (contract.interpreted_files, contract.interpreted_least)
     for contract in CONTRACTS
 }
+SMALL_RUNS = {
+    "inputs of operators": (("shared/test_inputs.py",), 76),
+    "the toy": (("shared/test_operator.py",), 13),
+}
+# What one process runs: starting one takes seconds.
+LARGE_RUNS = ("maxsim", "lsr_head")
+PROCESSES = {name: [RUNS_OF_OPERATORS[name]] for name in LARGE_RUNS}
+PROCESSES["others"] = [
+    *SMALL_RUNS.values(),
+    *(run for name, run in RUNS_OF_OPERATORS.items() if name not in LARGE_RUNS),
+]
 
 # Tests of `test_launches.py` for every repeated call, and for every selected one. One of the
 # latter needs hooks that are chains.
@@ -37,10 +43,15 @@ TOY_CALLS, SELECTED_TOY_CALLS = 3, 1
 SLOW_TO_INTERPRET = ("maxsim", "entmax_attention")
 
 
-def assert_pass_interpreted(names: Iterable[str], least: int, *arguments: str) -> None:
-    """Run files of ``tests/ops`` in one process; ``least`` tests or more must pass.
+def run_interpreted(names: Iterable[str], *arguments: str) -> tuple[int, int]:
+    """Run files of ``tests/ops`` in one process, of which no test may fail.
 
-    One process for several files, since starting one takes seconds.
+    Args:
+        names: The files.
+        arguments: More arguments of pytest.
+
+    Returns:
+        How many tests passed, and how many the arguments deselected.
     """
     environment = os.environ | {
         "TRITON_INTERPRET": "1",
@@ -63,7 +74,8 @@ def assert_pass_interpreted(names: Iterable[str], least: int, *arguments: str) -
     output = child.stdout + child.stderr
     assert child.returncode == 0, output[-20000:]
     passed = re.search(r"(\d+) passed", output)
-    assert passed and int(passed[1]) >= least, f"too few tests ran: {output[-500:]}"
+    deselected = re.search(r"(\d+) deselected", output)
+    return int(passed[1]) if passed else 0, int(deselected[1]) if deselected else 0
 
 
 def launch_tests(contracts: Iterable[OperatorContract]) -> int:
@@ -75,22 +87,44 @@ def launch_tests(contracts: Iterable[OperatorContract]) -> int:
     return tests
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_interpreted_kernels_pass(run: str) -> None:
-    files, least = RUNS[run]
-    assert_pass_interpreted(files, least)
+@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize(
+    "selection",
+    [
+        pytest.param("not slow", id="first combinations"),
+        pytest.param("slow", id="further combinations", marks=pytest.mark.slow),
+    ],
+)
+def test_interpreted_kernels_pass(process: str, selection: str) -> None:
+    files = [file for run_files, _ in PROCESSES[process] for file in run_files]
+    passed, deselected = run_interpreted(files, "-m", selection)
+    assert passed
+    assert passed + deselected >= sum(least for _, least in PROCESSES[process])
 
 
+def test_launches_of_the_toy_are_repeated() -> None:
+    passed, _ = run_interpreted(["shared/test_launches.py"], "-k", "toy")
+    assert passed >= TESTS_OF_EVERY_CALL * TOY_CALLS + TESTS_OF_SELECTED_CALLS * SELECTED_TOY_CALLS
+
+
+@pytest.mark.slow
+def test_kernels_that_cannot_be_built_are_replaced() -> None:
+    passed, _ = run_interpreted(["shared/test_unavailable_kernels.py"])
+    assert passed >= 139
+
+
+@pytest.mark.slow
 def test_repeated_launches_of_operators_that_are_slow_to_interpret() -> None:
     """A test of its own, so that two workers share the work."""
     contracts = [contract for contract in CONTRACTS if contract.name in SLOW_TO_INTERPRET]
     expression = " or ".join(SLOW_TO_INTERPRET)
-    assert_pass_interpreted(["shared/test_launches.py"], launch_tests(contracts), "-k", expression)
+    passed, _ = run_interpreted(["shared/test_launches.py"], "-k", expression)
+    assert passed >= launch_tests(contracts)
 
 
+@pytest.mark.slow
 def test_repeated_launches_of_other_operators() -> None:
     contracts = [contract for contract in CONTRACTS if contract.name not in SLOW_TO_INTERPRET]
-    expression = f"not ({' or '.join(SLOW_TO_INTERPRET)})"
-    least = launch_tests(contracts)
-    least += TESTS_OF_EVERY_CALL * TOY_CALLS + TESTS_OF_SELECTED_CALLS * SELECTED_TOY_CALLS
-    assert_pass_interpreted(["shared/test_launches.py"], least, "-k", expression)
+    expression = f"not ({' or '.join((*SLOW_TO_INTERPRET, 'toy'))})"
+    passed, _ = run_interpreted(["shared/test_launches.py"], "-k", expression)
+    assert passed >= launch_tests(contracts)
