@@ -177,6 +177,7 @@ print([name for name in dir(torch.ops) if "tilefold" in name], set(kernels.__all
 """
 
 
+@pytest.mark.slow
 def test_the_operators_of_the_hub_s_package_run_without_tilefold_in_a_namespace_of_their_own(
     tmp_path: Path,
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_peak_is_seen_even_when_the_memory_is_gone_again() -> None:
     assert abs(resident_peak_mib(lambda: torch.ones(256 * 2**18).sum()) - 256) < 32
 
 
+@pytest.mark.slow
 def test_a_fresh_process_weighs_the_plain_head_by_its_logits_and_ours_without_them() -> None:
     logits_mib = 2 * 128 * 30522 * 4 / 2**20
     plain = measure_peaks("lsr_head", SMALL, "eager")

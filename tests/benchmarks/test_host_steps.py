@@ -96,6 +96,7 @@ def counted() -> dict[str, tuple[int, ...]]:
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "training"), CALLS)
 def test_a_repeated_call_takes_no_more_of_the_host(
     name: str,

@@ -99,6 +99,7 @@ def test_the_heaviest_terms_hold_the_published_share_of_the_scores(
     assert 0.8 < np.mean(shares) < 0.9
 
 
+@pytest.mark.slow
 def test_the_command_measures_every_engine_and_writes_what_it_prints(tmp_path: Path) -> None:
     pytest.importorskip("seismic")
     arguments = ["--quick", "--shape", "splade-1k", "--device", "cpu", "--output", str(tmp_path)]

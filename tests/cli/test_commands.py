@@ -559,6 +559,7 @@ cli.main()
 NANOBIND_METACLASS = 'metaclass = type("nb_type_0", (type,), {"__module__": "nanobind"})'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "state"),
     [

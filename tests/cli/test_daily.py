@@ -563,6 +563,7 @@ def test_the_last_of_repeated_options_counts_and_a_note_says_so(
     assert twice.err.splitlines()[0] == "--k was given twice: the last one counts."
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_encode_reports_truncated_texts_with_one_and_with_several_processes(
     call: Call,
@@ -640,6 +641,7 @@ def test_evaluate_reports_truncated_documents_of_a_dense_model(
     assert reports == [("16", "documents")], outcome.err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_process_that_trains(work: Path, masked_lm: str, tmp_path: Path) -> None:
     train = (
         "train",

@@ -67,6 +67,7 @@ def n_encoded(folder: Path) -> int:
     return read_manifest(folder).n_documents
 
 
+@pytest.mark.slow
 def test_sigterm_keeps_shards_of_ray(corpus: Path, masked_lm: str, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     output = tmp_path / "vectors"
@@ -108,6 +109,7 @@ def test_sigterm_keeps_encoded_shards(
     assert 0 < n_encoded(output) < N_DOCUMENTS
 
 
+@pytest.mark.slow
 def test_sigterm_keeps_checkpoints(shared: Path, masked_lm: str, tmp_path: Path) -> None:
     command = ("train", "--data", shared / "data", "--model", masked_lm, "--steps", 10**5)
     options = ("--batch-size", 4, "--save-minutes", 0, "--output", tmp_path / "m")
@@ -121,6 +123,7 @@ def test_sigterm_keeps_checkpoints(shared: Path, masked_lm: str, tmp_path: Path)
     assert list(tmp_path.glob("m.training/checkpoint-*/tilefold_whole.json"))
 
 
+@pytest.mark.slow
 def test_sigterm_keeps_scores_of_finished_teachers(
     call: Call,
     shared: Path,

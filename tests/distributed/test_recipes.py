@@ -429,6 +429,7 @@ def train_command(base: str, tmp_path: Path, *options: str) -> list[Any]:
     return [*arguments, *options]
 
 
+@pytest.mark.slow
 def test_the_command_reports_a_killed_rank_and_starts_again(base: str, tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     command = train_command(base, tmp_path, "--steps", "2000")

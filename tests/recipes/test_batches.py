@@ -316,6 +316,7 @@ def test_single_pairs_are_warned_of_and_filled_batches_have_none(
     assert (result.trained_pairs == 160) == fill_batches
 
 
+@pytest.mark.slow
 def test_a_resumed_run_counts_the_steps_before_the_interruption(base: str, tmp_path: Path) -> None:
     recipe = get_recipe("splade", base_model=base, batch_size=8, epochs=4, save_steps=3, bf16=False)
     expected = train(recipe, skewed_collection(), tmp_path / "whole")
@@ -332,6 +333,7 @@ def test_a_resumed_run_counts_the_steps_before_the_interruption(base: str, tmp_p
     assert resumed.warnings == expected.warnings
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_at_the_end_of_an_epoch_leaves_none_out(
     base: str,
     tmp_path: Path,

@@ -527,6 +527,7 @@ def test_a_pickle_of_more_than_tensors_is_not_run(
     refused(ValueError, r"must hold `weight` \[1, D\] and `bias` \[1\]", load_sparse_linear, path)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_of_adapters_goes_on(
     bases: dict[str, str],
     collection: Collection,

@@ -171,6 +171,7 @@ def test_patience_ends_a_run(base_model: str, tmp_path: Path) -> None:
     assert result.kept_step == result.steps - 2
 
 
+@pytest.mark.slow
 def test_patience_counts_on_when_a_run_resumes(base_model: str, tmp_path: Path) -> None:
     recipe = patient_recipe(base_model)
     expected = train(recipe, with_dev(), tmp_path / "uninterrupted")
@@ -179,6 +180,7 @@ def test_patience_counts_on_when_a_run_resumes(base_model: str, tmp_path: Path) 
     assert train(recipe, with_dev(), tmp_path / "m").evaluations == expected.evaluations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patience", [1, None])
 def test_a_run_that_was_interrupted_while_it_saved_its_model_does_not_train_again(
     patience: int | None,

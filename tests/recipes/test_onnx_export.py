@@ -145,6 +145,7 @@ def test_a_graph_with_top_k_has_the_heaviest_terms(
     torch.testing.assert_close(vectors.topk(8).values, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_document_encoder_of_a_router_with_sum_pooling_is_exported(tmp_path: Path) -> None:
     document_encoder = splade(tmp_path / "lm", "distilbert", "sum", "log1p_relu")
     tokenizer = document_encoder.tokenizer
@@ -204,12 +205,14 @@ def test_a_model_without_a_network_is_not_exported(stock: SparseEncoder, tmp_pat
     assert_export_is_refused(model, tmp_path / "out", "got SparseStatic")
 
 
+@pytest.mark.slow
 def test_a_model_with_empty_vectors_is_not_exported(stock: SparseEncoder, tmp_path: Path) -> None:
     torch.nn.init.constant_(stock[0].model.get_output_embeddings().bias, -1e4)
     message = "got empty vectors. Train the model first"
     assert_export_is_refused(stock, tmp_path / "out", message)
 
 
+@pytest.mark.slow
 def test_a_graph_with_other_scores_is_not_written(
     stock: SparseEncoder,
     tmp_path: Path,

@@ -253,7 +253,11 @@ def kill_at_step_5(recipe: Any, folder: Path) -> None:
     "settings",
     [
         pytest.param({"group_by_length": True}, id="batches by length"),
-        pytest.param({"evaluate_steps": 2, "learning_rate": 1e-2}, id="evaluations"),
+        pytest.param(
+            {"evaluate_steps": 2, "learning_rate": 1e-2},
+            id="evaluations",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_killed_run_resumes_and_ends_as_one_without_interruption(

@@ -158,6 +158,7 @@ def test_copies_and_pickles_stay_accelerated_with_weights_and_options_of_their_o
         assert is_accelerated(either) and not is_accelerated(twin)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:Sparse invariant checks",
 )  # torch, on unpickling a sparse tensor

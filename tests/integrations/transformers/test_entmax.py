@@ -283,6 +283,7 @@ def test_auto_model_runs_the_attention_of_the_checkpoint_unless_the_call_names_a
     assert loaded.config._attn_implementation == expected_implementation
 
 
+@pytest.mark.slow
 def test_without_tilefold_a_checkpoint_with_entmax_does_not_load(bert_checkpoint: Path) -> None:
     # instead of running softmax
     code = "import sys; from transformers import AutoModel; AutoModel.from_pretrained(sys.argv[1])"

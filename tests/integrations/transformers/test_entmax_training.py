@@ -421,6 +421,7 @@ def test_a_module_without_attention_cannot_be_recorded() -> None:
         pass
 
 
+@pytest.mark.slow
 def test_the_example_trains_both_tasks_with_every_attention(tmp_path: Path) -> None:
     process = programs.run(
         "-m",

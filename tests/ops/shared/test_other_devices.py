@@ -25,6 +25,7 @@ from tests.processes import ROOT, environment
 make_device = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(triton_interpreted(), reason="needs no interpreter")
 @pytest.mark.skipif(make_device is None, reason="this torch makes no devices in Python")
 def test_every_operator_runs_on_a_device_that_torch_does_not_know() -> None:

@@ -98,6 +98,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilefold.retrieval.encoding.on_ray.APPEAR_SECONDS", 0.1)
 
 
+@pytest.mark.slow  # starts Ray twice; the tests below call its workers without it
 @pytest.mark.filterwarnings("default")  # Ray leaves files and sockets to the collector of garbage
 def test_after_kills_the_bytes_are_those_of_one_process(
     saved: Path,

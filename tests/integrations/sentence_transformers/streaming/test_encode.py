@@ -293,6 +293,7 @@ for capacity, top_k in ((1024, None), (4, None), (4, None), (1024, 5)):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NEEDS_INTERPRETER[0].args[0], reason="triton is not installed")
 @pytest.mark.skipif(NEEDS_INTERPRETER[2].args[0], reason="numpy is too new for the interpreter")
 def test_rows_of_fixed_capacity_are_those_of_stock_and_full_ones_are_encoded_again() -> None:
