@@ -15,6 +15,14 @@ from tests.ops.contracts import forget_calls
 from tests.ops.quick_interpreter import quicken
 
 CAPABILITY_OF_MAKE_TEST = 90
+# What `make test` runs in Triton's interpreter: every operator next to its reference, and the toy.
+INTERPRETED_IN_MAKE_TEST = (
+    "test_implementations.py",
+    "test_operator.py",
+    "test_rows.py",
+    "test_sparse_search.py",
+    "test_xtr.py",
+)
 
 
 @dataclass(frozen=True)
@@ -31,13 +39,17 @@ if triton_interpreted():
 
 @pytest.hookimpl(tryfirst=True)  # markers are set before -m selects by them
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but one variant of each compile gate as ``every_build``, and other GPUs as ``slow``.
+    """Mark what ``make test`` leaves out of the compile gates and of the interpreted tests.
 
-    ``make test`` builds the first variant of each kernel for one architecture, ``make test-full``
-    for the others. ``test_cross_compile.py`` checks the gates themselves, so all of its tests run.
+    All but one variant of each compile gate is ``every_build``. ``make test`` builds the first
+    variant of each kernel for one architecture, ``make test-full`` for the others.
+    ``test_cross_compile.py`` checks the gates themselves, so all of its tests run. Tests that the
+    interpreter runs in addition to those of :data:`INTERPRETED_IN_MAKE_TEST` are ``slow``.
     """
     built_gates: set[tuple[object, ...]] = set()
     for item in items:
+        if triton_interpreted() and item.path.name not in INTERPRETED_IN_MAKE_TEST:
+            item.add_marker(pytest.mark.slow)
         if not isinstance(item, pytest.Function) or not item.path.name.endswith("_compile.py"):
             continue
         if item.path.name == "test_cross_compile.py":

@@ -91,8 +91,8 @@ def launch_tests(contracts: Iterable[OperatorContract]) -> int:
 @pytest.mark.parametrize(
     "selection",
     [
-        pytest.param("not slow", id="first combinations"),
-        pytest.param("slow", id="further combinations", marks=pytest.mark.slow),
+        pytest.param("not slow", id="not slow"),
+        pytest.param("slow", id="slow", marks=pytest.mark.slow),
     ],
 )
 def test_interpreted_kernels_pass(process: str, selection: str) -> None:

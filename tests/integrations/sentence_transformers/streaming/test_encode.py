@@ -347,6 +347,7 @@ def test_what_the_stream_of_vectors_does_not_serve_is_stock_until_it_is_gone(
     assert "encode" not in vars(late)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_rows_of_several_windows_stay_on_the_device(model: SparseEncoder, device: str) -> None:
     texts = MANY * 12
