@@ -21,7 +21,6 @@ MAX_NUMBERS = 4
 ALLOWED = {
     "README.md": {"numbers": 3},
     "benchmarks.md": {"numbers": 8},
-    "cli.md": {"long": 2},
     "numerics.md": {"numbers": 1},
     "scale-out.md": {"numbers": 1},
 }
