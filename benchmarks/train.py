@@ -25,7 +25,9 @@ over the run.
 |---|---|
 | stock | sentence-transformers without changes |
 | padded | ``accelerate(model, packed=False)``: the fused head or scores on padded batches |
-| packed | ``accelerate(model)`` and ``collate_ahead(trainer)`` |
+| model | ``accelerate(model)`` |
+| trainer | ``accelerate(trainer)``, with compiled layers for these numbers of steps |
+| packed | ``accelerate(model, graphs=False)`` and ``collate_ahead(trainer)`` |
 | graphs | the same with ``collate_ahead(trainer, graphs=True)`` |
 | compiled | the same with ``collate_ahead(trainer, graphs=True, compiled=True)`` |
 """
@@ -265,7 +267,23 @@ JOB = Job(
             128,
             30_522,
             "ragged",
-            {"stock": 10, "padded": 15, "packed": 40, "graphs": 300, "compiled": 300},
+            {
+                "stock": 30,
+                "model": 60,
+                "trainer": 120,
+                "padded": 15,
+                "packed": 40,
+                "graphs": 300,
+                "compiled": 300,
+            },
+        ),
+        _case(
+            "ragged-32",
+            "splade",
+            32,
+            30_522,
+            "ragged",
+            {"stock": 30, "model": 60, "trainer": 120},
         ),
         _case(
             "ragged-128-large",
@@ -289,7 +307,7 @@ JOB = Job(
             128,
             30_522,
             "full",
-            {"stock": 10, "packed": 20, "graphs": 40, "compiled": 40},
+            {"stock": 20, "model": 40, "trainer": 60, "packed": 20, "graphs": 40, "compiled": 40},
         ),
         _case(
             "colbert-128",
@@ -297,7 +315,14 @@ JOB = Job(
             128,
             30_522,
             "ragged",
-            {"stock": 15, "packed": 40, "graphs": 100, "compiled": 100},
+            {
+                "stock": 30,
+                "model": 60,
+                "trainer": 120,
+                "packed": 40,
+                "graphs": 100,
+                "compiled": 100,
+            },
         ),
         _case(
             "tiny",
@@ -305,10 +330,18 @@ JOB = Job(
             8,
             30_522,
             "ragged",
-            {"stock": 4, "padded": 4, "packed": 4, "graphs": 4},
+            {"stock": 4, "model": 4, "trainer": 4, "padded": 4, "packed": 4},
             tiny=True,
         ),
-        _case("tiny-colbert", "colbert", 8, 30_522, "ragged", {"stock": 4, "packed": 4}, tiny=True),
+        _case(
+            "tiny-colbert",
+            "colbert",
+            8,
+            30_522,
+            "ragged",
+            {"stock": 4, "trainer": 4, "packed": 4},
+            tiny=True,
+        ),
     ),
     key=("case", "side"),
     shown=(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,7 +22,11 @@ WARM_STEPS = 5
 # have occurred twice
 GRAPH_WARM_STEPS = 80
 # sides with CUDA graphs
-GRAPHS = ("graphs", "compiled")
+GRAPHS = ("model", "trainer", "graphs", "compiled")
+# sides that ``collate_ahead`` accelerates
+COLLATED = ("packed", "graphs", "compiled")
+# sides whose model stays stock until its trainer is accelerated
+STOCK_MODELS = ("stock", "trainer")
 # steps under a profiler, after the timed ones
 PROFILED_STEPS = 3
 LEARNING_RATE = 2e-5
@@ -76,9 +81,10 @@ def train(
     Args:
         kind: ``"splade"`` or ``"colbert"``.
         model: a model of :func:`benchmarks.train_data.make_encoder`.
-        side: how the model is trained: ``"stock"``; ``"padded"``, accelerated without packed
-            inputs; ``"packed"``, accelerated, with batches that are collated ahead; ``"graphs"``,
-            with CUDA graphs, too; ``"compiled"``, with graphs of compiled layers.
+        side: how the model is trained: ``"stock"``; ``"model"``, by ``accelerate(model)``;
+            ``"trainer"``, by ``accelerate(trainer)``; ``"padded"``, accelerated without packed
+            inputs; ``"packed"``, with batches that are collated ahead and without graphs;
+            ``"graphs"``, with CUDA graphs, too; ``"compiled"``, with graphs of compiled layers.
         rows: queries and documents, ``batch`` of each for every step.
         batch: the pairs per step.
         steps: the number of timed steps.
@@ -156,8 +162,8 @@ def run(
     # without autocast no step is timed
     warm_steps = GRAPH_WARM_STEPS if side in GRAPHS and bf16 else WARM_STEPS
     watch = StepWatch(model, steps, warm_steps)
-    if side != "stock":
-        accelerate(model, packed=side != "padded")
+    if side not in STOCK_MODELS:
+        accelerate(model, packed=side != "padded", graphs=side == "model")
     loss = make_loss(kind, model, side)
     loss.register_forward_hook(lambda module, inputs, output: watch.add_loss(output))
     try:
@@ -174,8 +180,14 @@ def run(
             )
             trainer.add_callback(Callback())
             trainer.remove_callback(PrinterCallback)
-            if side in {"packed", *GRAPHS}:
-                collate_ahead(trainer, graphs=side in GRAPHS, compiled=side == "compiled")
+            if side in COLLATED:
+                collate_ahead(
+                    trainer,
+                    graphs=side in {"graphs", "compiled"},
+                    compiled=side == "compiled",
+                )
+            elif side == "trainer":
+                print(accelerate(trainer), file=sys.stderr)
             trainer.train()
     finally:
         watch.close()
@@ -193,7 +205,8 @@ def run(
 def make_loss(kind: str, model: Any, side: str) -> Any:
     """Create the stock loss of a kind of model.
 
-    ColBERT's scores are computed by tilefold's operator, except on the stock side.
+    ColBERT's scores are computed by tilefold's operator, except on the stock side and if
+    accelerating the trainer replaces them.
     """
     if kind == "splade":
         from sentence_transformers.sparse_encoder import losses
@@ -216,7 +229,7 @@ def make_loss(kind: str, model: Any, side: str) -> Any:
 
     from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 
-    if side == "stock":
+    if side in STOCK_MODELS:
         return MultiVectorMultipleNegativesRankingLoss(model)
     return MultiVectorMultipleNegativesRankingLoss(model, similarity_fct=colbert_scores)
 

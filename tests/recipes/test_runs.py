@@ -648,7 +648,7 @@ def test_more_frozen_layers_than_the_model_has_are_refused(
     refused(ValueError, message, train, frozen, collection, tmp_path / "m")
 
 
-def test_graphs_of_a_model_of_several_encoders_are_refused(
+def test_graphs_that_are_not_possible_are_refused_with_the_reason(
     recipe: Any,
     collection: Any,
     tmp_path: Path,
@@ -656,7 +656,7 @@ def test_graphs_of_a_model_of_several_encoders_are_refused(
 ) -> None:
     monkeypatch.setattr(_training, "check_graphs", lambda graphs: None)
     two_encoders = get_recipe("splade-doc", base_model=recipe.base_model, **SMALL, graphs=True)
-    message = "graphs must be False for a model of several encoders"
+    message = "graphs must be None or False for this training, got True, but the model is on a CPU"
     refused(ValueError, message, train, two_encoders, collection, tmp_path / "m")
 
 
