@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, Literal
 
 from tilefold.integrations.sentence_transformers import _accelerate
 
+# The base class of all trainers of sentence-transformers.
+_TRAINER = "sentence_transformers.base.trainer.BaseTrainer"
 # The options of a model with which a trainer's model stays as it is, if it is accelerated.
 _MODEL_DEFAULTS = {
     "impl": "auto",
@@ -142,8 +143,7 @@ def restore(model: Any) -> None:
 def _is_trainer(value: object) -> bool:
     """Whether a value is a trainer of sentence-transformers.
 
-    The module of the trainers takes seconds to import, so it is not imported here: as long as it is
-    not, there is no trainer.
+    Base classes are compared by name, because the module of the trainers takes seconds to import.
     """
-    module = sys.modules.get("sentence_transformers.base.trainer")
-    return module is not None and isinstance(value, module.BaseTrainer)
+    names = {f"{base.__module__}.{base.__qualname__}" for base in type(value).__mro__}
+    return _TRAINER in names

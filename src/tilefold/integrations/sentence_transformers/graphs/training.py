@@ -731,7 +731,7 @@ _LOWER_DONE_ARGUMENT = 5
 
 
 class _ForwardPass(NamedTuple):
-    """What is needed to repeat a forward pass, if its activations are overwritten.
+    """State from which a forward pass can be repeated, if its activations are overwritten.
 
     Attributes:
         features: the packed batch.
@@ -790,7 +790,7 @@ class _GraphedEncoder(torch.autograd.Function):
             ctx: the context of autograd.
             graphs: the graphs of the encoder.
             graph: the captured step to replay.
-            forward_pass: what is needed to replay the step again. Its batch has n tokens.
+            forward_pass: the state from which the step can be replayed again. Its batch has n tokens.
             marker: is kept alive until the backward pass has run.
             positions: the positions of ``parameters`` in ``graphs.parameters``.
             lower_done: the output of :class:`_LowerLayers`, or None. Its value is not used: as an
