@@ -790,7 +790,8 @@ class _GraphedEncoder(torch.autograd.Function):
             ctx: the context of autograd.
             graphs: the graphs of the encoder.
             graph: the captured step to replay.
-            forward_pass: the state from which the step can be replayed again. Its batch has n tokens.
+            forward_pass: the state from which the step can be replayed again. Its batch has n
+                tokens.
             marker: is kept alive until the backward pass has run.
             positions: the positions of ``parameters`` in ``graphs.parameters``.
             lower_done: the output of :class:`_LowerLayers`, or None. Its value is not used: as an
