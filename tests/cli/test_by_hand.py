@@ -260,6 +260,7 @@ def walk_through() -> list[list[str]]:
     return [words[1:] for words in lines if words and words[1] != "serve"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_walk_through_of_the_documents_runs(
     call: Call,

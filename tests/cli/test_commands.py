@@ -414,6 +414,7 @@ def test_minilm_is_evaluated_as_a_dense_model_and_with_an_index(call: Any, packa
         assert measured(call(*evaluate, *options))["measures"]["nDCG@10"] > 0.5
 
 
+@pytest.mark.slow
 def test_minilm_is_made_again_of_its_documents(
     call: Any,
     packaged: Path,

@@ -90,6 +90,7 @@ def test_the_demo_makes_everything_once_and_search_finds_it(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_demo")
 @pytest.mark.filterwarnings("ignore")
 def test_a_demo_goes_on_and_its_commands_repeat_its_rows(

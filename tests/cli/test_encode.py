@@ -34,6 +34,7 @@ from tilefold.retrieval.training_data.mining import (
 from tilefold.retrieval.training_data.teachers import ensemble
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_two_processes_write_what_one_writes_and_say_it_once(tmp_path: Path) -> None:
     data = tmp_path / "documents.jsonl"

@@ -212,7 +212,14 @@ def train_until_interrupted(recipe: Any, folder: Path, last_step: int) -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["splade", "grouped", "colbert", "deepct", "splade-doc", "prosper"],
+    [
+        "splade",
+        "colbert",
+        *(
+            pytest.param(kind, marks=pytest.mark.slow)
+            for kind in ("grouped", "deepct", "splade-doc", "prosper")
+        ),
+    ],
 )
 def test_several_ranks_have_the_losses_of_one_process(
     two_ranks: Ranks,
@@ -250,6 +257,7 @@ def test_mini_batches_have_the_losses_of_whole_batches(
     assert_same_losses(tmp_path / "two", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_rank_0_evaluates_and_all_ranks_stop_and_return_the_best_step(
     two_ranks: Ranks,
     exact_base: str,
@@ -279,6 +287,7 @@ def test_rank_0_evaluates_and_all_ranks_stop_and_return_the_best_step(
     assert_near(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed_rank", [0, 1])
 def test_a_killed_rank_ends_the_others_and_one_process_resumes(
     two_ranks: Ranks,

@@ -486,7 +486,12 @@ JOBS = [
     pytest.param(gives_only_the_gradients_that_are_needed, [], id="needed gradients"),
     pytest.param(scores_without_gradients, [], id="no gradients"),
     pytest.param(a_main_grad_shard_takes_the_weight_gradient, [], id="main gradient"),
-    pytest.param(compiles_in_one_graph, ["aot_eager"], id="compiled head"),
+    pytest.param(
+        compiles_in_one_graph,
+        ["aot_eager"],
+        id="compiled head",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(a_parallelized_module_compiles, ["aot_eager"], id="compiled module"),
     pytest.param(sparse_rows_equal_one_device, [53, None, 0.0], id="sparse rows"),
     pytest.param(sparse_rows_equal_one_device, [53, 3, 0.0], id="sparse rows of 3 terms"),
