@@ -20,6 +20,7 @@ from tilefold._internal.typing import Model, Transformer
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _pooling
+from tilefold.integrations.sentence_transformers._ahead import compile_head_ahead
 from tilefold.integrations.sentence_transformers._check_record import (
     CheckRecord,
     checks_are_repeated,
@@ -348,6 +349,7 @@ def _fuse_heads(
                 f"quantize must be None for pooling {name!r}, got {quantize!r}; "
                 "only max runs in fp8.",
             )
+        compile_head_ahead(fusable, impl=impl, screen=screen, check=check)
         if check:
             check_fused_head(fusable, impl)
     for fusable in fusables:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import inspect
 import platform
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -116,6 +117,34 @@ def triton_cache() -> str:
 def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors to other tensors, in as few launches as possible."""
     torch._foreach_copy_(targets, sources)
+
+
+@functools.cache
+def _triton_driver() -> Any:
+    """Return Triton's driver, with the C module that it compiles when it is first used."""
+    from triton.runtime import driver
+
+    driver.active.get_current_target()
+    return driver.active
+
+
+# Held while Triton's driver is used for the first time, so that its module is compiled once.
+_driver_lock = threading.Lock()
+
+
+def load_driver() -> Any:
+    """Return Triton's driver. Any thread may call this."""
+    with _driver_lock:
+        return _triton_driver()
+
+
+def build_launcher(compiled: Any) -> None:
+    """Compile the C function by which Triton launches a compiled kernel.
+
+    Triton would compile it at the first launch. It is stored on disk, and the GPU is not used.
+    Releases that need no such function do nothing.
+    """
+    load_driver().launcher_cls(compiled.src, compiled.metadata)
 
 
 @functools.cache

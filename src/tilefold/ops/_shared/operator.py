@@ -347,12 +347,14 @@ class Operator(Generic[TensorsT, OptionsT]):
         """Plan the kernels of a pass, and return a program that launches them on the device.
 
         The plan depends only on shapes, strides and dtypes of the inputs, which are passed on as
-        tensors on the meta device.
+        tensors on the meta device. Background threads start to compile the kernels, and those of
+        the backward pass if one may follow.
 
         Returns:
             The program, or ``None`` if there is no plan for this call.
         """
-        from tilefold.ops._shared._triton.program import Program  # needs Triton
+        from tilefold.ops._shared._triton.launch import start_plan  # needs Triton
+        from tilefold.ops._shared._triton.program import Program
 
         device = inputs[0].device
         setting = setting_of(device, call.aligned)
@@ -361,15 +363,115 @@ class Operator(Generic[TensorsT, OptionsT]):
             plan = self._plan_backward(call, layouts, setting)
             saved = self._backward_inputs(inputs).saved
             results = self._gradient_buffers(saved, call.options, call.needs, call.main_grads)
-            main_grad_names = [f"d{name}" for name in call.main_grads]
-            input_names = (self._output_grad_name, *self.saved._fields, *main_grad_names)
+            input_names = self._backward_names(call)
         else:
             plan = self.plans().forward(self.tensors(*layouts), call.options, call.needs, setting)
             results = self._output_buffers(self.tensors(*inputs), call.options, call.needs)
             input_names = self._tensor_names
         if plan is None:
             return None
+        if call.aligned:  # builds ahead of time are for aligned tensors
+            named_layouts = dict(zip(input_names, layouts, strict=True))
+            start_plan(plan, named_layouts, results, device, runs_now=True)
+            if call.needs and not call.backward and call.select_saved is not None:
+                needs = tuple(
+                    getattr(inputs[position], "requires_grad", False)
+                    for position in self._differentiable
+                )
+                self._start_backward(call, layouts, plan, needs, device)
         return Program(plan, input_names, results, device, call.aligned)
+
+    def compile_ahead(self, tensors: TensorsT, options: OptionsT, device: torch.device) -> None:
+        """Let background threads compile the kernels of a call without gradients.
+
+        Args:
+            tensors: layouts of the tensors on the meta device, all of which will be aligned.
+            options: the checked options.
+            device: the GPU.
+        """
+        from tilefold.ops._shared._triton.launch import start_plan  # needs Triton
+
+        try:
+            plan = self.plans().forward(tensors, options, False, setting_of(device))
+        except KernelUnavailableError:  # the call gives the kernel up
+            return
+        if plan is not None:
+            results = self._output_buffers(tensors, options, False)
+            start_plan(plan, tensors._asdict(), results, device, runs_now=False)
+
+    def _start_backward(
+        self,
+        call: Pass,
+        layouts: Values,
+        plan: Plan,
+        needs: Needs,
+        device: torch.device,
+    ) -> None:
+        """Let background threads compile the kernels of the backward pass of a forward pass.
+
+        The gradient of the first result is expected to have its layout. With another one, launches
+        compile what is missing.
+
+        Args:
+            call: the forward pass.
+            layouts: layouts of its tensors on the meta device.
+            plan: its plan.
+            needs: which gradients will be computed.
+            device: the GPU.
+        """
+        from tilefold.ops._shared._triton.launch import start_plan  # needs Triton
+
+        if not any(needs):
+            return
+        tensors = cast(TensorsT, self.tensors(*layouts))
+        results: list[Any] = []
+        for name, buffer in self._output_buffers(tensors, call.options, call.needs).items():
+            is_skipped = buffer is None or name in plan.skipped_results
+            results.append(None if is_skipped else buffer.on(torch.device("meta")))
+        saved = call.select_saved((*layouts, *results, None))
+        main_grads = [
+            torch.empty_like(layouts[self._tensor_names.index(name)], dtype=torch.float32)
+            for name in call.main_grads
+        ]
+        backward_pass = self._backward_pass(call, needs, aligned=True)
+        inputs = (results[0], *saved, *main_grads)
+        try:
+            backward_plan = self._plan_backward(backward_pass, inputs, setting_of(device))
+        except KernelUnavailableError:  # the backward pass gives the kernel up
+            return
+        if backward_plan is None:
+            return
+        gradients = self._gradient_buffers(
+            self.saved(*saved),
+            call.options,
+            needs,
+            call.main_grads,
+        )
+        named_layouts = dict(zip(self._backward_names(call), inputs, strict=True))
+        start_plan(backward_plan, named_layouts, gradients, device, runs_now=False)
+
+    def _backward_names(self, call: Pass) -> Values:
+        """Return the names of the inputs of a backward pass, in their order."""
+        main_grad_names = [f"d{name}" for name in call.main_grads]
+        return (self._output_grad_name, *self.saved._fields, *main_grad_names)
+
+    def _backward_pass(self, call: Pass, needs: Needs, *, aligned: bool) -> Pass:
+        """Return the backward pass of a forward pass.
+
+        Args:
+            call: the forward pass.
+            needs: which gradients are computed.
+            aligned: whether all its inputs begin at multiples of 16 bytes.
+        """
+        return Pass(
+            name=call.name,
+            options=call.options,
+            impl=call.impl,
+            needs=needs,
+            backward=True,
+            aligned=aligned,
+            main_grads=call.main_grads,
+        )
 
     def _plan_backward(self, call: Pass, layouts: Values, setting: Setting) -> Plan | None:
         """Plan the kernels of a backward pass.
@@ -480,15 +582,7 @@ class Operator(Generic[TensorsT, OptionsT]):
             return self._registered_gradients(output_grad, saved, call.options, needs, call.impl)
         backward_pass = self.calls.get(key)
         if backward_pass is None:
-            backward_pass = Pass(
-                name=call.name,
-                options=call.options,
-                impl=call.impl,
-                needs=needs,
-                backward=True,
-                aligned=is_aligned(key),
-                main_grads=call.main_grads,
-            )
+            backward_pass = self._backward_pass(call, needs, aligned=is_aligned(key))
             self._remember(key, backward_pass)
         return self.compute(backward_pass, inputs)
 

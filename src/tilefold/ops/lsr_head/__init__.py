@@ -2,12 +2,15 @@
 
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, quantize_weight
 from tilefold.ops.lsr_head._sparse import CapacityRows, rows_of_scores
+from tilefold.ops.lsr_head.ahead import ExpectedCall, compile_ahead
 from tilefold.ops.lsr_head.api import chosen_impl, lsr_head, lsr_head_rows, lsr_head_sparse
 
 __all__ = [
     "CapacityRows",
+    "ExpectedCall",
     "QuantizedWeight",
     "chosen_impl",
+    "compile_ahead",
     "lsr_head",
     "lsr_head_rows",
     "lsr_head_sparse",

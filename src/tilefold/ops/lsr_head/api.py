@@ -307,6 +307,12 @@ def _scored_blocks(
         yield first_column, score(weight[block], None if bias is None else bias[block])
 
 
+def rows_block_size(batch: int) -> int:
+    """Return the columns of a block of :func:`lsr_head_rows`, for ``batch`` sequences."""
+    block_size = ROWS_BLOCK_SCORES // max(1, batch) // ROWS_BLOCK_ALIGNMENT * ROWS_BLOCK_ALIGNMENT
+    return max(ROWS_BLOCK_ALIGNMENT, block_size)
+
+
 def lsr_head_rows(
     hidden: Tensor,
     weight: Tensor | QuantizedWeight,
@@ -353,8 +359,7 @@ def lsr_head_rows(
 
     batch = hidden.size(0) if cu_seqlens is None else cu_seqlens.numel() - 1
     vocab = weight.size(0)
-    block_size = ROWS_BLOCK_SCORES // max(1, batch) // ROWS_BLOCK_ALIGNMENT * ROWS_BLOCK_ALIGNMENT
-    block_size = max(ROWS_BLOCK_ALIGNMENT, block_size)
+    block_size = rows_block_size(batch)
     counts = torch.zeros(batch, dtype=torch.int32, device=device)
     columns = torch.empty(batch, capacity, dtype=torch.int32, device=device)
     values = torch.empty(batch, capacity, dtype=torch.float32, device=device)

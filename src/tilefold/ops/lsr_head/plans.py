@@ -244,6 +244,8 @@ def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
     builder.set_parameters(WITH_WINNERS=training, GROUP=config["GROUP"])
     if not training:
         builder.skip_result("winners")
+        # kernels do not read it, but would be compiled for each value
+        builder.set_parameters(NO_WINNER=no_winner(torch.int32))
     rows = _pack_rows(builder, config["GROUP"], training)
     splits, multiple = configs.plan_splits(
         rows.n_rows,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -17,18 +18,32 @@ from triton.errors import TritonError
 
 from tilefold.ops._shared._triton.cuda_driver import bind, enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
+from tilefold.ops._shared.background import KERNEL_BUILDS
 from tilefold.ops._shared.fallback import KernelFallback, KernelUnavailableError
 from tilefold.ops._shared.impl import triton_interpreted
-from tilefold.ops._shared.internals import Addresses, Grid, LaunchAt, Tma, specialized
-from tilefold.ops._shared.plan import Constants, Launch, Values
+from tilefold.ops._shared.internals import (
+    Addresses,
+    Grid,
+    LaunchAt,
+    Tma,
+    build_launcher,
+    load_driver,
+    specialized,
+)
+from tilefold.ops._shared.plan import Buffer, Constants, Launch, Plan, TorchStep, Values
 
 MAX_BUILT = 4096  # kinds of arguments that are remembered: constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
+# An aligned address that stands for those of tensors that do not exist yet. Nothing reads it.
+STAND_IN_ADDRESS = 1 << 20
 # An interpreted kernel's descriptor may need rows of 16 elements in place of 16 bytes.
 _DESCRIPTOR_ALIGNS_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()
 # Compiled kernels by :attr:`Build.key`, or the reason why one cannot be built, since another
 # attempt takes seconds.
 BUILT: dict[Values, Any] = {}
+DIVISOR = 16  # Triton compiles in that it divides a number
+# Kinds of launches whose kernels :func:`start_plan` has started to compile.
+_STARTED_KINDS: set[Values] = set()
 
 
 @dataclass(frozen=True)
@@ -96,8 +111,8 @@ class Build(NamedTuple):
             elif isinstance(argument, int):
                 is_64_bits = argument.bit_length() > 31
                 if is_specialized:
-                    # Triton compiles in that a number is 1, or that 16 divides it.
-                    key.append((is_64_bits, argument == 1, argument % 16 == 0))
+                    # Triton compiles in that a number is 1, or a multiple of the divisor.
+                    key.append((is_64_bits, argument == 1, argument % DIVISOR == 0))
                 else:
                     key.append(is_64_bits)
             elif hasattr(argument, "base"):  # a TMA descriptor
@@ -110,7 +125,8 @@ class Build(NamedTuple):
     def __call__(self, key: Values | None = None) -> Any:
         """Compile the kernel and return it, without a launch.
 
-        Triton caches it on disk. Any thread may call this.
+        If a background thread is compiling it, this waits for that thread. Any thread may call
+        this, except the one that compiles the kernel.
 
         Args:
             key: :attr:`key`, if the caller has computed it.
@@ -120,6 +136,21 @@ class Build(NamedTuple):
         """
         if key is None:
             key = self.key
+        if key not in BUILT:
+            KERNEL_BUILDS.wait_for(key)
+        return self.compile(key)
+
+    def compile(self, key: Values) -> Any:
+        """Compile the kernel in this thread, unless it is compiled already, and return it.
+
+        Triton caches it on disk.
+
+        Args:
+            key: :attr:`key`.
+
+        Raises:
+            KernelUnavailableError: if the kernel cannot be built here.
+        """
         compiled = BUILT.get(key)
         if compiled is None or isinstance(compiled, str):
             with named_failure(key, self):
@@ -156,6 +187,111 @@ def named_failure(key: Values, build: Build) -> Iterator[None]:
             raise
         BUILT[key] = failure_reason(error)
         raise KernelUnavailableError(build.kernel.__name__, BUILT[key], build.fallback) from error
+
+
+def start_plan(
+    plan: Plan,
+    tensors: Mapping[str, Tensor | None],
+    results: Mapping[str, Buffer | None],
+    device: torch.device,
+    *,
+    runs_now: bool,
+) -> None:
+    """Start to compile the kernels of a plan in background threads, if they are new.
+
+    Shapes that vary make many plans of the same kernels, so each kind of launch is looked at once.
+
+    Args:
+        plan: the plan.
+        tensors: layouts of the inputs on the meta device, by name.
+        results: shape and dtype of the results, by name.
+        device: the GPU that will run the plan.
+        runs_now: whether the plan runs next. The thread that runs it then compiles a single kernel
+            itself.
+    """
+    if device.type != "cuda" or triton_interpreted() or _RECORDINGS:
+        return
+    dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
+    kinds = {
+        (device, *dtypes, *_launch_kind(step)) for step in plan.steps if isinstance(step, Launch)
+    }
+    n_new = len(kinds - _STARTED_KINDS)
+    if n_new > (1 if runs_now else 0):
+        if len(_STARTED_KINDS) >= MAX_BUILT:
+            _STARTED_KINDS.clear()
+        _STARTED_KINDS.update(kinds)
+        start_builds(planned_builds(plan, tensors, results), device)
+
+
+def _launch_kind(launch: Launch) -> Values:
+    """Return what a kernel is compiled for, apart from dtypes: constants and kinds of numbers."""
+    numbers = [(number == 1, number % DIVISOR == 0) for number in launch.numbers]
+    return launch.kernel, *launch.constants.items(), *numbers
+
+
+def start_builds(builds: Iterable[Build], device: torch.device) -> None:
+    """Start to compile kernels in background threads, the longest first.
+
+    A launch waits for its own kernel only. The error of a kernel that cannot be built is raised by
+    its launch.
+
+    Args:
+        builds: the kernels. Those that were compiled before, or cannot be, are skipped.
+        device: the GPU that will run them.
+    """
+    # the threads take builds in this order, and all of them end soonest if the longest begin first
+    longest_first = sorted(builds, key=lambda build: -len(build.kernel.src))
+    with torch.cuda.device(device):
+        for build in longest_first:
+            key = build.key
+            if key not in BUILT:
+                KERNEL_BUILDS.start(key, partial(_build_in_background, build, key, device))
+
+
+def _build_in_background(build: Build, key: Values, device: torch.device) -> None:
+    """Compile a kernel and the C function that launches it, without using the GPU."""
+    load_driver()
+    with torch.cuda.device(device):
+        build_launcher(build.compile(key))
+
+
+def planned_builds(
+    plan: Plan,
+    tensors: Mapping[str, Tensor | None],
+    results: Mapping[str, Buffer | None],
+) -> list[Build]:
+    """Return the kernels that a plan launches, before any tensor exists.
+
+    All tensors are taken for aligned. A torch step runs on the meta device. If it cannot, launches
+    that depend on its output are left out.
+
+    Args:
+        plan: the plan.
+        tensors: layouts of the inputs on the meta device, by name.
+        results: shape and dtype of the results, by name.
+    """
+    layouts = dict(tensors)
+    for name, buffer in {**results, **plan.buffers}.items():
+        if buffer is not None and name not in plan.skipped_results:
+            layouts[name] = buffer.on(torch.device("meta"))
+    unknown: set[str] = set()  # names of outputs of torch steps that could not run
+    builds = []
+    for step in plan.steps:
+        if not unknown.isdisjoint(step.tensors):
+            if isinstance(step, TorchStep):
+                unknown.add(step.output)
+            continue
+        arguments = [layouts.get(name) for name in step.tensors]
+        if isinstance(step, Launch):
+            addresses = tuple(None if x is None else STAND_IN_ADDRESS for x in arguments)
+            dtypes = [None if x is None else x.dtype for x in arguments]
+            builds.append(KernelLauncher(step).build_for(addresses, dtypes))
+            continue
+        try:
+            layouts[step.output] = step.function(*arguments)
+        except Exception:  # any function of torch, which may read values
+            unknown.add(step.output)
+    return builds
 
 
 RecordedBuilds = dict[Hashable, Build]  # by key
@@ -217,18 +353,7 @@ class KernelLauncher:
             addresses: addresses of the tensors, ``None`` for a tensor that does not exist.
             dtypes: dtypes of the tensors.
         """
-        planned = self._planned
-        tensors = [
-            _tensor_argument(address, dtype, tma)
-            for address, dtype, tma in zip_longest(addresses, dtypes, self._tma)
-        ]
-        build = Build(
-            planned.kernel,
-            planned.grid,
-            (*tensors, *planned.numbers),
-            planned.constants,
-            planned.fallback,
-        )
+        build = self.build_for(addresses, dtypes)
         if _RECORDINGS:
             _RECORDINGS[-1].setdefault(build.key, build)
             return
@@ -236,7 +361,27 @@ class KernelLauncher:
         if may_bind and compiled is not None:
             self._n_bindable_runs += 1
             if self._n_bindable_runs == 2:
-                self.bound = bind(compiled, planned.grid, build.arguments, self._tma)
+                self.bound = bind(compiled, self._planned.grid, build.arguments, self._tma)
+
+    def build_for(self, addresses: Addresses, dtypes: Sequence[torch.dtype | None]) -> Build:
+        """Return the kernel with its arguments, for tensors at these addresses.
+
+        Args:
+            addresses: addresses of the tensors, ``None`` for a tensor that does not exist.
+            dtypes: dtypes of the tensors.
+        """
+        planned = self._planned
+        tensors = [
+            _tensor_argument(address, dtype, tma)
+            for address, dtype, tma in zip_longest(addresses, dtypes, self._tma)
+        ]
+        return Build(
+            planned.kernel,
+            planned.grid,
+            (*tensors, *planned.numbers),
+            planned.constants,
+            planned.fallback,
+        )
 
     def run_with_triton(self, build: Build) -> Any:
         """Launch by Triton's own call, and return the compiled kernel (``None`` if interpreted)."""

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import launch
+from tilefold.ops._shared._triton.launch import (
+    STAND_IN_ADDRESS,
+    Build,
+    Memory,
+    launch,
+    start_builds,
+)
 
 BLOCK = 2048  # columns that are read at a time
-WARPS = 8
+CONSTANTS = {"BLOCK": BLOCK, "num_warps": 8}
 
 
 @triton.jit(do_not_specialize=["C", "first", "minimum"])
@@ -55,6 +62,24 @@ def append_kernel(
     tl.store(count_ptr + b, count)
 
 
+def start_append_build(width: int, capacity: int, device: torch.device) -> None:
+    """Let a background thread compile the kernel of :func:`append_rows`.
+
+    Args:
+        width: columns of a block of scores.
+        capacity: entries that a row can hold.
+        device: the GPU.
+    """
+    tensors = [
+        Memory(dtype, STAND_IN_ADDRESS)
+        for dtype in (torch.float32, torch.int32, torch.int32, torch.float32)
+    ]
+    first_column = 0
+    minimum = 0.0
+    arguments = (*tensors, width, capacity, first_column, minimum)
+    start_builds([Build(append_kernel, (1, 1, 1), arguments, CONSTANTS)], device)
+
+
 def append_rows(
     scores: Tensor,
     first_column: int,
@@ -85,4 +110,4 @@ def append_rows(
             first_column,
             float(minimum),
         )
-        launch(append_kernel, (batch, 1, 1), arguments, {"BLOCK": BLOCK, "num_warps": WARPS})
+        launch(append_kernel, (batch, 1, 1), arguments, CONSTANTS)

@@ -1,0 +1,127 @@
+"""Kernels of the head that background threads compile before the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tilefold.ops._shared.background import usable_cores
+from tilefold.ops.lsr_head._arguments import check_arguments
+from tilefold.ops.lsr_head._problem import HeadTensors
+from tilefold.ops.lsr_head.api import HEAD, rows_block_size
+
+# With fewer cores, threads that compile would take them from the thread that needs the kernels.
+FEWEST_CORES = 4
+
+
+class ExpectedCall(NamedTuple):
+    """A call of the head for inference that will probably follow.
+
+    Kernels are chosen by the magnitude of these numbers, and by whether 16 divides them.
+
+    Attributes:
+        texts: number of texts B.
+        tokens: number of tokens of all texts.
+        packed: whether the texts are packed. Otherwise they are padded, with a mask of int64.
+        capacity: entries of a row of ``lsr_head_rows``; ``None`` for a call of ``lsr_head``.
+    """
+
+    texts: int
+    tokens: int
+    packed: bool = True
+    capacity: int | None = None
+
+
+def compile_ahead(
+    calls: Iterable[ExpectedCall],
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    pooling: str,
+    activation: str,
+    screen: bool,
+    impl: str = "auto",
+) -> None:
+    """Start to compile the kernels of expected calls, and return at once.
+
+    Nothing is started on CPUs, where kernels do not run, or with fewer than four usable cores.
+
+    Args:
+        calls: the calls, the first one first. Their hidden states have the dtype of the weight.
+        weight: ``[V, D]``.
+        bias: ``[V]``, or ``None``.
+        pooling: as in :func:`lsr_head`.
+        activation: as in :func:`lsr_head`.
+        screen: as in :func:`lsr_head`.
+        impl: as in :func:`lsr_head`.
+    """
+    device = weight.device
+    if device.type != "cuda" or usable_cores() < FEWEST_CORES:
+        return
+    if HEAD.chosen_impl(weight, impl) != "triton":
+        return
+    for call in calls:
+        for vocab in _block_widths(call, weight.size(0)):
+            _compile_call(call, vocab, weight, bias, pooling, activation, screen)
+        if call.capacity is not None:
+            from tilefold.ops.lsr_head._triton.compact import start_append_build
+
+            start_append_build(weight.size(0), call.capacity, device)
+
+
+def _block_widths(call: ExpectedCall, vocab: int) -> list[int]:
+    """Return the widths of the blocks of the vocabulary that a call is divided into."""
+    if call.capacity is None:
+        return [vocab]
+    block_size = rows_block_size(call.texts)
+    if vocab <= block_size:
+        return [vocab]
+    last = vocab % block_size
+    return [block_size, last] if last else [block_size]
+
+
+def _compile_call(
+    call: ExpectedCall,
+    vocab: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    pooling: str,
+    activation: str,
+    screen: bool,
+) -> None:
+    """Start to compile the kernels of one call for a block of the vocabulary.
+
+    Args:
+        call: the call.
+        vocab: columns of the block.
+        weight: ``[V, D]`` weight of all blocks.
+        bias: ``[V]`` bias of all blocks, or ``None``.
+        pooling: as in :func:`lsr_head`.
+        activation: as in :func:`lsr_head`.
+        screen: as in :func:`lsr_head`.
+    """
+    dim = weight.size(1)
+    dtype = weight.dtype
+    hidden_shape: tuple[int, ...] = (call.tokens, dim)
+    mask = cu_seqlens = None
+    with torch.device("meta"):
+        if call.packed:
+            cu_seqlens = torch.empty(call.texts + 1, dtype=torch.int32)
+        else:
+            length = call.tokens // call.texts
+            hidden_shape = (call.texts, length, dim)
+            mask = torch.empty(call.texts, length, dtype=torch.int64)
+        tensors = HeadTensors(
+            hidden=torch.empty(hidden_shape, dtype=dtype),
+            attention_mask=mask,
+            cu_seqlens=cu_seqlens,
+            weight=torch.empty(vocab, dim, dtype=dtype),
+            weight_scale=None,
+            bias=None if bias is None else torch.empty(vocab, dtype=bias.dtype),
+        )
+    out_dtype = dtype if call.capacity is None else torch.float32
+    checked = check_arguments(tensors, pooling, activation, 1.0, out_dtype, screen)
+    HEAD.compile_ahead(tensors, checked.options, weight.device)

@@ -1,0 +1,226 @@
+"""Kernels that background threads compile before their launch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from tests.kernels import triton_interpreted
+from tests.ops.base import background, impl
+from tests.ops.contracts import cases, forget_calls
+from tests.ops.contracts.contract import KernelCase
+from tests.ops.launching import launch
+
+SECONDS = 60  # that a thread may take to reach a point, on a slow machine
+INTERPRETED = triton_interpreted()
+kernels = pytest.mark.skipif(False, reason="") if INTERPRETED else pytest.mark.gpu
+CASES: dict[str, KernelCase] = cases("kernels")
+compiled_only = pytest.mark.skipif(
+    INTERPRETED,
+    reason="kernels are interpreted in this run, not compiled",
+)
+
+
+@pytest.fixture
+def tasks() -> Iterator[Any]:
+    """Two threads, none of which may be left at the end."""
+    tasks = background.BackgroundTasks(2)
+    yield tasks
+    assert_no_thread_is_left()
+
+
+def assert_no_thread_is_left() -> None:
+    deadline = time.monotonic() + SECONDS
+    while any(thread.name == background.THREAD_NAME for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "a thread is left"
+        time.sleep(0.01)
+
+
+def test_functions_with_different_keys_run_at_the_same_time(tasks: Any) -> None:
+    both_run = threading.Barrier(2)
+    for key in ("first", "second"):
+        tasks.start(key, lambda: both_run.wait(SECONDS))
+    for key in ("first", "second"):
+        tasks.wait_for(key)
+    assert not both_run.broken
+
+
+def test_a_key_that_runs_is_not_started_again(tasks: Any) -> None:
+    may_end = threading.Event()
+    starts = []
+
+    def run() -> None:
+        starts.append(threading.current_thread().name)
+        may_end.wait(SECONDS)
+
+    for _ in range(3):
+        tasks.start("kernel", run)
+    may_end.set()
+    tasks.wait_for("kernel")
+    assert_no_thread_is_left()
+    assert len(starts) <= 1
+
+
+def test_the_caller_does_not_wait_for_a_function_that_has_not_begun(tasks: Any) -> None:
+    may_end = threading.Event()
+    both_run = threading.Barrier(3)
+
+    def occupy() -> None:
+        both_run.wait(SECONDS)
+        may_end.wait(SECONDS)
+
+    tasks.start("first", occupy)
+    tasks.start("second", occupy)
+    both_run.wait(SECONDS)
+    ran = []
+    tasks.start("third", lambda: ran.append("third"))
+    tasks.wait_for("third")
+    may_end.set()
+    assert_no_thread_is_left()
+    assert not ran
+
+
+def test_an_error_leaves_the_next_function_alone(tasks: Any) -> None:
+    ran = []
+
+    def fail() -> None:
+        raise RuntimeError("no such instruction")
+
+    tasks.start("failing", fail)
+    tasks.wait_for("failing")
+    tasks.start("next", lambda: ran.append("next"))
+    tasks.wait_for("next")
+    assert_no_thread_is_left()
+    # a function that had not begun was dropped
+    assert ran in (["next"], [])
+
+
+ENDING_PROCESS = """
+import time
+from tilefold.ops._shared.background import BackgroundTasks
+
+tasks = BackgroundTasks(1)
+for key in range(1000):
+    tasks.start(key, lambda: time.sleep(0.1))
+"""
+
+
+def test_a_process_ends_after_the_functions_that_run() -> None:
+    subprocess.run([sys.executable, "-c", ENDING_PROCESS], check=True, timeout=SECONDS)
+
+
+CROSS_BUILD = """
+import contextlib, threading, time
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.errors import TritonError
+from triton.runtime import driver
+from tilefold.ops._shared._triton import launch
+from tilefold.ops._shared.background import BackgroundTasks
+from tilefold.ops._shared.fallback import KernelUnavailableError
+from tilefold.ops._shared.plan import Launch, Plan
+from tilefold.ops.maxsim._triton.norms import quantize_kernel
+
+class Gpu:  # what Triton asks of a driver before it compiles, and the function that launches
+    get_current_device = get_current_stream = staticmethod(lambda *_: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    launcher_cls = staticmethod(lambda source, metadata: None)
+
+driver.set_active(Gpu())
+torch.cuda.current_device = lambda: 0
+torch.cuda.device = lambda device: contextlib.nullcontext()
+launch.KERNEL_BUILDS = BackgroundTasks(2)
+threads = []
+both_compile = threading.Barrier(2)
+warmup = triton.JITFunction.warmup
+
+def observed_warmup(self, *arguments, **options):
+    threads.append(threading.current_thread().name)
+    if len(threads) <= 2:
+        both_compile.wait(60)
+    if options["BLOCK_R"] == 64:
+        raise TritonError("no such instruction")
+    return warmup(self, *arguments, **options)
+
+triton.JITFunction.warmup = observed_warmup
+layouts = {
+    "rows": torch.empty(4, 64, device="meta"),
+    "out": torch.empty(4, 64, dtype=torch.int8, device="meta"),
+    "scale": torch.empty(4, device="meta"),
+}
+def planned(block):
+    constants = {"D": 64, "BLOCK_R": block, "BLOCK_D": 64, "num_warps": 4, "num_stages": 3}
+    return Launch(quantize_kernel, (1, 1, 1), ("rows", "out", "scale"), (4,), constants)
+
+plan = Plan(steps=(planned(16), planned(32), planned(64)))
+device = torch.device("cuda", 0)
+launch.start_plan(plan, layouts, {}, device, runs_now=True)
+launch.start_plan(plan, layouts, {}, device, runs_now=True)  # the same kernels
+builds = launch.planned_builds(plan, layouts, {})
+for build in builds[:2]:
+    assert build().asm["cubin"]
+try:
+    builds[2]()
+except KernelUnavailableError as error:
+    assert str(error) == "quantize_kernel cannot be built (TritonError: no such instruction)"
+else:
+    raise AssertionError("the kernel that cannot be built was built")
+assert len(threads) == 3, threads
+assert "MainThread" not in threads[:2], threads
+while threading.active_count() > 1:
+    time.sleep(0.01)
+"""
+
+
+@compiled_only
+def test_kernels_of_a_plan_are_compiled_at_the_same_time_and_errors_name_the_kernel(
+    tmp_path: Path,
+) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", CROSS_BUILD], check=True, env=environment)
+
+
+# Kernels that are launched without a plan.
+UNPLANNED = {"append_kernel", "quantize_rows_kernel"}
+
+
+@kernels
+@pytest.mark.parametrize("name", CASES)
+def test_every_launch_of_a_plan_is_foreseen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    if case.hopper_only and (INTERPRETED or torch.cuda.get_device_capability() != (9, 0)):
+        pytest.skip("another kernel runs on this device")
+    foreseen = set()
+
+    def foresee(plan: Any, tensors: Any, results: Any, device: Any, *, runs_now: bool) -> None:
+        foreseen.update(build.key for build in launch.planned_builds(plan, tensors, results))
+
+    monkeypatch.setattr(launch, "start_plan", foresee)
+    monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
+    forget_calls()
+    with launch.recorded_builds() as launched:
+        case.sample.results(case.sample.leaves(), {"impl": "triton", **case.sample.arguments()})
+    forget_calls()
+    unforeseen = {build.kernel.__name__ for key, build in launched.items() if key not in foreseen}
+    assert unforeseen <= UNPLANNED
+    assert launched
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this run")
+def test_interpreted_kernels_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "start_builds", lambda *_: pytest.fail("a build was started"))
+    plan = launch.Plan(steps=(launch.Launch("kernel", (1, 1, 1), (), (), {}),) * 2)
+    launch.start_plan(plan, {}, {}, torch.device("cuda", 0), runs_now=False)
