@@ -13,7 +13,7 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.impl import IMPLS, SWITCH, resolve_impl, switched_off, why_not_triton
-from tilefold.ops._shared.internals import copy_each, tf32_allowed
+from tilefold.ops._shared.internals import copy_each, start_compiler, tf32_allowed
 from tilefold.ops.lsr_head import configs as head
 from tilefold.ops.maxsim import configs as maxsim
 
@@ -27,6 +27,7 @@ __all__ = [
     "operators",
     "releases",
     "resolve_impl",
+    "start_compiler",
     "switched_off",
     "tf32_allowed",
     "why_not_triton",

@@ -167,8 +167,8 @@ def planned(block):
 
 plan = Plan(steps=(planned(16), planned(32), planned(64)))
 device = torch.device("cuda", 0)
-launch.start_plan(plan, layouts, {}, device, runs_now=True)
-launch.start_plan(plan, layouts, {}, device, runs_now=True)  # the same kernels
+assert launch.start_plan(plan, layouts, {}, device, runs_now=True)
+assert not launch.start_plan(plan, layouts, {}, device, runs_now=True)  # the same kernels
 builds = launch.planned_builds(plan, layouts, {})
 for build in builds[:2]:
     assert build().asm["cubin"]
@@ -205,8 +205,9 @@ def test_every_launch_of_a_plan_is_foreseen(name: str, monkeypatch: pytest.Monke
         pytest.skip("another kernel runs on this device")
     foreseen = set()
 
-    def foresee(plan: Any, tensors: Any, results: Any, device: Any, *, runs_now: bool) -> None:
+    def foresee(plan: Any, tensors: Any, results: Any, device: Any, *, runs_now: bool) -> bool:
         foreseen.update(build.key for build in launch.planned_builds(plan, tensors, results))
+        return True
 
     monkeypatch.setattr(launch, "start_plan", foresee)
     monkeypatch.setattr(impl, "takes_kernels", lambda device: True)

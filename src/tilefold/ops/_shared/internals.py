@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import inspect
 import platform
 import threading
@@ -145,6 +146,16 @@ def build_launcher(compiled: Any) -> None:
     Releases that need no such function do nothing.
     """
     load_driver().launcher_cls(compiled.src, compiled.metadata)
+
+
+def start_compiler() -> None:
+    """Import torch's compiler, and start the processes in which it compiles kernels.
+
+    The processes need seconds to start. Until then torch compiles kernels one after another.
+    """
+    importlib.import_module("torch._inductor.compile_fx")
+    workers = importlib.import_module("torch._inductor.async_compile")
+    workers.AsyncCompile.use_process_pool()
 
 
 @functools.cache

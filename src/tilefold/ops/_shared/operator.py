@@ -372,8 +372,9 @@ class Operator(Generic[TensorsT, OptionsT]):
             return None
         if call.aligned:  # builds ahead of time are for aligned tensors
             named_layouts = dict(zip(input_names, layouts, strict=True))
-            start_plan(plan, named_layouts, results, device, runs_now=True)
-            if call.needs and not call.backward and call.select_saved is not None:
+            is_new = start_plan(plan, named_layouts, results, device, runs_now=True)
+            may_be_differentiated = call.needs and not call.backward
+            if is_new and may_be_differentiated and call.select_saved is not None:
                 needs = tuple(
                     getattr(inputs[position], "requires_grad", False)
                     for position in self._differentiable
@@ -381,23 +382,42 @@ class Operator(Generic[TensorsT, OptionsT]):
                 self._start_backward(call, layouts, plan, needs, device)
         return Program(plan, input_names, results, device, call.aligned)
 
-    def compile_ahead(self, tensors: TensorsT, options: OptionsT, device: torch.device) -> None:
-        """Let background threads compile the kernels of a call without gradients.
+    def compile_ahead(
+        self,
+        tensors: TensorsT,
+        options: OptionsT,
+        device: torch.device,
+        needs: Needs | None = None,
+    ) -> None:
+        """Let background threads compile the kernels of a call that will probably follow.
 
         Args:
             tensors: layouts of the tensors on the meta device, all of which will be aligned.
             options: the checked options.
             device: the GPU.
+            needs: which gradients will be computed; ``None`` for a call without gradients.
         """
         from tilefold.ops._shared._triton.launch import start_plan  # needs Triton
 
+        call = Pass(
+            name=self.name,
+            options=options,
+            impl="triton",
+            needs=needs is not None,
+            backward=False,
+            aligned=True,
+            select_saved=self._saved_selector(options),
+        )
         try:
-            plan = self.plans().forward(tensors, options, False, setting_of(device))
+            plan = self.plans().forward(tensors, options, call.needs, setting_of(device))
         except KernelUnavailableError:  # the call gives the kernel up
             return
-        if plan is not None:
-            results = self._output_buffers(tensors, options, False)
-            start_plan(plan, tensors._asdict(), results, device, runs_now=False)
+        if plan is None:
+            return
+        results = self._output_buffers(tensors, options, call.needs)
+        start_plan(plan, tensors._asdict(), results, device, runs_now=False)
+        if needs is not None:
+            self._start_backward(call, tuple(tensors), plan, needs, device)
 
     def _start_backward(
         self,

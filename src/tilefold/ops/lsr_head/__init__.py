@@ -2,7 +2,11 @@
 
 from tilefold.ops.lsr_head._quantized import QuantizedWeight, quantize_weight
 from tilefold.ops.lsr_head._sparse import CapacityRows, rows_of_scores
-from tilefold.ops.lsr_head.ahead import ExpectedCall, compile_ahead
+from tilefold.ops.lsr_head.ahead import (
+    ExpectedCall,
+    compile_ahead,
+    compile_training_ahead,
+)
 from tilefold.ops.lsr_head.api import chosen_impl, lsr_head, lsr_head_rows, lsr_head_sparse
 
 __all__ = [
@@ -11,6 +15,7 @@ __all__ = [
     "QuantizedWeight",
     "chosen_impl",
     "compile_ahead",
+    "compile_training_ahead",
     "lsr_head",
     "lsr_head_rows",
     "lsr_head_sparse",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilefold.ops._shared.background import usable_cores
 from tilefold.ops.lsr_head._arguments import check_arguments
-from tilefold.ops.lsr_head._problem import HeadTensors
+from tilefold.ops.lsr_head._problem import HeadOptions, HeadTensors
 from tilefold.ops.lsr_head.api import HEAD, rows_block_size
 
 # With fewer cores, threads that compile would take them from the thread that needs the kernels.
@@ -58,18 +58,75 @@ def compile_ahead(
         screen: as in :func:`lsr_head`.
         impl: as in :func:`lsr_head`.
     """
-    device = weight.device
-    if device.type != "cuda" or usable_cores() < FEWEST_CORES:
-        return
-    if HEAD.chosen_impl(weight, impl) != "triton":
+    if not _can_compile(weight, impl):
         return
     for call in calls:
         for vocab in _block_widths(call, weight.size(0)):
-            _compile_call(call, vocab, weight, bias, pooling, activation, screen)
+            tensors = _layouts(call, vocab, weight, bias)
+            out_dtype = weight.dtype if call.capacity is None else torch.float32
+            options = check_arguments(
+                tensors,
+                pooling,
+                activation,
+                1.0,  # logit_scale
+                out_dtype,
+                screen,
+            ).options
+            HEAD.compile_ahead(tensors, options, weight.device)
         if call.capacity is not None:
             from tilefold.ops.lsr_head._triton.compact import start_append_build
 
-            start_append_build(weight.size(0), call.capacity, device)
+            start_append_build(weight.size(0), call.capacity, weight.device)
+
+
+def compile_training_ahead(
+    call: ExpectedCall,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    pooling: str,
+    activation: str,
+    screen: bool,
+    compute_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    impl: str = "auto",
+) -> None:
+    """Start to compile the kernels of an expected call and of its gradients, and return at once.
+
+    Args:
+        call: the call. Its hidden states have the dtype of the weight.
+        weight: ``[V, D]``.
+        bias: ``[V]``, or ``None``.
+        pooling: as in :func:`lsr_head`.
+        activation: as in :func:`lsr_head`.
+        screen: as in :func:`lsr_head`.
+        compute_dtype: dtype of the products: that of autocast, or of the weight.
+        out_dtype: dtype of the scores.
+        impl: as in :func:`lsr_head`.
+    """
+    if not _can_compile(weight, impl):
+        return
+    tensors = _layouts(call, weight.size(0), weight, bias)
+    options = HeadOptions(
+        pooling=pooling,
+        activation=activation,
+        logit_scale=1.0,
+        out_dtype=out_dtype,
+        compute_dtype=compute_dtype,
+        bias_dtype=None if bias is None else bias.dtype,
+        screen=screen,
+    )
+    needs = (True, weight.requires_grad, bias is not None and bias.requires_grad)
+    HEAD.compile_ahead(tensors, options, weight.device, needs)
+
+
+def _can_compile(weight: Tensor, impl: str) -> bool:
+    """Return whether threads should compile kernels for this weight."""
+    return (
+        weight.device.type == "cuda"
+        and usable_cores() >= FEWEST_CORES
+        and HEAD.chosen_impl(weight, impl) == "triton"
+    )
 
 
 def _block_widths(call: ExpectedCall, vocab: int) -> list[int]:
@@ -83,28 +140,21 @@ def _block_widths(call: ExpectedCall, vocab: int) -> list[int]:
     return [block_size, last] if last else [block_size]
 
 
-def _compile_call(
+def _layouts(
     call: ExpectedCall,
     vocab: int,
     weight: Tensor,
     bias: Tensor | None,
-    pooling: str,
-    activation: str,
-    screen: bool,
-) -> None:
-    """Start to compile the kernels of one call for a block of the vocabulary.
+) -> HeadTensors:
+    """Return the layouts of the tensors of a call on the meta device.
 
     Args:
         call: the call.
-        vocab: columns of the block.
+        vocab: columns of a block of the vocabulary.
         weight: ``[V, D]`` weight of all blocks.
         bias: ``[V]`` bias of all blocks, or ``None``.
-        pooling: as in :func:`lsr_head`.
-        activation: as in :func:`lsr_head`.
-        screen: as in :func:`lsr_head`.
     """
     dim = weight.size(1)
-    dtype = weight.dtype
     hidden_shape: tuple[int, ...] = (call.tokens, dim)
     mask = cu_seqlens = None
     with torch.device("meta"):
@@ -114,14 +164,11 @@ def _compile_call(
             length = call.tokens // call.texts
             hidden_shape = (call.texts, length, dim)
             mask = torch.empty(call.texts, length, dtype=torch.int64)
-        tensors = HeadTensors(
-            hidden=torch.empty(hidden_shape, dtype=dtype),
+        return HeadTensors(
+            hidden=torch.empty(hidden_shape, dtype=weight.dtype),
             attention_mask=mask,
             cu_seqlens=cu_seqlens,
-            weight=torch.empty(vocab, dim, dtype=dtype),
+            weight=torch.empty(vocab, dim, dtype=weight.dtype),
             weight_scale=None,
             bias=None if bias is None else torch.empty(vocab, dtype=bias.dtype),
         )
-    out_dtype = dtype if call.capacity is None else torch.float32
-    checked = check_arguments(tensors, pooling, activation, 1.0, out_dtype, screen)
-    HEAD.compile_ahead(tensors, checked.options, weight.device)

@@ -196,7 +196,7 @@ def start_plan(
     device: torch.device,
     *,
     runs_now: bool,
-) -> None:
+) -> bool:
     """Start to compile the kernels of a plan in background threads, if they are new.
 
     Shapes that vary make many plans of the same kernels, so each kind of launch is looked at once.
@@ -208,19 +208,25 @@ def start_plan(
         device: the GPU that will run the plan.
         runs_now: whether the plan runs next. The thread that runs it then compiles a single kernel
             itself.
+
+    Returns:
+        Whether any of the kernels is new.
     """
     if device.type != "cuda" or triton_interpreted() or _RECORDINGS:
-        return
+        return False
     dtypes = [None if tensor is None else tensor.dtype for tensor in tensors.values()]
     kinds = {
         (device, *dtypes, *_launch_kind(step)) for step in plan.steps if isinstance(step, Launch)
     }
     n_new = len(kinds - _STARTED_KINDS)
-    if n_new > (1 if runs_now else 0):
-        if len(_STARTED_KINDS) >= MAX_BUILT:
-            _STARTED_KINDS.clear()
-        _STARTED_KINDS.update(kinds)
+    if n_new == 0:
+        return False
+    if len(_STARTED_KINDS) >= MAX_BUILT:
+        _STARTED_KINDS.clear()
+    _STARTED_KINDS.update(kinds)
+    if n_new > 1 or not runs_now:
         start_builds(planned_builds(plan, tensors, results), device)
+    return True
 
 
 def _launch_kind(launch: Launch) -> Values:
