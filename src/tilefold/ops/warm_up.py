@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from tilefold.ops._shared.fallback import KernelUnavailableError
-from tilefold.ops._shared.internals import triton_cache
+from tilefold.ops._shared.internals import share_warning_filters, triton_cache
 
 __all__ = ["Built", "build_kernels", "check_kernels_can_be_built"]
 
@@ -81,6 +81,7 @@ def build_kernels(calls: Iterable[Callable[[], object]], workers: int | None = N
         ValueError: if ``workers`` is below 1.
     """
     check_kernels_can_be_built()
+    share_warning_filters()
     from tilefold.ops._shared._triton.launch import Build, recorded_builds
 
     if workers is None:

@@ -121,7 +121,7 @@ def test_a_process_ends_after_the_functions_that_run() -> None:
 
 
 CROSS_BUILD = """
-import contextlib, threading, time
+import contextlib, threading, time, warnings
 import torch
 import triton
 from triton import knobs
@@ -156,6 +156,14 @@ def observed_warmup(self, *arguments, **options):
     return warmup(self, *arguments, **options)
 
 triton.JITFunction.warmup = observed_warmup
+threads_with_filters = set()
+enter = warnings.catch_warnings.__enter__
+
+def observed_enter(self):
+    threads_with_filters.add(threading.current_thread().name)
+    return enter(self)
+
+warnings.catch_warnings.__enter__ = observed_enter
 layouts = {
     "rows": torch.empty(4, 64, device="meta"),
     "out": torch.empty(4, 64, dtype=torch.int8, device="meta"),
@@ -180,6 +188,8 @@ else:
     raise AssertionError("the kernel that cannot be built was built")
 assert len(threads) == 3, threads
 assert "MainThread" not in threads[:2], threads
+# filters belong to the process: threads that change them at the same time mix them up
+assert threads_with_filters.isdisjoint(threads[:2]), threads_with_filters
 while threading.active_count() > 1:
     time.sleep(0.01)
 """

@@ -11,9 +11,9 @@ from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 THREAD_NAME = "tilefold-build"
-# Most threads that build kernels. More would wait for each other: the first stage of a build is
-# Python, of which one thread runs at a time.
-MAX_THREADS = 8
+# Most threads that compile kernels. A quarter of a compilation is Python, of which one thread runs
+# at a time. More threads would wait for each other, and hold up the thread that needs a kernel.
+MAX_THREADS = 4
 
 
 def usable_cores() -> int:

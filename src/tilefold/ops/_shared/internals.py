@@ -5,13 +5,16 @@ Triton is imported when it is needed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import inspect
 import platform
 import threading
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +123,33 @@ def copy_each(targets: list[Tensor], sources: list[Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+class _SharedWarnings:
+    """Stand-in for the module ``warnings`` in Triton's code generator, for several threads.
+
+    The generator ignores deprecations around every node of a syntax tree. That replaces the filters
+    of the whole process, so two threads leave wrong filters behind, and other threads lose
+    warnings. With the releases of Python that we support, there is no deprecation to ignore.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def catch_warnings(self) -> AbstractContextManager[None]:
+        """Return a context that leaves the filters as they are."""
+        return contextlib.nullcontext()
+
+    def simplefilter(self, *_: object) -> None:
+        """Leave the filters as they are."""
+
+
+@functools.cache
+def share_warning_filters() -> None:
+    """Let Triton's code generator run in several threads without changing warning filters."""
+    code_generator = importlib.import_module("triton.compiler.code_generator")
+    if getattr(code_generator, "warnings", None) is warnings:
+        code_generator.warnings = _SharedWarnings()  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _triton_driver() -> Any:
     """Return Triton's driver, with the C module that it compiles when it is first used."""
@@ -149,13 +179,13 @@ def build_launcher(compiled: Any) -> None:
 
 
 def start_compiler() -> None:
-    """Import torch's compiler, and start the processes in which it compiles kernels.
+    """Start the processes in which torch's compiler compiles kernels, and import the compiler.
 
     The processes need seconds to start. Until then torch compiles kernels one after another.
     """
-    importlib.import_module("torch._inductor.compile_fx")
     workers = importlib.import_module("torch._inductor.async_compile")
     workers.AsyncCompile.use_process_pool()
+    importlib.import_module("torch._inductor.compile_fx")  # while the processes start
 
 
 @functools.cache

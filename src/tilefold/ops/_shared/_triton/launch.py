@@ -28,6 +28,7 @@ from tilefold.ops._shared.internals import (
     Tma,
     build_launcher,
     load_driver,
+    share_warning_filters,
     specialized,
 )
 from tilefold.ops._shared.plan import Buffer, Constants, Launch, Plan, TorchStep, Values
@@ -245,6 +246,7 @@ def start_builds(builds: Iterable[Build], device: torch.device) -> None:
         builds: the kernels. Those that were compiled before, or cannot be, are skipped.
         device: the GPU that will run them.
     """
+    share_warning_filters()
     # the threads take builds in this order, and all of them end soonest if the longest begin first
     longest_first = sorted(builds, key=lambda build: -len(build.kernel.src))
     with torch.cuda.device(device):
