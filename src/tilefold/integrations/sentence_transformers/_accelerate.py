@@ -20,7 +20,10 @@ from tilefold._internal.typing import Model, Transformer
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _pooling
-from tilefold.integrations.sentence_transformers._ahead import compile_head_ahead
+from tilefold.integrations.sentence_transformers._ahead import (
+    compile_head_ahead,
+    compile_short_texts_ahead,
+)
 from tilefold.integrations.sentence_transformers._check_record import (
     CheckRecord,
     checks_are_repeated,
@@ -301,6 +304,7 @@ def _accelerate_stock(
     padded = pack_inputs(model, check)
     if _has_packed_inputs(model):
         _forbid_replicas(model)
+        compile_short_texts_ahead(model)
     return Acceleration(model, n_heads, padded)
 
 
@@ -349,7 +353,8 @@ def _fuse_heads(
                 f"quantize must be None for pooling {name!r}, got {quantize!r}; "
                 "only max runs in fp8.",
             )
-        compile_head_ahead(fusable, impl=impl, screen=screen, check=check)
+        if quantize is None:
+            compile_head_ahead(fusable, impl=impl, screen=screen, check=check)
         if check:
             check_fused_head(fusable, impl)
     for fusable in fusables:

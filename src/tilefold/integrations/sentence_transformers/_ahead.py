@@ -1,7 +1,8 @@
-"""Kernels of an accelerated SparseEncoder that threads compile while its checks run."""
+"""Kernels of an accelerated SparseEncoder that background threads compile ahead of its calls."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,13 +25,13 @@ _CHECKS = (
     ExpectedCall(texts=2, tokens=30, packed=False),
     ExpectedCall(texts=2, tokens=18),
 )
-# Full batches of documents and of queries, and the few texts of a single call.
-_ENCODING = (
-    ExpectedCall(texts=GPU_TOKENS // 256, tokens=GPU_TOKENS, capacity=CAPACITY),
+# A full batch of documents.
+_DOCUMENTS = (ExpectedCall(texts=GPU_TOKENS // 256, tokens=GPU_TOKENS, capacity=CAPACITY),)
+# The few texts of a single call, and a full batch of queries.
+_SHORT_TEXTS = (
     ExpectedCall(texts=16, tokens=256, capacity=CAPACITY),
     ExpectedCall(texts=GPU_TOKENS // 16, tokens=GPU_TOKENS, capacity=CAPACITY),
 )
-
 # Tokens of a text in a training batch. Only their magnitude matters.
 _TRAINING_TOKENS = 64
 
@@ -42,30 +43,61 @@ def compile_head_ahead(
     screen: bool,
     check: bool,
 ) -> None:
-    """Start to compile the kernels with which a fused head encodes texts, and return at once.
+    """Start to compile the kernels of self-checks and of documents, and return at once.
 
-    Only the scores of a stock SpladePooling are known well enough. Kernels that other poolings and
-    training need are compiled at their first call.
+    Only the scores of a stock SpladePooling are known well enough. Kernels that other poolings need
+    are compiled at their first call.
 
     Args:
         fusable: the pooling with its head.
         impl: the implementation of the operator.
         screen: as in :func:`accelerate`.
-        check: whether self-checks run first.
+        check: whether self-checks run next.
     """
-    pooling = fused_pooling(fusable.pooling)
-    linear = base_linear(fusable.head)
-    if not _is_known(pooling, linear):
-        return
-    compile_ahead(
-        (*_CHECKS, *_ENCODING) if check else _ENCODING,
-        linear.weight,
-        linear.bias,
-        pooling=pooling.pooling,
-        activation=poolings.STOCK_ACTIVATIONS[pooling.stock.activation_function],
-        screen=screen,
-        impl=impl,
-    )
+    calls = (*_CHECKS, *_DOCUMENTS) if check else _DOCUMENTS
+    _compile_calls(calls, fused_pooling(fusable.pooling), fusable.head, screen, impl)
+
+
+def compile_short_texts_ahead(model: nn.Module) -> None:
+    """Start to compile the kernels that encode queries, and return at once.
+
+    Args:
+        model: an accelerated model, whose self-checks no longer wait for kernels.
+    """
+    for forward in fused_forwards(model):
+        if forward.head is not None and forward.quantize is None and forward.is_last:
+            pooling: Any = forward.pooling
+            screen = getattr(pooling, "screens_int8", False)
+            _compile_calls(_SHORT_TEXTS, pooling, forward.head, screen, forward.impl)
+
+
+def _compile_calls(
+    calls: Sequence[ExpectedCall],
+    pooling: Any,
+    head: nn.Module,
+    screen: bool,
+    impl: str,
+) -> None:
+    """Start to compile the kernels of a head for some calls, if it is known well enough.
+
+    Args:
+        calls: the calls, the first one first.
+        pooling: the fused pooling.
+        head: the LM head before it.
+        screen: as in :func:`accelerate`.
+        impl: the implementation of the operator.
+    """
+    linear = base_linear(head)
+    if _is_known(pooling, linear):
+        compile_ahead(
+            calls,
+            linear.weight,
+            linear.bias,
+            pooling=pooling.pooling,
+            activation=poolings.STOCK_ACTIVATIONS[pooling.stock.activation_function],
+            screen=screen,
+            impl=impl,
+        )
 
 
 def compile_training_head_ahead(trainer: Any) -> None:
@@ -84,7 +116,7 @@ def compile_training_head_ahead(trainer: Any) -> None:
     for forward in fused_forwards(trainer.model):
         if forward.head is None:
             continue
-        pooling = forward.pooling
+        pooling: Any = forward.pooling
         linear = base_linear(forward.head)
         if not _is_known(pooling, linear):
             continue
