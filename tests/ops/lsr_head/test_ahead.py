@@ -15,6 +15,7 @@ from tests.ops.base import Launch, Setting
 from tests.ops.base import head_problem as _problem
 from tests.ops.samples import meta
 from tilefold.ops.lsr_head import ExpectedCall, ahead, compile_ahead, plans
+from tilefold.ops.lsr_head.api import HEAD
 
 BF16 = torch.bfloat16
 VOCAB = 30522
@@ -30,8 +31,8 @@ def compiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[_problem.HeadTensors
         assert device.type == "cuda"
         calls.append(tensors)
 
-    monkeypatch.setattr(ahead.HEAD, "compile_ahead", record)
-    monkeypatch.setattr(ahead.HEAD, "chosen_impl", lambda first, impl: "triton")
+    monkeypatch.setattr(HEAD, "compile_ahead", record)
+    monkeypatch.setattr(HEAD, "chosen_impl", lambda first, impl: "triton")
     monkeypatch.setattr(ahead, "usable_cores", lambda: 4)
     return calls
 

@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import background, impl
+from tests.ops.base import Launch, Plan, background, impl
 from tests.ops.contracts import cases, forget_calls
 from tests.ops.contracts.contract import KernelCase
 from tests.ops.launching import launch
@@ -213,7 +213,7 @@ def test_every_launch_of_a_plan_is_foreseen(name: str, monkeypatch: pytest.Monke
     case = CASES[name]
     if case.hopper_only and (INTERPRETED or torch.cuda.get_device_capability() != (9, 0)):
         pytest.skip("another kernel runs on this device")
-    foreseen = set()
+    foreseen: set[Any] = set()
 
     def foresee(plan: Any, tensors: Any, results: Any, device: Any, *, runs_now: bool) -> bool:
         foreseen.update(build.key for build in launch.planned_builds(plan, tensors, results))
@@ -233,5 +233,5 @@ def test_every_launch_of_a_plan_is_foreseen(name: str, monkeypatch: pytest.Monke
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this run")
 def test_interpreted_kernels_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "start_builds", lambda *_: pytest.fail("a build was started"))
-    plan = launch.Plan(steps=(launch.Launch("kernel", (1, 1, 1), (), (), {}),) * 2)
+    plan = Plan(steps=(Launch("kernel", (1, 1, 1), (), (), {}),) * 2)
     launch.start_plan(plan, {}, {}, torch.device("cuda", 0), runs_now=False)

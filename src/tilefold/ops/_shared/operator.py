@@ -415,7 +415,8 @@ class Operator(Generic[TensorsT, OptionsT]):
         if plan is None:
             return
         results = self._output_buffers(tensors, options, call.needs)
-        start_plan(plan, tensors._asdict(), results, device, runs_now=False)
+        named_layouts = dict(zip(self._tensor_names, tensors, strict=True))
+        start_plan(plan, named_layouts, results, device, runs_now=False)
         if needs is not None:
             self._start_backward(call, tuple(tensors), plan, needs, device)
 
@@ -443,11 +444,13 @@ class Operator(Generic[TensorsT, OptionsT]):
 
         if not any(needs):
             return
-        tensors = cast(TensorsT, self.tensors(*layouts))
+        buffers = self._output_buffers(self.tensors(*layouts), call.options, call.needs)
         results: list[Any] = []
-        for name, buffer in self._output_buffers(tensors, call.options, call.needs).items():
-            is_skipped = buffer is None or name in plan.skipped_results
-            results.append(None if is_skipped else buffer.on(torch.device("meta")))
+        for name, buffer in buffers.items():
+            if buffer is None or name in plan.skipped_results:
+                results.append(None)
+            else:
+                results.append(buffer.on(torch.device("meta")))
         saved = call.select_saved((*layouts, *results, None))
         main_grads = [
             torch.empty_like(layouts[self._tensor_names.index(name)], dtype=torch.float32)
