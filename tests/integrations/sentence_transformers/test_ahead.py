@@ -87,3 +87,30 @@ def test_training_compiles_kernels_for_the_dtype_of_autocast(
     compiled_ahead.compile_training_head_ahead(trainer)
     assert [call.texts for calls in recorded.calls for call in calls] == [8]
     assert recorded.arguments["compute_dtype"] == torch.bfloat16
+
+
+def test_a_training_on_a_cpu_is_not_prepared(
+    recorded: Recorded,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiled_ahead, "start_compiler", lambda: pytest.fail("it was started"))
+    model = SimpleNamespace(device=torch.device("cpu"))
+    compiled_ahead.prepare_training(SimpleNamespace(model=model), compiled=True)
+    assert recorded.calls == []
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_torchs_compiler_starts_before_a_training_that_compiles_layers(
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(compiled_ahead, "start_compiler", lambda: prepared.append("compiler"))
+    monkeypatch.setattr(
+        compiled_ahead,
+        "compile_training_head_ahead",
+        lambda trainer: prepared.append("head"),
+    )
+    model = SimpleNamespace(device=torch.device("cuda", 0))
+    compiled_ahead.prepare_training(SimpleNamespace(model=model), compiled)
+    assert prepared == (["head", "compiler"] if compiled else ["head"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import Launch, Plan, background, impl
+from tests.ops.base import Launch, Plan, background, impl, internals
 from tests.ops.contracts import cases, forget_calls
 from tests.ops.contracts.contract import KernelCase
 from tests.ops.launching import launch
@@ -235,3 +236,12 @@ def test_interpreted_kernels_start_no_thread(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(launch, "start_builds", lambda *_: pytest.fail("a build was started"))
     plan = Plan(steps=(Launch("kernel", (1, 1, 1), (), (), {}),) * 2)
     launch.start_plan(plan, {}, {}, torch.device("cuda", 0), runs_now=False)
+
+
+def test_torchs_compiler_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = importlib.import_module("torch._inductor.async_compile")
+    started = []
+    assert callable(workers.AsyncCompile.use_process_pool)
+    monkeypatch.setattr(workers.AsyncCompile, "use_process_pool", lambda: started.append("pool"))
+    internals.start_compiler()
+    assert started == ["pool"]

@@ -18,6 +18,7 @@ from tilefold.integrations.sentence_transformers._pooling import (
 from tilefold.integrations.sentence_transformers.graphs.encoding import CAPACITY
 from tilefold.integrations.sentence_transformers.streaming.stream import GPU_TOKENS
 from tilefold.modules import fused_pooling as poolings
+from tilefold.ops.implementations import start_compiler
 from tilefold.ops.lsr_head import ExpectedCall, compile_ahead, compile_training_ahead
 
 # The two short texts of the self-checks, padded and packed.
@@ -98,6 +99,20 @@ def _compile_calls(
             screen=screen,
             impl=impl,
         )
+
+
+def prepare_training(trainer: Any, compiled: bool) -> None:
+    """Start to compile what the first steps of a training on a GPU need.
+
+    Args:
+        trainer: a trainer of sentence-transformers, with an accelerated model.
+        compiled: whether torch.compile will compile layers.
+    """
+    if trainer.model.device.type != "cuda":
+        return
+    compile_training_head_ahead(trainer)
+    if compiled:
+        start_compiler()
 
 
 def compile_training_head_ahead(trainer: Any) -> None:

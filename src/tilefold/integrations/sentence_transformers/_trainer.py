@@ -32,6 +32,7 @@ from tilefold.integrations.sentence_transformers._accelerate import (
 from tilefold.integrations.sentence_transformers._accelerate import (
     restore as restore_model,
 )
+from tilefold.integrations.sentence_transformers._ahead import prepare_training
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.accelerate import (
@@ -311,6 +312,7 @@ class TrainerAcceleration:
             for graphs in (replacement.graphs, replacement.column_graphs):
                 if graphs is not None:
                     graphs.compiled = is_compiled
+        prepare_training(self.trainer, is_compiled)
         _logger.info("%s", self)
 
     def _compiles_layers(self) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from tilefold._internal.typing import Model, Transformer
 from tilefold.distributed.ranks import has_other_ranks
-from tilefold.integrations.sentence_transformers._ahead import compile_training_head_ahead
+from tilefold.integrations.sentence_transformers._ahead import prepare_training
 from tilefold.integrations.sentence_transformers.graphs.capture import autocast_dtype
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.accelerate import PackedForward
@@ -30,7 +30,7 @@ from tilefold.integrations.transformers.packed import (
 )
 from tilefold.losses.base_splade import JOINED
 from tilefold.modules.fused_pooling import Features
-from tilefold.ops.implementations import start_compiler, switched_off
+from tilefold.ops.implementations import switched_off
 from tilefold.pipeline.rows import to_device
 from tilefold.pipeline.truncation import Tally, Truncation, counting_truncation
 
@@ -372,10 +372,7 @@ def collate_ahead(
                 divides_backward=has_other_ranks(),
             )
         model[0].forward.graphs = step_graphs
-        if model.device.type == "cuda":
-            compile_training_head_ahead(trainer)
-            if compiled:
-                start_compiler()
+        prepare_training(trainer, compiled)
     collate_in_thread(trainer, join)
 
 
