@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from tilefold._internal.garbage import exempt_from_garbage_collection
 from tilefold._internal.termination import TERMINATED, TerminationHandler
 
 __all__ = ["app", "main"]
 
+# All commands, in the order of the help.
+COMMANDS = (
+    "demo",
+    "train",
+    "recipes",
+    "encode",
+    "merge",
+    "index",
+    "search",
+    "evaluate",
+    "compare",
+    "export",
+    "fuse",
+    "mine",
+    "score",
+    "serve",
+    "bench",
+    "warmup",
+    "info",
+)
 WRONG_USAGE = 2  # exit codes
 INTERRUPTED = 130
 
@@ -33,22 +53,8 @@ def main(args: Sequence[str] | None = None) -> None:
     debug = "--debug" in command_line
     exit_code = _run_until_signal([arg for arg in command_line if arg != "--debug"], debug)
     if args is None:
-        _skip_final_garbage_collection()
+        exempt_from_garbage_collection()  # the process ends sooner
     sys.exit(exit_code)
-
-
-def _skip_final_garbage_collection() -> None:
-    """Exempt all objects from garbage collection, so that the process ends sooner.
-
-    Otherwise the interpreter would search all models and libraries for garbage several times.
-    Nothing is exempted after the import of a library that is bound by nanobind, such as Triton from
-    3.9 on: nanobind would report its types, which were not collected, as leaked in some forty
-    lines.
-    """
-    metaclasses = type.__subclasses__(type)
-    uses_nanobind = any(metaclass.__module__ == "nanobind" for metaclass in metaclasses)
-    if not uses_nanobind:
-        gc.freeze()
 
 
 def _run_until_signal(args: list[str], debug: bool) -> int:
@@ -122,7 +128,9 @@ def _run_command(args: list[str]) -> int:
     from tilefold.cli import _common
     from tilefold.retrieval.encoding.truncation import tally_truncation
 
-    command = typer.main.get_command(_app())
+    # Without a known command as first word, typer needs all commands for its help or its error.
+    only_command = args[0] if args and args[0] in COMMANDS else None
+    command = typer.main.get_command(_app(only_command))
     with tally_truncation() as tally:
         result = command(args or ["--help"], prog_name="tilefold", standalone_mode=False)
     for line in tally.sentences():
@@ -174,23 +182,16 @@ def _report_typer_error(error: Any) -> None:
 
 
 @functools.cache
-def _app() -> Any:
-    """Return the typer application with all commands."""
+def _app(command: str | None = None) -> Any:
+    """Return the typer application.
+
+    Args:
+        command: the name of its only command, so that the files of other commands are not imported;
+            None for all commands.
+    """
     import typer
 
     from tilefold.cli._options import Command, as_command, root
-    from tilefold.cli.bench import bench, warmup
-    from tilefold.cli.compare import compare
-    from tilefold.cli.demo import demo
-    from tilefold.cli.encode import encode
-    from tilefold.cli.evaluate import evaluate, fuse
-    from tilefold.cli.export import export
-    from tilefold.cli.index import index, merge
-    from tilefold.cli.info import info
-    from tilefold.cli.mine import mine, score
-    from tilefold.cli.search import search
-    from tilefold.cli.serve import serve
-    from tilefold.cli.train import recipes, train
 
     app = typer.Typer(
         name="tilefold",
@@ -200,28 +201,85 @@ def _app() -> Any:
         rich_markup_mode="rich",
     )
     app.callback()(root)
-    commands = (
-        demo,
-        train,
-        recipes,
-        encode,
-        merge,
-        index,
-        search,
-        evaluate,
-        compare,
-        export,
-        fuse,
-        mine,
-        score,
-        serve,
-        bench,
-        warmup,
-        info,
-    )
-    for command in commands:
-        app.command(cls=Command)(as_command(command))
+    names = COMMANDS if command is None else (command,)
+    for name in names:
+        app.command(cls=Command)(as_command(_function_of(name)))
     return app
+
+
+def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912 - one per command
+    """Import the function of a command, but not the files of other commands.
+
+    Args:
+        command: one of :data:`COMMANDS`.
+    """
+    if command == "demo":
+        from tilefold.cli.demo import demo
+
+        return demo
+    if command == "train":
+        from tilefold.cli.train import train
+
+        return train
+    if command == "recipes":
+        from tilefold.cli.train import recipes
+
+        return recipes
+    if command == "encode":
+        from tilefold.cli.encode import encode
+
+        return encode
+    if command == "merge":
+        from tilefold.cli.index import merge
+
+        return merge
+    if command == "index":
+        from tilefold.cli.index import index
+
+        return index
+    if command == "search":
+        from tilefold.cli.search import search
+
+        return search
+    if command == "evaluate":
+        from tilefold.cli.evaluate import evaluate
+
+        return evaluate
+    if command == "compare":
+        from tilefold.cli.compare import compare
+
+        return compare
+    if command == "export":
+        from tilefold.cli.export import export
+
+        return export
+    if command == "fuse":
+        from tilefold.cli.evaluate import fuse
+
+        return fuse
+    if command == "mine":
+        from tilefold.cli.mine import mine
+
+        return mine
+    if command == "score":
+        from tilefold.cli.mine import score
+
+        return score
+    if command == "serve":
+        from tilefold.cli.serve import serve
+
+        return serve
+    if command == "bench":
+        from tilefold.cli.bench import bench
+
+        return bench
+    if command == "warmup":
+        from tilefold.cli.bench import warmup
+
+        return warmup
+    from tilefold.cli.info import info
+
+    return info
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,11 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tilefold._internal.garbage import (
+    exempt_from_garbage_collection,
+    garbage_collection_paused,
+)
+from tilefold._internal.lean_imports import lean_imports
 from tilefold._internal.precision import Dtype, precision_of
 from tilefold._internal.typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
@@ -226,7 +231,6 @@ def load_model(
     check_sentence_transformers()
     from safetensors import SafetensorError
 
-    from tilefold.recipes.colbert import untrained_colbert
     from tilefold.recipes.loading import load_saved, quiet_libraries, saved_kind
 
     with quiet_libraries():
@@ -242,7 +246,9 @@ def load_model(
         try:
             with option_errors(dtype="--dtype"):
                 if is_packaged_colbert:
-                    model = untrained_colbert(dtype)
+                    from tilefold.recipes.colbert import untrained_colbert
+
+                    model: Any = untrained_colbert(dtype)
                 else:
                     model = load_saved(path, stored_kind, dtype)
         except OSError as error:
@@ -406,10 +412,36 @@ def _accelerate(model: Model) -> None:
 
 
 def check_sentence_transformers() -> None:
-    """Raise ``CommandError`` with the command to install, if sentence-transformers is missing."""
-    from tilefold._internal import sentence_transformers as _sentence_transformers
+    """Import sentence-transformers for encoding, without its trainers.
+
+    Raises:
+        CommandError: if it is missing or too old, with the command to install it.
+    """
+    from tilefold._internal.sentence_transformers import check_sentence_transformers as check
 
     try:
-        _sentence_transformers.check_sentence_transformers()
+        with garbage_collection_paused(), lean_imports():
+            check()
+            _import_model_classes()
     except ImportError as error:
         raise CommandError(str(error)) from error
+
+
+@cache
+def _import_model_classes() -> None:
+    """Import all that models are loaded and accelerated with.
+
+    Lean imports end with the import of a module, so all modules that encoding needs are imported
+    together.
+    """
+    from sentence_transformers import (  # noqa: F401
+        CrossEncoder,
+        MultiVectorEncoder,
+        SentenceTransformer,
+        SparseEncoder,
+    )
+
+    import tilefold.integrations.sentence_transformers
+    import tilefold.recipes.loading  # noqa: F401
+
+    exempt_from_garbage_collection()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tilefold._internal.arguments import check_choice, path_of
+from tilefold._internal.lean_imports import lean_imports
 from tilefold._internal.precision import DTYPES, Dtype, set_precision
 from tilefold._internal.sentence_transformers import check_sentence_transformers
 from tilefold._internal.typing import Model
@@ -158,7 +159,8 @@ def load_saved(name_or_path: str, kind: str, dtype: Dtype = "auto") -> Model:
     if kind == "backbone":
         check_masked_lm(name_or_path)
     entmax.register()  # lets transformers load models with entmax attention
-    model = load_complete(loaders[kind], name_or_path)
+    with lean_imports():  # the model's card asks for the release of `datasets`
+        model = load_complete(loaders[kind], name_or_path)
     entmax.runs_entmax(model)  # raises an error if the model has alphas but would run softmax
     model.model_card_data.local_files_only = True
     set_precision(model, dtype)
