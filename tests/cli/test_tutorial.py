@@ -17,7 +17,6 @@ FILE = re.compile(r"as `([\w.-]+)`:\s*\Z")
 ROW = re.compile(r"^│ +(\d+) +│ +(\S+) +│", re.MULTILINE)
 
 
-@pytest.mark.slow
 def test_the_tutorial_on_your_own_documents(
     call: Call,
     tmp_path: Path,

@@ -223,6 +223,7 @@ def test_entmax_attention_takes_packed_tokens_itself() -> None:
     torch.testing.assert_close(packed, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_import_registers_no_attention() -> None:
     code = (
         "import tilefold.integrations.transformers\n"
