@@ -12,31 +12,27 @@ from pathlib import Path
 
 import pytest
 
+from tests.kernels import triton_interpreted
+
 # The arguments of a parametrization, and the objects that a case has for them.
 Value = tuple[tuple[str, ...], tuple[int, ...]]
 ROOT = Path(__file__).resolve().parent
-# Their combinations are many and compute much; elsewhere a case takes milliseconds.
-FOLDERS_OF_COMBINATIONS = (
-    "distributed",
-    "integrations",
-    "losses",
-    "modules",
-    "nn",
-    "ops",
-    "recipes",
-)
+# Folders whose tests take long; elsewhere a case takes milliseconds. The operators do in Triton's
+# interpreter.
+FOLDERS_OF_COMBINATIONS: tuple[str, ...] = ("distributed", "integrations", "recipes")
+if triton_interpreted():
+    FOLDERS_OF_COMBINATIONS += ("ops",)
 
 
 def mark_further_combinations(items: Iterable[pytest.Item]) -> None:
-    """Mark as ``slow`` the cases of a test all of whose values an earlier case has.
-
-    Compile gates are left out: ``tests/ops/conftest.py`` chooses among their variants.
-    """
+    """Mark as ``slow`` the cases of a test all of whose values an earlier case has."""
     tested: dict[tuple[Path, str], set[Value]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
-        if not _has_many_combinations(item.path) or item.get_closest_marker("gpu"):
+        if not _has_many_combinations(item.path):
+            continue
+        if item.get_closest_marker("gpu") or item.get_closest_marker("slow"):
             continue
         values = _parametrized_values(item)
         tested_values = tested.setdefault((item.path, item.originalname), set())
@@ -46,9 +42,8 @@ def mark_further_combinations(items: Iterable[pytest.Item]) -> None:
 
 
 def _has_many_combinations(path: Path) -> bool:
-    """Whether a test file is in one of the folders above, and no compile gate."""
-    folder = path.relative_to(ROOT).parts[0]
-    return folder in FOLDERS_OF_COMBINATIONS and not path.name.endswith("_compile.py")
+    """Whether a test file is in one of the folders above."""
+    return path.relative_to(ROOT).parts[0] in FOLDERS_OF_COMBINATIONS
 
 
 def _parametrized_values(item: pytest.Function) -> set[Value]:

@@ -86,7 +86,10 @@ def test_sigterm_keeps_shards_of_ray(corpus: Path, masked_lm: str, tmp_path: Pat
 
 @pytest.mark.parametrize(
     "devices",
-    [pytest.param((), id="one-process"), pytest.param(("--devices", 2), id="two-ranks")],
+    [
+        pytest.param((), id="one-process"),
+        pytest.param(("--devices", 2), id="two-ranks", marks=pytest.mark.slow),
+    ],
 )
 def test_sigterm_keeps_encoded_shards(
     devices: tuple[object, ...],

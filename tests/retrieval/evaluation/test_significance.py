@@ -124,6 +124,7 @@ def test_equal_runs_are_not_different(four_tables: dict[str, Table]) -> None:
     assert not comparison.different
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_differ_are_seldom_called_different_and_others_are() -> None:
     """Simulates 1,000 triples of runs whose values have one distribution for every query."""
     generator = np.random.default_rng(7)
