@@ -34,6 +34,7 @@ pytestmark = [
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
 @pytest.mark.parametrize("device", DEVICES)
 def test_inductor_compiles_the_head_among_others(

@@ -139,6 +139,7 @@ def seconds_waited(message: str) -> float:
     return float(match[1])
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:.* has no checksums, so damage cannot be detected:RuntimeWarning"
 )
