@@ -25,7 +25,7 @@ RUNS_OF_OPERATORS = {
 SMALL_RUNS = {
     "inputs of operators": (("shared/test_inputs.py",), 76),
     "the toy": (("shared/test_operator.py",), 13),
-    "builds ahead": (("shared/test_builds_ahead.py",), 50),
+    "builds ahead": (("shared/test_builds_ahead.py", "shared/test_warm_up.py"), 52),
 }
 # What one process runs: starting one takes seconds.
 LARGE_RUNS = ("maxsim", "lsr_head")
