@@ -233,6 +233,7 @@ def test_search_reports_queries_without_a_document(
         "documents": len(r.read_trec_run(run)["a"]),
         "empty": 1,
         "ignored_identical_ids": 0,
+        "precision": {},  # no model computes
     }
     assert "1 of 2 queries have no hit, and no line in the run" in outcome.err
 
