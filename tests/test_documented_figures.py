@@ -36,11 +36,16 @@ def matching_rows(device: str, file: str, **cells: str) -> list[dict[str, str]]:
     return rows
 
 
+def page_path(page: str) -> Path:
+    """Return the path of the README or of a page of docs/."""
+    return ROOT / page if page == "README.md" else ROOT / "docs" / page
+
+
 def row_of_table(page: str, label: str) -> list[str]:
     """Return the cells of the one table row of a page that begins with a label."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    text = page_path(page).read_text(encoding="utf-8")
     lines = [line for line in text.splitlines() if line.startswith(f"| {label} |")]
-    assert len(lines) == 1, f"docs/{page}: {len(lines)} rows begin with {label!r}"
+    assert len(lines) == 1, f"{page}: {len(lines)} rows begin with {label!r}"
     return [cell.strip() for cell in lines[0].strip("|").split("|")]
 
 
@@ -131,6 +136,64 @@ def test_times_of_training_steps(label: str, case: str) -> None:
     for printed, side in zip(cells[1:], sides, strict=True):
         (row,) = matching_rows(H200, "train", case=case, side=side)
         check_figure(printed, [float(row["step_ms"]), float(row["median_ms"])])
+
+
+@pytest.mark.parametrize(
+    ("label", "case"),
+    [
+        pytest.param("train SPLADE: a step of 128 pairs", "ragged-128", id="SPLADE"),
+        pytest.param(
+            "train SPLADE, V = 250,002: a step of 128 pairs (stock: 64 fit)",
+            "ragged-128-large",
+            id="a large vocabulary",
+        ),
+        pytest.param("train ColBERT: a step of 128 pairs", "colbert-128", id="ColBERT"),
+        pytest.param(
+            "train SPLADE: a step of 128 documents of 240 tokens, without padding",
+            "full-128",
+            id="full length",
+        ),
+    ],
+)
+def test_training_steps_of_the_readme(label: str, case: str) -> None:
+    _, stock, accelerated, ratio = row_of_table("README.md", label)
+    (stock_row,) = matching_rows(H200, "train", case=case, side="stock")
+    (accelerated_row,) = matching_rows(H200, "train", case=case, side="compiled")
+    check_figure(stock, [float(stock_row["step_ms"]), float(stock_row["median_ms"])])
+    check_figure(accelerated, [float(accelerated_row["step_ms"])])
+    check_figure(ratio, [float(accelerated_row["ratio"])])
+
+
+def test_encoding_of_documents_in_the_readme() -> None:
+    _, stock, encoded, ratio = row_of_table(
+        "README.md",
+        "encode documents with SPLADE, per second",
+    )
+    (stock_row,) = matching_rows(H200, "encode", case="bert-base", what="stock encode_document")
+    (encoded_row,) = matching_rows(
+        H200,
+        "encode",
+        case="bert-base",
+        what="encode_collection, to Parquet",
+    )
+    check_figure(stock, [float(stock_row["docs_per_s"])])
+    check_figure(encoded, [float(encoded_row["docs_per_s"])])
+    check_figure(ratio, [float(encoded_row["docs_per_s"]) / float(stock_row["docs_per_s"])])
+
+
+def test_encoding_of_a_query_in_the_readme() -> None:
+    _, stock, accelerated, ratio = row_of_table("README.md", "encode one SPLADE query")
+    (stock_row,) = matching_rows(H200, "queries", case="bert-base", work="one query", way="stock")
+    (accelerated_row,) = matching_rows(
+        H200,
+        "queries",
+        case="bert-base",
+        work="one query",
+        way="tilefold",
+    )
+    check_figure(stock, [float(stock_row["p50_ms"])])
+    check_figure(accelerated, [float(accelerated_row["p50_ms"])])
+    check_figure(ratio, [float(stock_row["p50_ms"]) / float(accelerated_row["p50_ms"])])
 
 
 @pytest.mark.parametrize(
@@ -251,6 +314,80 @@ def test_results_of_recipes_are_means_over_seeds(recipe: str) -> None:
             {"case": "maxsim-8.8m", "way": "maxsim_topk, 1"},
             "p50_ms",
             id="late interaction over 8.8 million documents",
+        ),
+        pytest.param(
+            "choosing.md",
+            r"\| `exact` \| exact \| ([\d.]+) ms for 100,000 documents",
+            EPYC,
+            "search",
+            {"documents": "100000", "engine": "exact"},
+            "p50_ms",
+            id="choosing: exact, 100,000 documents",
+        ),
+        pytest.param(
+            "choosing.md",
+            r"100,000 documents, ([\d.]+) ms for a million",
+            EPYC,
+            "search",
+            {"documents": "1000000", "engine": "exact"},
+            "p50_ms",
+            id="choosing: exact, a million documents",
+        ),
+        pytest.param(
+            "choosing.md",
+            r"512 queries over a million in ([\d.]+) ms",
+            H200,
+            "search_gpu",
+            {"case": "sparse-1m", "way": "sparse_topk, batch"},
+            "p50_ms",
+            id="choosing: exact, on a GPU",
+        ),
+        pytest.param(
+            "choosing.md",
+            r"\| `seismic` \| approximate \| ([\d.]+) ms for a million",
+            EPYC,
+            "search",
+            {"documents": "1000000", "engine": "seismic"},
+            "p50_ms",
+            id="choosing: Seismic",
+        ),
+        pytest.param(
+            "choosing.md",
+            r"a million documents of 64 tokens in ([\d.]+) ms",
+            H200,
+            "search_gpu",
+            {"case": "maxsim-1m", "way": "maxsim_topk, 1"},
+            "p50_ms",
+            id="choosing: late interaction on a GPU",
+        ),
+        pytest.param(
+            "choosing.md",
+            r"\[([\d,]+) documents per second\]",
+            H200,
+            "encode",
+            {"case": "bert-base", "what": "encode_collection, to Parquet"},
+            "docs_per_s",
+            id="choosing: encoding",
+        ),
+        *(
+            pytest.param(
+                "comparison.md",
+                sentence,
+                EPYC,
+                "search",
+                {"documents": "1000000", "engine": engine},
+                column,
+                id=f"comparison: {column} of {engine}",
+            )
+            for engine, column, sentence in (
+                ("exact", "p50_ms", r"\| `exact` \| ([\d.]+) ms"),
+                ("exact", "build_s", r"\| `exact` \| [\d.]+ ms \| ([\d.]+) s"),
+                ("exact", "disk_mib", r"\| `exact` \| [\d.]+ ms \| [\d.]+ s \| ([\d,]+) MiB"),
+                ("seismic", "p50_ms", r"sets it \| ([\d.]+) ms"),
+                ("seismic", "build_s", r"sets it \| [\d.]+ ms \| ([\d.]+) s"),
+                ("seismic", "recall_at_10", r"1,586 MiB \| ([\d.]+) \|"),
+                ("scipy", "p50_ms", r"all documents \| ([\d.]+) ms"),
+            )
         ),
         pytest.param(
             "serve.md",

