@@ -42,7 +42,7 @@ def test_commands_of_a_page_find_the_documents_that_it_shows(
         if file:
             Path(file[1]).write_text(body, encoding="utf-8")
         elif language == "sh":
-            commands = [shlex.split(line) for line in body.splitlines()]
+            commands = [shlex.split(line, comments=True) for line in body.splitlines()]
             for program, *words in commands:
                 # installing and serving have tests of their own
                 if program == "tilefold" and words[0] != "serve":
