@@ -396,6 +396,17 @@ def test_the_tables_of_rooms_name_every_file_and_no_other() -> None:
     assert [(folder, name) for folder, name in names if not any(folder.glob(name))] == []
 
 
+def test_the_python_names_of_the_migration_tables_exist() -> None:
+    page = (ROOT / "docs" / "migration.md").read_text(encoding="utf-8")
+    (imports,) = [body for language, body in FENCE.findall(page) if language == "python"]
+    namespace: dict[str, Any] = {}
+    exec(compile(imports, "docs/migration.md", "exec"), namespace)  # noqa: S102
+    retrieval_names = set(re.findall(r"\br\.(\w+)", page))
+    assert retrieval_names
+    missing_names = {name for name in retrieval_names if not hasattr(namespace["r"], name)}
+    assert not missing_names, f"docs/migration.md: tilefold.retrieval has no {missing_names}"
+
+
 def test_the_blocks_of_the_python_document_run(
     tmp_path: Path,
     monkeypatch: Any,
