@@ -92,10 +92,11 @@ $(CLIENTS_STAMP): Makefile pyproject.toml
 	touch $@
 
 test-clients: $(CLIENTS_STAMP) ## Run the clients for LangChain, LlamaIndex and Haystack with these packages, in a separate environment
-	$(CLIENTS)/bin/python -m pytest tests/serve/test_clients.py
+	$(CLIENTS)/bin/python -m pytest tests/serve/test_clients.py tests/test_examples.py::test_the_example_of_langchain
 
 test-pylate: $(PEERS_STAMP) ## Compare with the real PyLate and colpali-engine, in a separate environment (6.6 GB)
-	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers
+	PYTHONPATH="$(CURDIR)/src" $(PEERS)/bin/python -m pytest tests/peers tests/test_examples.py::test_the_example_of_pylate \
+		tests/test_examples.py::test_the_example_of_colpali_engine
 
 lint: $(STAMP) ## Format check, lint, types and spelling
 	$(BIN)/ruff format --check .

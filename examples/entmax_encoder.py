@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
                         given.seed,
                     ),
                 )
-                print(describe(rows[-1]), flush=True)  # noqa: T201
+                print(describe(rows[-1]), flush=True)
     if given.json is not None:
         given.json.write_text(
             json.dumps([asdict(row) for row in rows], indent=2) + "\n",
