@@ -28,7 +28,14 @@ from transformers import TrainingArguments
 
 from tests import programs
 from tests.integrations.multi_vector_models import build_colbert
-from tests.integrations.splade_models import FP32_BUDGET, TEXTS, assert_close, build_tiny_splade
+from tests.integrations.sentence_transformers.packing.test_packed_inputs import PAIRS, splade_loss
+from tests.integrations.splade_models import (
+    FP32_BUDGET,
+    TEXTS,
+    assert_close,
+    build_tiny_splade,
+    five_steps,
+)
 from tests.kernels import triton_interpreted
 from tests.recipes.small import VOCABULARY
 from tests.refusals import refused
@@ -63,9 +70,11 @@ def encode(model: Any) -> torch.Tensor:
     return model.similarity(model.encode_query(TEXTS), model.encode_document(TEXTS))
 
 
-def test_the_first_python_of_the_readme_accelerates_a_model(
+def test_the_first_python_of_the_readme_trains_an_accelerated_model(
     tiny_folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     readme = Path(__file__).resolve().parents[3] / "README.md"
     example = re.findall(
@@ -79,9 +88,15 @@ def test_the_first_python_of_the_readme_accelerates_a_model(
         "SparseEncoder",
         lambda name: stock(str(tiny_folder), device="cpu"),
     )
-    namespace: dict[str, object] = {}
+    namespace: dict[str, Any] = {
+        "args": five_steps(tmp_path),
+        "dataset": PAIRS,
+        "loss": splade_loss,
+    }
     exec(compile(example, "README.md", "exec"), namespace)  # noqa: S102
     assert is_accelerated(namespace["model"])
+    assert namespace["trainer"].state.global_step == 5
+    assert capsys.readouterr().out.startswith("tilefold: fused scores, packed tokens")
 
 
 def test_the_switch_of_the_environment_leaves_models_libraries_and_operators_to_plain_torch(

@@ -45,7 +45,7 @@ from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.rows import to_device
 
 # Frames between a warning of ``pack_inputs`` and the caller of ``accelerate``.
-_STACKLEVEL_OF_CALLER = 4
+_STACKLEVEL_OF_CALLER = 5
 # Names of packed features that padded ones do not have.
 PACKED_KEYS = (*OFFSET_NAMES, *LONGEST_NAMES, "position_ids")
 # The largest difference of packed and padded outputs in 16 bits that may come from rounding,
