@@ -22,15 +22,16 @@ def template(node: ast.AST) -> str | None:
     return None
 
 
+def templates(path: Path) -> list[str]:
+    """Return the text of every string literal of a file."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [text for text in map(template, nodes) if text]
+
+
 def templates_of_the_source() -> list[str]:
     """Return the text of every string literal of the package."""
-    result: list[str] = []
-    for path in (ROOT / "src" / "tilefold").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            text = template(node)
-            if text:
-                result.append(text)
-    return result
+    paths = (ROOT / "src" / "tilefold").rglob("*.py")
+    return [text for path in paths for text in templates(path)]
 
 
 def documented_messages() -> Iterator[str]:
