@@ -352,6 +352,26 @@ def test_columns_whose_dropout_is_repeated_run_without_graphs(transformer: Any) 
     assert columns.graphs == []
 
 
+def test_a_graph_is_not_captured_while_too_little_memory_is_free(
+    transformer: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graphs = StepGraphs(transformer)
+    size = graph_size_for(PackSize(tokens=1_000, sequences=4, longest=300))
+    gradient_bytes = sum(parameter.nbytes for parameter in graphs.parameters)
+    free_bytes = [gradient_bytes - 1]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes[0], 10**12))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    device = torch.device("cuda")
+    with pytest.warns(UserWarning, match="without CUDA graphs, which need .* GiB of free memory"):
+        assert not graphs._has_memory_for(size, device)
+    assert not graphs._has_memory_for(size, device)  # without another warning
+    assert graphs.lacks_memory
+    free_bytes[0] = gradient_bytes
+    assert graphs._has_memory_for(size, device)
+    assert not graphs.lacks_memory
+
+
 def test_constants_of_a_column_run_with_graphs_and_other_tensors_without(transformer: Any) -> None:
     columns = ColumnGraphs(transformer, EagerStepGraph)
     features = {**batch(transformer, [4, 6]), "modality": "text", "prompt_length": 2}
