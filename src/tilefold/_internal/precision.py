@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -77,7 +76,6 @@ def choose_precision(dtype: Dtype, device: str, weights: str = "fp32") -> Precis
     return Precision("fp32", device, "the default on GPUs without bf16")
 
 
-@functools.cache
 def gpu_has_bf16() -> bool:
     """Return whether the GPU has bf16 instructions; False without a GPU."""
     import torch
