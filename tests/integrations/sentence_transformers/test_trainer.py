@@ -242,6 +242,44 @@ def test_a_part_that_is_not_possible_has_a_reason(
     assert trainer.data_collator is collator
 
 
+def add_hook(model: SparseEncoder) -> None:
+    """Add a hook that does nothing to the first layer of a model."""
+    model[0].model.bert.encoder.layer[0].register_forward_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "change", "reason"),
+    [
+        pytest.param(
+            {"gradient_checkpointing": True},
+            None,
+            "gradient checkpointing runs layers again",
+            id="checkpointing",
+        ),
+        pytest.param({}, add_hook, "hooks on layers run in each step", id="hook"),
+        pytest.param({}, None, "the loss caches gradients", id="cached loss"),
+        pytest.param({}, None, None, id="nothing"),
+    ],
+)
+def test_what_keeps_graphs_from_a_training_on_a_gpu_is_named(
+    settings: dict[str, Any],
+    change: Any,
+    reason: str | None,
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(tokenizer_folder)
+    if change is not None:
+        change(model)
+    trainer = make_trainer(model, tmp_path, **settings)
+    if reason == "the loss caches gradients":
+        trainer.loss = splade_loss(model, cached=True)
+    handle = accelerate(trainer)
+    monkeypatch.setattr(type(model), "device", property(lambda _: torch.device("cuda")))
+    assert handle.inactive.get(GRAPHS) == reason
+
+
 def test_an_encoder_that_stays_padded_is_named(tokenizer_folder: Path, tmp_path: Path) -> None:
     model = build_tiny_splade("mpnet", tokenizer_folder)
     trainer = make_trainer(model, tmp_path)

@@ -34,6 +34,7 @@ from tilefold.integrations.sentence_transformers._accelerate import (
 )
 from tilefold.integrations.sentence_transformers._ahead import prepare_training
 from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
+from tilefold.integrations.sentence_transformers.graphs.captured_state import ModelStructure
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.accelerate import (
     PackedForward,
@@ -156,6 +157,7 @@ class TrainerAcceleration:
                 trainer.args.gradient_checkpointing or _has_gradient_checkpointing(model),
                 "gradient checkpointing runs layers again",
             ),
+            (_has_hooks(model), "hooks on layers run in each step"),
             (any(map(uses_gradient_cache, _losses_of(trainer))), "the loss caches gradients"),
             (trainer.args.torch_compile, "torch_compile=True compiles the whole model"),
             (
@@ -438,6 +440,12 @@ def _losses_of(trainer: BaseTrainer) -> list[nn.Module]:
 def _has_gradient_checkpointing(model: Model) -> bool:
     """Whether a network of a model runs its layers again in the backward pass."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+
+
+def _has_hooks(model: Model) -> bool:
+    """Whether modules of a packed network have hooks, which a graph would not run."""
+    networks = [forward.owner.model for forward in _packed_forwards(model)]
+    return any(ModelStructure(network).has_hooks_or_checkpointing() for network in networks)
 
 
 def _stop_collator(collator: object) -> None:
