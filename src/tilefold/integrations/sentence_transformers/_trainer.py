@@ -54,8 +54,9 @@ BATCHES = "batches made ahead"
 GRAPHS = "CUDA graphs"
 LAYERS = "compiled layers"
 PARTS = (SCORES, TOKENS, BATCHES, GRAPHS, LAYERS)
-# The fewest steps of a training whose layers are compiled. Compiling takes some ten seconds once,
-# and less if torch finds the results in its cache.
+# The fewest steps of a training whose layers are compiled. Compiling takes ten to twenty seconds
+# once, and less if torch finds the results in its cache. That is outweighed after one to three
+# thousand steps. The limit is lower so that short runs measure the steps that a long run has.
 MIN_STEPS_TO_COMPILE = 100
 
 _logger = logging.getLogger(__name__)
@@ -183,7 +184,7 @@ class TrainerAcceleration:
             (is_automatic and self._n_steps is None, "decided when the training begins"),
             (
                 is_automatic and n_steps < MIN_STEPS_TO_COMPILE,
-                f"it pays from {MIN_STEPS_TO_COMPILE} steps on, got {n_steps}",
+                f"it needs at least {MIN_STEPS_TO_COMPILE} steps, got {n_steps}",
             ),
             (self._n_steps is not None and not all(is_compiled), "a layer did not compile"),
         )
