@@ -143,7 +143,7 @@ $(DOCS_STAMP): docs/site/requirements.txt Makefile
 	touch $@
 
 docs: $(DOCS_STAMP) ## Build the site strictly into build/site, in an environment of its own (`make test` checks links, commands and code)
-	$(DOCS)/bin/python docs/site/stage.py build/pages
+	PYTHONPATH=src $(DOCS)/bin/python docs/site/stage.py build/pages
 	$(DOCS)/bin/python -m mkdocs build --strict --quiet --config-file docs/site/mkdocs.yml
 
 clean: ## Remove the environment and everything generated

@@ -20,6 +20,7 @@ import tilefold
 from scripts import export_kernels, release
 from scripts.install_matrix import SMOKE
 from tests.refusals import refused
+from tilefold.cli import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -126,12 +127,14 @@ def test_the_list_of_pages_for_language_models_has_titles_addresses_and_first_se
 ) -> None:
     pages = {
         "CONTRIBUTING.md": "# Contributing\n\n```sh\nmake setup\n```\n\nSingle tests run with pytest.\n",
+        "reference/commands/tilefold-info.md": "# tilefold info\n\nShow versions.\n",
         "docs/serve.md": "# Serving\n\nA [server](x.md) of models.\nIt speaks HTTP.\n",
         "src/tilefold/ops/README.md": "# Operators\n\nOne package for each\noperator. More.\n",
     }
     text = script(ROOT / "docs" / "site" / "stage.py").llms_text(pages, site_url)
-    documentation, packages, optional = text.split("\n## ")[1:]
+    documentation, commands, packages, optional = text.split("\n## ")[1:]
     assert documentation == f"Documentation\n\n- [Serving]({address}): A server of models.\n"
+    assert commands.startswith("Commands\n\n- [tilefold info](")
     assert packages.endswith("src/tilefold/ops/): One package for each operator.\n")
     assert optional.startswith("Optional\n\n- [Contributing](")
     assert optional.endswith("CONTRIBUTING/): Single tests run with pytest.\n")
@@ -144,8 +147,11 @@ def test_the_site_shows_pages_and_names_that_exist() -> None:
         (ROOT / "docs" / "site" / "mkdocs.yml").read_text(),
         re.MULTILINE,
     )
-    made = {f"api/{page}.md" for page in stage.API}
-    assert made <= set(shown) and all((ROOT / page).exists() for page in set(shown) - made)
+    commands = {f"reference/commands/tilefold-{command}.md" for command in COMMANDS}
+    generated = commands | {"reference/commands/index.md"}
+    generated |= {f"api/{page}.md" for page in stage.API}
+    assert generated <= set(shown)
+    assert all((ROOT / page).exists() for page in set(shown) - generated)
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {
         Path(page).name for page in shown
     }

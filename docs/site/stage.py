@@ -1,8 +1,9 @@
-"""Write the pages of the site to a folder for mkdocs: ``python docs/site/stage.py build/pages``.
+"""Write the pages of the site to a folder for mkdocs; `make docs` calls this script.
 
 Pages keep their paths in the repository, so that relative links hold. Files that they link to are
 copied, and a folder that they link to gets a page that lists it. Pages of the API name the public
-names of the package. ``llms.txt`` has the titles and first sentences of the pages.
+names of the package, and pages of the commands are generated from the program. ``llms.txt`` has the
+titles and first sentences of the pages.
 """
 
 from __future__ import annotations
@@ -87,6 +88,9 @@ def _literals(path: Path) -> dict[str, Any]:
 
 def main(target: Path) -> None:
     """Write the pages of the site, and the sources for the API, to an empty folder."""
+    # Its folder is on the path when this file runs as a script, but not when tests import it.
+    from command_reference import command_pages
+
     shutil.rmtree(target, ignore_errors=True)
     site = Site(_repository_files())
     for name in site.pages:
@@ -94,12 +98,23 @@ def main(target: Path) -> None:
     for page, (title, modules) in API.items():
         references = [f"\n::: {path}\n" for module in modules for path in public(module)]
         site.texts[f"api/{page}.md"] = f"# {title}\n" + "".join(references)
+    commands = command_pages(command_group())
+    site.texts.update(commands)
     site.texts["llms.txt"] = llms_text(
-        {name: site.texts[name] for name in site.pages},
+        {name: site.texts[name] for name in (*site.pages, *commands)},
         os.environ.get("SITE_URL", ""),
     )
     site.write(target)
     _write_api_sources(target.parent / "api")
+
+
+def command_group() -> Any:
+    """Return the command group of the program, as ``tilefold --help`` shows it."""
+    import typer.main
+
+    from tilefold import cli
+
+    return typer.main.get_command(cli.app)
 
 
 def _repository_files() -> list[str]:
@@ -197,6 +212,7 @@ class Site:
 # Sections of llms.txt, and the beginnings of the paths of their pages.
 LLMS_SECTIONS = {
     "Documentation": ("README.md", "docs/"),
+    "Commands": ("reference/commands/",),
     "Packages and operators": ("src/",),
     "Optional": ("",),
 }

@@ -446,6 +446,22 @@ class Command(TyperCommand):
         """
         self.format_usage(ctx, formatter)
         self._format_description(formatter)
+        for group, records in self.option_groups(ctx).items():
+            with formatter.section(group):
+                formatter.write_dl(records, col_max=OPTION_COLUMNS)
+
+    def option_groups(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """Return the arguments and options of this command by the title of their group.
+
+        The reference of commands on the site is generated from them, too.
+
+        Args:
+            ctx: click's context of the command.
+
+        Returns:
+            title of a group -> its options in the order of ``--help``. An option is its spelling
+            with the type of its value, and its text with the default.
+        """
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -455,9 +471,7 @@ class Command(TyperCommand):
             default_group = "Options" if is_option else "Arguments"
             group = getattr(parameter, "rich_help_panel", None) or default_group
             groups.setdefault(group, []).append(record)
-        for group, records in groups.items():
-            with formatter.section(group):
-                formatter.write_dl(records, col_max=OPTION_COLUMNS)
+        return groups
 
     def _format_description(self, formatter: Any) -> None:
         """Write the docstring of a command; all paragraphs but its example are wrapped."""
