@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,11 +19,17 @@ from tilefold.pipeline.rows import SparseRows, repeat_interleave
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
+from tilefold.retrieval.index.query_graphs import GraphPool, QueryGraph
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_search
 
 # Queries are padded to a multiple of this number of terms, so that batches of different widths
 # share launch plans.
 _WIDTH_STEP = 16
+# Largest number of terms of a query that is searched by a CUDA graph.
+_GRAPH_TERMS = 256
+
+
+Ints = npt.NDArray[np.int32]
 
 
 class DeviceIndex:
@@ -31,7 +38,8 @@ class DeviceIndex:
     Every run gives the same bits. The error of a score is at most 2^-30 of the highest score that
     any document could have, times the number of terms of the query. Equal scores are in document
     order. The device stores 6 bytes per weight, 8 bytes per term and 8,192 documents, and scores of
-    4 bytes per document and query, of at most 2 GB at a time.
+    4 bytes per document and query, of at most 2 GB at a time. After the first few searches with one
+    query, up to four CUDA graphs hold the scores of one query each.
     """
 
     backend: ClassVar[str] = "exact"
@@ -80,6 +88,7 @@ class DeviceIndex:
                 len(ids),
                 device,
             )
+        self._graphs: GraphPool[QueryGraph] = GraphPool(self.device)
 
     @property
     def device(self) -> torch.device:
@@ -109,8 +118,14 @@ class DeviceIndex:
         if matching is not None:
             matching_mask = torch.from_numpy(matching.view(np.uint8)).to(self.device)
             among = matching_mask if among is None else matching_mask * among
-        padded = self._pad_one if len(queries) == 1 else self._pad_on_cpu
-        terms, weights = padded(queries)
+        if len(queries) == 1 and among is None and queries.indices.size <= _GRAPH_TERMS:
+            kind = ("terms", k)
+            graph = self._graphs.take(kind, lambda: self._capture_terms(k))
+            if graph is not None:
+                scores_on_cpu, positions_on_cpu = _search_by_graph(graph, *self._sorted(queries))
+                self._graphs.give_back(kind, graph)
+                return hits_of(self.ids, positions_on_cpu, scores_on_cpu)
+        terms, weights = self._pad_on_cpu(queries)
         scores, positions = self._search_padded(terms, weights, k, among)
         scores = scores.to("cpu", non_blocking=True)
         positions = positions.to("cpu", non_blocking=True)
@@ -118,6 +133,34 @@ class DeviceIndex:
             # One wait for both copies.
             torch.cuda.current_stream(self.device).synchronize()
         return hits_of(self.ids, positions.numpy(), scores.numpy())
+
+    def _capture_terms(self, k: int) -> QueryGraph:
+        """Capture the search with one query that is on the CPU.
+
+        The input of the graph is int32 ``[2, 1, T]`` in pinned memory: the query's terms, and the
+        bits of their weights. Zeros are padding.
+
+        Args:
+            k: number of documents.
+        """
+        padded = torch.zeros(2, 1, _GRAPH_TERMS, dtype=torch.int32, pin_memory=True)
+        on_device = torch.zeros_like(padded, device=self.device)
+
+        def search() -> tuple[Tensor, Tensor]:
+            on_device.copy_(padded, non_blocking=True)
+            terms, bits = on_device
+            return self._search_padded(terms, bits.view(torch.float32), k, None)
+
+        return QueryGraph(self.device, [padded], search)
+
+    def _sorted(self, query: SparseVectors) -> tuple[Ints, Ints]:
+        """Return the terms of one query in the order of :meth:`_pad_on_cpu`, and their bits.
+
+        Returns:
+            Terms, and the bits of their weights, both int32 ``[n]``.
+        """
+        order = self._rank_of_term[query.indices].argsort()
+        return query.indices[order], query.data.view(np.int32)[order]
 
     @torch.no_grad()
     def search_tensor(
@@ -176,16 +219,55 @@ class DeviceIndex:
         Raises:
             DataError: if a weight is NaN, infinite in float32, or negative.
         """
-        scores, positions, term_counts = sparse_topk_of_dense(
-            self.postings,
-            _dense_row(query),
-            k,
-            allowed=self._allowed(among),
-        )
-        has_invalid_weight = term_counts.item() < 0
+        kind = ("row", k)
+        graph = None
+        # Another device is refused by the search without a graph.
+        if among is None and _device_of(query) == self.device:
+            graph = self._graphs.take(kind, lambda: self._capture_row(k))
+        if graph is None:
+            scores, positions, term_counts = self._search_row(_dense_row(query), k, among)
+            n_terms = term_counts.item()
+        else:
+            _dense_row(query, out=graph.inputs[0])
+            graph.launch()
+            scores, positions = (result.clone() for result in graph.device_results[:2])
+            graph.wait()
+            n_terms = graph.host_results[0].item()
+            self._graphs.give_back(kind, graph)
+        has_invalid_weight = n_terms < 0
         if has_invalid_weight:
             _refuse_weights(_entries_of(query))
         return scores, positions
+
+    def _search_row(
+        self,
+        row: Tensor,
+        k: int,
+        among: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Search with one dense query, float32 ``[1, V]``, and leave out removed documents.
+
+        Returns:
+            Scores, positions and the number of terms, as of
+            :func:`~tilefold.ops.sparse_search.sparse_topk_of_dense`.
+        """
+        return sparse_topk_of_dense(self.postings, row, k, allowed=self._allowed(among))
+
+    def _capture_row(self, k: int) -> QueryGraph:
+        """Capture the search with one dense query.
+
+        Only the number of its terms is copied to the CPU, because the results stay on the device.
+
+        Args:
+            k: number of documents.
+        """
+        row = torch.zeros(1, self.vocab_size, device=self.device)
+        return QueryGraph(
+            self.device,
+            [row],
+            lambda: self._search_row(row, k, None),
+            n_device_only=2,
+        )
 
     def _check_shape(self, queries: Tensor | SparseRows) -> None:
         """Raise ``ValueError`` if queries are not rows over the vocabulary of the index."""
@@ -333,21 +415,31 @@ class DeviceIndex:
         )
         return device_terms, device_bits.view(torch.float32)
 
-    def _pad_one(self, query: SparseVectors) -> tuple[Tensor, Tensor]:
-        """Return what :meth:`_pad_on_cpu` returns for one query, with few calls of numpy.
 
-        Args:
-            query: one query.
-        """
-        n_terms = query.indices.size
-        order = self._rank_of_term[query.indices].argsort()
-        # Terms and the bits of their weights; zeros are padding.
-        padded = np.zeros((2, 1, _padded_width(n_terms)), np.int32)
-        padded[0, 0, :n_terms] = query.indices[order]
-        padded[1, 0, :n_terms] = query.data.view(np.int32)[order]
-        # Unpinned memory is copied before the call returns, so the array may be freed then.
-        device_terms, device_bits = torch.from_numpy(padded).to(self.device, non_blocking=True)
-        return device_terms, device_bits.view(torch.float32)
+def _search_by_graph(
+    graph: QueryGraph,
+    terms: Ints,
+    weight_bits: Ints,
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Search by a graph of :meth:`DeviceIndex._capture_terms`.
+
+    Args:
+        graph: the graph, which nobody else uses.
+        terms: ``[n]``, terms of the query.
+        weight_bits: ``[n]``, bits of their weights.
+
+    Returns:
+        Scores and positions, both ``[1, k]``.
+    """
+    padded = graph.inputs[0].numpy()
+    padded.fill(0)
+    padded[0, 0, : terms.size] = terms
+    padded[1, 0, : terms.size] = weight_bits
+    graph.launch()
+    graph.wait()
+    scores, positions = graph.host_results
+    # The next search overwrites the results of the graph.
+    return scores.numpy().copy(), positions.numpy().copy()
 
 
 class _Entries(NamedTuple):
@@ -373,22 +465,28 @@ def _number_of(queries: Tensor | SparseRows) -> int:
     return len(queries.counts) if isinstance(queries, SparseRows) else queries.shape[0]
 
 
-def _dense_row(query: Tensor | SparseRows) -> Tensor:
+def _device_of(queries: Tensor | SparseRows) -> torch.device:
+    """Return the device that the weights of queries are on."""
+    return queries.values.device if isinstance(queries, SparseRows) else queries.device
+
+
+def _dense_row(query: Tensor | SparseRows, out: Tensor | None = None) -> Tensor:
     """Return the weights of one query as a dense float32 tensor ``[1, V]`` on its device.
 
     Args:
         query: ``[1, V]``, a dense, CSR or COO tensor, or the ``SparseRows`` of an encoding stream.
+        out: float32 ``[1, V]`` that the weights are written to; None returns another tensor.
     """
+    if not isinstance(query, SparseRows) and query.layout == torch.strided:
+        return query.float() if out is None else out.copy_(query)
     if isinstance(query, SparseRows):
         terms, weights, vocab_size = query.columns, query.values, query.vocab_size
-    elif query.layout == torch.strided:
-        return query.float()
     elif query.layout == torch.sparse_csr:
         terms, weights, vocab_size = query.col_indices(), query.values(), query.shape[1]
     else:
         entries = _entries_of(query)
         terms, weights, vocab_size = entries.terms, entries.weights, query.shape[1]
-    dense = torch.zeros(1, vocab_size, device=weights.device)
+    dense = torch.zeros(1, vocab_size, device=weights.device) if out is None else out.zero_()
     return dense.index_add_(1, terms, weights.float()[None])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tilefold.integrations.sentence_transformers.graphs.capture import GraphMemory
+from tilefold._internal.cuda_graphs import GraphMemory
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Capture of CUDA graphs: memory that graphs share, a cache of graphs, and settings of torch.
+"""Capture of CUDA graphs: a cache of graphs, and settings of torch.
 
 It serves the graphs of encoding and those of training steps.
 """
@@ -6,69 +6,17 @@ It serves the graphs of encoding and those of training steps.
 from __future__ import annotations
 
 import contextlib
-import threading
-import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from typing import NamedTuple, TypeVar
 
 import torch
 
-from tilefold._internal.garbage import garbage_collection_paused
 from tilefold.ops.implementations import tf32_allowed
 
 Key = TypeVar("Key", bound=Hashable)
 Graph = TypeVar("Graph")
-
-# Runs of a function before its first capture. Libraries initialise themselves and kernels are
-# compiled in these runs, because neither may happen during a capture.
-WARM_UP_RUNS = 2
-# Held during a warm-up and a capture. Concurrent captures would record the same random generator.
-capture_lock = threading.Lock()
-# Number of lines of an error message that a warning quotes.
-_QUOTED_LINES = 2
-
-
-class GraphMemory:
-    """Memory pool and CUDA stream in which several graphs are captured.
-
-    The graphs share all memory except for their inputs and outputs, so only one of them may run at
-    a time.
-
-    Attributes:
-        pool: the handle of the memory pool.
-        stream: the CUDA stream of warm-ups and captures. Replays run on the caller's stream.
-    """
-
-    def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    @contextlib.contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Run on the capture stream, after earlier and before later work of the current stream."""
-        current_stream = torch.cuda.current_stream()
-        self.stream.wait_stream(current_stream)
-        with torch.cuda.stream(self.stream):
-            yield
-        current_stream.wait_stream(self.stream)
-
-    @contextlib.contextmanager
-    def capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record the work of the context into a graph instead of running it.
-
-        Other threads may use the GPU in the meantime. The garbage collector is paused, because it
-        could delete another graph, which CUDA does not allow during a capture.
-        """
-        capture = torch.cuda.graph(
-            graph,
-            pool=self.pool,
-            stream=self.stream,
-            capture_error_mode="thread_local",
-        )
-        with garbage_collection_paused(), capture:
-            yield
 
 
 class GraphCache(OrderedDict[Key, Graph]):
@@ -141,20 +89,3 @@ def uncached_autocast(device_type: str) -> AbstractContextManager[object]:
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, dtype, cache_enabled=False)
-
-
-def warn_capture_failed(consequence: str, error: Exception) -> None:
-    """Warn that the capture of a graph failed, and what is slower because of that.
-
-    Args:
-        consequence: a sentence without its period, such as ``"BertModel trains without CUDA
-            graphs"``.
-        error: the error of the capture.
-    """
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    reason = " ".join(lines[:_QUOTED_LINES])
-    warnings.warn(
-        f"{consequence}: {type(error).__name__}: {reason}. This is slower; results do not change.",
-        UserWarning,
-        stacklevel=3,
-    )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tilefold._internal.cuda_graphs import capture_lock, warn_capture_failed
 from tilefold._internal.typing import Model
 from tilefold.integrations._patches import Replacement
 from tilefold.integrations.sentence_transformers._pooling import (
@@ -32,10 +33,8 @@ from tilefold.integrations.sentence_transformers._pooling import (
 from tilefold.integrations.sentence_transformers.graphs.capture import (
     GraphCache,
     NumericSettings,
-    capture_lock,
     numeric_settings,
     uncached_autocast,
-    warn_capture_failed,
 )
 from tilefold.integrations.sentence_transformers.graphs.captured_state import (
     ModelState,

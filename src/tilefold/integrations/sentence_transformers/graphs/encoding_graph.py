@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tilefold.integrations.sentence_transformers.graphs.capture import WARM_UP_RUNS, GraphMemory
+from tilefold._internal.cuda_graphs import WARM_UP_RUNS, GraphMemory
 from tilefold.integrations.transformers.packed import LONGEST_NAMES, OFFSET_NAMES, OFFSETS
 from tilefold.modules.fused_pooling import Features
 

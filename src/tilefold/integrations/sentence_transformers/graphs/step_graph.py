@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tilefold._internal.cuda_graphs import WARM_UP_RUNS, GraphMemory
 from tilefold.integrations.sentence_transformers.graphs.backward import (
     LayerCut,
     allocate_buffers,
@@ -17,7 +18,6 @@ from tilefold.integrations.sentence_transformers.graphs.backward import (
     lower_positions,
     write_gradients,
 )
-from tilefold.integrations.sentence_transformers.graphs.capture import WARM_UP_RUNS, GraphMemory
 from tilefold.integrations.transformers.packed import (
     LONGEST_NAMES,
     OFFSET_NAMES,

@@ -20,17 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from tilefold._internal.cuda_graphs import GraphMemory, capture_lock, warn_capture_failed
 from tilefold._internal.typing import Transformer
 from tilefold.distributed.ranks import has_other_ranks
 from tilefold.integrations.sentence_transformers.graphs.backward import LayerCut, cut_layers
 from tilefold.integrations.sentence_transformers.graphs.capture import (
     GraphCache,
-    GraphMemory,
     autocast_dtype,
-    capture_lock,
     numeric_settings,
     uncached_autocast,
-    warn_capture_failed,
 )
 from tilefold.integrations.sentence_transformers.graphs.captured_state import ModelStructure
 from tilefold.integrations.sentence_transformers.graphs.step_graph import (
