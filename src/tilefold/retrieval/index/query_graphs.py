@@ -57,6 +57,8 @@ class QueryGraph:
         """
         self.inputs = inputs
         self._device = device
+        # The graph reads and writes the buffers of the function, which must not be freed.
+        self._function = function
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(device):
             memory = GraphMemory()
