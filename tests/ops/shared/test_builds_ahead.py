@@ -233,6 +233,33 @@ def test_every_launch_of_a_plan_is_foreseen(name: str, monkeypatch: pytest.Monke
     assert launched
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="the device is a GPU in this run")
+def test_gradients_are_foreseen_from_the_results_of_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tilefold.ops.entmax_attention import api
+
+    foreseen: list[Any] = []
+
+    def foresee(plan: Any, tensors: Any, results: Any, device: Any, *, runs_now: bool) -> bool:
+        foreseen.append(tensors)
+        return True
+
+    def chosen_impl(operator: str, name: str, tensor: torch.Tensor, impl: str = "auto") -> str:
+        return "tiled" if tensor.is_meta else "triton"  # only a GPU would run the kernels
+
+    monkeypatch.setattr(launch, "start_plan", foresee)
+    monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
+    monkeypatch.setattr(api, "triton_interpreted", lambda: False)
+    monkeypatch.setattr(api.implementations, "chosen_impl", chosen_impl)
+    forget_calls()
+    sample = next(case.sample for name, case in CASES.items() if "entmax_attention" in name)
+    sample.results(sample.leaves(), {"impl": "triton", **sample.arguments()})
+    forget_calls()
+    gradients = [tensors for tensors in foreseen if "dout" in tensors]
+    assert gradients and gradients[0]["out2"].shape == gradients[0]["q"].shape
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled in this run")
 def test_interpreted_kernels_start_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "start_builds", lambda *_: pytest.fail("a build was started"))

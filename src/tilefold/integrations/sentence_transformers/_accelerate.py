@@ -22,7 +22,7 @@ from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _pooling
 from tilefold.integrations.sentence_transformers._ahead import (
     compile_head_ahead,
-    compile_short_texts_ahead,
+    compile_other_texts_ahead,
 )
 from tilefold.integrations.sentence_transformers._check_record import (
     CheckRecord,
@@ -304,7 +304,7 @@ def _accelerate_stock(
     padded = pack_inputs(model, check)
     if _has_packed_inputs(model):
         _forbid_replicas(model)
-        compile_short_texts_ahead(model)
+        compile_other_texts_ahead(model)
     return Acceleration(model, n_heads, padded)
 
 

@@ -26,12 +26,13 @@ _CHECKS = (
     ExpectedCall(texts=2, tokens=30, packed=False),
     ExpectedCall(texts=2, tokens=18),
 )
-# A full batch of documents.
-_DOCUMENTS = (ExpectedCall(texts=GPU_TOKENS // 256, tokens=GPU_TOKENS, capacity=CAPACITY),)
-# The few texts of a single call, and a full batch of queries.
-_SHORT_TEXTS = (
+# A few documents.
+_DOCUMENTS = (ExpectedCall(texts=64, tokens=64 * 256, capacity=CAPACITY),)
+# The few texts of a single call, a full batch of queries, and one of documents.
+_OTHER_TEXTS = (
     ExpectedCall(texts=16, tokens=256, capacity=CAPACITY),
     ExpectedCall(texts=GPU_TOKENS // 16, tokens=GPU_TOKENS, capacity=CAPACITY),
+    ExpectedCall(texts=GPU_TOKENS // 256, tokens=GPU_TOKENS, capacity=CAPACITY),
 )
 # Tokens of a text in a training batch. Only their magnitude matters.
 _TRAINING_TOKENS = 64
@@ -44,7 +45,7 @@ def compile_head_ahead(
     screen: bool,
     check: bool,
 ) -> None:
-    """Start to compile the kernels of self-checks and of documents, and return at once.
+    """Start to compile the kernels of self-checks and of a few documents, and return at once.
 
     Only the scores of a stock SpladePooling are known well enough. Kernels that other poolings need
     are compiled at their first call.
@@ -59,8 +60,8 @@ def compile_head_ahead(
     _compile_calls(calls, fused_pooling(fusable.pooling), fusable.head, screen, impl)
 
 
-def compile_short_texts_ahead(model: nn.Module) -> None:
-    """Start to compile the kernels that encode queries, and return at once.
+def compile_other_texts_ahead(model: nn.Module) -> None:
+    """Start to compile the kernels of queries and of many documents, and return at once.
 
     Args:
         model: an accelerated model, whose self-checks no longer wait for kernels.
@@ -69,7 +70,7 @@ def compile_short_texts_ahead(model: nn.Module) -> None:
         if forward.head is not None and forward.quantize is None and forward.is_last:
             pooling: Any = forward.pooling
             screen = getattr(pooling, "screens_int8", False)
-            _compile_calls(_SHORT_TEXTS, pooling, forward.head, screen, forward.impl)
+            _compile_calls(_OTHER_TEXTS, pooling, forward.head, screen, forward.impl)
 
 
 def _compile_calls(

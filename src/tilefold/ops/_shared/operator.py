@@ -379,7 +379,7 @@ class Operator(Generic[TensorsT, OptionsT]):
                     getattr(inputs[position], "requires_grad", False)
                     for position in self._differentiable
                 )
-                self._start_backward(call, layouts, plan, needs, device)
+                self._start_backward(call, layouts, plan, results, needs, device)
         return Program(plan, input_names, results, device, call.aligned)
 
     def compile_ahead(
@@ -418,13 +418,14 @@ class Operator(Generic[TensorsT, OptionsT]):
         named_layouts = dict(zip(self._tensor_names, tensors, strict=True))
         start_plan(plan, named_layouts, results, device, runs_now=False)
         if needs is not None:
-            self._start_backward(call, tuple(tensors), plan, needs, device)
+            self._start_backward(call, tuple(tensors), plan, results, needs, device)
 
     def _start_backward(
         self,
         call: Pass,
         layouts: Values,
         plan: Plan,
+        buffers: Mapping[str, Buffer | None],
         needs: Needs,
         device: torch.device,
     ) -> None:
@@ -437,6 +438,8 @@ class Operator(Generic[TensorsT, OptionsT]):
             call: the forward pass.
             layouts: layouts of its tensors on the meta device.
             plan: its plan.
+            buffers: shapes and dtypes of its results on the GPU, by name. They cannot be asked of
+                the layouts: some results depend on the device.
             needs: which gradients will be computed.
             device: the GPU.
         """
@@ -444,7 +447,6 @@ class Operator(Generic[TensorsT, OptionsT]):
 
         if not any(needs):
             return
-        buffers = self._output_buffers(self.tensors(*layouts), call.options, call.needs)
         results: list[Any] = []
         for name, buffer in buffers.items():
             if buffer is None or name in plan.skipped_results:

@@ -525,6 +525,8 @@ def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
 def _add_listed_scores(builder: HeadPlanBuilder) -> None:
     """Add the kernels that list the marked scores of each sequence, and compute them exactly."""
     batch = builder.tokens.batch
+    # Two values, for few and for many sequences, so that few variants of the kernel are compiled.
+    sequences_at_a_time = 64 if batch <= 64 else 1024
     builder.add_launch(
         screen.list_kernel,
         grid=(batch, cdiv(builder.vocab, screen.BLOCK_LIST)),
@@ -533,7 +535,7 @@ def _add_listed_scores(builder: HeadPlanBuilder) -> None:
     builder.add_launch(
         screen.refine_kernel,
         grid=(builder.setting.multiprocessors * configs.REFINE["PROGRAMS"],),
-        parameters={**configs.REFINE, "BLOCK_B": min(1024, power_of_two(batch))},
+        parameters={**configs.REFINE, "BLOCK_B": sequences_at_a_time},
     )
 
 

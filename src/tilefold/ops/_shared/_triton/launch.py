@@ -16,6 +16,7 @@ from torch import Tensor
 from triton import JITFunction
 from triton.errors import TritonError
 
+from tilefold.ops._shared._triton.cache_keys import compute_cache_key
 from tilefold.ops._shared._triton.cuda_driver import bind, enter_context
 from tilefold.ops._shared._triton.releases import BUILD_OPTIONS, interpreted_rows_count_elements
 from tilefold.ops._shared.background import KERNEL_BUILDS
@@ -154,6 +155,7 @@ class Build(NamedTuple):
         """
         compiled = BUILT.get(key)
         if compiled is None or isinstance(compiled, str):
+            compute_cache_key(self.kernel)
             with named_failure(key, self):
                 compiled = self.kernel.warmup(
                     *self.arguments,

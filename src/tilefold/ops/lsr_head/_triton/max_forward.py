@@ -297,7 +297,16 @@ def max_forward_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "sample_limit", "limit"],
+    do_not_specialize=[
+        "B",
+        "V",
+        "T",
+        "uniform_length",
+        "splits",
+        "multiple",
+        "sample_limit",
+        "limit",
+    ],
 )
 def combine_kernel(
     weight_scale_ptr,

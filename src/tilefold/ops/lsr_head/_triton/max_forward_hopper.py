@@ -434,6 +434,7 @@ def _fold_tiles(
 @gluon.jit(
     do_not_specialize=[
         "B",
+        "V",
         "T",
         "uniform_length",
         "splits",

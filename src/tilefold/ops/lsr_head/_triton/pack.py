@@ -125,7 +125,7 @@ def _counts(
         return offset, tl.sum(tl.where(seq == b, counts, 0)), first
 
 
-@triton.jit(do_not_specialize=["B", "S"])
+@triton.jit(do_not_specialize=["B", "S", "V"])
 def copy_padded_kernel(
     hidden_ptr,
     mask_ptr,
@@ -238,7 +238,7 @@ def copy_padded_kernel(
         )
 
 
-@triton.jit(do_not_specialize=["B", "T"])
+@triton.jit(do_not_specialize=["B", "T", "V"])
 def copy_packed_kernel(
     hidden_ptr,
     cu_ptr,
