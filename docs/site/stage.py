@@ -8,14 +8,12 @@ titles and first sentences of the pages.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,80 +22,19 @@ ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 LIST = re.compile(r"^(?![-*|#> ]|\d+\. )(\S.*:)\n(?=(?:- |\d+\. ))", re.MULTILINE)
-API = {  # page -> its title and modules, whose `__all__` says what is public
-    "operators": ("Operators", ["tilefold.ops", "tilefold.ops.sparse_search"]),
-    "modules": ("Modules and losses", ["tilefold.nn", "tilefold.modules", "tilefold.losses"]),
-    "integrations": (
-        "Integrations",
-        [
-            f"tilefold.integrations.{name}"
-            for name in ("sentence_transformers", "transformers", "pylate", "colpali")
-        ],
-    ),
-    "retrieval": ("Retrieval", ["tilefold.retrieval"]),
-    "recipes": ("Recipes", ["tilefold.recipes"]),
-    "testing": ("Testing", ["tilefold.testing"]),
-}
-
-
-def public(module: str) -> list[str]:
-    """Return the full paths of the public names of a module, which is read and not imported.
-
-    The names are those of a table of the module (``PACKAGE_OF`` for the operators, or ``_NAMES``),
-    of ``__all__``, or of imports and functions.
-    """
-    path = ROOT / "src" / Path(*module.split("."))
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if module == "tilefold.ops":
-        package_of = _literals(path.parents[1] / "_internal" / "public.py")["PACKAGE_OF"]
-        return [f"{module}.{package}.{name}" for name, package in sorted(package_of.items())]
-    literals = _literals(path)
-    if "_NAMES" in literals:
-        return [
-            f"{module}.{home}.{name}"
-            for home, names in literals["_NAMES"].items()
-            for name in names.split()
-        ]
-    source = path.read_text(encoding="utf-8")
-    if "__all__" in literals:
-        # Names that several modules export are described where they are defined.
-        return [
-            f"{module}.{name}"
-            for name in literals["__all__"]
-            if re.search(rf"(^(def|class) |import .*|^    ){name}\b", source, re.M)
-        ]
-    names: list[str] = []
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.ImportFrom):
-            names += [alias.name for alias in node.names if alias.asname]
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
-            names.append(node.name)
-    return [f"{module}.{name}" for name in names]
-
-
-def _literals(path: Path) -> dict[str, Any]:
-    """Return the literal values that the top level of a module assigns, by their names."""
-    literals: dict[str, Any] = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            with suppress(ValueError):
-                literals[node.targets[0].id] = ast.literal_eval(node.value)
-    return literals
 
 
 def main(target: Path) -> None:
     """Write the pages of the site, and the sources for the API, to an empty folder."""
-    # Its folder is on the path when this file runs as a script, but not when tests import it.
+    # This folder is on the path when this file runs as a script, but not when tests import it.
+    from api_reference import api_pages, write_sources
     from command_reference import command_pages
 
     shutil.rmtree(target, ignore_errors=True)
     site = Site(_repository_files())
     for name in site.pages:
         site.add_page(name)
-    for page, (title, modules) in API.items():
-        references = [f"\n::: {path}\n" for module in modules for path in public(module)]
-        site.texts[f"api/{page}.md"] = f"# {title}\n" + "".join(references)
+    site.texts.update(api_pages())
     commands = command_pages(command_group())
     site.texts.update(commands)
     site.texts["llms.txt"] = llms_text(
@@ -105,7 +42,7 @@ def main(target: Path) -> None:
         os.environ.get("SITE_URL", ""),
     )
     site.write(target)
-    _write_api_sources(target.parent / "api")
+    write_sources(target.parent / "api")
 
 
 def command_group() -> Any:
@@ -124,19 +61,6 @@ def _repository_files() -> list[str]:
         command = ["git", "ls-files", *options]
         names += subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
     return names
-
-
-def _write_api_sources(folder: Path) -> None:
-    """Copy the package without Sphinx's roles in docstrings, which mkdocs does not know."""
-    shutil.rmtree(folder, ignore_errors=True)
-    for path in sorted((ROOT / "src").rglob("*.py")):
-        copy = folder / path.relative_to(ROOT / "src")
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        source = path.read_text(encoding="utf-8")
-        copy.write_text(
-            re.sub(r":(func|class|meth|mod|attr|data):`~?", "`", source),
-            encoding="utf-8",
-        )
 
 
 class Site:

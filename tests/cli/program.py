@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,17 @@ def run_steps(*steps: tuple[str | Path, ...]) -> None:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         for step in steps:
             assert run_cli(*step) == 0, step
+
+
+def commands_of(name: str) -> list[list[str]]:
+    """Return the commands of a file in the folder ``commands``, as words after ``tilefold``."""
+    path = Path(__file__).with_name("commands") / f"{name}.sh"
+    commands: list[list[str]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        program, *words = shlex.split(line)
+        assert program == "tilefold"
+        commands.append(words)
+    return commands
 
 
 def done(outcome: Outcome) -> Outcome:

@@ -6,21 +6,18 @@ from __future__ import annotations
 
 import io
 import json
-import re
-import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, done, fails, measured, run_steps, write_articles
+from tests.cli.program import Call, commands_of, done, fails, measured, run_steps, write_articles
 from tests.inside import load_encoder, load_model
 from tests.recipes.small import ranked_by_itself, small_collection, with_dev
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
 from tilefold.retrieval.evaluation.measures import choose_weights
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "cli.md"
 MEASURES = ("nDCG@10", "RR@10")
 
 
@@ -249,20 +246,9 @@ def test_seismic_takes_options_and_is_advised_against(
     )
 
 
-def walk_through() -> list[list[str]]:
-    """The commands of docs/cli.md from a collection to late interaction, as words; a server, which
-    does not end, has tests of its own.
-    """
-    text = DOCS.read_text(encoding="utf-8")
-    part = text[text.index("## From a collection to nDCG") : text.index("## bench")]
-    blocks = re.findall(r"^```sh\n(.*?)^```", part, re.MULTILINE | re.DOTALL)
-    lines = [shlex.split(line, comments=True) for block in blocks for line in block.splitlines()]
-    return [words[1:] for words in lines if words and words[1] != "serve"]
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_walk_through_of_the_documents_runs(
+def test_commands_that_combine_options_run(
     call: Call,
     masked_lm: str,
     tmp_path: Path,
@@ -275,14 +261,12 @@ def test_the_walk_through_of_the_documents_runs(
     Path("new-documents.jsonl").write_text('{"_id": "new", "text": "kettles"}', encoding="utf-8")
     Path("gone.txt").write_text("d1", encoding="utf-8")
     write_articles()
-    commands = walk_through()
-    assert len(commands) > 15
     Path("queries.txt").write_text("how do I work with sockets\n", encoding="utf-8")
     Path("topics.trec").write_text(
         "<top><num>7</num><title>sockets</title></top>",
         encoding="utf-8",
     )
-    for words in commands:
+    for words in commands_of("options"):
         words, given = (words[:-2], words[-1]) if "<" in words else (words, None)  # noqa: PLW2901
         monkeypatch.setattr(
             "sys.stdin",

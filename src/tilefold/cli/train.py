@@ -257,7 +257,7 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     graphs: Annotated[
         bool,
         option(
-            "GPU: capture the encoder as CUDA graphs; see docs/cli.md.",
+            "GPU: capture the encoder as CUDA graphs; docs/integrations.md has the limits.",
             "--graphs",
             panel="Hardware",
         ),

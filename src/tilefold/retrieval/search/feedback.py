@@ -51,8 +51,8 @@ _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 _DEFAULT_DEPTHS = {"average": 3, "rocchio": 5}
 # Rocchio's published alpha and beta, for documents' vectors of their own lengths.
 PUBLISHED_WEIGHTS = (0.4, 0.6)
-# Rocchio's alpha and beta for documents' vectors of the query's length. docs/cli.md says which
-# measurements they were chosen by.
+# Rocchio's alpha and beta for documents' vectors of the query's length, chosen by the
+# measurements in benchmarks/notes/retrieval.md.
 EQUAL_LENGTH_WEIGHTS = (0.9, 0.1)
 
 
