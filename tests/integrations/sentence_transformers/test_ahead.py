@@ -14,7 +14,6 @@ from tilefold.integrations.sentence_transformers import accelerate
 
 CHECKS = list(compiled_ahead._CHECKS)
 DOCUMENTS = list(compiled_ahead._DOCUMENTS)
-SHORT_TEXTS = list(compiled_ahead._SHORT_TEXTS)
 
 
 class Recorded:
@@ -46,12 +45,12 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     return recorded
 
 
-def test_kernels_of_checks_and_documents_come_before_those_of_queries(
+def test_kernels_of_checks_come_before_those_of_documents(
     tiny: SparseEncoder,
     recorded: Recorded,
 ) -> None:
     accelerate(tiny, check="always", screen=False)
-    assert recorded.calls == [CHECKS + DOCUMENTS, SHORT_TEXTS]
+    assert recorded.calls == [CHECKS + DOCUMENTS]
     head = tiny.transformers_model.get_output_embeddings()
     assert recorded.arguments["weight"] is head.weight
     assert recorded.arguments["bias"] is head.bias
@@ -65,7 +64,7 @@ def test_without_checks_their_kernels_are_not_compiled(
     recorded: Recorded,
 ) -> None:
     accelerate(tiny, check=False)
-    assert recorded.calls == [DOCUMENTS, SHORT_TEXTS]
+    assert recorded.calls == [DOCUMENTS]
 
 
 def test_a_head_in_fp8_is_compiled_at_its_first_call(

@@ -20,10 +20,7 @@ from tilefold._internal.typing import Model, Transformer
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.integrations._patches import Replacement, replacements
 from tilefold.integrations.sentence_transformers import _pooling
-from tilefold.integrations.sentence_transformers._ahead import (
-    compile_head_ahead,
-    compile_other_texts_ahead,
-)
+from tilefold.integrations.sentence_transformers._ahead import compile_head_ahead
 from tilefold.integrations.sentence_transformers._check_record import (
     CheckRecord,
     checks_are_repeated,
@@ -304,7 +301,6 @@ def _accelerate_stock(
     padded = pack_inputs(model, check)
     if _has_packed_inputs(model):
         _forbid_replicas(model)
-        compile_other_texts_ahead(model)
     return Acceleration(model, n_heads, padded)
 
 

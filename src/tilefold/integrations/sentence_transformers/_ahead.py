@@ -16,7 +16,6 @@ from tilefold.integrations.sentence_transformers._pooling import (
     stock_output_dtype,
 )
 from tilefold.integrations.sentence_transformers.graphs.encoding import CAPACITY
-from tilefold.integrations.sentence_transformers.streaming.stream import GPU_TOKENS
 from tilefold.modules import fused_pooling as poolings
 from tilefold.ops.implementations import start_compiler
 from tilefold.ops.lsr_head import ExpectedCall, compile_ahead, compile_training_ahead
@@ -26,14 +25,10 @@ _CHECKS = (
     ExpectedCall(texts=2, tokens=30, packed=False),
     ExpectedCall(texts=2, tokens=18),
 )
-# A few documents.
+# A few documents. Queries, and many documents, need one or two other kernels, which are compiled at
+# their first call. Threads that compile hold Python's lock for a quarter of the time, so kernels
+# that the next call does not need would delay it.
 _DOCUMENTS = (ExpectedCall(texts=64, tokens=64 * 256, capacity=CAPACITY),)
-# The few texts of a single call, a full batch of queries, and one of documents.
-_OTHER_TEXTS = (
-    ExpectedCall(texts=16, tokens=256, capacity=CAPACITY),
-    ExpectedCall(texts=GPU_TOKENS // 16, tokens=GPU_TOKENS, capacity=CAPACITY),
-    ExpectedCall(texts=GPU_TOKENS // 256, tokens=GPU_TOKENS, capacity=CAPACITY),
-)
 # Tokens of a text in a training batch. Only their magnitude matters.
 _TRAINING_TOKENS = 64
 
@@ -58,19 +53,6 @@ def compile_head_ahead(
     """
     calls = (*_CHECKS, *_DOCUMENTS) if check else _DOCUMENTS
     _compile_calls(calls, fused_pooling(fusable.pooling), fusable.head, screen, impl)
-
-
-def compile_other_texts_ahead(model: nn.Module) -> None:
-    """Start to compile the kernels of queries and of many documents, and return at once.
-
-    Args:
-        model: an accelerated model, whose self-checks no longer wait for kernels.
-    """
-    for forward in fused_forwards(model):
-        if forward.head is not None and forward.quantize is None and forward.is_last:
-            pooling: Any = forward.pooling
-            screen = getattr(pooling, "screens_int8", False)
-            _compile_calls(_OTHER_TEXTS, pooling, forward.head, screen, forward.impl)
 
 
 def _compile_calls(
