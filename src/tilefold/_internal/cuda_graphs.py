@@ -1,4 +1,4 @@
-"""What all captures of CUDA graphs share: memory, a lock, and a warning."""
+"""Memory, a lock and a warning that all captures of CUDA graphs share."""
 
 from __future__ import annotations
 

@@ -123,6 +123,12 @@ def set_precision(model: Model, dtype: Dtype = "auto") -> Precision:
 
     Raises:
         ArgumentError: if the model cannot compute in `dtype` on its device.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> set_precision(model, "bf16").dtype
+        'bf16'
     """
     check_choice("dtype", dtype, DTYPES)
     graph = onnx_graph_of(model)

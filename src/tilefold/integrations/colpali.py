@@ -50,6 +50,11 @@ def maxsim_inbatch(
     Raises:
         TypeError, ValueError: if arguments are invalid.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> maxsim_inbatch(torch.randn(2, 4, 16), torch.randn(3, 10, 16)).shape
+        torch.Size([2, 3])
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B L D")

@@ -67,6 +67,12 @@ def colbert_scores(
     Raises:
         ValueError, TypeError: if shapes, dtypes, devices or the backend are invalid.
         RuntimeError: if ``backend="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> queries, documents = torch.randn(2, 4, 16), torch.randn(3, 10, 16)
+        >>> colbert_scores(queries, documents).shape
+        torch.Size([2, 3])
     """
     queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, dims=3)
     documents, document_mask = _apply_mask(
@@ -139,6 +145,12 @@ def colbert_kd_scores(
 
     Raises:
         ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
+
+    Examples:
+        >>> import torch
+        >>> queries, documents = torch.randn(2, 4, 16), torch.randn(2, 5, 10, 16)
+        >>> colbert_kd_scores(queries, documents).shape  # 5 documents for each query
+        torch.Size([2, 5])
     """
     queries, query_mask = _apply_mask("queries", queries_embeddings, queries_mask, dims=3)
     documents, document_mask = _apply_mask(

@@ -59,6 +59,11 @@ def flops(
         TypeError: if ``scores`` is not a floating-point tensor, or ``threshold`` is not a number.
         ValueError: if the threshold is negative, or a shape, DTensor placement or group is not
             supported.
+
+    Examples:
+        >>> import torch
+        >>> flops(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))  # 2^2 + 1^2
+        tensor(5.)
     """
     columns = columns_of(scores, group)
     column_sums = _zero_short_rows(columns, threshold).sum(dim=0)
@@ -82,6 +87,11 @@ def l1(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
         threshold: rows with at most this many nonzero scores contribute nothing.
         group: ranks that hold other rows of the batch.
+
+    Examples:
+        >>> import torch
+        >>> l1(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+        tensor(3.)
     """
     return _mean_row_sum(scores, Tensor.abs, threshold, group)
 
@@ -96,6 +106,11 @@ def l2(scores: Tensor, *, threshold: float | None = None, group: Group = None) -
         scores: ``[B, V]``, or a DTensor ``Shard(1)`` of a vocabulary-parallel head.
         threshold: rows with at most this many nonzero scores contribute nothing.
         group: ranks that hold other rows of the batch.
+
+    Examples:
+        >>> import torch
+        >>> l2(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+        tensor(7.)
     """
     return _mean_row_sum(scores, Tensor.square, threshold, group)
 
@@ -137,6 +152,11 @@ def anti_zero(scores: Tensor, *, epsilon: float = 1e-8, group: Group = None) -> 
 
     Raises:
         ValueError: if ``epsilon`` is negative, and as in :func:`flops`.
+
+    Examples:
+        >>> import torch
+        >>> anti_zero(torch.tensor([[1.0, 0.0], [3.0, 1.0]]))
+        tensor(0.0400)
     """
     check_epsilon(epsilon)
     columns = columns_of(scores, group)
@@ -159,6 +179,11 @@ def df_weights(document_frequency: Tensor, *, alpha: float = 0.1, beta: float = 
         TypeError: if ``document_frequency`` is not a tensor, or if ``alpha`` or ``beta`` is not a
             number.
         ValueError: if ``alpha`` or ``beta`` is out of range.
+
+    Examples:
+        >>> import torch
+        >>> df_weights(torch.tensor([0.0, 0.1, 1.0]))
+        tensor([0.0000, 0.5000, 1.0000])
     """
     check_df_options(alpha, beta)
     check_tensor("document_frequency", document_frequency)
@@ -296,6 +321,14 @@ def activated_lm_loss(
     Raises:
         TypeError: if an argument is not a tensor, or an option is not a number.
         ValueError: if shapes are inconsistent, or an option is out of range.
+
+    Examples:
+        >>> import torch
+        >>> hidden = torch.randn(6, 16, requires_grad=True)
+        >>> loss = activated_lm_loss(hidden, torch.randn(100, 16), torch.randint(100, (6,)))
+        >>> loss.total.backward()
+        >>> hidden.grad.shape
+        torch.Size([6, 16])
     """
     check_tensor("hidden", hidden)
     check_tensor("weight", weight)

@@ -96,6 +96,14 @@ class WeightedLosses(WeightedTerms):
     Raises:
         TypeError: if a term has no ``compute_loss_from_embeddings``.
         ValueError: if there is no term.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.losses import PairwiseSoftmaxLoss, TermRecallLoss
+        >>> loss = WeightedLosses([(PairwiseSoftmaxLoss(), 1.0), (TermRecallLoss(), 0.1)])
+        >>> embeddings = list(torch.rand(3, 4, 100))  # queries, relevant documents and negatives
+        >>> loss.compute_loss_from_embeddings(embeddings).shape
+        torch.Size([])
     """
 
     def compute_loss_from_embeddings(
@@ -112,6 +120,13 @@ class PairwiseSoftmaxLoss(nn.Module):
 
     ``mean_b mean_i (1 - P_bi)`` with ``P_bi = softmax(s(q_b, d_b), s(q_b, n_bi))`` of the relevant
     document. The paper has one negative ``n`` per query. Several negatives make one pair each.
+
+    Examples:
+        >>> import torch
+        >>> embeddings = list(torch.rand(3, 4, 100))  # queries, relevant documents and negatives
+        >>> loss = PairwiseSoftmaxLoss().compute_loss_from_embeddings(embeddings)
+        >>> 0 < loss < 1
+        tensor(True)
     """
 
     def compute_loss_from_embeddings(
@@ -148,6 +163,13 @@ class TermRecallLoss(nn.Module):
     the query has term v, else 0. Over all queries of a document the weight that minimises this is
     the term's recall, the share of relevant queries with that term. Ranks of torch.distributed hold
     other rows: the average of their values is that of all rows.
+
+    Examples:
+        >>> import torch
+        >>> queries = torch.tensor([[1.0, 0.0, 0.0]])  # the query has the first term
+        >>> documents = torch.tensor([[1.0, 0.5, 0.0]])
+        >>> TermRecallLoss().compute_loss_from_embeddings([queries, documents])
+        tensor(0.1250)
     """
 
     def compute_loss_from_embeddings(

@@ -72,6 +72,12 @@ class GlobalFlopsLoss(_Thresholded):
         threshold: rows with at most this many nonzero scores count as zero (the l0 mask of arXiv
             2504.14839).
         group: ranks that hold other rows of the batch; see :class:`Regularizer`.
+
+    Examples:
+        >>> import torch
+        >>> regularizer = GlobalFlopsLoss()
+        >>> regularizer.compute_loss_from_embeddings(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+        tensor(5.)
     """
 
     _penalty = staticmethod(flops)
@@ -112,6 +118,11 @@ class AntiZeroLoss(Regularizer):
     Args:
         epsilon: bounds the penalty of a batch of zeros.
         group: ranks that hold other rows of the batch; see :class:`Regularizer`.
+
+    Examples:
+        >>> import torch
+        >>> AntiZeroLoss().compute_loss_from_embeddings(torch.tensor([[1.0, 0.0], [3.0, 1.0]]))
+        tensor(0.0400)
     """
 
     def __init__(self, epsilon: float = 1e-8, group: Group = "world") -> None:
@@ -143,6 +154,14 @@ class DFFlopsLoss(Regularizer):
 
     Raises:
         ValueError: if ``refresh_every`` is not positive, or ``alpha`` or ``beta`` out of range.
+
+    Examples:
+        >>> import torch
+        >>> regularizer = DFFlopsLoss()
+        >>> regularizer.set_document_frequency(torch.tensor([0.9, 0.0]))
+        >>> scores = torch.tensor([[1.0, 0.0], [3.0, 2.0]])
+        >>> regularizer.compute_loss_from_embeddings(scores)  # only the frequent term costs
+        tensor(4.)
     """
 
     weights: Tensor | None
@@ -229,6 +248,13 @@ class RegularizerSum(WeightedTerms, Regularizer):
     """A weighted sum of regularisers for one side, as naver's trainer adds anti-zero to FLOPS.
 
     Argument and errors are those of :class:`tilefold.losses.WeightedLosses`.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.losses import AntiZeroLoss, GlobalFlopsLoss
+        >>> regularizer = RegularizerSum([(GlobalFlopsLoss(), 1.0), (AntiZeroLoss(), 10.0)])
+        >>> regularizer.compute_loss_from_embeddings(torch.tensor([[1.0, 0.0], [3.0, 1.0]]))
+        tensor(4.6500)
     """
 
     kind = "a regulariser"
@@ -263,6 +289,14 @@ class PositionSum(Regularizer):
         TypeError: if the term has no ``compute_loss_from_embeddings``, or is a DFFlopsLoss.
         ValueError: if ``positions`` is not a positive number; in the call, if the number of rows is
             not a multiple of it.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.losses import GlobalFlopsLoss
+        >>> regularizer = PositionSum(GlobalFlopsLoss(), positions=2)  # relevant, then a negative
+        >>> documents = torch.tensor([[1.0, 0.0], [3.0, 2.0]])
+        >>> regularizer.compute_loss_from_embeddings(documents)  # 1^2 + 3^2 + 2^2
+        tensor(14.)
     """
 
     def __init__(self, term: nn.Module, positions: int) -> None:

@@ -97,6 +97,14 @@ class LSRHead(LinearParameters):
         impl: ``"auto"``, ``"reference"``, ``"tiled"`` or ``"triton"``.
         device, dtype: device and dtype of the parameters: ``weight`` ``[V, D]``, and ``bias``
             ``[V]`` or ``None``.
+
+    Examples:
+        >>> import torch
+        >>> head = LSRHead(hidden_size=16, vocab_size=100)
+        >>> head(torch.randn(2, 5, 16), torch.ones(2, 5)).shape
+        torch.Size([2, 100])
+        >>> LSRHead.from_linear(torch.nn.Linear(16, 100)).vocab_size  # shares weight and bias
+        100
     """
 
     option_names = ("pooling", "activation", "logit_scale", "impl")
@@ -222,6 +230,13 @@ class TokenWeightHead(LinearParameters):
         activation: ``"relu"``, ``"log1p_relu"``, ``"log1p_log1p_relu"``, ``"softplus"`` or
             ``"none"``.
         ignore_ids: ids whose tokens get no score, for instance those of CLS, SEP, PAD and UNK.
+
+    Examples:
+        >>> import torch
+        >>> head = TokenWeightHead(hidden_size=16, vocab_size=100)
+        >>> input_ids = torch.randint(100, (2, 5))
+        >>> head(torch.randn(2, 5, 16), input_ids).shape
+        torch.Size([2, 100])
     """
 
     option_names = ("reduce", "activation", "ignore_ids", "impl")
@@ -369,6 +384,15 @@ class EntmaxAlpha(nn.Module):
 
     Raises:
         ValueError: if there are no heads, or ``initial`` is outside (1, 2).
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.ops import entmax_attention
+        >>> alpha = EntmaxAlpha(heads=4)
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16).unbind()
+        >>> entmax_attention(q, k, v, alpha=alpha()).sum().backward()
+        >>> alpha.theta.grad.shape
+        torch.Size([4])
     """
 
     def __init__(self, heads: int, initial: float = 1.5) -> None:

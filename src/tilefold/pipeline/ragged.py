@@ -46,6 +46,10 @@ def offsets_of(lengths: npt.ArrayLike) -> Int64:
 
     Returns:
         ``[0, lengths[0], lengths[0] + lengths[1], ...]``, ``[N + 1]``.
+
+    Examples:
+        >>> offsets_of([3, 0, 2])
+        array([0, 3, 3, 5])
     """
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
@@ -60,6 +64,12 @@ def gather_positions(offsets: Int64, rows: Int64) -> tuple[Int64, Int64]:
     Returns:
         The positions of the entries, one row after another, and the offsets ``[M + 1]`` of the
         chosen rows when only their entries are stored, in this order.
+
+    Examples:
+        >>> import numpy as np
+        >>> positions, offsets = gather_positions(np.array([0, 3, 3, 5]), np.array([2, 0]))
+        >>> positions.tolist(), offsets.tolist()
+        ([3, 4, 0, 1, 2], [0, 2, 5])
     """
     lengths = np.diff(offsets)[rows]
     gathered_offsets = offsets_of(lengths)
@@ -115,6 +125,11 @@ def batches_by_tokens(
 
     Yields:
         Positions of the texts of a batch.
+
+    Examples:
+        >>> import numpy as np
+        >>> [batch.tolist() for batch in batches_by_tokens(np.array([3, 9, 4, 8]), max_tokens=18)]
+        [[1, 3], [2, 0]]
     """
     order = np.argsort(-lengths, kind="stable")
     total = int(lengths.sum())

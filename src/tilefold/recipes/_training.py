@@ -258,6 +258,16 @@ def train(
         TrainingError: if the loss is not finite, or if the batches ran out before the last step.
         RankError: if another rank failed or ended; checkpoints are kept.
         RuntimeError: if no known launcher started the processes.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> from tilefold.recipes import get_recipe
+        >>> from tilefold.retrieval import load_collection
+        >>> recipe = get_recipe("splade", base_model="masked-lm", max_steps=2, batch_size=2)
+        >>> result = train(recipe, load_collection("bank"), "new-model")
+        >>> result.steps
+        2
+        >>> model = SparseEncoder("new-model", device="cpu")  # a stock model
     """
     _check_arguments(recipe, collection, negatives, hours, report_to)
     _check_launcher()

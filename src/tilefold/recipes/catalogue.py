@@ -92,6 +92,13 @@ def get_recipe(name: str, **overrides: Any) -> Config:
 
     Raises:
         ValueError: if a name or field is unknown, or a value is out of range.
+
+    Examples:
+        >>> recipe = get_recipe("splade", base_model="minilm", max_steps=200, batch_size=32)
+        >>> recipe.max_steps
+        200
+        >>> get_recipe("colbert", dimension=64).dimension
+        64
     """
     if not isinstance(name, str) or name not in RECIPES:
         raise ValueError(f"recipe must be one of {', '.join(RECIPES)}, got {name!r}.")

@@ -91,6 +91,11 @@ def budget(
 
     Raises:
         ValueError: for an unknown kind.
+
+    Examples:
+        >>> import torch
+        >>> budget(torch.bfloat16) < budget(torch.bfloat16, "gradient")
+        True
     """
     c = max(sensitivity, USUAL_SENSITIVITY)
     factors = {
@@ -179,6 +184,15 @@ def assert_within_budget(
 
     Returns:
         The relative error.
+
+    Examples:
+        >>> import torch
+        >>> reference = torch.randn(50, dtype=torch.float64)
+        >>> error = assert_within_budget(reference.bfloat16(), reference)
+        >>> assert_within_budget(1.1 * reference.bfloat16(), reference)
+        Traceback (most recent call last):
+            ...
+        AssertionError: ...
     """
     dtype = out.dtype if dtype is None else dtype
     allowed = budget(dtype, kind, sensitivity=sensitivity)

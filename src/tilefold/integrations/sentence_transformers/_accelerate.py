@@ -442,6 +442,11 @@ def is_accelerated(model: Model) -> bool:
 
     Args:
         model: the model. Anything that is not a module is not accelerated.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> is_accelerated(SparseEncoder("splade-model", device="cpu"))
+        False
     """
     if not isinstance(model, nn.Module):
         return False
@@ -551,6 +556,15 @@ def encode_sparse(
             if ``model`` is not a SparseEncoder.
         ValueError: if ``batch_size`` or ``batch_tokens`` is not positive, or the model has no
             prompt of that name.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> rows = encode_sparse(model, ["a lost card", "a new card"], task="document", top_k=16)
+        >>> rows.layout, rows.shape[0]
+        (torch.sparse_csr, 2)
+        >>> bool(rows.crow_indices()[-1] <= 32)
+        True
     """
     check_instance("model", model, SparseEncoder, "a loaded model")
     texts = list_of_texts("texts", texts)

@@ -94,6 +94,15 @@ def accelerate(
         TypeError: if ``model`` is neither a trainer nor a model of these kinds.
         ValueError: if the model cannot be accelerated, or an option is not possible for it.
         RuntimeError: if the check cannot run the model on its device.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> acceleration = accelerate(model)  # print it to see what is active
+        >>> model.encode(["a lost card"]).shape[0]
+        1
+        >>> with accelerate(SparseEncoder("splade-model", device="cpu")) as fast:
+        ...     scores = model.encode(["a lost card"])  # restored at the end of the block
     """
     options: dict[str, Any] = {
         "impl": impl,
@@ -132,6 +141,17 @@ def restore(model: Any) -> None:
 
     Raises:
         TypeError: if ``model`` is neither a trainer nor a ``torch.nn.Module``.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> from tilefold.integrations.sentence_transformers import accelerate, is_accelerated
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> _ = accelerate(model)
+        >>> is_accelerated(model)
+        True
+        >>> restore(model)
+        >>> is_accelerated(model)
+        False
     """
     if _is_trainer(model):
         from tilefold.integrations.sentence_transformers._trainer import restore_trainer

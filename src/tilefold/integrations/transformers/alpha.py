@@ -207,6 +207,18 @@ def use_entmax(
     Raises:
         ValueError: if alphas are invalid, or the attention of the model does not use transformers'
             attention interface.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2,
+        ...                     num_attention_heads=2, intermediate_size=64)
+        >>> model = BertModel(config)
+        >>> use_entmax(model, alpha=1.5)
+        >>> model(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
+        torch.Size([1, 3, 32])
+        >>> model.config._attn_implementation
+        'entmax'
     """
     check_network(model)
     attention.register()

@@ -671,6 +671,19 @@ def record_sparsity(model: nn.Module, *, blocks: bool = True) -> Iterator[Sparsi
     Raises:
         ValueError: if the model has no attention layers.
         RuntimeError: within another record of the same layers.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from tilefold.integrations.transformers import use_entmax
+        >>> config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2,
+        ...                     num_attention_heads=2, intermediate_size=64)
+        >>> model = BertModel(config)
+        >>> use_entmax(model, alpha=2.0)
+        >>> with record_sparsity(model) as sparsity:
+        ...     _ = model(torch.tensor([[1, 2, 3]]))
+        >>> len(sparsity.layers)
+        2
     """
     record = SparsityRecord(model, blocks)
     if any(_record_of(module) is not None for module in record._counts):

@@ -83,6 +83,14 @@ def entmax(
         TypeError: if an argument is not a tensor, or has an unsupported dtype.
         ValueError: if alpha is outside [1, 2], or shapes, devices or ``dim`` are inconsistent.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> scores = torch.tensor([2.0, 1.0, -1.0])
+        >>> entmax(scores, alpha=1.5)  # the smallest entry is exactly 0
+        tensor([0.8307, 0.1693, 0.0000])
+        >>> entmax(scores, alpha=1.0)  # softmax
+        tensor([0.7054, 0.2595, 0.0351])
     """
     if isinstance(alpha, Tensor):
         tensors = EntmaxTensors(x, alpha)
@@ -111,6 +119,11 @@ def sparsemax(x: Tensor, dim: int = -1, *, impl: str = "auto") -> Tensor:
 
     Raises:
         TypeError, ValueError, RuntimeError: as in :func:`entmax`.
+
+    Examples:
+        >>> import torch
+        >>> sparsemax(torch.tensor([0.5, 0.3, -1.0]))
+        tensor([0.6000, 0.4000, 0.0000])
     """
     # without return_support_size, the result is a tensor
     p = entmax(x, 2.0, dim, impl=impl)

@@ -215,6 +215,16 @@ def entmax_attention(
         TypeError: for arguments that are not tensors, or have a dtype that is not supported.
         ValueError: for shapes, devices, masks, offsets or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> q, k, v = torch.randn(3, 1, 4, 32, 16).unbind()  # 1 text, 4 heads, 32 tokens
+        >>> entmax_attention(q, k, v, alpha=1.5).shape
+        torch.Size([1, 4, 32, 16])
+        >>> padding = torch.ones(1, 32)
+        >>> padding[:, 20:] = 0
+        >>> entmax_attention(q, k, v, key_padding_mask=padding, causal=True).shape
+        torch.Size([1, 4, 32, 16])
     """
     seed = None
     if type(dropout_p) is not float or dropout_p != 0:

@@ -94,6 +94,14 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     Raises:
         TypeError: if the weight is not a tensor of one of these dtypes.
         ValueError: if its shape is wrong.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.ops import lsr_head
+        >>> decoder = torch.randn(100, 16)
+        >>> scores = lsr_head(torch.randn(2, 5, 16), quantize_weight(decoder))
+        >>> scores.shape
+        torch.Size([2, 100])
     """
     check_shape("weight", check_tensor("weight", weight), "V D")
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")

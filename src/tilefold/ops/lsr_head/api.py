@@ -154,6 +154,18 @@ def lsr_head(
         TypeError: if an argument is not a tensor, or has an unsupported dtype.
         ValueError: if shapes, devices, masks, ``cu_seqlens`` or options are inconsistent.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> hidden = torch.randn(2, 5, 16, requires_grad=True)  # token states of 2 texts
+        >>> decoder = torch.randn(100, 16)  # one row per vocabulary entry
+        >>> mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+        >>> scores = lsr_head(hidden, decoder, attention_mask=mask)
+        >>> scores.shape
+        torch.Size([2, 100])
+        >>> scores.sum().backward()
+        >>> hidden.grad[1, 3:].any().item()  # padding has no gradient
+        False
     """
     options = (pooling, activation, logit_scale, out_dtype, screen)
     if isinstance(weight, QuantizedWeight):
@@ -232,6 +244,15 @@ def lsr_head_sparse(
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row. With
         DTensor arguments it is a plain tensor with all columns, equal on every rank.
+
+    Examples:
+        >>> import torch
+        >>> hidden, decoder = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> rows = lsr_head_sparse(hidden, decoder, top_k=8)
+        >>> rows.layout, rows.shape
+        (torch.sparse_csr, torch.Size([2, 100]))
+        >>> rows.crow_indices().tolist()
+        [0, 8, 16]
     """
     tokens = Tokens(hidden, attention_mask, cu_seqlens)
     if isinstance(weight, QuantizedWeight):

@@ -174,6 +174,15 @@ def maxsim(
         TypeError: for arguments that are not tensors, or of a dtype that is not supported.
         ValueError: for shapes, devices, offsets, indices or options that do not fit together.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> queries = torch.tensor([[[1.0, 0, 0, 0, 0, 0, 0, 0], [0, 1.0, 0, 0, 0, 0, 0, 0]]])
+        >>> documents = torch.stack([queries[0], queries[0].roll(1, -1)])
+        >>> maxsim(queries, documents)  # every query with every document
+        tensor([[2., 1.]])
+        >>> maxsim(queries, documents[None], pairing="grouped")  # each query with its own documents
+        tensor([[2., 1.]])
     """
     document_rows: Tensor
     document_scale: Tensor | None
@@ -241,6 +250,13 @@ def maxsim_topk(
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for a ``k`` below 1.
+
+    Examples:
+        >>> import torch
+        >>> documents = torch.nn.functional.normalize(torch.randn(50, 12, 16), dim=-1)
+        >>> scores, best = maxsim_topk(documents[7:8], documents, k=3)
+        >>> best[0, 0].item()
+        7
     """
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"k must be a positive integer, got {k!r}.")

@@ -77,6 +77,15 @@ def maxsim_contrastive_loss(
         TypeError, ValueError, RuntimeError: as :func:`maxsim`; ``ValueError`` for labels or a scale
             that do not fit. If the arguments of one rank do not fit, it raises its error, and the
             other ranks raise a ``ValueError`` that quotes it.
+
+    Examples:
+        >>> import torch
+        >>> queries = torch.randn(4, 6, 16, requires_grad=True)
+        >>> documents = torch.randn(4, 10, 16, requires_grad=True)  # document i answers query i
+        >>> loss = maxsim_contrastive_loss(queries, documents, scale=1.0, normalize=True)
+        >>> loss.backward()
+        >>> documents.grad.shape
+        torch.Size([4, 10, 16])
     """
     if group is not None:
         from tilefold.ops.maxsim._ring import loss_over_ranks  # needs torch.distributed

@@ -24,6 +24,15 @@ class QuantizedTokens:
         values: ``[.., D]`` int8 or float8_e4m3fn.
         scales: ``[..]`` fp32, not negative. The scale is NaN for a token with a NaN, and infinite
             for a token with an infinity. Both score NaN.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.ops import quantize_tokens
+        >>> tokens = quantize_tokens(torch.randn(3, 10, 16))
+        >>> tokens.nbytes  # one byte per entry, and four per token
+        600
+        >>> tokens.dequantize().dtype
+        torch.float32
     """
 
     values: Tensor
@@ -84,6 +93,16 @@ def quantize_tokens(documents: Tensor, dtype: str = "int8") -> QuantizedTokens:
     Raises:
         TypeError: if ``documents`` is not a floating tensor.
         ValueError: for another ``dtype``, or a tensor without dimensions.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.ops import maxsim
+        >>> documents = torch.randn(3, 10, 16)
+        >>> stored = quantize_tokens(documents)
+        >>> stored.values.dtype, stored.scales.shape
+        (torch.int8, torch.Size([3, 10]))
+        >>> maxsim(torch.randn(2, 4, 16), stored).shape
+        torch.Size([2, 3])
     """
     check_tensor("documents", documents)
     check_dtype("documents", documents, FLOAT_DTYPES, "cast it with .to(torch.float32).")

@@ -96,6 +96,12 @@ def xtr_scores(
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`tilefold.ops.maxsim`; ``ValueError`` for a
             gradient with ``impute``.
+
+    Examples:
+        >>> import torch
+        >>> queries, documents = torch.randn(2, 4, 16), torch.randn(3, 10, 16)
+        >>> xtr_scores(queries, documents, top_k=8).shape
+        torch.Size([2, 3])
     """
     if (
         isinstance(top_k, bool)

@@ -113,6 +113,17 @@ def sparse_topk(
     Raises:
         TypeError, ValueError: if a dtype, shape or device is wrong, or ``k`` is below 1.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.ops.sparse_search import BlockedPostings
+        >>> offsets = torch.tensor([0, 2, 3])  # term 0 is in two documents, and term 1 in one
+        >>> documents = torch.tensor([0, 1, 1], dtype=torch.int32)
+        >>> weights = torch.tensor([1.0, 2.0, 4.0])
+        >>> postings = BlockedPostings.of(offsets, documents, weights, n_documents=2, device="cpu")
+        >>> query_terms = torch.tensor([[0, 1]], dtype=torch.int32)
+        >>> sparse_topk(postings, query_terms, torch.tensor([[1.0, 0.5]]), k=2)
+        (tensor([[4., 1.]]), tensor([[1, 0]]))
     """
     check_tensor("terms", terms)
     tensors = SearchTensors(

@@ -116,6 +116,15 @@ def token_scatter(
         TypeError: if an argument is not a tensor, or has an unsupported dtype.
         ValueError: if shapes, devices, ids, ``cu_seqlens`` or options are inconsistent.
         RuntimeError: if ``impl="triton"`` cannot run here.
+
+    Examples:
+        >>> import torch
+        >>> weights = torch.tensor([[0.5, 2.0, 1.0]])  # one weight per token
+        >>> input_ids = torch.tensor([[3, 1, 3]])
+        >>> token_scatter(weights, input_ids, vocab_size=5)
+        tensor([[0., 2., 0., 1., 0.]])
+        >>> token_scatter(weights, input_ids, vocab_size=5, reduce="sum", ignore_ids=[1])
+        tensor([[0.0000, 0.0000, 0.0000, 1.5000, 0.0000]])
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
     ignored = () if ignore_ids is None else _as_tuple(ignore_ids)
@@ -155,6 +164,13 @@ def token_scatter_sparse(
 
     Returns:
         ``[B, V]`` ``torch.sparse_csr`` tensor with int64 indices, sorted within each row.
+
+    Examples:
+        >>> import torch
+        >>> weights = torch.tensor([[0.5, 2.0, 1.0]])
+        >>> rows = token_scatter_sparse(weights, torch.tensor([[3, 1, 3]]), vocab_size=5)
+        >>> rows.col_indices().tolist(), rows.values().tolist()
+        ([1, 3], [2.0, 1.0])
     """
     tensors = ScatterTensors(weights, input_ids, attention_mask, cu_seqlens)
     ignored = () if ignore_ids is None else _as_tuple(ignore_ids)

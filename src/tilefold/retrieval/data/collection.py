@@ -65,6 +65,11 @@ class Document:
 
     Raises:
         TypeError: if id, title or text is not a string.
+
+    Examples:
+        >>> document = Document("cards", "Lost cards", "Block a lost card.", {"lang": "en"})
+        >>> document.contents.splitlines()
+        ['Lost cards', 'Block a lost card.']
     """
 
     id: str
@@ -171,6 +176,18 @@ class Collection:
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
         passages: settings by which documents were divided into passages
             (:class:`tilefold.retrieval.Passages` as a text); None for whole documents.
+
+    Examples:
+        >>> collection = Collection(
+        ...     "bank",
+        ...     documents={"cards": "Block a lost card in the app.", "pin": "A forgotten PIN."},
+        ...     queries={"q1": "my card was stolen"},
+        ...     qrels={"test": {"q1": {"cards": 1}}},
+        ... )
+        >>> collection.split_queries("test")
+        {'q1': 'my card was stolen'}
+        >>> collection.pairs("test")
+        [('q1', 'cards')]
     """
 
     name: str
@@ -376,6 +393,11 @@ def load_beir(
         FileNotFoundError: if the folder, the documents or the judged queries are missing.
         DataError: if a row is malformed, an id is missing, repeated or unknown, or there are no
             rows. The message names file and line.
+
+    Examples:
+        >>> collection = load_beir("bank", splits=["test"])
+        >>> collection.qrels
+        {'test': {'q5': {'joint': 1}, 'q6': {'close': 1}}}
     """
     check_choice("unknown", unknown, ("error", "drop"))
     splits = None if splits is None else list_of("splits", splits, ordered=False)
@@ -470,6 +492,11 @@ def load_documents(
     Raises:
         DataError: if a row is malformed, an id is missing or repeated, there are no rows, or the
             first line could be a header or a row. The message names file and line.
+
+    Examples:
+        >>> documents = load_documents("bank/corpus.jsonl")
+        >>> documents["pin"].title, documents["pin"].metadata["year"]
+        ('PIN', 2021)
     """
     file = path_of("path", path)
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
@@ -543,6 +570,10 @@ def load_queries(path: str | Path) -> dict[str, str]:
 
     Returns:
         Query id -> text.
+
+    Examples:
+        >>> load_queries("bank/queries.jsonl")["q1"]
+        'my card was stolen'
     """
     file = path_of("path", path)
     if not file.exists():

@@ -164,6 +164,11 @@ def load_collection(
     Raises:
         FileNotFoundError: if the name is unknown, or a file is missing.
         DataError: if a file is malformed.
+
+    Examples:
+        >>> collection = load_collection("bank")  # a folder in the layout of BEIR
+        >>> len(collection.documents), sorted(collection.qrels)
+        (8, ['test', 'train'])
     """
     check_instance("name_or_path", name_or_path, (str, Path), "'pydocs', or a path")
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")

@@ -100,6 +100,13 @@ class DocumentFields:
         title: field of the title; None uses ``title`` if it exists.
         text: field of the text; None recognises ``text``, ``contents``, ``body`` and other usual
             names.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from tilefold.retrieval import load_documents
+        >>> _ = Path("papers.csv").write_text("pk,abstract\\np1,Terms with weights\\n")
+        >>> load_documents("papers.csv", DocumentFields(id="pk", text="abstract"))["p1"].text
+        'Terms with weights'
     """
 
     id: str | None = None

@@ -97,6 +97,11 @@ class Filter:
 
     Raises:
         ValueError: if there is no condition, or a condition has another form.
+
+    Examples:
+        >>> condition = Filter(must={"lang": "en", "year": {"gte": 2021}})
+        >>> Filter.parse(["lang=en", "year>=2021"]) == condition
+        True
     """
 
     must: Fields = field(default_factory=dict)

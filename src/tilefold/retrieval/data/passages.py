@@ -131,6 +131,12 @@ class Passages:
 
     Raises:
         ValueError: if a number is below 1, the stride is above the length, or the cut is unknown.
+
+    Examples:
+        >>> text = "Block a lost card. A new one comes by post."
+        >>> passages = Passages(length=6)
+        >>> [text[start:stop] for start, stop in passages.ranges(text)]
+        ['Block a lost card.', 'A new one comes by post.']
     """
 
     length: int

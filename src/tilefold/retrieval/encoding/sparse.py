@@ -128,6 +128,16 @@ def encode_collection(
         InUseError: if another process writes into the folder.
         RankError: if another rank of the group failed or ended, or did not join within five
             minutes.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> from tilefold.retrieval import build_index, load_collection, read_vectors
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> texts = load_collection("bank").contents()
+        >>> manifest = encode_collection(model, texts, "vectors", top_k=64)
+        >>> index = build_index(read_vectors("vectors"))
+        >>> len(index.ids)
+        8
     """
     encoding = SparseEncoding(
         kind=kind,
@@ -356,6 +366,13 @@ def encode_queries(
     Raises:
         ValueError: if there is no query, or an argument is invalid.
         DataError: if a query cannot be encoded. The message names the query.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> queries = encode_queries(model, {"q1": "my card was stolen"}, top_k=16)
+        >>> queries.ids
+        ['q1']
     """
     check_encoder("model", model)
     check_mapping("queries", queries, "id -> text")

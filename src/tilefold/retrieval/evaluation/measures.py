@@ -97,6 +97,12 @@ def evaluate(
             score is not a number, a grade is above 1,000,000, or an id contains a NUL character
             or a lone surrogate.
         TypeError: if an id is not a string, or a grade is not an integer.
+
+    Examples:
+        >>> run = {"q1": {"cards": 2.0, "pin": 1.0}, "q2": {"pin": 3.0, "limits": 1.5}}
+        >>> qrels = {"q1": {"cards": 1}, "q2": {"limits": 1}}
+        >>> evaluate(run, qrels, ["RR@10", "R@1"])
+        {'RR@10': 0.75, 'R@1': 0.5}
     """
     table = evaluate_per_query(
         run,
@@ -120,6 +126,11 @@ def evaluate_per_query(
 
     Returns:
         Query id -> name of the measure -> value.
+
+    Examples:
+        >>> run = {"q1": {"cards": 2.0}, "q2": {"pin": 3.0, "limits": 1.5}}
+        >>> evaluate_per_query(run, {"q1": {"cards": 1}, "q2": {"limits": 1}}, ["RR@10"])
+        {'q1': {'RR@10': 1.0}, 'q2': {'RR@10': 0.5}}
     """
     _check_scores_by_query(run)
     check_mapping("qrels", qrels, "query id -> grades by document")
@@ -536,6 +547,12 @@ def write_trec_run(
         FileExistsError: if the file exists and `overwrite` is False.
         TypeError: if an id or the tag is not a string.
         ValueError: if an id or the tag is empty or has white space, or a score is not finite.
+
+    Examples:
+        >>> from tilefold.retrieval import read_trec_run
+        >>> write_trec_run({"q1": {"cards": 2.0, "pin": 1.0}}, "words.trec")
+        >>> read_trec_run("words.trec")
+        {'q1': {'cards': 2.0, 'pin': 1.0}}
     """
     check_mapping("run", run, "query id -> scores by document")
     check_word("tag", tag)
@@ -570,6 +587,12 @@ def read_trec_run(path: str | Path) -> Run:
         FileNotFoundError: if there is no such file.
         DataError: if a line does not have 6 fields, a score is not finite, or a query has a
             document twice. The message names the line.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("words.trec").write_text("q1 Q0 cards 1 2.0 bm25")
+        >>> read_trec_run("words.trec")
+        {'q1': {'cards': 2.0}}
     """
     run = Run()
     for number, line in numbered_lines(_existing_run(path)):

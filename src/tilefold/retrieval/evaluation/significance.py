@@ -102,6 +102,11 @@ def mean_of(values: Iterable[float], *, resamples: int = RESAMPLES, seed: int = 
 
     Raises:
         ValueError: if there is no value.
+
+    Examples:
+        >>> mean = mean_of([0.2, 0.4, 0.6])
+        >>> round(mean.mean, 3), round(mean.standard_error, 3)
+        (0.4, 0.115)
     """
     array = np.asarray(list_of("values", values, ordered=False), np.float64)
     if not array.size:
@@ -172,6 +177,19 @@ def compare(
     Raises:
         ValueError: if there are fewer than two runs or queries, if tables have different queries,
             or if a measure is missing from a table.
+
+    Examples:
+        >>> from tilefold.retrieval import evaluate_per_query
+        >>> qrels = {f"q{i}": {"cards": 1} for i in range(20)}
+        >>> good = {query: {"cards": 2.0, "pin": 1.0} for query in qrels}
+        >>> poor = {query: {"cards": 1.0, "pin": 2.0} for query in qrels}
+        >>> tables = {
+        ...     name: evaluate_per_query(run, qrels, ["RR@10"])
+        ...     for name, run in (("poor", poor), ("good", good))
+        ... }
+        >>> (difference,) = compare(tables)
+        >>> difference.run, difference.over, difference.difference.mean, difference.different
+        ('good', 'poor', 0.5, True)
     """
     check_mapping("tables", tables, "name of a run -> values by query")
     for name, table in tables.items():

@@ -62,6 +62,16 @@ def build_index(
         ValueError: if the backend or an option is unknown, or if no weight is positive.
         MissingPackageError: if the package of the backend is not installed.
         TypeError: if `vectors` are not :class:`tilefold.retrieval.SparseVectors`.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors
+        >>> documents = SparseVectors.from_rows({"d1": {0: 1.0}, "d2": {0: 2.0}}, vocab_size=3)
+        >>> index = build_index(documents, metadata={"d1": {"lang": "en"}, "d2": {"lang": "de"}})
+        >>> queries = SparseVectors.from_rows({"q1": {0: 1.0}}, vocab_size=3)
+        >>> [(hit.id, hit.score) for hit in index.search(queries, k=2)[0]]
+        [('d2', 2.0), ('d1', 1.0)]
+        >>> [hit.id for hit in index.search(queries, k=2, where={"lang": "en"})[0]]
+        ['d1']
     """
     check_vectors("vectors", vectors)
     check_choice("backend", backend, BACKENDS)
@@ -83,6 +93,13 @@ def load_index(path: str | Path) -> SparseIndex:
     Raises:
         DataError: if the index is damaged, was written by a newer release, or has dense vectors,
             token vectors or words (BM25) instead.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, build_index
+        >>> documents = SparseVectors.from_rows({"d1": {0: 1.0}, "d2": {0: 2.0}}, vocab_size=3)
+        >>> build_index(documents).save("sparse-index")
+        >>> list(load_index("sparse-index").ids)
+        ['d1', 'd2']
     """
     backend = read_description(path)["backend"]
     # Backend -> what its indexes contain, and the class that opens them.

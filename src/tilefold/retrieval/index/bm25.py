@@ -302,7 +302,14 @@ def _import_bm25s() -> ModuleType:
 
 
 class BM25Index(FolderIndex):
-    """BM25 (Lucene's variant) over texts, in memory or stored in a folder."""
+    """BM25 (Lucene's variant) over texts, in memory or stored in a folder.
+
+    Examples:
+        >>> index = BM25Index.build({"cards": "Block a lost card.", "pin": "A forgotten PIN."})
+        >>> run = index.search({"q1": "lost cards"}, k=10)
+        >>> list(run["q1"])
+        ['cards']
+    """
 
     backend = "bm25"
     package = "bm25s"

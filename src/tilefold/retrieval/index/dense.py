@@ -78,6 +78,15 @@ class DenseIndex(TorchIndex, GrowingIndex):
     the order of sums. Equal scores are in document order. Every document has a score, so a query
     has `k` results if there are `k` documents. A GPU caches the vectors if they fit into half of
     its free memory.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.retrieval import TokenVectors
+        >>> rows = torch.eye(3)[:, None]  # a vector for each of three texts
+        >>> vectors = TokenVectors.pack(["a", "b", "c"], list(rows), 3, "fp32")
+        >>> index = DenseIndex.build(vectors, similarity="cosine")
+        >>> [hit.id for hit in index.search(torch.tensor([[0.1, 0.9, 0.0]]), k=2)[0]]
+        ['b', 'a']
     """
 
     backend = "dense"

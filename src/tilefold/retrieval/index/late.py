@@ -85,6 +85,16 @@ class LateIndex(TorchIndex):
             collection, which has no centroids.
         recall: fraction of the ten best documents that were among the candidates, on held-out
             queries; None without centroids.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.retrieval import TokenVectors
+        >>> tokens = torch.nn.functional.normalize(torch.randn(3, 12, 16), dim=-1)
+        >>> documents = TokenVectors.pack(["a", "b", "c"], list(tokens), 16, "fp16")
+        >>> index = LateIndex.build(documents, "late-index")
+        >>> queries = TokenVectors.pack(["q"], [tokens[1, :4]], 16, "fp16")
+        >>> index.search(queries, k=3)[0][0].id
+        'b'
     """
 
     backend = "late"

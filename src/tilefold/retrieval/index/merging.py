@@ -251,6 +251,15 @@ def update_index(
         DataError: if the vectors have another kind or were made by another model.
         ValueError: if the backend has no segments, or if `metadata` is required and missing.
         VocabularyMismatchError: if the vocabularies of the vectors and the index differ.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, build_index, load_index
+        >>> first = SparseVectors.from_rows({"d1": {0: 1.0}, "d2": {0: 2.0}}, vocab_size=3)
+        >>> build_index(first).save("growing-index")
+        >>> new = SparseVectors.from_rows({"d3": {0: 3.0}}, vocab_size=3)
+        >>> _ = update_index("growing-index", new, delete=["d1"])
+        >>> sorted(load_index("growing-index").ids)
+        ['d2', 'd3']
     """
     delete_ids = set(list_of_ids("delete", delete))
     check_fields_by_id("metadata", metadata)

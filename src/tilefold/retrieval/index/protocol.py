@@ -119,6 +119,13 @@ def hits_to_run(queries: SparseVectors, hits: Sequence[Sequence[Hit]]) -> Run:
 
     Returns:
         Query id -> document id -> score.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, build_index
+        >>> documents = SparseVectors.from_rows({"d1": {0: 1.0}, "d2": {0: 2.0}}, vocab_size=3)
+        >>> queries = SparseVectors.from_rows({"q1": {0: 1.0}}, vocab_size=3)
+        >>> hits_to_run(queries, build_index(documents).search(queries, k=2))
+        {'q1': {'d2': 2.0, 'd1': 1.0}}
     """
     remedy = "the result of index.search(queries, k)"
     check_vectors("queries", queries, "the queries of the search")

@@ -79,6 +79,14 @@ class Feedback:
     Raises:
         ValueError: if a value is out of range, an option of Rocchio is used with ``"average"``, or
             only one of gamma and bottom is above 0.
+
+    Examples:
+        >>> from tilefold.retrieval import BM25Index, Searcher, SearchRequest, load_collection
+        >>> collection = load_collection("bank")
+        >>> searcher = Searcher(BM25Index.build(collection.contents()))
+        >>> request = SearchRequest(k=3, feedback=Feedback("rocchio", depth=2))
+        >>> searcher.search("stolen card", request)[0]["id"]
+        'cards'
     """
 
     method: Literal["average", "rocchio"] = "average"

@@ -70,6 +70,12 @@ def interpolate(
     Raises:
         ValueError: if there is no run, if the normalisation is unknown, or if a score, weight or
             sum is not finite.
+
+    Examples:
+        >>> words = {"q1": {"cards": 3.0, "pin": 1.0}}
+        >>> dense = {"q1": {"pin": 0.8, "cards": 0.2}}
+        >>> interpolate([words, dense], weights=[0.7, 0.3])
+        {'q1': {'cards': 0.7, 'pin': 0.3}}
     """
     runs = list_of("runs", runs)
     weights = _check_runs(runs, weights, k)
@@ -176,6 +182,12 @@ def reciprocal_rank_fusion(runs: Sequence[Run], k: int = 60) -> Run:
 
     Returns:
         Query id -> document id -> sum, best first, with all documents of the runs.
+
+    Examples:
+        >>> words = {"q1": {"cards": 3.2, "pin": 1.1}}
+        >>> dense = {"q1": {"pin": 0.8, "limits": 0.7}}
+        >>> list(reciprocal_rank_fusion([words, dense])["q1"])
+        ['pin', 'cards', 'limits']
     """
     runs = list_of("runs", runs)
     _check_runs(runs, weights=None, k=k)

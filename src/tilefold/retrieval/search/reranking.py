@@ -86,6 +86,16 @@ def rerank(
         ValueError: if an option is wrong, if the dimensions of queries and documents differ, or if
             the vectors of queries are int8.
         DataError: if queries or candidates have no vectors.
+
+    Examples:
+        >>> import torch
+        >>> from tilefold.retrieval import TokenVectors
+        >>> tokens = torch.nn.functional.normalize(torch.randn(2, 12, 16), dim=-1)
+        >>> documents = TokenVectors.pack(["a", "b"], list(tokens), 16, "fp32")
+        >>> queries = TokenVectors.pack(["q"], [tokens[1, :4]], 16, "fp32")
+        >>> run = rerank({"q": {"a": 2.0, "b": 1.0}}, queries, documents)
+        >>> list(run["q"])
+        ['b', 'a']
     """
     check_mapping("run", run, "query id -> scores by document")
     check_instance("queries", queries, TokenVectors, "encode_texts(model, queries, kind='query')")

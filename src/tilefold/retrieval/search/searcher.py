@@ -143,6 +143,14 @@ class SearchRequest:
 
     Raises:
         ValueError: if `k` is below 1, or if there is an interpolation without feedback.
+
+    Examples:
+        >>> from tilefold.retrieval import Feedback
+        >>> request = SearchRequest(k=5, feedback=Feedback("rocchio"))
+        >>> SearchRequest(k=0)
+        Traceback (most recent call last):
+            ...
+        tilefold._internal.arguments.ArgumentError: k: expected an integer of at least 1, got 0.
     """
 
     k: int = 10
@@ -310,6 +318,15 @@ class Searcher:
     Raises:
         DataError: if an argument was made by another model or from other documents than the index.
         ValueError: if `model` or `vectors` is passed with an index that does not use it.
+
+    Examples:
+        >>> from tilefold.retrieval import BM25Index, SearchRequest, load_collection
+        >>> collection = load_collection("bank")
+        >>> index = BM25Index.build(collection.contents())
+        >>> searcher = Searcher(index, documents=collection.documents)
+        >>> hits = searcher.search("lost card", SearchRequest(k=1))
+        >>> hits[0]["id"], hits[0]["title"]
+        ('cards', 'Lost cards')
     """
 
     def __init__(

@@ -221,6 +221,15 @@ def mine_negatives(
         ValueError: if there is no window, the split is unknown, or the filter needs positive
             scores.
         DataError: if a ranked document is not in the collection.
+
+    Examples:
+        >>> from tilefold.retrieval import BM25Index, Window, load_collection
+        >>> collection = load_collection("bank")
+        >>> index = BM25Index.build(collection.contents())
+        >>> run = index.search(collection.split_queries("train"), k=10)
+        >>> mined = mine_negatives(run.items(), collection, "train", [Window(1, 10, 2)])
+        >>> [(row.document_id, row.relevant) for row in mined.mined_rows]
+        [('cards', True), ('joint', False)]
     """
     check_instance("collection", collection, Collection, "load_collection(path)")
     windows = list_of("windows", windows)

@@ -56,6 +56,12 @@ class SparseVectors:
     Raises:
         DataError: if shapes are inconsistent, a term is out of range or twice in a row, a weight is
             NaN, infinite or negative, or an id is empty or repeated. The message names the row.
+
+    Examples:
+        >>> rows = {"d1": {0: 1.0, 2: 0.5}, "d2": {1: 2.0}}  # text -> term -> weight
+        >>> vectors = SparseVectors.from_rows(rows, vocab_size=3)
+        >>> vectors.ids, vectors.indices.tolist()
+        (['d1', 'd2'], [0, 2, 1])
     """
 
     ids: list[str]

@@ -202,6 +202,13 @@ def read_vectors(path: str | Path) -> SparseVectors:
     Raises:
         FileNotFoundError: if a file is missing.
         DataError: if the writer did not finish, or a shard is damaged or has invalid vectors.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, write_vectors
+        >>> vectors = SparseVectors.from_rows({"d1": {0: 1.0, 2: 0.5}}, vocab_size=3)
+        >>> _ = write_vectors(vectors, "stored-vectors")
+        >>> read_vectors("stored-vectors").indices.tolist()
+        [0, 2]
     """
     folder = path_of("path", path)
     manifest = read_manifest(folder)
@@ -302,6 +309,14 @@ def write_vectors(
 
     Raises:
         FileExistsError: if the folder has vectors and `overwrite` is False.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, read_vectors
+        >>> rows = {"d1": {0: 1.0, 2: 0.5}, "d2": {1: 2.0}}  # text -> term -> weight
+        >>> vectors = SparseVectors.from_rows(rows, vocab_size=3)
+        >>> _ = write_vectors(vectors, "stored-vectors")
+        >>> read_vectors("stored-vectors").ids
+        ['d1', 'd2']
     """
     check_vectors("vectors", vectors)
     check_integer("shard_size", shard_size)

@@ -61,6 +61,13 @@ class TokenVectors:
 
     Raises:
         DataError: if shapes, dtypes or offsets are inconsistent, or an id is empty or repeated.
+
+    Examples:
+        >>> import torch
+        >>> tokens = [torch.randn(3, 16), torch.randn(5, 16)]  # two texts of 3 and 5 tokens
+        >>> vectors = TokenVectors.pack(["a", "b"], tokens, dimension=16, storage="fp16")
+        >>> vectors.offsets.tolist(), vectors.values.shape
+        ([0, 3, 8], torch.Size([8, 16]))
     """
 
     ids: list[str]
