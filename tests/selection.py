@@ -17,11 +17,27 @@ from tests.kernels import triton_interpreted
 # The arguments of a parametrization, and the objects that a case has for them.
 Value = tuple[tuple[str, ...], tuple[int, ...]]
 ROOT = Path(__file__).resolve().parent
-# Folders whose tests take long; elsewhere a case takes milliseconds. The operators do in Triton's
-# interpreter.
-FOLDERS_OF_COMBINATIONS: tuple[str, ...] = ("distributed", "integrations", "recipes")
+# Folders and files whose tests take long; elsewhere a case takes milliseconds. The operators do in
+# Triton's interpreter.
+PATHS_OF_COMBINATIONS: tuple[str, ...] = (
+    "distributed",
+    "integrations",
+    "ops/entmax/test_rows.py",
+    "ops/entmax_attention/test_implementations.py",
+    "ops/entmax_attention/test_sparsity.py",
+    "ops/lsr_head/test_implementations.py",
+    "ops/lsr_head/test_library.py",
+    "ops/maxsim/test_library.py",
+    "recipes",
+    "retrieval/encoding/test_folder_encoder.py",
+    "retrieval/encoding/test_truncation.py",
+    "retrieval/index/qdrant/test_collection.py",
+    "retrieval/index/test_backends.py",
+    "retrieval/index/test_late.py",
+    "retrieval/test_integrity.py",
+)
 if triton_interpreted():
-    FOLDERS_OF_COMBINATIONS += ("ops",)
+    PATHS_OF_COMBINATIONS += ("ops",)
 
 
 def mark_further_combinations(items: Iterable[pytest.Item]) -> None:
@@ -42,8 +58,10 @@ def mark_further_combinations(items: Iterable[pytest.Item]) -> None:
 
 
 def _has_many_combinations(path: Path) -> bool:
-    """Whether a test file is in one of the folders above."""
-    return path.relative_to(ROOT).parts[0] in FOLDERS_OF_COMBINATIONS
+    """Whether a test file is one of those above, or in one of the folders."""
+    relative = path.relative_to(ROOT)
+    names = {relative.as_posix(), *(folder.as_posix() for folder in relative.parents)}
+    return not names.isdisjoint(PATHS_OF_COMBINATIONS)
 
 
 def _parametrized_values(item: pytest.Function) -> set[Value]:

@@ -15,10 +15,9 @@ from tests.ops.contracts import forget_calls
 from tests.ops.quick_interpreter import quicken
 
 CAPABILITY_OF_MAKE_TEST = 90
-# What `make test` runs in Triton's interpreter: every operator next to its reference, and the toy.
+# What `make test` runs in Triton's interpreter: every operator next to its reference.
 INTERPRETED_IN_MAKE_TEST = (
     "test_implementations.py",
-    "test_operator.py",
     "test_rows.py",
     "test_sparse_search.py",
     "test_xtr.py",

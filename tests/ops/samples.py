@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -95,6 +96,36 @@ class Sample:
 
     def __str__(self) -> str:
         return f"{self.name} {self.options}"
+
+    def option_values(self) -> set[tuple[object, ...]]:
+        """Return its options, each with its value, or with the fact that it is a tensor."""
+        values: set[tuple[object, ...]] = {
+            (self.function, "dtype", self.dtype),
+            (self.function, "inference", self.inference),
+        }
+        for name, value in self.options.items():
+            described = "a tensor" if isinstance(value, list | Tensor) else repr(value)
+            values.add((self.function, name, described))
+        return values
+
+
+def further_combinations_slow(samples: Iterable[Sample]) -> list[Any]:
+    """Mark as ``slow`` the samples all of whose options have values that earlier samples have.
+
+    Args:
+        samples: The samples.
+
+    Returns:
+        The same samples, as parameters of a test.
+    """
+    tested: set[tuple[object, ...]] = set()
+    parameters = []
+    for sample in samples:
+        values = sample.option_values()
+        marks = [pytest.mark.slow] if values <= tested else []
+        parameters.append(pytest.param(sample, marks=marks))
+        tested |= values
+    return parameters
 
 
 def assert_same_bits(results: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

@@ -168,6 +168,7 @@ def stated_bound(lengths: list[int], lists: bool) -> float:
     return (held + results) / MIB + (320 if lists else 96)
 
 
+@pytest.mark.slow  # in a fresh process, with a real vocabulary
 @pytest.mark.skipif(not _reset_high_water(), reason="the peak of a process cannot be reset here")
 def test_memory_stays_below_the_stated_bound_in_every_layout() -> None:
     actual = in_fresh_process(peaks)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.kernels import triton_interpreted
 from tests.ops.contracts import cases, listed
 from tests.ops.contracts.contract import GrowingCall
-from tests.ops.samples import Sample, output_gradient
+from tests.ops.samples import Sample, further_combinations_slow, output_gradient
 from tilefold.ops import QuantizedWeight, lsr_head, maxsim, quantize_tokens, quantize_weight
 
 pytestmark = [
@@ -29,7 +29,7 @@ OPCHECKED: list[Sample] = [*COMPILED, *listed("opchecked")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", COMPILED, ids=str)
+@pytest.mark.parametrize("sample", further_combinations_slow(COMPILED), ids=str)
 def test_a_public_function_compiles_whole_with_gradients(sample: Sample, device: str) -> None:
     arguments = sample.arguments(device)
 
@@ -143,7 +143,7 @@ def checks_of(args: tuple[Any, ...]) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sample", OPCHECKED, ids=str)
+@pytest.mark.parametrize("sample", further_combinations_slow(OPCHECKED), ids=str)
 def test_operators_pass_opcheck(sample: Sample, device: str) -> None:
     calls = operator_calls(sample, device)
     if "lsr_head" in sample.name and not sample.inference:

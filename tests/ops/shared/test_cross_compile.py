@@ -28,7 +28,10 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("registers", [None, 24], ids=["free", "capped"])
-@pytest.mark.parametrize("capability", [80, 89, 90, 100])
+@pytest.mark.parametrize(
+    "capability",
+    [90, *(pytest.param(number, marks=pytest.mark.slow) for number in (80, 89, 100))],
+)
 def test_spills_are_counted_as_the_disassembler_counts_them(
     capability: int,
     registers: int | None,
@@ -52,6 +55,7 @@ def test_spills_are_counted_as_the_disassembler_counts_them(
     )  # without a limit, some releases put a register away too
 
 
+@pytest.mark.slow  # no test of make test compiles for AMD
 @pytest.mark.skipif(release() == (3, 4), reason="its wheel has no linker for AMD's code")
 def test_amds_compiler_takes_kernels_without_ptx() -> None:
     # in a process that has compiled nothing yet: a compiler's threads are not in the forks that

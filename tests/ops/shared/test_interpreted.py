@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,12 +28,16 @@ SMALL_RUNS = {
     "builds ahead": (("shared/test_builds_ahead.py", "shared/test_warm_up.py"), 52),
 }
 # What one process runs: starting one takes seconds.
-LARGE_RUNS = ("maxsim", "lsr_head")
-PROCESSES = {name: [RUNS_OF_OPERATORS[name]] for name in LARGE_RUNS}
-PROCESSES["others"] = [
+LARGE_RUNS = {name: [RUNS_OF_OPERATORS[name]] for name in ("maxsim", "lsr_head")}
+OTHER_RUNS = [
     *SMALL_RUNS.values(),
     *(run for name, run in RUNS_OF_OPERATORS.items() if name not in LARGE_RUNS),
 ]
+PROCESSES_OF_MAKE_TEST = {
+    "maxsim and lsr_head": [*LARGE_RUNS["maxsim"], *LARGE_RUNS["lsr_head"]],
+    "others": OTHER_RUNS,
+}
+PROCESSES_OF_SLOW_TESTS = {**LARGE_RUNS, "others": OTHER_RUNS}
 
 # Tests of `test_launches.py` for every repeated call, and for every selected one. One of the
 # latter needs hooks that are chains.
@@ -88,19 +92,31 @@ def launch_tests(contracts: Iterable[OperatorContract]) -> int:
     return tests
 
 
-@pytest.mark.parametrize("process", PROCESSES)
-@pytest.mark.parametrize(
-    "selection",
-    [
-        pytest.param("not slow", id="not slow"),
-        pytest.param("slow", id="slow", marks=pytest.mark.slow),
-    ],
-)
-def test_interpreted_kernels_pass(process: str, selection: str) -> None:
-    files = [file for run_files, _ in PROCESSES[process] for file in run_files]
+def assert_interpreted_kernels_pass(
+    runs: Sequence[tuple[tuple[str, ...], int]],
+    selection: str,
+) -> None:
+    """Run the selected tests of some files in one process, and expect as many as there should be.
+
+    Args:
+        runs: Test files, and how many tests they have at least, slow ones included.
+        selection: The markers of the tests that run.
+    """
+    files = [file for run_files, _ in runs for file in run_files]
     passed, deselected = run_interpreted(files, "-m", selection)
     assert passed
-    assert passed + deselected >= sum(least for _, least in PROCESSES[process])
+    assert passed + deselected >= sum(least for _, least in runs)
+
+
+@pytest.mark.parametrize("runs", PROCESSES_OF_MAKE_TEST.values(), ids=PROCESSES_OF_MAKE_TEST)
+def test_interpreted_kernels_pass(runs: list[tuple[tuple[str, ...], int]]) -> None:
+    assert_interpreted_kernels_pass(runs, "not slow")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", PROCESSES_OF_SLOW_TESTS.values(), ids=PROCESSES_OF_SLOW_TESTS)
+def test_slow_tests_of_interpreted_kernels_pass(runs: list[tuple[tuple[str, ...], int]]) -> None:
+    assert_interpreted_kernels_pass(runs, "slow")
 
 
 def test_launches_of_the_toy_are_repeated() -> None:

@@ -18,7 +18,7 @@ from tests.ops.base import (
     gradient_from_score,
 )
 from tests.ops.contracts import listed
-from tests.ops.samples import Sample
+from tests.ops.samples import Sample, further_combinations_slow
 
 SAMPLES: list[Sample] = list(listed("finite_differences"))
 
@@ -26,7 +26,7 @@ SAMPLES: list[Sample] = list(listed("finite_differences"))
 @pytest.mark.skipif(triton_interpreted(), reason="nothing here depends on the kernels")
 @pytest.mark.parametrize(
     "sample",
-    SAMPLES,
+    further_combinations_slow(SAMPLES),
     ids=lambda sample: str(sample)[:60],
 )
 def test_gradients_agree_with_finite_differences(sample: Sample) -> None:
