@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
 import sentence_transformers
 import torch
 
+from tests import programs
+from tests.processes import environment
 from tests.refusals import refused
 from tilefold import retrieval
 from tilefold._internal.sentence_transformers import check_sentence_transformers
@@ -57,21 +57,34 @@ def test_a_model_of_an_older_sentence_transformers_is_refused(
     refused(ImportError, "needs sentence-transformers 6.2 or later, got 6.1.0", use, model)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
+IMPORT_WITH_AN_OLDER_RELEASE = """
+import importlib
+
+import sentence_transformers
+
+sentence_transformers.__version__ = "6.1.0"
+for module in {modules!r}:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        print(module, error)
+"""
+
+
+def test_modules_that_need_sentence_transformers_refuse_an_older_one_at_import() -> None:
+    modules = [
         "tilefold.integrations.sentence_transformers",
         "tilefold.losses.base_splade",
         "tilefold.modules.fused_pooling",
-    ],
-)
-def test_modules_that_need_sentence_transformers_refuse_an_older_one_at_import(module: str) -> None:
-    program = (
-        "import importlib, sentence_transformers; sentence_transformers.__version__ = '6.1.0'\n"
-        f"try: importlib.import_module({module!r})\n"
-        "except ImportError as error: print(error)"
+    ]
+    process = programs.run(
+        "-c",
+        IMPORT_WITH_AN_OLDER_RELEASE.format(modules=modules),
+        env=environment(),
     )
-    ran = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert "needs sentence-transformers 6.2 or later, got 6.1.0" in ran.stdout
+    assert process.returncode == 0, process.stderr
+    lines = process.stdout.splitlines()
+    assert len(lines) == len(modules)
+    for module, line in zip(modules, lines, strict=True):
+        assert line.startswith(f"{module} ")
+        assert "needs sentence-transformers 6.2 or later, got 6.1.0" in line

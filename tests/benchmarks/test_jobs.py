@@ -204,7 +204,10 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_masked_lm(tmp_path_factory.mktemp("tiny"), TEXTS)
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-colbert"])
+@pytest.mark.parametrize(
+    "name",
+    ["tiny", pytest.param("tiny-colbert", marks=pytest.mark.slow)],
+)
 def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> None:
     (case,) = train_job.JOB.chosen([name], "cpu", True)
     case = replace(case, numbers={**case.numbers, "vocab": VOCABULARY})
@@ -216,16 +219,35 @@ def test_all_sides_train_the_same_model(name: str, tokenizer_folder: Path) -> No
     assert rows[0]["ratio"] == 1 and rows[0]["loss_error"] == 0
 
 
-def test_a_curve_is_compared_with_that_of_one_device(tmp_path: Path) -> None:
-    arguments = ["--device", "cpu", "--tiny", "--output", str(tmp_path / "a"), "--run", "curve-0"]
-    assert train_scale.main([*arguments, "--run", "curve-1"]) == 0
-    arguments[arguments.index(str(tmp_path / "a"))] = str(tmp_path / "b")
-    assert train_scale.main([*arguments, "--one", str(tmp_path / "a")]) == 0
-    (row,) = read_csv(tmp_path / "b" / "train_scale.csv")
-    assert (row["gate"], row["curve_error"], row["batch"]) == ("ok", "0", "8") and float(
-        row["spread_of_seeds"],
-    ) > 0
+def save_tiny_base(folder: Path) -> Path:
+    """Save a tiny base model instead of MiniLM, which takes half a minute to train."""
+    return train_scale.make_base(folder, "splade", tiny=True)
+
+
+def test_a_curve_is_compared_with_that_of_one_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train_scale, "make_minilm_without_dropout", save_tiny_base)
+    one_device, compared = tmp_path / "one", tmp_path / "compared"
+    options = ["--device", "cpu", "--tiny", "--run", "curve-0"]
+    assert train_scale.main([*options, "--run", "curve-1", "--output", str(one_device)]) == 0
+    assert train_scale.main([*options, "--output", str(compared), "--one", str(one_device)]) == 0
+    (row,) = read_csv(compared / "train_scale.csv")
+    assert (row["gate"], row["curve_error"], row["batch"]) == ("ok", "0", "8")
+    assert float(row["spread_of_seeds"]) > 0
     assert float(row["pairs_per_s"]) == pytest.approx(8e3 / float(row["step_ms"]), rel=1e-3)
+
+
+@pytest.mark.slow
+def test_curves_train_minilm_without_dropout(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    folder = train_scale.make_minilm_without_dropout(tmp_path / "minilm")
+    network = sentence_transformers.SparseEncoder(str(folder), device="cpu")[0].model
+    assert network.config.num_hidden_layers == 6
+    dropouts = [layer for layer in network.modules() if isinstance(layer, torch.nn.Dropout)]
+    assert dropouts
+    assert all(layer.p == 0.0 for layer in dropouts)
 
 
 def test_ragged_texts_have_the_stated_share_of_tokens(tokenizer_folder: Path) -> None:

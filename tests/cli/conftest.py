@@ -6,6 +6,7 @@ import pytest
 
 from tests import programs
 from tests.cli.program import Call, Outcome, run_cli, run_steps
+from tests.recipes.plots import trainings_without_plots  # noqa: F401 - an autouse fixture
 from tests.recipes.small import small_collection, small_masked_lm
 from tilefold.retrieval.data.collection import Collection
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.distributed.ranks import TEXTS, VOCABULARY, Ranks
+from tests.recipes.plots import trainings_without_plots  # noqa: F401 - an autouse fixture
 from tests.recipes.small import tiny_masked_lm
 
 World = Callable[[int, str], Ranks]

@@ -29,6 +29,7 @@ from tests import programs
 from tests.cli.program import run_cli
 from tests.inside import InUseError
 from tests.processes import ROOT
+from tests.recipes.plots import with_plots
 from tests.recipes.runs import (
     StepRecorder,
     assert_equal_weights,
@@ -130,7 +131,8 @@ def trained(
     def folder_of(kind: str) -> Path:
         if kind not in folders:
             folder = tmp_path_factory.mktemp(kind) / "m"
-            train_without_interruption(kind, masked_lm, folder)
+            with with_plots():
+                train_without_interruption(kind, masked_lm, folder)
             folders[kind] = folder
         return folders[kind]
 
@@ -249,15 +251,12 @@ def kill_at_step_5(recipe: Any, folder: Path) -> None:
     (unfinished_checkpoint / "model.safetensors").write_bytes(b"half")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         pytest.param({"group_by_length": True}, id="batches by length"),
-        pytest.param(
-            {"evaluate_steps": 2, "learning_rate": 1e-2},
-            id="evaluations",
-            marks=pytest.mark.slow,
-        ),
+        pytest.param({"evaluate_steps": 2, "learning_rate": 1e-2}, id="evaluations"),
     ],
 )
 def test_a_killed_run_resumes_and_ends_as_one_without_interruption(

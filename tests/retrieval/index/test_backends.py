@@ -439,7 +439,7 @@ def test_an_index_is_saved_into_an_empty_folder(make_vectors: MakeVectors, tmp_p
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=20))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_stored_ids_behave_like_the_list_that_was_saved(
     tmp_path_factory: pytest.TempPathFactory,
     ids: list[str],

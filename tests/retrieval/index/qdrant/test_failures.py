@@ -7,8 +7,6 @@ import multiprocessing
 import random
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import programs
 from tests.retrieval.conftest import random_vectors
 from tests.retrieval.qdrant_over_http import OverHttp
 from tilefold.retrieval import SparseVectors, build_index, load_index
@@ -382,7 +381,7 @@ replace = Path.replace
 Path.replace = lambda self, to: os._exit(9) if str(to).endswith({record!r}) else replace(self, to)
 index.save({str(folder)!r}) if {record!r} == "index.json" else index.collection.delete(["d0"])
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
+    assert programs.run("-c", code).returncode == 9
     with load_index(folder).collection as collection:
         assert len(collection) == 5
     build_index(make_vectors(6), "qdrant", folder=folder, overwrite=True).close()
