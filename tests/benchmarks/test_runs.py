@@ -32,7 +32,7 @@ def restored_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("restored_variables")
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_job_that_fails_ends_no_other_job(processes: int) -> None:
     results = {job: (row, error) for job, row, error in run_all([3, 0, 4], double, processes)}
     assert results.keys() == {3, 0, 4}
@@ -45,6 +45,7 @@ def test_a_job_that_fails_ends_no_other_job(processes: int) -> None:
         assert in_this_process == (processes == 1)
 
 
+@pytest.mark.slow  # starts two interpreters
 @pytest.mark.usefixtures("restored_variables")
 def test_a_job_whose_process_is_killed_has_an_error() -> None:
     ((job, row, error),) = run_all([-1], double, 2)

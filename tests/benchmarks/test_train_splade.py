@@ -317,6 +317,7 @@ def test_the_command_measures_both_sides_and_writes_table_csv_and_picture(
     assert table.count("tilefold") == 2 and "micro, S=16, no checkpointing" in table
 
 
+@pytest.mark.slow  # measures two models
 def test_nothing_of_a_model_is_left_to_the_next(
     micro: ModelSize,
     beir: Path,

@@ -368,6 +368,7 @@ def test_minilm_is_what_no_step_of_training_saves(
     assert len(made_by) == 1, "queries are encoded by the model of the documents"
 
 
+@pytest.mark.slow  # six searches; the walk of three kinds of search takes minilm too
 def test_minilm_searches_and_reranks_as_the_saved_models(call: Any, packaged: Path) -> None:
     search = ("search", QUERY, "--index", packaged / "index", "--json")
     hits = {}

@@ -286,6 +286,7 @@ def test_only_some_documents(call: Call, here: Path) -> None:
     )
 
 
+@pytest.mark.slow  # on a machine without a GPU, --device cpu is the default
 def test_a_search_on_a_device_finds_the_same(
     call: Call,
     shared: Path,

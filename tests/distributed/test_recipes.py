@@ -241,7 +241,7 @@ def test_several_ranks_have_the_losses_of_one_process(
     assert second_result["reused"]
 
 
-@pytest.mark.parametrize("kind", ["splade", "colbert"])
+@pytest.mark.parametrize("kind", ["splade", pytest.param("colbert", marks=pytest.mark.slow)])
 def test_mini_batches_have_the_losses_of_whole_batches(
     two_ranks: Ranks,
     kind: str,

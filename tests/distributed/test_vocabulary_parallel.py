@@ -492,7 +492,12 @@ JOBS = [
         id="compiled head",
         marks=pytest.mark.slow,
     ),
-    pytest.param(a_parallelized_module_compiles, ["aot_eager"], id="compiled module"),
+    pytest.param(
+        a_parallelized_module_compiles,
+        ["aot_eager"],
+        id="compiled module",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(sparse_rows_equal_one_device, [53, None, 0.0], id="sparse rows"),
     pytest.param(sparse_rows_equal_one_device, [53, 3, 0.0], id="sparse rows of 3 terms"),
     pytest.param(sparse_rows_equal_one_device, [53, 100, 0.3], id="sparse rows over 0.3"),

@@ -21,6 +21,7 @@ from tests.processes import ROOT, environment
 PATCHES = {"pylate": "1.6", "sentence-transformers": "6.2"}
 
 
+@pytest.mark.slow  # copies and imports the other package
 @pytest.mark.parametrize("name", PATCHES)
 def test_a_patch_applies_and_changes_no_result(name: str, tmp_path: Path) -> None:
     package = importlib.util.find_spec(name.replace("-", "_"))

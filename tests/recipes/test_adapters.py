@@ -239,7 +239,13 @@ def test_disabled_adapters_are_not_merged(masked: str) -> None:
         merge_adapters(model)
 
 
-@pytest.mark.parametrize("modules_to_save", [None, ["decoder"]], ids=["lora", "lora-and-head"])
+@pytest.mark.parametrize(
+    "modules_to_save",
+    [
+        pytest.param(None, id="lora", marks=pytest.mark.slow),
+        pytest.param(["decoder"], id="lora-and-head"),
+    ],
+)
 def test_a_model_that_was_saved_with_its_adapter_is_trained_on(
     modules_to_save: list[str] | None,
     masked: str,

@@ -340,8 +340,17 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("end", LEFT)
-@pytest.mark.parametrize("changed", [True, False])
+@pytest.mark.parametrize(
+    ("end", "changed"),
+    [
+        pytest.param("killed", True, id="killed after a change"),
+        pytest.param("open at the end", True, id="open at the end after a change"),
+        pytest.param("forgotten", True, id="forgotten after a change", marks=pytest.mark.slow),
+        pytest.param("killed", False, id="killed", marks=pytest.mark.slow),
+        pytest.param("open at the end", False, id="open at the end", marks=pytest.mark.slow),
+        pytest.param("forgotten", False, id="forgotten", marks=pytest.mark.slow),
+    ],
+)
 def test_a_program_that_closes_nothing_leaves_right_checksums_or_none(
     end: str,
     changed: bool,

@@ -745,7 +745,7 @@ def search_and_end_server(
     return expected, list(zip(queries, scores, strict=True))
 
 
-@pytest.mark.parametrize("backend", ["qdrant", "exact"])
+@pytest.mark.parametrize("backend", ["exact", pytest.param("qdrant", marks=pytest.mark.slow)])
 def test_a_killed_server_leaves_an_index_that_is_served_again(
     backend: str,
     vectors: r.SparseVectors,

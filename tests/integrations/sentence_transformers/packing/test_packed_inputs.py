@@ -257,7 +257,7 @@ def test_losses_and_gradients_are_those_of_padding(
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("cached", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_multi_vector_training_is_that_of_the_padded_model(cached: bool) -> None:
     from sentence_transformers.multi_vector_encoder import losses
 
