@@ -21,7 +21,6 @@ from tilefold.distributed import ranks
 from tilefold.integrations._sparse_source import ServerError, SparseSource
 from tilefold.ops._shared import fallback
 from tilefold.ops._shared._triton import releases
-from tilefold.recipes._run import plot_history
 from tilefold.retrieval.encoding import pending_shards
 
 __all__ = [
@@ -42,7 +41,6 @@ __all__ = [
     "lock_path",
     "models",
     "pending_shards",
-    "plot_history",
     "ranks",
     "releases",
     "swap_directory",

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipes.plots import trainings_without_plots  # noqa: F401 - an autouse fixture
 from tests.recipes.small import small_collection
 
 

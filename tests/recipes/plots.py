@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.inside import plot_history
+from tilefold.recipes._run import plot_history
 
 PLOT_HISTORY = "tilefold.recipes._run.plot_history"
 
