@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold.ops import packed_attention
 from tilefold.ops._shared.fallback import FallbackWarning
+from tilefold.ops._shared.internals import AttentionOptions
 from tilefold.ops.packed_attention import packed_softmax_attention, token_positions
 
 LENGTHS = [5, 0, 1, 9, 5]
@@ -30,19 +30,26 @@ def padded(
     *,
     scale: float | None = None,
     window: int | None = None,
-    dropout_p: float = 0.0,
+    causal: bool = False,
 ) -> Tensor:
     """The path that pads the sequences, with the arguments of the public function."""
-    attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
-    return packed_attention._attend_padded((query, key, value), cu_seqlens, longest, window, attend)
+    options = AttentionOptions(scale, window, causal)
+    return packed_attention._attend_padded((query, key, value), cu_seqlens, longest, options)
 
 
-def pack(dtype: torch.dtype, device: torch.device, dim: int = 8) -> tuple[list[Tensor], Tensor]:
-    """Random queries, keys and values ``[T, 2, dim]`` of :data:`LENGTHS`, and their offsets."""
+def pack(
+    dtype: torch.dtype,
+    device: torch.device,
+    dim: int = 8,
+    *,
+    heads: int = 2,
+    key_heads: int = 2,
+) -> tuple[list[Tensor], Tensor]:
+    """Random queries, keys and values ``[T, H, dim]`` of :data:`LENGTHS`, and their offsets."""
     generator = torch.Generator().manual_seed(3)
     tensors = [
-        torch.randn(sum(LENGTHS), 2, dim, generator=generator, dtype=torch.float64)
-        for _ in range(3)
+        torch.randn(sum(LENGTHS), n_heads, dim, generator=generator, dtype=torch.float64)
+        for n_heads in (heads, key_heads, key_heads)
     ]
     offsets = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     return [tensor.to(device, dtype).requires_grad_() for tensor in tensors], offsets.to(device)
@@ -54,32 +61,55 @@ def one_at_a_time(
     value: Tensor,
     window: int | None,
     scale: float | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """The definition of attention, of one sequence after the other."""
     if scale is None:
         scale = query.size(2) ** -0.5
+    n_repeats = query.size(1) // key.size(1)
+    key = key.repeat_interleave(n_repeats, dim=1)
+    value = value.repeat_interleave(n_repeats, dim=1)
     outputs = []
     sequences = zip(query.split(LENGTHS), key.split(LENGTHS), value.split(LENGTHS), strict=True)
     for q, k, v in sequences:
         positions = torch.arange(len(q), device=q.device)
+        distances = positions[:, None] - positions
         scores = scale * torch.einsum("ihd,jhd->hij", q, k)
         if window is not None:
-            distances = (positions[:, None] - positions).abs()
-            scores = scores.masked_fill(distances > window, float("-inf"))
+            scores = scores.masked_fill(distances.abs() > window, float("-inf"))
+        if causal:
+            scores = scores.masked_fill(distances < 0, float("-inf"))
         outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), v))
     return torch.cat(outputs)
 
 
+HEADS = [
+    pytest.param(2, 2, id="as many key heads"),
+    pytest.param(6, 2, id="grouped heads"),
+    pytest.param(4, 1, id="one key head"),
+]
+
+
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
 @pytest.mark.parametrize("attend", [packed_softmax_attention, padded])
 def test_it_is_attention_within_each_sequence(
     attend: Callable[..., Tensor],
+    heads: int,
+    key_heads: int,
     window: int | None,
+    causal: bool,
 ) -> None:
-    tensors, offsets = pack(torch.float64, torch.device("cpu"))
+    tensors, offsets = pack(
+        torch.float64,
+        torch.device("cpu"),
+        heads=heads,
+        key_heads=key_heads,
+    )
     weights = torch.randn(tensors[0].shape, dtype=torch.float64)
-    out = attend(*tensors, offsets, max(LENGTHS), scale=0.3, window=window)
-    expected = one_at_a_time(*tensors, window=window, scale=0.3)
+    out = attend(*tensors, offsets, max(LENGTHS), scale=0.3, window=window, causal=causal)
+    expected = one_at_a_time(*tensors, window=window, scale=0.3, causal=causal)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(
         torch.autograd.grad((out * weights).sum(), tensors),
@@ -90,15 +120,20 @@ def test_it_is_attention_within_each_sequence(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize(("heads", "key_heads"), HEADS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("dim", [8, 12, 64])
+@pytest.mark.parametrize("dim", [8, 12, 64, 256])
 def test_the_kernels_of_a_gpu_are_as_near_to_fp64_as_padded_attention(
     dtype: torch.dtype,
+    heads: int,
+    key_heads: int,
     window: int | None,
+    causal: bool,
     dim: int,
 ) -> None:
-    tensors, offsets = pack(dtype, torch.device("cuda"), dim)
+    tensors, offsets = pack(dtype, torch.device("cuda"), dim, heads=heads, key_heads=key_heads)
     exact_tensors = [tensor.detach().double().requires_grad_() for tensor in tensors]
     weights = torch.randn(tensors[0].shape, dtype=torch.float64, device="cuda")
 
@@ -106,10 +141,11 @@ def test_the_kernels_of_a_gpu_are_as_near_to_fp64_as_padded_attention(
         gradients = torch.autograd.grad((out.double() * weights).sum(), inputs)
         return [result.detach().double() for result in (out, *gradients)]
 
-    exact = with_gradients(one_at_a_time(*exact_tensors, window=window), exact_tensors)
-    out = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window)
+    exact_out = one_at_a_time(*exact_tensors, window=window, causal=causal)
+    exact = with_gradients(exact_out, exact_tensors)
+    out = packed_softmax_attention(*tensors, offsets, max(LENGTHS), window=window, causal=causal)
     results = with_gradients(out, tensors)
-    out = padded(*tensors, offsets, max(LENGTHS), window=window)
+    out = padded(*tensors, offsets, max(LENGTHS), window=window, causal=causal)
     padded_results = with_gradients(out, tensors)
     for result, padded_result, truth in zip(results, padded_results, exact, strict=True):
         rounding = torch.finfo(dtype).eps * float(truth.abs().max())
@@ -158,16 +194,41 @@ def test_one_sequence_is_scaled_dot_product_attention() -> None:
     torch.testing.assert_close(out, expected[0].transpose(0, 1))
 
 
-def test_wrong_arguments_are_named() -> None:
-    rows = torch.zeros(4, 2, 8)
+@pytest.mark.parametrize(
+    ("key_shape", "value_shape"),
+    [
+        pytest.param((4, 1, 8), (4, 2, 8), id="other heads of values"),
+        pytest.param((4, 3, 8), (4, 3, 8), id="more key heads than query heads"),
+        pytest.param((4, 0, 8), (4, 0, 8), id="no key heads"),
+        pytest.param((3, 2, 8), (3, 2, 8), id="fewer keys than queries"),
+        pytest.param((4, 2, 4), (4, 2, 4), id="smaller key heads"),
+        pytest.param((4, 16), (4, 16), id="no dimension of heads"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    key_shape: tuple[int, ...],
+    value_shape: tuple[int, ...],
+) -> None:
+    query = torch.zeros(4, 2, 8)
     offsets = torch.tensor([0, 4], dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"must have one shape \[T, H, D\]"):
-        packed_softmax_attention(rows, rows[:, :1], rows, offsets, 4)
+    with pytest.raises(ValueError, match=r"must have one shape \[T, Hkv, D\], where Hkv divides H"):
+        packed_softmax_attention(
+            query,
+            torch.zeros(key_shape),
+            torch.zeros(value_shape),
+            offsets,
+            4,
+        )
+
+
+def test_offsets_of_another_dtype_are_refused() -> None:
+    rows = torch.zeros(4, 2, 8)
+    offsets = torch.tensor([0, 4])
     with pytest.raises(
         ValueError,
         match=r"cu_seqlens must be int32 of shape \[B \+ 1\], got torch.int64",
     ):
-        packed_softmax_attention(rows, rows, rows, offsets.long(), 4)
+        packed_softmax_attention(rows, rows, rows, offsets, 4)
 
 
 class StubHandle:
@@ -196,15 +257,9 @@ needs_registry = pytest.mark.skipif(
 )
 
 
-def refuse(
-    qkv: Any,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout_p: float,
-    *_: Any,
-) -> Tensor:
+def refuse(qkv: Any, cu_seqlens: Tensor, longest: int, options: AttentionOptions) -> Tensor:
     """Refuse packed attention as FlashAttention-3 does: with dropout, and on other devices."""
-    reason = "dropout_p must be 0" if dropout_p else "FA3 requires compute capability 9.0"
+    reason = "dropout_p must be 0" if options.dropout_p else "FA3 requires compute capability 9.0"
     raise RuntimeError(f"FA3 flash_attention forward unsupported: {reason}")
 
 
@@ -234,9 +289,7 @@ def test_a_fallback_runs_after_one_warning_if_an_activated_flash_attention_refus
             (tensors[0], tensors[1], tensors[2]),
             offsets,
             max(LENGTHS),
-            dropout_p,
-            None,
-            window,
+            AttentionOptions(window=window, dropout_p=dropout_p),
         )
 
     with activated_flash_attention():

@@ -1,4 +1,4 @@
-"""Softmax attention within packed sequences, for encoders without padding.
+"""Softmax attention within packed sequences, for transformers models without padding.
 
 The specification is torch's ``scaled_dot_product_attention``.
 """
@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +14,12 @@ from torch.nn import attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from tilefold.ops._shared.fallback import FallbackWarning
-from tilefold.ops._shared.internals import Heads, efficient_attention_varlen, flash_attention_varlen
+from tilefold.ops._shared.internals import (
+    AttentionOptions,
+    Heads,
+    efficient_attention_varlen,
+    flash_attention_varlen,
+)
 from tilefold.ops._shared.offsets import sequences_of_rows
 
 __all__ = ["packed_softmax_attention", "token_positions"]
@@ -34,6 +37,7 @@ def packed_softmax_attention(
     *,
     scale: float | None = None,
     window: int | None = None,
+    causal: bool = False,
     dropout_p: float = 0.0,
 ) -> Tensor:
     """``softmax(scale * q k^T) v`` within each sequence of a pack, forward and backward.
@@ -48,12 +52,14 @@ def packed_softmax_attention(
 
     Args:
         query: ``[T, H, D]`` floating, of any strides.
-        key: ``[T, H, D]``, with as many heads as ``query``.
-        value: ``[T, H, D]``, with as many heads as ``query``.
+        key: ``[T, Hkv, D]``. Hkv divides H: consecutive heads of ``query`` share a head of ``key``
+            and ``value`` (grouped-query attention). Flash attention and the CPU do not copy them.
+        value: ``[T, Hkv, D]``.
         cu_seqlens: int32 ``[B + 1]``, from 0 to T, of any stride, on the device of ``query``.
         max_seqlen: at least the length of the longest sequence.
         scale: factor of the scores; ``D ** -0.5`` by default.
         window: largest distance of a query and a key; no limit by default.
+        causal: whether a query attends to no later key.
         dropout_p: probability that a weight is dropped.
 
     Returns:
@@ -62,11 +68,7 @@ def packed_softmax_attention(
     Raises:
         ValueError: if a shape is wrong, or the offsets are not int32.
     """
-    if query.dim() != 3 or key.shape != query.shape or value.shape != query.shape:
-        raise ValueError(
-            f"query, key and value must have one shape [T, H, D], got {list(query.shape)}, "
-            f"{list(key.shape)} and {list(value.shape)}; repeat the heads of key and value first.",
-        )
+    _check_shapes(query, key, value)
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1:
         raise ValueError(
             f"cu_seqlens must be int32 of shape [B + 1], got {cu_seqlens.dtype} of shape "
@@ -74,16 +76,39 @@ def packed_softmax_attention(
         )
     if window is not None and window >= max_seqlen - 1:
         window = None
+    options = AttentionOptions(scale, window, causal, dropout_p)
     qkv = _dense_heads(query), _dense_heads(key), _dense_heads(value)
     cu_seqlens = cu_seqlens.contiguous()
     if query.is_cuda and torch.version.cuda is not None:
-        out = _attend_on_cuda(qkv, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        out = _attend_on_cuda(qkv, cu_seqlens, max_seqlen, options)
         if out is not None:
             return out
-    attend = partial(scaled_dot_product_attention, dropout_p=dropout_p, scale=scale)
     if query.device.type == "cpu":
-        return _attend_by_sequence(qkv, cu_seqlens, window, attend)
-    return _attend_padded(qkv, cu_seqlens, max_seqlen, window, attend)
+        return _attend_by_sequence(qkv, cu_seqlens, options)
+    return _attend_padded(qkv, cu_seqlens, max_seqlen, options)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Raise ``ValueError`` unless query, key and value are packed heads that fit together.
+
+    Args:
+        query: must be ``[T, H, D]``.
+        key: must be ``[T, Hkv, D]``, where Hkv divides H.
+        value: must have the shape of ``key``.
+    """
+    fits = (
+        query.dim() == 3
+        and key.dim() == 3
+        and key.shape == value.shape
+        and (key.size(0), key.size(2)) == (query.size(0), query.size(2))
+        and key.size(1) > 0
+        and query.size(1) % key.size(1) == 0
+    )
+    if not fits:
+        raise ValueError(
+            "query must be [T, H, D], and key and value must have one shape [T, Hkv, D], where Hkv "
+            f"divides H, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}.",
+        )
 
 
 def token_positions(cu_seqlens: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
@@ -111,33 +136,51 @@ def _dense_heads(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def _with_repeated_heads(qkv: Heads) -> Heads:
+    """Copy the heads of key and value that several heads of the query share, ``[T, H, D]`` each.
+
+    Args:
+        qkv: query ``[T, H, D]``, key and value ``[T, Hkv, D]``.
+    """
+    query, key, value = qkv
+    n_repeats = query.size(1) // key.size(1)
+    if n_repeats == 1:
+        return qkv
+    return (
+        query,
+        key.repeat_interleave(n_repeats, dim=1),
+        value.repeat_interleave(n_repeats, dim=1),
+    )
+
+
 def _attend_on_cuda(
     qkv: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    dropout_p: float,
-    scale: float | None,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor | None:
     """Compute attention by a variable-length kernel of torch, or return ``None`` if none can.
 
     Args:
-        qkv: query, key and value, ``[T, H, D]`` each.
+        qkv: query ``[T, H, D]``, key and value ``[T, Hkv, D]``.
         cu_seqlens: int32 ``[B + 1]``, contiguous.
         max_seqlen: at least the length of the longest sequence.
-        dropout_p: probability that a weight is dropped.
-        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
-        window: largest distance at which a query attends to a key; ``None`` for no limit.
+        options: which keys a query attends to, the scale and the dropout.
     """
     query = qkv[0]
     if query.size(2) % 8 != 0:  # the kernels need head sizes that are multiples of 8
         return None
     if query.dtype in _HALF and _flash_runs_on(query):
-        out = _flash_attention(qkv, cu_seqlens, max_seqlen, dropout_p, scale, window)
+        out = _flash_attention(qkv, cu_seqlens, max_seqlen, options)
         if out is not None:
             return out
-    if window is None and query.dtype in (*_HALF, torch.float32):
-        return efficient_attention_varlen(qkv, cu_seqlens, max_seqlen, dropout_p, scale)
+    if options.window is None and query.dtype in (*_HALF, torch.float32):
+        return efficient_attention_varlen(
+            _with_repeated_heads(qkv),
+            cu_seqlens,
+            max_seqlen,
+            options,
+        )
     return None
 
 
@@ -145,9 +188,7 @@ def _flash_attention(
     qkv: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    dropout_p: float,
-    scale: float | None,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor | None:
     """Compute flash attention, or return ``None`` if the activated replacement cannot run.
 
@@ -156,22 +197,19 @@ def _flash_attention(
     support every call.
 
     Args:
-        qkv: query, key and value, ``[T, H, D]`` each.
+        qkv: query ``[T, H, D]``, key and value ``[T, Hkv, D]``.
         cu_seqlens: int32 ``[B + 1]``, contiguous.
         max_seqlen: at least the length of the longest sequence.
-        dropout_p: probability that a weight is dropped.
-        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
-        window: largest distance at which a query attends to a key; ``None`` for no limit.
+        options: which keys a query attends to, the scale and the dropout.
     """
-    arguments = qkv, cu_seqlens, max_seqlen, dropout_p, scale, window
     replacement = _activated_flash_attention()
     if replacement is None:
-        return flash_attention_varlen(*arguments)
-    if dropout_p > 0.0:
+        return flash_attention_varlen(qkv, cu_seqlens, max_seqlen, options)
+    if options.dropout_p > 0.0:
         _warn_of_replacement(replacement, "it has no dropout")
         return None
     try:
-        return flash_attention_varlen(*arguments)
+        return flash_attention_varlen(qkv, cu_seqlens, max_seqlen, options)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -204,24 +242,18 @@ def _flash_runs_on(query: Tensor) -> bool:
     return query.size(2) <= _FLASH_HEAD_DIM and capability >= (8, 0)
 
 
-def _attend_by_sequence(
-    qkv: Heads,
-    cu_seqlens: Tensor,
-    window: int | None,
-    attend: Callable[..., Tensor],
-) -> Tensor:
+def _attend_by_sequence(qkv: Heads, cu_seqlens: Tensor, options: AttentionOptions) -> Tensor:
     """Compute attention sequence by sequence, without padding.
 
     Reading the offsets would synchronise with a GPU, so this is for the CPU.
 
     Args:
-        qkv: query, key and value, ``[T, H, D]`` each.
+        qkv: query ``[T, H, D]``, key and value ``[T, Hkv, D]``.
         cu_seqlens: int32 ``[B + 1]``.
-        window: largest distance at which a query attends to a key; ``None`` for no limit.
-        attend: attention of ``[1, H, L, D]`` query, key and value, and a mask.
+        options: which keys a query attends to, the scale and the dropout.
     """
     lengths = cu_seqlens.diff().tolist()
-    queries, keys, values = (  # [H, L, D] of each sequence
+    queries, keys, values = (  # [H, L, D] or [Hkv, L, D] of each sequence
         torch.split(operand.transpose(0, 1), lengths, dim=1) for operand in qkv
     )
     outputs = []
@@ -230,9 +262,19 @@ def _attend_by_sequence(
             outputs.append(query.new_zeros(query.shape))
             continue
         mask = None
-        if window is not None and window < length - 1:
-            mask = _window_mask(window, length, query.device)
-        outputs.append(attend(query[None], key[None], value[None], mask)[0])
+        if options.window is not None and options.window < length - 1:
+            mask = _visible_keys(length, options, query.device)
+        output = scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            mask,
+            dropout_p=options.dropout_p,
+            is_causal=options.is_causal and mask is None,
+            scale=options.scale,
+            enable_gqa=query.size(0) != key.size(0),
+        )
+        outputs.append(output[0])
     if not outputs:
         return torch.zeros_like(qkv[0])
     return torch.cat(outputs, dim=1).transpose(0, 1)
@@ -242,19 +284,17 @@ def _attend_padded(
     qkv: Heads,
     cu_seqlens: Tensor,
     max_seqlen: int,
-    window: int | None,
-    attend: Callable[..., Tensor],
+    options: AttentionOptions,
 ) -> Tensor:
     """Pad the sequences, compute attention under a mask, and pack the result.
 
     Args:
-        qkv: query, key and value, ``[T, H, D]`` each.
+        qkv: query ``[T, H, D]``, key and value ``[T, Hkv, D]``.
         cu_seqlens: int32 ``[B + 1]``.
         max_seqlen: at least the length of the longest sequence.
-        window: largest distance at which a query attends to a key; ``None`` for no limit.
-        attend: attention of ``[B, H, S, D]`` query, key and value, and a mask.
+        options: which keys a query attends to, the scale and the dropout.
     """
-    query, key, value = qkv
+    query, key, value = _with_repeated_heads(qkv)
     batch = cu_seqlens.numel() - 1
     if query.size(0) == 0 or batch == 0:
         return query.new_zeros(query.shape)
@@ -265,21 +305,34 @@ def _attend_padded(
     # A query without keys would be NaN, so empty sequences see one row, and padding sees all keys.
     # Their results are not used.
     mask = (is_token | (positions == 0))[:, None, None]
-    if window is not None:
-        near = _window_mask(window, max_seqlen, query.device)
-        mask = mask & (near | ~is_token[:, None, :, None])
-    out = attend(
+    if options.window is not None or options.is_causal:
+        visible = _visible_keys(max_seqlen, options, query.device)
+        mask = mask & (visible | ~is_token[:, None, :, None])
+    out = scaled_dot_product_attention(
         query[rows].transpose(1, 2),
         key[rows].transpose(1, 2),
         value[rows].transpose(1, 2),
         mask,
+        dropout_p=options.dropout_p,
+        scale=options.scale,
     )  # [B, H, S, D]
     sequences, token_position = token_positions(cu_seqlens, query.size(0))
     return out.transpose(1, 2).flatten(0, 1)[sequences * max_seqlen + token_position]
 
 
-def _window_mask(window: int, length: int, device: torch.device) -> Tensor:
-    """Return which queries and keys are at most ``window`` apart, ``[L, L]`` bool."""
+def _visible_keys(length: int, options: AttentionOptions, device: torch.device) -> Tensor:
+    """Return which keys each query attends to in a sequence without padding, ``[L, L]`` bool.
+
+    Args:
+        length: the length L of the sequence.
+        options: the window, and whether attention is causal.
+        device: the device of the mask.
+    """
     positions = torch.arange(length, device=device)
-    is_near: Tensor = (positions[:, None] - positions).abs() <= window
-    return is_near
+    distance = positions[:, None] - positions  # of a query to an earlier key
+    is_visible = torch.ones_like(distance, dtype=torch.bool)
+    if options.window is not None:
+        is_visible &= distance.abs() <= options.window
+    if options.is_causal:
+        is_visible &= distance >= 0
+    return is_visible

@@ -284,51 +284,75 @@ def tma_map(descriptor: Any, description: dict[str, Any] | None) -> bytes | None
     return tma_map_bytes
 
 
+class AttentionOptions(NamedTuple):
+    """Options of softmax attention within packed sequences.
+
+    Attributes:
+        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
+        window: largest distance at which a query attends to a key; ``None`` for no limit.
+        is_causal: whether a query attends to no later key.
+        dropout_p: probability that a weight is dropped.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    is_causal: bool = False
+    dropout_p: float = 0.0
+
+
 def flash_attention_varlen(
     qkv: Heads,
     cu_seqlens: Tensor,
     longest: int,
-    dropout_p: float,
-    scale: float | None,
-    window: int | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Compute torch's flash attention within packed sequences, differentiably, for 16 bits.
 
     Args:
-        qkv: query, key and value, ``[T, H, D]`` each.
+        qkv: query ``[T, H, D]``, key and value ``[T, Hkv, D]``. Hkv divides H; heads of key and
+            value that several heads of the query share are not copied.
         cu_seqlens: int32 ``[B + 1]`` offsets.
         longest: at least the length of the longest sequence.
-        dropout_p: probability that a weight is dropped.
-        scale: factor of the scores; ``None`` uses ``D ** -0.5``.
-        window: largest distance at which a query attends to a key; ``None`` for no limit.
+        options: which keys a query attends to, the scale and the dropout.
     """
-    window_size = -1 if window is None else window
+    window_left = -1 if options.window is None else options.window
+    window_right = 0 if options.is_causal else window_left
     out: Tensor = torch.ops.aten._flash_attention_forward.default(
         *qkv,
         cu_seqlens,  # of queries
         cu_seqlens,  # of keys
         longest,
         longest,
-        dropout_p,
-        False,  # is_causal
+        options.dropout_p,
+        options.is_causal,
         False,  # return_debug_mask
-        scale=scale,
-        window_size_left=window_size,
-        window_size_right=window_size,
+        scale=options.scale,
+        window_size_left=window_left,
+        window_size_right=window_right,
     )[0]
     return out
+
+
+# Values of ``custom_mask_type`` of torch's memory-efficient attention.
+_NO_MASK = 0
+_CAUSAL_FROM_TOP_LEFT = 1
 
 
 def efficient_attention_varlen(
     qkv: Heads,
     cu_seqlens: Tensor,
     longest: int,
-    dropout_p: float,
-    scale: float | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Compute torch's memory-efficient attention within packed sequences, differentiably.
 
-    It supports fp32 too. The arguments are those of :func:`flash_attention_varlen`.
+    It supports fp32, too, but no window.
+
+    Args:
+        qkv: query, key and value, ``[T, H, D]`` each.
+        cu_seqlens: int32 ``[B + 1]`` offsets.
+        longest: at least the length of the longest sequence.
+        options: the scale, the dropout, and whether attention is causal.
     """
     query, key, value = qkv
     out: Tensor = torch.ops.aten._efficient_attention_forward.default(
@@ -340,10 +364,10 @@ def efficient_attention_varlen(
         cu_seqlens,  # of keys
         longest,
         longest,
-        dropout_p,
-        0,  # custom_mask_type: none
+        options.dropout_p,
+        _CAUSAL_FROM_TOP_LEFT if options.is_causal else _NO_MASK,
         torch.is_grad_enabled(),  # compute_log_sumexp, for backward
-        scale=scale,
+        scale=options.scale,
     )[0]
     return out[0]
 
