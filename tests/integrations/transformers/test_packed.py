@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim.swa_utils import AveragedModel
+from transformers import BartConfig, BartForConditionalGeneration
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
 from tests import programs
@@ -177,6 +178,21 @@ def network_that_mixes_tokens() -> Any:
     return model
 
 
+def encoder_and_decoder() -> Any:
+    """Return a tiny BART, whose decoder attends to the output of its encoder."""
+    config = BartConfig(
+        vocab_size=300,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+    )
+    return BartForConditionalGeneration(config)
+
+
 def averaged_linear_layer() -> Any:
     """Return a wrapped module that is no transformers model."""
     return AveragedModel(torch.nn.Linear(2, 2))
@@ -190,7 +206,7 @@ def averaged_linear_layer() -> Any:
             "does not use transformers' AttentionInterface",
             id="mpnet",
         ),
-        pytest.param(partial(network, "bert", is_decoder=True), "is not an encoder", id="decoder"),
+        pytest.param(encoder_and_decoder, "has an encoder and a decoder", id="encoder-decoder"),
         pytest.param(
             partial(network, "bert", attn_implementation="eager"),
             "attn_implementation='eager' was chosen",

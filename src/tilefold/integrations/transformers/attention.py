@@ -21,6 +21,7 @@ from tilefold.integrations.transformers.packed import (
     BIDIRECTIONAL_WINDOWS,
     UNSUPPORTED_ARGUMENTS,
     joined_mask_functions,
+    largest_distance,
     packed_heads,
 )
 from tilefold.nn.heads import EntmaxAlpha
@@ -224,7 +225,8 @@ def entmax_attention_forward(
         attention_mask: the padding mask ``[B, Nk]``, as :func:`entmax_mask` returns it.
         dropout: the probability that a weight is dropped.
         scaling: the factor of the scores; ``D ** -0.5`` by default.
-        sliding_window: a query sees the keys at a distance below this; all keys by default.
+        sliding_window: the window of the module, see :func:`.packed.largest_distance`; all keys by
+            default.
         is_causal: whether a query sees no later keys; by default ``module.is_causal``.
         kwargs: the offsets ``cu_seq_lens_q`` and ``cu_seq_lens_k`` of packed sequences in a batch
             of one. All other arguments are ignored.
@@ -271,7 +273,7 @@ def entmax_attention_forward(
         key=key,
         alpha=layer_alpha(module),
         causal=bool(is_causal),
-        window=None if sliding_window is None else sliding_window - 1,
+        window=largest_distance(module, sliding_window, bool(is_causal)),
         scale=scaling,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

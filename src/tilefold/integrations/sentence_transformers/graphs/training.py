@@ -41,6 +41,7 @@ from tilefold.integrations.sentence_transformers.graphs.step_graph import (
     graph_size_for,
     temporary_parameters,
 )
+from tilefold.integrations.sentence_transformers.packing.forward import original_forward
 from tilefold.integrations.transformers.packed import (
     LONGEST,
     LONGEST_NAMES,
@@ -196,7 +197,7 @@ class StepGraphs:
         device = features["input_ids"].device
         is_measured = device.type == "cuda" and torch.is_grad_enabled()
         bytes_before = torch.cuda.memory_allocated(device) if is_measured else 0
-        outputs: Features = type(transformer).forward(transformer, features, **kwargs)
+        outputs = original_forward(transformer, features, **kwargs)
         if is_measured:
             n_bytes = torch.cuda.memory_allocated(device) - bytes_before
             n_tokens = features["input_ids"].numel()
@@ -436,8 +437,8 @@ class StepGraphs:
         if self.divides_backward:
             cut_context = cut_layers(transformer.model)
         with uncached_autocast(features["input_ids"].device.type), cut_context as cut:
-            # The method of the class: the instance's ``forward`` may call these graphs.
-            outputs = type(transformer).forward(transformer, features)
+            # The forward of the instance may call these graphs.
+            outputs = original_forward(transformer, features)
         return EncoderPass(outputs[transformer.module_output_name], cut)
 
     def _replay(self, graph: Any, features: Features) -> Tensor:
@@ -660,12 +661,7 @@ class ColumnGraphs:
         if is_training and not has_gradients:
             self.repeats_dropout = True
         if self.repeats_dropout or not has_gradients or not self._is_supported(features, kwargs):
-            outputs: Features = type(self.transformer).forward(
-                self.transformer,
-                features,
-                **kwargs,
-            )
-            return outputs
+            return original_forward(self.transformer, features, **kwargs)
         graphs = self._next_graphs()
         tensors = {name: features[name] for name in features.keys() & _SUPPORTED_FEATURES}
         output = None if graphs is None else graphs(tensors)

@@ -19,6 +19,7 @@ from tilefold.integrations.sentence_transformers._self_check import (
     temporarily_evaluating,
 )
 from tilefold.integrations.sentence_transformers.graphs.training import ColumnGraphs, StepGraphs
+from tilefold.integrations.sentence_transformers.packing.forward import original_forward
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
     pack_features,
@@ -35,6 +36,7 @@ from tilefold.integrations.transformers.packed import (
     OFFSETS,
     ExpectedReason,
     FailedCheck,
+    may_differ_by_rounding,
     padding_position,
     stop_packed,
     use_packed,
@@ -48,10 +50,6 @@ from tilefold.pipeline.rows import to_device
 _STACKLEVEL_OF_CALLER = 5
 # Names of packed features that padded ones do not have.
 PACKED_KEYS = (*OFFSET_NAMES, *LONGEST_NAMES, "position_ids")
-# The largest difference of packed and padded outputs in 16 bits that may come from rounding,
-# relative to their norm. In bf16, the outputs of 12 layers of random weights differ by 0.05 to
-# 0.11, and by 0.5 if a token of another text is read.
-MAX_ROUNDING_DIFFERENCE = 0.25
 
 # The modules through which an input passes, of which the first one is a Transformer.
 Route = list[Any]
@@ -247,9 +245,7 @@ def _differ_by_rounding(route: Route, packed: Tensor, padded: Tensor) -> bool:
         packed: the output of a packed batch.
         padded: the output of the same batch with padding.
     """
-    relative_difference = float((packed - padded).norm() / padded.norm().clamp(min=1e-6))
-    is_16_bit = next(route[0].parameters()).dtype.itemsize == 2
-    if not is_16_bit or not relative_difference <= MAX_ROUNDING_DIFFERENCE:
+    if not may_differ_by_rounding(route[0], packed, padded):
         return False
     fp32_route = [module.float() for module in copy.deepcopy(route)]
     fp32_packed, fp32_padded = _run_both_ways(fp32_route)
@@ -354,8 +350,7 @@ class PackedForward(Replacement):
             _check_all_offsets(features)
             if self.column_graphs is not None and not _is_traced_or_captured():
                 return self.column_graphs(features, **kwargs)
-        outputs: Features = type(transformer).forward(transformer, features, **kwargs)
-        return outputs
+        return original_forward(transformer, features, **kwargs)
 
     def _padding_position(self) -> int | None:
         """Return :func:`padding_position` of the network, whose modules are examined once."""
@@ -368,7 +363,7 @@ class PackedForward(Replacement):
     def _run_without_tokens(self, features: Features, kwargs: Features) -> Features:
         """Run the original forward for texts without any token.
 
-        Encoders fail on empty input, so one dummy token runs and is removed from the output. This
+        Networks fail on empty input, so one dummy token runs and is removed from the output. This
         keeps the dtype, the shape and the autograd graph of the output.
 
         Args:
@@ -383,8 +378,7 @@ class PackedForward(Replacement):
             padding=self._padding_position(),
             longest=1,
         )
-        # The method of the class, since this object is the ``forward`` of the instance.
-        outputs = type(transformer).forward(transformer, {**features, **dummy}, **kwargs)
+        outputs = original_forward(transformer, {**features, **dummy}, **kwargs)
         name = transformer.module_output_name
         features[name] = outputs[name][:, :0]
         layers = outputs.get("all_layer_embeddings")

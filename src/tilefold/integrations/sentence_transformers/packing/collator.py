@@ -20,6 +20,7 @@ from tilefold.integrations.sentence_transformers._ahead import prepare_training
 from tilefold.integrations.sentence_transformers.graphs.capture import autocast_dtype
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.accelerate import PackedForward
+from tilefold.integrations.sentence_transformers.packing.forward import original_forward
 from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
 from tilefold.integrations.transformers.packed import (
     LONGEST,
@@ -167,7 +168,7 @@ class JoinedColumns:
         if joined_output is None:  # no graph can run these features
             features = dict(self.features)
             if graphs is None:
-                features = type(transformer).forward(transformer, features)
+                features = original_forward(transformer, features)
             else:
                 features = graphs.run_without_graph(features)
             joined_output = features[transformer.module_output_name]
