@@ -285,7 +285,10 @@ def test_an_encoder_that_stays_padded_is_named(tokenizer_folder: Path, tmp_path:
     trainer = make_trainer(model, tmp_path)
     with pytest.warns(UserWarning, match="runs on padded batches"):
         handle = accelerate(trainer)
-    assert handle.inactive[TOKENS] == "MPNetForMaskedLM runs on padded batches"
+    assert handle.inactive[TOKENS] == (
+        "MPNetForMaskedLM runs on padded batches: the attention of MPNetForMaskedLM does not use "
+        "transformers' AttentionInterface"
+    )
     assert SCORES in handle.active
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from sentence_transformers import SparseEncoder
@@ -66,6 +67,8 @@ FEW = 32
 _SIMILARITY_FUNCTIONS = {"similarity": maxsim, "similarity_pairwise": maxsim_pairwise}
 # The method that torch.nn.DataParallel calls on every module that it copies.
 _REPLICATE = "_replicate_for_data_parallel"
+# Why networks of accelerated models run on padded batches, by the name of the network's class.
+_padded_reasons: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
 
 
 class FusedSimilarity(Replacement):
@@ -259,7 +262,17 @@ def accelerate(
         record.save()
     if graphs:
         use_column_graphs(model)
+    _padded_reasons[model] = acceleration.padded
     return acceleration
+
+
+def padded_reasons(model: Model) -> dict[str, str]:
+    """Return why networks of a model run on padded batches, by the name of the network's class.
+
+    Args:
+        model: the model. The result is empty if :func:`accelerate` has not been called.
+    """
+    return _padded_reasons.get(model, {})
 
 
 def _accelerate_stock(
@@ -414,6 +427,7 @@ def restore(model: Model) -> None:
             "model must be a SparseEncoder or MultiVectorEncoder, "
             f"got {type(model).__name__}; pass the model, not its path.",
         )
+    _padded_reasons.pop(model, None)
     for module, name, replacement in list(replacements(model)):
         delattr(module, name)  # the method of the class applies again
         if isinstance(replacement, PackedInputs):

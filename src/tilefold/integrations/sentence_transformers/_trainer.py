@@ -28,6 +28,7 @@ from tilefold.integrations.sentence_transformers._accelerate import (
 )
 from tilefold.integrations.sentence_transformers._accelerate import (
     is_accelerated,
+    padded_reasons,
 )
 from tilefold.integrations.sentence_transformers._accelerate import (
     restore as restore_model,
@@ -218,7 +219,10 @@ class TrainerAcceleration:
             self._undo.callback(restore_model, model)
         padded = [type(encoder.model).__name__ for encoder in _padded_encoders(model)]
         if padded:
-            self._reasons[TOKENS] = f"{', '.join(padded)} runs on padded batches"
+            # A copy of an accelerated model has no reasons.
+            reasons = "; ".join(padded_reasons(model).values())
+            names = ", ".join(padded)
+            self._reasons[TOKENS] = f"{names} runs on padded batches" + (reasons and f": {reasons}")
 
     def _prepare_loss(self) -> None:
         """Let losses of a MultiVectorEncoder compute MaxSim without token similarities."""

@@ -50,6 +50,7 @@ from tilefold.integrations.sentence_transformers.graphs.training import (
     ColumnGraphs,
     StepGraphs,
 )
+from tilefold.integrations.sentence_transformers.packing.forward import original_forward
 from tilefold.integrations.sentence_transformers.packing.inputs import packed_features
 from tilefold.integrations.transformers.packed import padding_position
 
@@ -133,7 +134,7 @@ def batch(transformer: Any, lengths: list[int], seed: int = 0) -> dict[str, Any]
 
 
 def run_without_graphs(transformer: Any, features: dict[str, Any]) -> Tensor:
-    outputs = type(transformer).forward(transformer, dict(features))
+    outputs = original_forward(transformer, dict(features))
     output: Tensor = outputs[transformer.module_output_name]
     return output
 
@@ -194,7 +195,7 @@ def test_batches_of_random_texts_need_few_graphs(transformer: Any) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "llama"])
 def test_outputs_and_gradients_equal_those_of_a_plain_step(
     kind: str,
     device: str,
@@ -591,7 +592,7 @@ def test_a_trainer_with_graphs_has_the_losses_of_one_without(
 @compiling
 @pytest.mark.parametrize(
     "kind",
-    [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
+    [KINDS[0], "llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])],
 )
 def test_layers_are_compiled_for_a_capture_in_half_precision(
     kind: str,
@@ -720,7 +721,7 @@ def test_graphs_without_a_joined_packed_encoder_are_refused(
 
 @compiling
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "llama"])
 def test_compiled_layers_on_a_gpu_are_as_exact_as_plain_ones(
     kind: str,
     tokenizer_folder: Path,

@@ -363,6 +363,8 @@ class PackedInputs(Replacement):
         """
         is_expanded = expansion is not None
         texts = self._probe_texts(prompt, kwargs, backend, is_expanded)
+        if is_expanded and "" not in texts:  # it shows the tokens of an expansion
+            return None
         with padded_inputs(), ignoring_truncation():
             expected = self._stock_features(texts, prompt, kwargs)
         if not _are_supported(expected, is_expanded):
@@ -410,7 +412,8 @@ class PackedInputs(Replacement):
             return None
         # Batches of one short text show whether texts are padded to more than the longest one: to a
         # maximum length, or to a multiple of some number.
-        for texts in (["a"], [""], probe_texts):
+        batches = [["a"], [""], probe_texts] if "" in probe_texts else [["a"], probe_texts]
+        for texts in batches:
             with padded_inputs(), ignoring_truncation():
                 expected = self._stock_features(texts, prompt, kwargs)
             padding = _Padding(
@@ -441,6 +444,8 @@ class PackedInputs(Replacement):
                 the expansion, so none is returned.
         """
         texts = list(_PROBES)
+        if not self._stock_accepts_empty_texts(prompt, kwargs):
+            texts.remove("")
         with padded_inputs(), ignoring_truncation():
             # A call sets the truncation of the tokenizer, which is read below.
             self._stock_features(texts[:1], prompt, kwargs)
@@ -448,6 +453,23 @@ class PackedInputs(Replacement):
         if limit is not None and limit <= _LONGEST_PROBE and not is_expanded:
             texts.append("word " * (limit + _WORDS_ABOVE_LIMIT))
         return texts
+
+    def _stock_accepts_empty_texts(self, prompt: str | None, kwargs: dict[str, object]) -> bool:
+        """Whether the stock method makes features of an empty text.
+
+        It raises an error for causal language models whose tokenizer puts no special tokens around
+        a text: an empty text then ends in a padding token.
+
+        Args:
+            prompt: text that is put before every text.
+            kwargs: other arguments of ``Transformer.preprocess``.
+        """
+        try:
+            with padded_inputs(), ignoring_truncation():
+                self._stock_features([""], prompt, kwargs)
+        except (ValueError, IndexError):
+            return False
+        return True
 
     def _encodings(self, texts: Sequence[str], prompt: str | None, plan: _Plan) -> list[Any]:
         """Tokenise texts with the copy of the Rust tokenizer.
