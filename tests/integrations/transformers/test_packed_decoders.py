@@ -144,6 +144,31 @@ def test_packed_texts_have_the_logits_and_gradients_of_padded_ones(
     assert_equal(packed, expected, budget_of(kind, side))
 
 
+def assert_as_near_as_padded(
+    packed: dict[str, Tensor],
+    padded: dict[str, Tensor],
+    exact: dict[str, Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Compare the errors of packed and of padded texts.
+
+    Both round the same operations, in another order. So the norm of the error of packed texts may
+    be twice that of padded ones, and two roundings of the result more.
+
+    Args:
+        packed: results of packed texts, by name.
+        padded: stock results of the same texts with padding.
+        exact: the same in a larger dtype.
+        dtype: the dtype of the model.
+    """
+    assert packed.keys() == exact.keys()
+    for name, truth in exact.items():
+        padded_error = float((padded[name] - truth).norm())
+        packed_error = float((packed[name] - truth).norm())
+        rounding = torch.finfo(dtype).eps * float(truth.norm())
+        assert packed_error <= 2 * padded_error + 2 * rounding, name
+
+
 @pytest.mark.parametrize("kind", DECODERS)
 def test_packed_texts_in_bf16_are_as_near_to_fp64_as_padded_ones(kind: str) -> None:
     exact_model = decoder(kind).bfloat16().double()  # rounded weights
@@ -153,11 +178,7 @@ def test_packed_texts_in_bf16_are_as_near_to_fp64_as_padded_ones(kind: str) -> N
     padded = with_gradients(model, padded_logits(model, texts, "right"))
     assert use_packed(model) is None
     packed = with_gradients(model, packed_logits(model, texts))
-    for name, truth in exact.items():
-        padded_error = float((padded[name] - truth).norm())
-        packed_error = float((packed[name] - truth).norm())
-        rounding = torch.finfo(torch.bfloat16).eps * float(truth.norm())
-        assert packed_error <= 1.5 * padded_error + rounding, name
+    assert_as_near_as_padded(packed, padded, exact, torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
@@ -359,26 +380,19 @@ def test_entmax_attention_takes_packed_texts_of_decoders(kind: str, bidirectiona
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("dtype", "budget"),
-    [
-        pytest.param(torch.bfloat16, 0.05, id="bf16"),
-        pytest.param(torch.float16, 0.01, id="fp16"),
-        pytest.param(torch.float32, 1e-3, id="fp32"),
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize("kind", DECODERS)
-def test_packed_texts_on_a_gpu_equal_padded_ones_without_synchronization(
+def test_packed_texts_on_a_gpu_are_as_near_as_padded_ones_without_synchronization(
     kind: str,
     bidirectional: bool,
     dtype: torch.dtype,
-    budget: float,
 ) -> None:
-    exact_model = decoder(kind, bidirectional=bidirectional).to(dtype).to("cuda", torch.float32)
-    model = copy.deepcopy(exact_model).to(dtype)
+    model = decoder(kind, bidirectional=bidirectional).to("cuda", dtype)
+    exact_model = copy.deepcopy(model).double()
     texts = [text for text in sequences(LENGTHS, "cuda") if len(text) > 0]
-    expected = with_gradients(exact_model, padded_logits(exact_model, texts, "right"))
+    exact = with_gradients(exact_model, logits_one_at_a_time(exact_model, texts))
+    padded = with_gradients(model, padded_logits(model, texts, "right"))
     assert use_packed(model) is None
     packed_logits(model, texts)  # kernels are loaded
     longest = max(LENGTHS)
@@ -390,7 +404,4 @@ def test_packed_texts_on_a_gpu_equal_padded_ones_without_synchronization(
         logits = packed_hidden_states(model, ids, offsets, longest)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    results = with_gradients(model, logits)
-    for name, exact in expected.items():
-        relative_error = float((results[name] - exact).norm() / exact.norm())
-        assert relative_error <= budget, name
+    assert_as_near_as_padded(with_gradients(model, logits), padded, exact, dtype)
