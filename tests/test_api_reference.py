@@ -73,7 +73,7 @@ def test_each_name_has_a_summary_of_one_sentence() -> None:
 
 def test_a_page_lists_its_names_and_shows_each_docstring_once() -> None:
     page = reference.api_pages()["reference/python/losses.md"]
-    assert page.startswith("# Losses\n")
+    assert page.startswith("# Losses\n\nLosses and regularizers of learned sparse retrieval.\n")
     path = "tilefold.losses.functional.flops"
     assert f"| [`flops`][{path}] | " in page
     assert page.count(f"::: {path}\n") == 1

@@ -24,8 +24,12 @@ from tilefold.retrieval import load_collection
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "src"
 BANK = ROOT / "examples" / "data" / "bank"
-# Examples that train, which takes seconds.
-SLOW = {"tilefold.recipes._training.train"}
+# Examples of trainers and exports, which take seconds.
+SLOW = {
+    "tilefold.integrations.sentence_transformers.packing.collator.collate_ahead",
+    "tilefold.recipes._training.train",
+    "tilefold.recipes.onnx_export.export_onnx",
+}
 # Public names that must have an example, by the package from which users import them.
 REQUIRED = {
     "tilefold.ops": (
@@ -39,19 +43,23 @@ REQUIRED = {
         "TermRecallLoss WeightedLosses activated_lm_loss anti_zero df_weights flops l1 l2"
     ),
     "tilefold.integrations.sentence_transformers": (
-        "accelerate encode_sparse is_accelerated restore set_precision"
+        "accelerate collate_ahead encode_sparse is_accelerated restore set_precision"
     ),
-    "tilefold.integrations.transformers": "record_sparsity use_entmax",
+    "tilefold.integrations.transformers": (
+        "packed_hidden_states record_sparsity set_alpha use_entmax"
+    ),
+    "tilefold.modules": "HeadPooling load_encoder",
     "tilefold.integrations.pylate": "colbert_kd_scores colbert_scores",
     "tilefold.integrations.colpali": "maxsim_inbatch",
     "tilefold.retrieval": (
         "BM25Index Collection DenseIndex Document DocumentFields Feedback Filter LateIndex Passages "
+        "best_passages expand_sparse export_jsonl export_opensearch export_vespa merge_vectors "
         "SearchRequest Searcher SparseVectors TokenVectors build_index compare encode_collection encode_queries "
         "evaluate evaluate_per_query hits_to_run interpolate load_beir load_collection "
         "load_documents load_index load_queries mean_of mine_negatives reciprocal_rank_fusion "
         "read_trec_run read_vectors rerank update_index write_trec_run write_vectors"
     ),
-    "tilefold.recipes": "get_recipe train",
+    "tilefold.recipes": "export_onnx get_recipe train",
     "tilefold.pipeline.ragged": "batches_by_tokens gather_positions offsets_of",
     "tilefold.testing": "assert_within_budget budget",
 }
@@ -71,8 +79,9 @@ def documented_names() -> Iterator[str]:
         parts = file.relative_to(SOURCES).with_suffix("").parts
         module = ".".join(part for part in parts if part != "__init__")
         for node in ast.parse(text).body:
-            is_definition = isinstance(node, ast.FunctionDef | ast.ClassDef)
-            if is_definition and ">>> " in (ast.get_docstring(node) or ""):
+            if not isinstance(node, ast.FunctionDef | ast.ClassDef):
+                continue
+            if ">>> " in (ast.get_docstring(node) or ""):
                 yield f"{module}.{node.name}"
 
 

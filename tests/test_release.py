@@ -116,14 +116,16 @@ def test_the_list_of_pages_for_language_models_has_titles_addresses_and_first_se
 ) -> None:
     pages = {
         "CONTRIBUTING.md": "# Contributing\n\n```sh\nmake setup\n```\n\nSingle tests run with pytest.\n",
+        "reference/python/losses.md": "# Losses\n\nRegularizers.\n",
         "reference/commands/tilefold-info.md": "# tilefold info\n\nShow versions.\n",
         "docs/serve.md": "# Serving\n\nA [server](x.md) of models.\nIt speaks HTTP.\n",
         "src/tilefold/ops/README.md": "# Operators\n\nOne package for each\noperator. More.\n",
     }
     text = load_script(ROOT / "docs" / "site" / "stage.py").llms_text(pages, site_url)
-    documentation, commands, packages, optional = text.split("\n## ")[1:]
+    documentation, commands, python, packages, optional = text.split("\n## ")[1:]
     assert documentation == f"Documentation\n\n- [Serving]({address}): A server of models.\n"
     assert commands.startswith("Commands\n\n- [tilefold info](")
+    assert python.startswith("Python\n\n- [Losses](")
     assert packages.endswith("src/tilefold/ops/): One package for each operator.\n")
     assert optional.startswith("Optional\n\n- [Contributing](")
     assert optional.endswith("CONTRIBUTING/): Single tests run with pytest.\n")
@@ -144,6 +146,13 @@ def test_the_site_shows_pages_that_exist() -> None:
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= {
         Path(page).name for page in shown
     }
+
+
+def test_words_that_become_links_to_generated_pages_are_in_their_pages() -> None:
+    stage = load_script(ROOT / "docs" / "site" / "stage.py")
+    for page, (words, address) in stage.GENERATED_LINKS.items():
+        assert words in (ROOT / page).read_text(encoding="utf-8")
+        assert address.startswith("../reference/")
 
 
 ALONE = """

@@ -43,16 +43,19 @@ class Page:
 
     Attributes:
         title: the title of the page.
+        purpose: one sentence on what the names are for.
         groups: its groups of names.
     """
 
     title: str
+    purpose: str
     groups: tuple[Group, ...]
 
 
 PAGES = {
     "operators": Page(
         "Operators",
+        "Fused operators, which never write their largest matrix to memory.",
         (
             Group("Heads of learned sparse models", "tilefold.ops", ("lsr_head",)),
             Group("Token weights", "tilefold.ops", ("token_scatter",)),
@@ -63,6 +66,7 @@ PAGES = {
     ),
     "nn": Page(
         "Operators as modules",
+        "The operators as torch modules with parameters.",
         (
             Group("Modules", "tilefold.nn"),
             Group("Vocabulary-parallel heads", "tilefold.nn.parallel"),
@@ -70,6 +74,7 @@ PAGES = {
     ),
     "losses": Page(
         "Losses",
+        "Losses and regularizers of learned sparse retrieval.",
         (
             Group("Losses of rankings", "tilefold.losses", ("ranking",)),
             Group("Regularizers", "tilefold.losses", ("regularizers",)),
@@ -78,10 +83,12 @@ PAGES = {
     ),
     "modules": Page(
         "Modules of SparseEncoder",
+        "Modules for a `SparseEncoder` that sentence-transformers lacks.",
         (Group("Modules", "tilefold.modules"),),
     ),
     "integrations": Page(
         "Integrations",
+        "Functions that make models and trainers of other libraries use the operators.",
         (
             Group("sentence-transformers", "tilefold.integrations.sentence_transformers"),
             Group("transformers", "tilefold.integrations.transformers"),
@@ -94,6 +101,7 @@ PAGES = {
     ),
     "recipes": Page(
         "Recipes",
+        "Training of published systems, with a typed configuration for each.",
         (
             Group("Training", "tilefold.recipes", ("catalogue", "_run", "_settings")),
             Group("Recipes", "tilefold.recipes", ("lsr", "colbert")),
@@ -104,6 +112,7 @@ PAGES = {
     ),
     "retrieval": Page(
         "Retrieval",
+        "Collections, vectors, indexes, search, evaluation and training data.",
         (
             Group("Collections", "tilefold.retrieval", ("data",)),
             Group("Encoding", "tilefold.retrieval", ("encoding",)),
@@ -115,9 +124,14 @@ PAGES = {
             Group("Negatives and teachers", "tilefold.retrieval", ("training_data",)),
         ),
     ),
-    "serve": Page("Serving", (Group("The HTTP service", "tilefold.serve"),)),
+    "serve": Page(
+        "Serving",
+        "The HTTP service behind `tilefold serve`.",
+        (Group("The HTTP service", "tilefold.serve"),),
+    ),
     "pipeline": Page(
         "Encoding pipeline",
+        "Parts of the encoding pipeline, for code that extends it.",
         (
             Group("Truncated texts", "tilefold.pipeline.truncation"),
             Group("Packed tokens", "tilefold.pipeline.ragged"),
@@ -126,6 +140,7 @@ PAGES = {
     ),
     "distributed": Page(
         "Process groups",
+        "Process groups of training and encoding, for code that extends them.",
         (
             Group("Ranks", "tilefold.distributed.ranks"),
             Group("Rows of all ranks", "tilefold.distributed.process_group"),
@@ -133,7 +148,11 @@ PAGES = {
             Group("Errors", "tilefold.distributed.errors"),
         ),
     ),
-    "testing": Page("Testing", (Group("Error budgets", "tilefold.testing"),)),
+    "testing": Page(
+        "Testing",
+        "Error budgets for tests of your own.",
+        (Group("Error budgets", "tilefold.testing"),),
+    ),
 }
 
 
@@ -144,7 +163,7 @@ def api_pages() -> dict[str, str]:
 
 def _page(page: Page) -> str:
     """Return the Markdown of a page: its names with their first sentences, then each docstring."""
-    lines = [f"# {page.title}", ""]
+    lines = [f"# {page.title}", "", page.purpose, ""]
     for group in page.groups:
         lines += [f"Import the names of [{group.title}](#{_anchor(group)}) from `{group.package}`:"]
         lines += ["", "| name | purpose |", "|---|---|"]

@@ -21,6 +21,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\))")
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
+# Words of a page that become links to generated pages, which the repository does not have.
+GENERATED_LINKS = {
+    "docs/cli.md": ("the reference of the site", "../reference/commands/index.md"),
+    "docs/python.md": ("the reference of the site", "../reference/python/retrieval.md"),
+}
 LIST = re.compile(r"^(?![-*|#> ]|\d+\. )(\S.*:)\n(?=(?:- |\d+\. ))", re.MULTILINE)
 
 
@@ -34,11 +39,10 @@ def main(target: Path) -> None:
     site = Site(_repository_files())
     for name in site.pages:
         site.add_page(name)
-    site.texts.update(api_pages())
-    commands = command_pages(command_group())
-    site.texts.update(commands)
+    generated = api_pages() | command_pages(command_group())
+    site.texts.update(generated)
     site.texts["llms.txt"] = llms_text(
-        {name: site.texts[name] for name in (*site.pages, *commands)},
+        {name: site.texts[name] for name in (*site.pages, *generated)},
         os.environ.get("SITE_URL", ""),
     )
     site.write(target)
@@ -90,7 +94,11 @@ class Site:
         for position in range(0, len(parts), 2):
             linked = LINK.sub(partial(self._redirect, name), parts[position])
             parts[position] = LIST.sub(r"\1\n\n", linked)
-        self.texts[name] = "".join(parts)
+        text = "".join(parts)
+        if name in GENERATED_LINKS:
+            words, address = GENERATED_LINKS[name]
+            text = text.replace(words, f"[{words}]({address})", 1)
+        self.texts[name] = text
 
     def write(self, target: Path) -> None:
         """Write all files below a folder."""
@@ -137,6 +145,7 @@ class Site:
 LLMS_SECTIONS = {
     "Documentation": ("README.md", "docs/"),
     "Commands": ("reference/commands/",),
+    "Python": ("reference/python/",),
     "Packages and operators": ("src/",),
     "Optional": ("",),
 }

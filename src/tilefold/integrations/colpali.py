@@ -82,6 +82,11 @@ def maxsim_kd(
 
     Raises:
         TypeError, ValueError, RuntimeError: see :func:`maxsim_inbatch`.
+
+    Examples:
+        >>> import torch
+        >>> maxsim_kd(torch.randn(2, 4, 16), torch.randn(2, 5, 10, 16)).shape
+        torch.Size([2, 5])
     """
     check_shape("query", check_tensor("query", query), "B L D")
     check_shape("doc", check_tensor("doc", doc), "B N L D")

@@ -111,6 +111,11 @@ def colbert_scores_pairwise(
 
     Raises:
         ValueError, TypeError, RuntimeError: see :func:`colbert_scores`.
+
+    Examples:
+        >>> import torch
+        >>> colbert_scores_pairwise(torch.randn(2, 4, 16), torch.randn(2, 10, 16)).shape
+        torch.Size([2])
     """
     queries, query_offsets = _packed_or_padded("queries", queries_embeddings)
     documents, document_offsets = _packed_or_padded("documents", documents_embeddings)

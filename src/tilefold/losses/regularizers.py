@@ -88,6 +88,11 @@ class L1Loss(_Thresholded):
 
     See :func:`tilefold.losses.l1`. Arguments are those of :class:`GlobalFlopsLoss`. A mean over
     rows is the same on any number of ranks with equal batches; ``group`` matters where they differ.
+
+    Examples:
+        >>> import torch
+        >>> L1Loss().compute_loss_from_embeddings(torch.tensor([[1.0, 0.0], [3.0, 2.0]]))
+        tensor(3.)
     """
 
     _penalty = staticmethod(l1)

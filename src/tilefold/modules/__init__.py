@@ -54,6 +54,15 @@ def load_encoder(name_or_path: str, **kwargs: Any) -> SparseEncoder:
     Warns:
         UserWarning: if a model has :class:`EpicPooling` but no ``max_active_dims``. Its
             vectors have a weight for every term of the vocabulary.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> from sentence_transformers.sparse_encoder.modules import MLMTransformer
+        >>> from tilefold.modules import HeadPooling
+        >>> network = MLMTransformer("masked-lm")
+        >>> SparseEncoder(modules=[network, HeadPooling("sum")], device="cpu").save("sum-model")
+        >>> load_encoder("sum-model", device="cpu")[1].pooling
+        'sum'
     """
     from sentence_transformers import SparseEncoder
 

@@ -57,6 +57,14 @@ class HeadPooling(PoolingModule):
 
     Raises:
         ValueError: if a name is unknown, or a number out of range.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> from sentence_transformers.sparse_encoder.modules import MLMTransformer
+        >>> network = MLMTransformer("masked-lm")
+        >>> model = SparseEncoder(modules=[network, HeadPooling("sum", top_k=16)], device="cpu")
+        >>> model.encode(["a lost card"]).shape[0]
+        1
     """
 
     config_keys: list[str] = [  # noqa: RUF012 - the attribute of the stock base class

@@ -87,6 +87,11 @@ def export_onnx(
         ImportError: if onnx, onnxscript or onnxruntime is not installed.
         ValueError: if the model has no Transformer with a SpladePooling, is accelerated, or cannot
             be exported by torch, or if its graph computes other scores; nothing is written then.
+
+    Examples:
+        >>> from sentence_transformers import SparseEncoder
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> graph = export_onnx(model, "onnx-model")  # a folder that commands take as --model
     """
     _check_packages()
     output = path_of("output", output)

@@ -148,6 +148,11 @@ def relative_error(out: Tensor, reference: Tensor) -> float:
 
     Raises:
         ValueError: if the shapes differ.
+
+    Examples:
+        >>> import torch
+        >>> relative_error(torch.tensor([1.1, 0.0]), torch.tensor([1.0, 0.0])) < 0.11
+        True
     """
     if out.shape != reference.shape:
         raise ValueError(

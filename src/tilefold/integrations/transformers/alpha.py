@@ -46,6 +46,15 @@ def set_alpha(model: nn.Module, alpha: float | Sequence[float]) -> None:
     Raises:
         ValueError: if a list has the wrong length, a number is outside [1, 2], or the model has no
             attention layers.
+
+    Examples:
+        >>> from transformers import BertConfig, BertModel
+        >>> from tilefold.integrations.transformers import use_entmax
+        >>> config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2,
+        ...                     num_attention_heads=2, intermediate_size=64)
+        >>> model = BertModel(config)
+        >>> use_entmax(model)
+        >>> set_alpha(model, [1.5, 2.0])  # one per layer
     """
     modules = attention.checked_attention_modules(model)
     alphas = check_alphas(alpha, len(modules))

@@ -431,6 +431,19 @@ def packed_hidden_states(
         max_seqlen: the length of the longest sequence.
         position_ids: the position ids ``[T]``; by default those of :func:`position_ids_of`.
         token_type_ids: the token types ``[T]``; zeros by default.
+
+    Examples:
+        >>> import torch
+        >>> from transformers import BertConfig, BertModel
+        >>> from tilefold.integrations.transformers import use_packed
+        >>> config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2,
+        ...                     num_attention_heads=2, intermediate_size=64)
+        >>> model = BertModel(config).eval()
+        >>> use_packed(model)
+        >>> input_ids = torch.tensor([1, 2, 3, 4, 5])  # a text of 3 tokens, and one of 2
+        >>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+        >>> packed_hidden_states(model, input_ids, cu_seqlens, max_seqlen=3).shape
+        torch.Size([5, 32])
     """
     check_network(model)
     if position_ids is None:

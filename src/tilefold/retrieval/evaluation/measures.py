@@ -662,7 +662,14 @@ def _existing_run(path: str | Path) -> Path:
 
 
 def active_terms(vectors: SparseVectors) -> float:
-    """Return the mean number of non-zero terms per vector; 0 if there is no vector."""
+    """Return the mean number of non-zero terms per vector; 0 if there is no vector.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors
+        >>> rows = {"d1": {0: 1.0, 2: 0.5}, "d2": {1: 2.0}}
+        >>> active_terms(SparseVectors.from_rows(rows, vocab_size=3))
+        1.5
+    """
     check_vectors("vectors", vectors)
     if not len(vectors):
         return 0.0

@@ -72,6 +72,14 @@ def merge_vectors(
             one of the folders.
         FileExistsError: if `output_dir` holds other files, or if it holds vectors and `overwrite`
             is False.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, read_vectors, write_vectors
+        >>> for name in ("d1", "d2"):
+        ...     _ = write_vectors(SparseVectors.from_rows({name: {0: 1.0}}, vocab_size=3), name)
+        >>> _ = merge_vectors(["d1", "d2"], "both")
+        >>> read_vectors("both").ids
+        ['d1', 'd2']
     """
     paths = [path_of("folders", folder) for folder in list_of("folders", folders)]
     output_dir = path_of("output_dir", output_dir)

@@ -299,6 +299,14 @@ def expand_sparse(
     Raises:
         VocabularyMismatchError: if queries and documents have different vocabularies.
         DataError: if a document has no vector, or if a weight of a query overflows float32.
+
+    Examples:
+        >>> from tilefold.retrieval import Feedback, SparseVectors
+        >>> documents = SparseVectors.from_rows({"d1": {0: 1.0, 1: 1.0}}, vocab_size=3)
+        >>> queries = SparseVectors.from_rows({"q1": {0: 1.0}}, vocab_size=3)
+        >>> expanded = expand_sparse(queries, documents, {"q1": {"d1": 1.0}}, Feedback(depth=1))
+        >>> expanded.indices.tolist(), expanded.data.tolist()  # the mean of the query and d1
+        ([0, 1], [1.0, 0.5])
     """
     check_vectors("queries", queries)
     check_vectors("documents", documents)

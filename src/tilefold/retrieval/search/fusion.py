@@ -210,6 +210,12 @@ class Fusion:
         method: ``"rrf"`` (reciprocal ranks) or ``"interpolation"``.
         weight: weight of the second run in an interpolation, in [0, 1].
         normalization: how an interpolation normalises scores, as in :func:`interpolate`.
+
+    Examples:
+        >>> from tilefold.retrieval import Searcher, SearchRequest
+        >>> request = SearchRequest(k=10, fusion=Fusion("interpolation", weight=0.3))
+        >>> request.fusion.method
+        'interpolation'
     """
 
     method: Literal["rrf", "interpolation"] = "rrf"

@@ -33,6 +33,14 @@ def best_passages(run: Mapping[str, Mapping[str, float]]) -> tuple[Run, BestPass
         TypeError: if `run` is not a mapping of queries to mappings, or an id is not a string.
         ValueError: if a score is not a number.
         DataError: if an id is not the id of a passage.
+
+    Examples:
+        >>> run = {"q1": {"cards#1:0-18": 0.4, "cards#2:19-43": 0.9, "pin#1:0-16": 0.5}}
+        >>> documents, passages = best_passages(run)
+        >>> documents
+        {'q1': {'cards': 0.9, 'pin': 0.5}}
+        >>> passages["q1"]["cards"]
+        'cards#2:19-43'
     """
     check_mapping("run", run, "query id -> scores by passage")
     for query, scores in run.items():

@@ -161,6 +161,12 @@ class Reranking:
 
     Raises:
         ValueError: if a value is out of range.
+
+    Examples:
+        >>> from tilefold.retrieval import SearchRequest
+        >>> request = SearchRequest(k=10, reranking=Reranking(depth=50, weight=0.6))
+        >>> request.candidates
+        50
     """
 
     depth: int | None = None

@@ -73,6 +73,11 @@ class FalseNegatives:
     Raises:
         TypeError: if a value is neither a number nor None.
         ValueError: if a number is out of range.
+
+    Examples:
+        >>> limits = FalseNegatives(max_share=0.95)
+        >>> limits.limit([10.0], "q1")  # negatives with a higher score are left out
+        9.5
     """
 
     margin: float | None = None

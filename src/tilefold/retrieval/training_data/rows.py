@@ -509,6 +509,13 @@ def read_training_rows(path: str | Path) -> TrainingRows:
         FileNotFoundError: if there is no such file.
         DataError: if the file has another format, a value is wrong, a score is not finite, or a
             query of a Parquet file has a document twice.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> _ = Path("negatives.jsonl").write_text('["q1", "cards", "pin", "abroad"]')
+        >>> rows = read_training_rows("negatives.jsonl")
+        >>> rows.documents, rows.relevant.tolist()
+        (['cards', 'pin', 'abroad'], [True, False, False])
     """
     file = path_of("path", path)
     if not file.is_file():

@@ -149,6 +149,14 @@ def export_opensearch(
         DataError: if two terms share a name; the engine does not accept a name, id or weight; the
             vocabulary is too large for ``sparse_vector``; or the vectors are incomplete.
         FileExistsError: if `output` has an earlier export and `overwrite` is False.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from tilefold.retrieval import SparseVectors
+        >>> vectors = SparseVectors.from_rows({"d1": {0: 1.0, 2: 0.5}}, vocab_size=3)
+        >>> _ = export_opensearch(vectors, "opensearch", ["card", "lost", "pin"])
+        >>> sorted(path.name for path in Path("opensearch").iterdir())
+        ['bulk-00000.ndjson', 'export.json', 'mapping.json']
     """
     check_choice("field_type", field_type, FIELD_TYPES)
     check_choice("dots", dots, DOTS)
@@ -260,6 +268,14 @@ def export_vespa(
             character.
         VocabularyMismatchError: as in :func:`export_opensearch`.
         FileExistsError: as in :func:`export_opensearch`.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from tilefold.retrieval import SparseVectors
+        >>> vectors = SparseVectors.from_rows({"d1": {0: 1.0, 2: 0.5}}, vocab_size=3)
+        >>> _ = export_vespa(vectors, "vespa", document="article")
+        >>> sorted(path.name for path in Path("vespa").iterdir())
+        ['article.sd', 'export.json', 'feed.jsonl']
     """
     word_form = "letters, digits or _, a letter first"
     _check_form("document", document, _WORD_PATTERN, form=word_form)

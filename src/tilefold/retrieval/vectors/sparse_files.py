@@ -389,6 +389,14 @@ def export_jsonl(
         DataError: if two terms of the vectors have the same token, so that a reader could not tell
             them apart.
         FileExistsError: if the file exists and `overwrite` is False.
+
+    Examples:
+        >>> from pathlib import Path
+        >>> from tilefold.retrieval import SparseVectors
+        >>> vectors = SparseVectors.from_rows({"d1": {0: 1.0, 2: 0.5}}, vocab_size=3)
+        >>> _ = export_jsonl(vectors, "vectors.jsonl", ["card", "lost", "pin"])
+        >>> print(Path("vectors.jsonl").read_text())
+        {"id": "d1", "contents": "", "vector": {"card": 1.0, "pin": 0.5}}
     """
     check_vectors("vectors", vectors)
     if contents is not None:

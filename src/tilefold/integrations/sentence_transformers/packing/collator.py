@@ -349,6 +349,17 @@ def collate_ahead(
         ValueError: if a dataset is iterable; if ``dispatch_batches`` lets one process make the
             batches of all processes; if ``graphs`` is used without ``join`` or without exactly one
             packed encoder; if ``compiled`` is used without ``graphs``.
+
+    Examples:
+        >>> from datasets import Dataset
+        >>> from sentence_transformers import SparseEncoder, SparseEncoderTrainer
+        >>> from sentence_transformers.sparse_encoder import losses
+        >>> model = SparseEncoder("splade-model", device="cpu")
+        >>> pairs = Dataset.from_dict({"query": ["lost card"], "answer": ["Block a lost card."]})
+        >>> ranking = losses.SparseMultipleNegativesRankingLoss(model)
+        >>> loss = losses.SpladeLoss(model, ranking, document_regularizer_weight=1e-4)
+        >>> trainer = SparseEncoderTrainer(model, train_dataset=pairs, loss=loss)
+        >>> collate_ahead(trainer)  # then trainer.train()
     """
     _check_trainer(trainer)
     if switched_off():
