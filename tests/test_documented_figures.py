@@ -76,6 +76,22 @@ def test_rates_of_encoding(label: str, case: str) -> None:
         check_figure(printed, [float(row["docs_per_s"]) for row in rows])
 
 
+@pytest.mark.parametrize("shape", ["8x512x4096x128256", "32x256x4096x32000", "8x512x2048x128256"])
+def test_times_of_the_heads_of_language_models(shape: str) -> None:
+    label = " x ".join(f"{int(size):,}" for size in shape.split("x"))
+    tilefold = {"implementation": "tilefold", "role": "chosen"}
+    columns = (
+        tilefold | {"layout": "full"},
+        tilefold | {"layout": "masked"},
+        {"implementation": "torch.mm"},
+        {"implementation": "torch.compile, maximum first"},
+    )
+    cells = row_of_table("benchmarks.md", label)
+    for printed, column in zip(cells[1:], columns, strict=True):
+        rows = matching_rows(H200, "lsr_head_long_rows", case=shape, **column)
+        check_figure(printed, [float(row["p50_ms"]) for row in rows])
+
+
 @pytest.mark.parametrize(
     ("label", "job"),
     [

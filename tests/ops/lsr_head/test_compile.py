@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, why_no_warp_roles
+from tests.ops.base import Buffer, ConfigRow, Launch, Plan, Setting, TorchStep, why_no_warp_roles
 from tests.ops.base import head_problem as _problem
 from tests.ops.cross_compile import CAPABILITIES, NAMES, check, compile_kernel
 from tests.ops.samples import meta
@@ -47,6 +47,7 @@ def head_tensors(
     dtype: torch.dtype,
     shape: tuple[int, int, int],
     offsets: torch.dtype,
+    dim: int = DIM,
 ) -> _problem.HeadTensors:
     """Operands of a call, without memory.
 
@@ -55,15 +56,16 @@ def head_tensors(
         dtype: Data type of the weight. With fp8, all other operands are in bf16.
         shape: Numbers of sequences, of tokens of each, and of vocabulary entries.
         offsets: Data type of ``cu_seqlens``.
+        dim: Entries of a row.
     """
     batch, length, vocab = shape
     hidden_dtype = BF16 if dtype == FP8 else dtype
-    hidden_shape = (batch * length, DIM) if layout == "packed" else (batch, length, DIM)
+    hidden_shape = (batch * length, dim) if layout == "packed" else (batch, length, dim)
     return _problem.HeadTensors(
         meta(*hidden_shape, dtype=hidden_dtype),
         meta(batch, length, dtype=torch.uint8) if layout == "masked" else None,
         meta(batch + 1, dtype=offsets) if layout == "packed" else None,
-        meta(vocab, DIM, dtype=dtype),
+        meta(vocab, dim, dtype=dtype),
         meta(vocab, dtype=F32) if dtype == FP8 else None,
         meta(vocab, dtype=hidden_dtype),
     )
@@ -101,6 +103,7 @@ def check_head(
     given_up: tuple[str, ...] = (configs.BY_ROLES,),
     only: str = "",
     screen: bool = False,
+    dim: int = DIM,
 ) -> set[str]:
     """Compile and check the kernels of a call and of its gradients.
 
@@ -117,11 +120,12 @@ def check_head(
         given_up: Names of kernels that cannot be built.
         only: Part of the names of the kernels to compile.
         screen: Whether int8 products screen the vocabulary.
+        dim: Entries of a row.
 
     Returns:
         Names of the compiled kernels.
     """
-    tensors = head_tensors(layout, dtype, shape, offsets)
+    tensors = head_tensors(layout, dtype, shape, offsets, dim)
     hidden_dtype = tensors.hidden.dtype
     options = _problem.HeadOptions(
         pooling,
@@ -306,6 +310,27 @@ def test_the_screen_builds_without_spills(
         "round_kernel",
         "sample_kernel",
     }
+
+
+@HOPPER
+@pytest.mark.parametrize("dim", [2048, 4096])
+def test_the_screen_rounds_long_rows_without_spills(
+    dim: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    any_dim = ConfigRow({}, {"WIDEST": 4096}, "for tests")
+    monkeypatch.setattr(configs, "WHEN_SCREENED", (*configs.WHEN_SCREENED, any_dim))
+    for kernel in ("largest_kernel", "round_kernel"):
+        kernels = check_head(
+            90,
+            BF16,
+            needs=None,
+            given_up=(),
+            screen=True,
+            only=kernel,
+            dim=dim,
+        )
+        assert kernels == {kernel}
 
 
 @HOPPER

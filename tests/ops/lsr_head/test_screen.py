@@ -15,7 +15,7 @@ from tests.refusals import refused
 from tilefold.ops import lsr_head
 
 SIZES = B, S, D, V = 48, 512, 768, 30522  # enough work for the screen: see the test of plans
-FORCED = {"LEAST_WORK": 0.0, "MOST_SAMPLED": 2.0, "MOST_KEPT": 64.0}
+FORCED = {"LEAST_WORK": 0.0, "WIDEST": 4096, "MOST_SAMPLED": 2.0, "MOST_KEPT": 64.0}
 
 
 def states(
@@ -122,7 +122,7 @@ def test_screened_scores_and_gradients_have_the_bits_of_plain_ones(kind: str, la
 
 @pytest.fixture
 def always_screened(empty_call_caches: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However small the work is, and however much stays."""
+    """However small the work is, up to the longest rows, and however much stays."""
     pytest.importorskip("triton", reason="configurations of kernels")
     from tilefold.ops._shared.tuning import ConfigRow
     from tilefold.ops.lsr_head import configs
@@ -151,7 +151,7 @@ def test_small_cases_that_are_always_screened(
 
     for case in range(24):
         layout = ["full", "masked", "packed"][below(3)]
-        sizes = 1 + below(20), 16 + 16 * below(40), [48, 768][below(2)], 9 + below(2000)
+        sizes = 1 + below(20), 16 + 16 * below(40), [48, 768, 2048, 4096][below(4)], 9 + below(2000)
         hidden, weight, bias = (each.to(dtype) for each in states(kind, generator, "cuda", sizes))
         scale, activation = (0.5, "relu") if case % 2 else (1.0, "log1p_relu")
         given = laid_out(hidden, layout, generator)

@@ -17,6 +17,8 @@ import triton.language as tl
 
 from tests.kernels import triton_interpreted
 from tests.ops.base import BUILD_OPTIONS
+from tilefold.ops._shared.plan import cdiv, power_of_two
+from tilefold.ops.lsr_head import configs
 from tilefold.ops.lsr_head._triton import screen
 from tilefold.testing import assert_within_budget
 
@@ -297,3 +299,94 @@ def test_rows_after_empty_sequences_have_the_scale_of_their_own() -> None:
     assert largest.tolist() == [float(part.max()) if len(part) else 0.0 for part in parts]
     scale = (largest / 127)[[2, 4]].repeat_interleave(48)[:, None]
     assert float((rows.float() - scale * rows8.float()).abs().div(scale).max()) < 0.51
+
+
+@pytest.mark.parametrize("dim", [1008, 2048, 4096])
+def test_norms_of_long_rows_are_upper_bounds(dim: int) -> None:
+    n_columns, n_rows, batch = 9, 32, 2
+    generator = torch.Generator().manual_seed(dim)
+    rows = torch.randn(n_rows, dim, generator=generator).half().to(DEVICE)
+    weight = torch.randn(n_columns, dim, generator=generator).half().to(DEVICE)
+    weight[3] = weight[3].abs().amax()  # the largest norm that integers of 7 bits can have
+    rows_at_a_time = configs.rounded_rows(dim, group=16)
+    constants = BUILD_OPTIONS | {
+        "D": dim,
+        "BLOCK_D": power_of_two(dim),
+        "GROUP": rows_at_a_time,
+        "UNIFORM": True,
+    }
+    length = n_rows // batch
+    state = empty_state(batch).zero_()
+    counts = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    rounded_rows = torch.full_like(rows, 77, dtype=torch.int8)
+    rounded_weight = torch.full_like(weight, 77, dtype=torch.int8)
+    terms = torch.full((3, n_columns), float("nan"), device=DEVICE)
+    kept = torch.full((batch, n_columns), -1, dtype=torch.int8, device=DEVICE)
+    screen.largest_kernel[(n_rows // rows_at_a_time,)](
+        rows,
+        None,
+        state,
+        counts,
+        batch,
+        n_rows,
+        length,
+        1,
+        0,
+        BLOCK_SAMPLES=2,
+        **constants,
+    )
+    n_groups = cdiv(n_columns, rows_at_a_time) + n_rows // rows_at_a_time
+    screen.round_kernel[(n_groups,)](
+        weight,
+        rows,
+        None,
+        state,
+        rounded_weight,
+        rounded_rows,
+        terms,
+        kept,
+        batch,
+        n_columns,
+        n_rows,
+        length,
+        0,
+        **constants,
+    )
+    assert bool((kept == 0).all())
+    weight_scale, weight_norm, weight_error = terms.double()
+    quotient = weight.double() / weight_scale[:, None]
+    integers = rounded_weight.double()
+    assert float((quotient - integers).abs().max()) < 0.51
+    assert bool((integers.norm(dim=1) <= weight_norm).all())
+    assert bool((quotient.norm(dim=1) <= weight_norm).all())
+    assert bool(((quotient - integers).norm(dim=1) <= weight_error).all())
+
+    numbers = state[screen.STATE.value :].view(torch.float32).double().view(-1, batch)
+    row_scale = (numbers[0] / 127).repeat_interleave(length)
+    quotient = rows.double() / row_scale[:, None]
+    error = (quotient - rounded_rows.double()).norm(dim=1).view(batch, length)
+    assert bool((quotient.norm(dim=1).view(batch, length).amax(1) <= numbers[1]).all())
+    assert bool((error.amax(1) <= numbers[2]).all())
+    assert bool((weight_norm <= quotient.new_full((), 127.1 * dim**0.5)).all())  # and of use
+
+
+@pytest.mark.parametrize("dim", [768, 4096])
+def test_the_slack_of_a_norm_covers_squares_added_in_any_order(dim: int) -> None:
+    squares = torch.full((dim,), 126.7, dtype=torch.float32).square()
+    one_by_one = torch.zeros(())
+    for square in squares:
+        one_by_one += square
+    exact = squares.double().sum().sqrt()
+    norm = one_by_one.double().sqrt()
+    slack = screen.SLACK.value + dim * screen.SUM_SLACK.value
+    assert norm * (1 + slack) >= exact
+    assert slack < 2.0**-10  # next to an error of one part in 250 by rounding
+    assert dim == 768 or norm * (1 + screen.SLACK.value) < exact
+
+
+@pytest.mark.parametrize(
+    ("dim", "expected"),
+    [(48, 16), (768, 16), (1024, 16), (1040, 8), (2048, 8), (2064, 4), (4096, 4)],
+)
+def test_longer_rows_are_rounded_fewer_at_a_time(dim: int, expected: int) -> None:
+    assert configs.rounded_rows(dim, group=16) == expected

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 import torch
 
 from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.fallback import KernelFallback
-from tilefold.ops._shared.plan import Constants, Setting, cdiv
+from tilefold.ops._shared.plan import Constants, Setting, cdiv, power_of_two
 from tilefold.ops._shared.tuning import Between, ConfigRow, lookup
 from tilefold.ops.lsr_head._problem import HeadOptions
 
@@ -28,7 +29,7 @@ COMPILED = "compiled without spills with Triton 3.4 to 3.9, not timed"
 SMALL = "small, for tests"
 
 MAX_SPLITS = 32  # of the token tiles, if sequences have one length
-MAX_RAGGED_SPLITS = 8  # if lengths differ, and each split has to search for its first sequence
+L2_BYTES = 48e6  # of the L2 cache, which has 50 MB on an H100 and 60 MB on an H200
 # Shares of rows that are valid, over which the splits of sequences of different lengths are chosen.
 RAGGED_SHARES = (0.25, 0.33, 0.5, 0.75, 1.0)
 LONG_SEQUENCE_TILES = 16  # a longer sequence may be divided among splits
@@ -110,10 +111,29 @@ MAX_FORWARD = (
         SMALL,
     ),
 )
+# Costs by which splits are chosen. ITEM is the work on an item beside its tiles, in tiles. With
+# sequences of different lengths it is RAGGED_ITEM, since each item searches for its first sequence.
+# READ is the cost of reading an entry of an operand from memory, in products of two entries.
+# Program instances hardly wait for reads. But reads take power, and at the limit of its power the
+# GPU slows its clock down. They are not counted up to 1,024 dimensions, where operands stay in the
+# L2 cache.
+SPLIT_COSTS = (
+    ConfigRow(
+        {},
+        {"ITEM": 0.1, "RAGGED_ITEM": 0.15, "READ": 0.0, "MAX_RAGGED_SPLITS": 8},
+        MEASURED,
+    ),
+    ConfigRow(
+        HOPPER | {"dim": Between(least=1025)},
+        {"ITEM": 0.02, "RAGGED_ITEM": 0.03, "READ": 23.0, "MAX_RAGGED_SPLITS": 16},
+        MEASURED,
+    ),
+)
 # The screen, on 9.0. It runs for at least LEAST_WORK operations, which take long enough for a
-# sample, and up to WIDEST dimensions. If more than MOST_SAMPLED of the sampled scores may be
-# positive (128 tokens of a text determine half to two thirds of those that may), or more than
-# MOST_KEPT of all scores, all logits are computed.
+# sample, and up to WIDEST dimensions. Its kernels and its bound are made for up to 4,096, but only
+# 1,024 were timed. If more than MOST_SAMPLED of the sampled scores may be positive (128 tokens of a
+# text determine half to two thirds of those that may), or more than MOST_KEPT of all scores, all
+# logits are computed.
 WHEN_SCREENED = (
     ConfigRow(
         {}, {"LEAST_WORK": 7e11, "WIDEST": 1024, "MOST_SAMPLED": 0.12, "MOST_KEPT": 0.5}, MEASURED
@@ -129,7 +149,8 @@ SAMPLE = {
     "num_stages": 6,
 }
 SAMPLED = 12  # largest number of sequences in a sample
-ROUND = {"num_warps": 8, "PROGRAMS": 2}
+# An instance rounds rows of up to ENTRIES numbers in all at a time, which it holds in registers.
+ROUND = {"num_warps": 8, "PROGRAMS": 2, "ENTRIES": 16384}
 REFINE = {
     "BLOCK_V": 128,
     "BLOCK_T": 128,
@@ -407,58 +428,126 @@ def may_screen(options: HeadOptions, setting: Setting, rows: int, vocab: int, di
     return options.screen and is_supported and is_large and BY_SCREEN not in setting.given_up
 
 
-def plan_splits(
-    rows: int,
-    vocab: int,
-    uniform_length: int,
-    block_v: int,
-    block_t: int,
-    programs: int,
-) -> tuple[int, int]:
+def rounded_rows(dim: int, group: int) -> int:
+    """Return how many rows the screen rounds to integers at a time.
+
+    Args:
+        dim: D.
+        group: rows at whose multiples sequences begin. The result divides it, so that rows that are
+            rounded together belong to one sequence.
+    """
+    return max(1, min(group, ROUND["ENTRIES"] // power_of_two(dim)))
+
+
+class ForwardWork(NamedTuple):
+    """What the persistent kernel of max pooling multiplies, and its division into tiles.
+
+    Attributes:
+        n_rows: rows of hidden, valid or not.
+        uniform_length: length of all sequences, or 0 if lengths differ.
+        vocab: V.
+        dim: D.
+        dtype: dtype of the operands.
+        block_v: vocabulary columns of a tile.
+        block_t: rows of hidden of a tile.
+    """
+
+    n_rows: int
+    uniform_length: int
+    vocab: int
+    dim: int
+    dtype: torch.dtype
+    block_v: int
+    block_t: int
+
+
+class Splits(NamedTuple):
+    """Division of the token tiles into splits.
+
+    Attributes:
+        number: number of splits.
+        multiple: number of tiles that a split's size is a multiple of. It is the length of a
+            sequence if sequences consist of whole tiles, else 1.
+    """
+
+    number: int
+    multiple: int
+
+
+def plan_splits(work: ForwardWork, setting: Setting) -> Splits:
     """Choose how the token tiles are divided into splits.
 
     A program instance takes items: a tile of the vocabulary, and a split of the token tiles. The
-    choice gives the fewest tiles to the busiest instance, if an item costs 0.1 tile more with
-    sequences of one length, and 0.15 where its first sequence has to be searched. How many rows of
-    ragged sequences are valid is known on the device only, so the choice is then the best on
-    average over several shares.
+    choice gives the least work to the busiest instance. Work is counted in tiles: an item costs a
+    part of a tile more, and reading operands from memory lengthens each tile
+    (:func:`_cost_of_reads`). How many rows of ragged sequences are valid is known on the device
+    only, so the choice is then the best on average over several shares.
 
     Args:
-        rows: rows of hidden, valid or not.
-        vocab: V.
-        uniform_length: length of all sequences, or 0 if lengths differ.
-        block_v: vocabulary columns of a tile.
-        block_t: rows of a tile.
-        programs: number of program instances.
-
-    Returns:
-        The number of splits, and the number of tiles that a split's size is a multiple of. It is
-        the length of a sequence if sequences consist of whole tiles, else 1.
+        work: the product and its tiles.
+        setting: the device, whose multiprocessors have one program instance each.
     """
-    tiles_per_sequence = uniform_length // block_t if uniform_length % block_t == 0 else 0
+    costs = constants_of(SPLIT_COSTS, work.dtype, setting, dim=work.dim)
+    n_programs = setting.multiprocessors
+    has_whole_tiles = work.uniform_length % work.block_t == 0
+    tiles_per_sequence = work.uniform_length // work.block_t if has_whole_tiles else 0
     multiple = tiles_per_sequence if 1 <= tiles_per_sequence <= LONG_SEQUENCE_TILES else 1
-    if uniform_length:
+    if work.uniform_length:
         shares: tuple[float, ...] = (1.0,)
-        item_cost = 0.1
-        limit = MAX_SPLITS
+        item_cost = costs["ITEM"]
+        max_splits = MAX_SPLITS
     else:
         shares = RAGGED_SHARES
-        item_cost = 0.15
-        limit = MAX_RAGGED_SPLITS
-    tile_counts = [max(1, cdiv(int(rows * share), block_t)) for share in shares]
-    n_vocabulary_tiles = cdiv(vocab, block_v)
+        item_cost = costs["RAGGED_ITEM"]
+        max_splits = costs["MAX_RAGGED_SPLITS"]
+    tile_counts = [max(1, cdiv(int(work.n_rows * share), work.block_t)) for share in shares]
+    n_vocabulary_tiles = cdiv(work.vocab, work.block_v)
 
     def busiest_instance(splits: int) -> float:
         """Cost of the busiest instance, summed over the shares, relative to all tiles."""
         total = 0.0
         for n_tiles in tile_counts:
             split_size = cdiv(cdiv(n_tiles, splits), multiple) * multiple
-            n_items = n_vocabulary_tiles * cdiv(n_tiles, split_size)
-            total += cdiv(n_items, programs) * (split_size + item_cost) / n_tiles
+            n_splits = cdiv(n_tiles, split_size)
+            n_items = cdiv(n_vocabulary_tiles * n_splits, n_programs)
+            read_cost = costs["READ"] * _reads_per_product(work, n_splits, split_size, n_programs)
+            total += n_items * (split_size + item_cost) * (1.0 + read_cost) / n_tiles
         return total
 
-    splits = min(range(1, min(tile_counts[-1], limit) + 1), key=busiest_instance)
-    return splits, multiple
+    numbers = range(1, min(tile_counts[-1], max_splits) + 1)
+    return Splits(min(numbers, key=busiest_instance), multiple)
+
+
+def _reads_per_product(
+    work: ForwardWork,
+    n_splits: int,
+    split_size: int,
+    n_programs: int,
+) -> float:
+    """Return how many entries of the operands are read from memory, relative to their products.
+
+    All program instances work on tiles at the same time. These tiles form a rectangle: some
+    vocabulary tiles by one token tile of each split. Each operand of the rectangle is read once. An
+    instance needs its vocabulary tile again for the next token tile of its split. That is still in
+    the L2 cache if the operands of a rectangle fit there. Each half of that cache has a copy of
+    what instances on both sides read.
+
+    Args:
+        work: the product and its tiles.
+        n_splits: number of splits of the token tiles.
+        split_size: token tiles of a split.
+        n_programs: number of program instances.
+    """
+    n_token_tiles = min(n_splits, n_programs)
+    n_vocabulary_tiles = min(cdiv(n_programs, n_splits), cdiv(work.vocab, work.block_v))
+    token_rows = n_token_tiles * work.block_t
+    vocabulary_rows = n_vocabulary_tiles * work.block_v
+    vocabulary_copies = 1 if n_token_tiles == 1 else 2
+    cached_rows = vocabulary_copies * vocabulary_rows + 2 * token_rows
+    weight_reads = 1.0 / token_rows
+    if cached_rows * work.dim * work.dtype.itemsize <= L2_BYTES:
+        weight_reads /= split_size
+    return weight_reads + 1.0 / vocabulary_rows
 
 
 def kernel_name(constants: Constants) -> str:

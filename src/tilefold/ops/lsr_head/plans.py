@@ -247,19 +247,21 @@ def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
         # kernels do not read it, but would be compiled for each value
         builder.set_parameters(NO_WINNER=no_winner(torch.int32))
     rows = _pack_rows(builder, config["GROUP"], training)
-    splits, multiple = configs.plan_splits(
-        rows.n_rows,
-        vocab,
-        rows.uniform_length,
-        config["BLOCK_V"],
-        block_t,
-        setting.multiprocessors,
+    work = configs.ForwardWork(
+        n_rows=rows.n_rows,
+        uniform_length=rows.uniform_length,
+        vocab=vocab,
+        dim=builder.dim,
+        dtype=dtype,
+        block_v=config["BLOCK_V"],
+        block_t=block_t,
     )
+    splits = configs.plan_splits(work, setting)
     builder.set_parameters(
         T=rows.n_rows,
         uniform_length=rows.uniform_length,
-        splits=splits,
-        multiple=multiple,
+        splits=splits.number,
+        multiple=splits.multiple,
         UNIFORM=not rows.are_packed,
         HAS_POSITIONS=rows.are_packed and training,
         QUANTIZED=builder.quantized,
@@ -269,9 +271,10 @@ def _add_max_forward(builder: HeadPlanBuilder, training: bool) -> None:
     if builder.quantized:
         _quantize_rows(builder, rows.n_rows, tile_rows=block_t, dtype=dtype)
 
-    splits_end_at_sequences = not rows.are_packed and multiple * block_t % rows.uniform_length == 0
-    has_partial_maxima = splits > 1 and not splits_end_at_sequences
-    part_size = 2 * splits * vocab if has_partial_maxima else 0
+    split_rows = splits.multiple * block_t
+    splits_end_at_sequences = not rows.are_packed and split_rows % rows.uniform_length == 0
+    has_partial_maxima = splits.number > 1 and not splits_end_at_sequences
+    part_size = 2 * splits.number * vocab if has_partial_maxima else 0
     builder.add_buffer("part", (part_size,))
     builder.add_buffer("part_winner", (part_size if training else 0,), torch.int32)
     _add_max_kernel(builder, config, rows, dtype)
@@ -461,6 +464,7 @@ def _add_sample(
         n_sampled_blocks: blocks of the vocabulary that are sampled for each sequence.
     """
     n_samples = n_sampled_sequences * n_sampled_blocks
+    rows_at_a_time = configs.rounded_rows(builder.dim, builder.parameters["GROUP"])
     builder.add_launch(
         screen.sample_kernel,
         grid=(n_sampled_sequences, n_sampled_blocks),
@@ -468,9 +472,10 @@ def _add_sample(
     )
     builder.add_launch(
         screen.largest_kernel,
-        grid=(cdiv(rows.n_rows, builder.parameters["GROUP"]),),
+        grid=(cdiv(rows.n_rows, rows_at_a_time),),
         parameters={
-            **configs.ROUND,
+            "num_warps": configs.ROUND["num_warps"],
+            "GROUP": rows_at_a_time,
             "samples": n_samples,
             "BLOCK_SAMPLES": power_of_two(n_samples),
         },
@@ -478,14 +483,14 @@ def _add_sample(
 
 
 def _add_rounding(builder: HeadPlanBuilder, rows: _Rows) -> None:
-    """Add the kernel that rounds weight and token states to int8, a group of rows at a time."""
-    group = builder.parameters["GROUP"]
-    n_groups = cdiv(builder.vocab, group) + cdiv(rows.n_rows, group)
+    """Add the kernel that rounds weight and token states to int8, some rows at a time."""
+    rows_at_a_time = configs.rounded_rows(builder.dim, builder.parameters["GROUP"])
+    n_groups = cdiv(builder.vocab, rows_at_a_time) + cdiv(rows.n_rows, rows_at_a_time)
     max_programs = builder.setting.multiprocessors * configs.ROUND["PROGRAMS"]
     builder.add_launch(
         screen.round_kernel,
         grid=(min(n_groups, max_programs),),
-        parameters=configs.ROUND,
+        parameters={"num_warps": configs.ROUND["num_warps"], "GROUP": rows_at_a_time},
         tensors={"values_ptr": "rows8", "weight_values_ptr": "weight8"},
     )
 
@@ -501,18 +506,24 @@ def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
     block_t = configs.SCREEN["BLOCK_T"]
     block_k = configs.SCREEN["BLOCK_K"]
     half_v = hopper.HALF_V.value  # a tile has two halves, one for each group of computing warps
-    splits, multiple = configs.plan_splits(
-        rows.n_rows,
-        vocab,
-        rows.uniform_length,
-        2 * half_v,
-        block_t,
-        n_programs,
+    work = configs.ForwardWork(
+        n_rows=rows.n_rows,
+        uniform_length=rows.uniform_length,
+        vocab=vocab,
+        dim=dim,
+        dtype=torch.int8,
+        block_v=2 * half_v,
+        block_t=block_t,
     )
+    splits = configs.plan_splits(work, builder.setting)
     builder.add_launch(
         screen_hopper.screen_hopper_kernel,
         grid=(n_programs,),
-        parameters={**configs.SCREEN, "splits": splits, "multiple": multiple},
+        parameters={
+            **configs.SCREEN,
+            "splits": splits.number,
+            "multiple": splits.multiple,
+        },
         tensors={"weight_desc": "weight8", "rows_desc": "rows8"},
         tma={
             "weight8": Tma(vocab, dim, hopper.hopper_descriptor(half_v, block_k, torch.int8)),

@@ -26,6 +26,9 @@ LEVELS = tl.constexpr(127.0)
 NEAREST = tl.constexpr(12582912.0)
 ROUNDING = tl.constexpr(2.0**-14)  # of one quotient h / s, which is at most 127
 SLACK = tl.constexpr(2.0**-20)  # of a rounded sum of a few terms
+# Relative error of a sum of squares, by its terms. They can be added in any order: each rounding
+# changes a sum of numbers that are not negative by at most 2^-24 of it.
+SUM_SLACK = tl.constexpr(2.0**-23)
 PRODUCT_SLACK = tl.constexpr(2.0**-21)  # of a product in fp32, by its terms
 SMALLEST, LARGEST = tl.constexpr(2.0**-100), tl.constexpr(2.0**100)
 # The state begins with two counters of scores that may be positive: in the sample, and of all.
@@ -205,10 +208,11 @@ def _rounded(x, scale, D: tl.constexpr):
     shifted = quotient + NEAREST
     error = quotient - (shifted - NEAREST)
     near = (shifted.to(tl.int32, bitcast=True) & 255).to(tl.int8)
+    of_sums: tl.constexpr = SLACK + D * SUM_SLACK
     norm = tl.sqrt(tl.sum(quotient * quotient, axis=1))
-    error = tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + SLACK)
+    error = tl.sqrt(tl.sum(error * error, axis=1)) * (1.0 + of_sums)
     off = error + ROUNDING * tl.sqrt(D * 1.0)
-    return near, norm * (1.0 + SLACK) + off, off
+    return near, norm * (1.0 + of_sums) + off, off
 
 
 @triton.jit
