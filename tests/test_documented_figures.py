@@ -155,6 +155,34 @@ def test_times_of_training_steps(label: str, case: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("label", "work", "column", "way"),
+    [
+        pytest.param("documents per second", "encode", "docs_s", "packed", id="encoding"),
+        pytest.param("training step", "step of 64 pairs", "p50_ms", "CUDA graphs", id="step"),
+        pytest.param(
+            "memory of the step",
+            "step of 64 pairs",
+            "peak_gib",
+            "CUDA graphs",
+            id="memory of a step",
+        ),
+    ],
+)
+def test_figures_of_decoders(label: str, work: str, column: str, way: str) -> None:
+    cells = row_of_decoders(label)
+    for printed, name in zip(cells[1:], ("stock", "padded", way, "compiled layers"), strict=True):
+        (row,) = matching_rows(H200, "decoders", work=work, way=name)
+        check_figure(printed, [float(row[column])])
+
+
+def row_of_decoders(label: str) -> list[str]:
+    """Return the cells of a row of the table of decoders, whose labels also begin other tables."""
+    section = page_path("performance.md").read_text(encoding="utf-8").split("## Decoders")[1]
+    line = next(line for line in section.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+@pytest.mark.parametrize(
     ("label", "case"),
     [
         pytest.param("train SPLADE: a step of 128 pairs", "ragged-128", id="SPLADE"),

@@ -1,0 +1,62 @@
+"""Tests of the benchmark of decoders: its model, its texts and its gate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.decoders import (
+    CASES,
+    MAX_TOKENS,
+    MEDIAN_TOKENS,
+    check_packed,
+    make_abstracts,
+    make_decoder,
+)
+from benchmarks.encode_data import ACTIVE_TERMS
+from benchmarks.train_data import load_tokenizer
+from tilefold.integrations.transformers import packed
+
+CPU = torch.device("cpu")
+TINY = next(case for case in CASES if case.name == "tiny")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """The tokenizer of MiniLM."""
+    tokenizer = load_tokenizer(None)
+    tokenizer.model_max_length = MAX_TOKENS
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    """A tiny decoder, which is not accelerated."""
+    return make_decoder(TINY, tokenizer, CPU)
+
+
+def test_texts_have_the_lengths_of_abstracts(tokenizer: Any) -> None:
+    texts = make_abstracts(tokenizer, 200)
+    lengths = [len(ids) for ids in tokenizer(texts, truncation=True)["input_ids"]]
+    assert sorted(lengths)[100] == pytest.approx(MEDIAN_TOKENS, rel=0.1)
+
+
+def test_texts_have_the_chosen_number_of_active_terms(model: Any, tokenizer: Any) -> None:
+    rows = model.encode(make_abstracts(tokenizer, 8)).to_dense()
+    n_active = float((rows > 0).sum(1).float().mean())
+    assert n_active == pytest.approx(ACTIVE_TERMS, rel=0.3)
+
+
+def test_the_gate_accepts_packed_texts(model: Any) -> None:
+    assert check_packed(model, CPU)["gate"] == "ok"
+
+
+def test_the_gate_refuses_attention_to_later_tokens(
+    model: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packed, "_is_causal_call", lambda module, is_causal: False)
+    monkeypatch.setattr(packed, "_mismatch_reason", lambda model: None)
+    assert "packed texts have an error" in str(check_packed(model, CPU)["gate"])
