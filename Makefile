@@ -35,6 +35,8 @@ export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check --no-compile
 # The pip of Python 3.11 takes 33 s of a CPU to resolve the packages of the tests; this one takes 13 s.
 FAST_PIP := pip>=25.1
+# What the tests import of torch is compiled on another core, while pip installs the other packages.
+IMPORT_TORCH := -c "import torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor" >/dev/null 2>&1
 # Licences that ask for more than a notice: none of them may come with an installation.
 UNWANTED := GNU General Public License;GNU Affero;GPL-3.0;GPL-2.0;AGPL;SSPL;Business Source
 
@@ -49,7 +51,8 @@ $(STAMP): pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) "$(FAST_PIP)"
 	$(BIN)/python $(PIP_INSTALL) "$(TORCH)" "$(TRITON)"
-	$(BIN)/python $(PIP_INSTALL) "$(TORCH)" "$(TRITON)" "$(NUMPY)" -e ".[test]"
+	$(BIN)/python $(IMPORT_TORCH) & \
+		$(BIN)/python $(PIP_INSTALL) "$(TORCH)" "$(TRITON)" "$(NUMPY)" -e ".[test]" && wait
 	touch $@
 
 $(LINT_STAMP): $(STAMP)
