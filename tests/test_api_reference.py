@@ -66,9 +66,10 @@ def test_each_name_has_a_summary_of_one_sentence() -> None:
         path: reference.summary(path) for group in GROUPS for path in reference.names_of(group)
     }
     assert {path for path, summary in summaries.items() if not summary} == WITHOUT_SUMMARY
-    assert [
-        summary for summary in summaries.values() if "\n" in summary or len(summary) > 250
-    ] == []
+    too_long = [text for text in summaries.values() if "\n" in text or len(text) > 250]
+    cut = [text for text in summaries.values() if text.count("(") != text.count(")")]
+    assert too_long == []
+    assert cut == [], "the end of a sentence is not the stop of an abbreviation"
 
 
 def test_a_page_lists_its_names_and_shows_each_docstring_once() -> None:

@@ -19,7 +19,7 @@ SOURCES = Path(__file__).resolve().parents[2] / "src"
 FOLDER = "reference/python"
 ROLE = re.compile(r":(func|class|meth|mod|attr|data):`~?")
 # What follows the first sentence of a docstring.
-END_OF_SENTENCE = re.compile(r"(?<=[\w)`\]])\.(?=\s|$)|\n\n")
+END_OF_SENTENCE = re.compile(r"(?<=[\w)`\]])(?<!et al)\.(?=\s|$)|\n\n")
 
 
 @dataclass(frozen=True)
