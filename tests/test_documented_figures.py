@@ -136,14 +136,14 @@ def test_times_of_a_query_on_a_gpu(label: str, case: str, work: str) -> None:
 @pytest.mark.parametrize(
     ("label", "case"),
     [
-        pytest.param("SPLADE, 128, V = 30,522", "ragged-128", id="SPLADE"),
+        pytest.param("SPLADE, V = 30,522, 128 pairs", "ragged-128", id="SPLADE"),
         pytest.param(
-            "SPLADE, V = 250,002, 128 (stock: 64 fit)",
+            "SPLADE, V = 250,002, 128 pairs (stock: only 64 pairs fit)",
             "ragged-128-large",
             id="a large vocabulary",
         ),
-        pytest.param("ColBERT, 128", "colbert-128", id="ColBERT"),
-        pytest.param("SPLADE, 128 documents of 240 tokens", "full-128", id="full length"),
+        pytest.param("ColBERT, 128 pairs", "colbert-128", id="ColBERT"),
+        pytest.param("SPLADE, 128 pairs, documents of 240 tokens", "full-128", id="full length"),
     ],
 )
 def test_times_of_training_steps(label: str, case: str) -> None:
@@ -334,7 +334,7 @@ def test_results_of_recipes_are_means_over_seeds(recipe: str) -> None:
         ),
         pytest.param(
             "performance.md",
-            r"over a million documents in ([\d.]+) ms \(\[rows\]",
+            r"512 queries over a million documents in ([\d.]+) ms",
             H200,
             "search_gpu",
             {"case": "sparse-1m", "way": "sparse_topk, batch"},
