@@ -20,7 +20,6 @@ MAX_NUMBERS = 4
 # page -> rule -> how often it is broken
 ALLOWED = {
     "benchmarks.md": {"numbers": 8},
-    "numerics.md": {"numbers": 1},
     "scale-out.md": {"numbers": 1},
 }
 
