@@ -320,7 +320,7 @@ def _with_gradients(trunk: Any, hidden: Tensor) -> Results:
     generator = torch.Generator().manual_seed(1)
     weights = torch.randn(hidden.shape, generator=generator).to(hidden.device)
     trunk.zero_grad(set_to_none=True)
-    (hidden.float() * weights).sum().backward()
+    (hidden.float() * weights).sum().backward()  # type: ignore[no-untyped-call]
     gradients = [parameter.grad.float().flatten() for parameter in trunk.layers[0].parameters()]
     return Results(hidden.detach().float(), torch.cat(gradients))
 

@@ -12,10 +12,20 @@ from torch.nn.utils.rnn import pad_sequence
 
 from tilefold.modules.fused_pooling import Features
 
-__all__ = ["DOCUMENT_TEMPLATE", "QUERY_TEMPLATE", "EchoTransformer"]
+__all__ = [
+    "DOCUMENT_TEMPLATE",
+    "POOLED_COUNT",
+    "POOLING_MASK",
+    "QUERY_TEMPLATE",
+    "EchoTransformer",
+]
 
 QUERY_TEMPLATE = "Query:{text}\nQuery again:{text}"
 DOCUMENT_TEMPLATE = "Document:{text}\nDocument again:{text}"
+# name of the feature that marks the second copy of a text
+POOLING_MASK = "pooling_mask"
+# name of the number of marked tokens in packed features
+POOLED_COUNT = "pooled_count"
 _SLOT = "{text}"
 # tokenizers without a limit have a model_max_length above this, such as 10^30
 _UNLIMITED = 2**30
@@ -128,7 +138,7 @@ class EchoTransformer(Transformer):
         features: Features = {
             "input_ids": self._padded(rows, self.tokenizer.pad_token_id or 0),
             "attention_mask": self._padded([[1] * len(row) for row in rows], 0),
-            "pooling_mask": self._padded(pooling_masks, 0),
+            POOLING_MASK: self._padded(pooling_masks, 0),
             "modality": "text",
         }
         if self.transformer_task == "text-generation":
@@ -173,14 +183,30 @@ class EchoTransformer(Transformer):
         Raises:
             ValueError: if :meth:`preprocess` did not make the features.
         """
-        if "pooling_mask" not in features:
+        if POOLING_MASK not in features:
             raise ValueError(
                 f"features must hold pooling_mask, got {sorted(features)}; "
                 "make them with preprocess(texts).",
             )
-        inputs = {key: value for key, value in features.items() if key != "pooling_mask"}
+        inputs = {key: value for key, value in features.items() if key != POOLING_MASK}
         out: Features = super().forward(inputs, **kwargs)
-        return {**out, "attention_mask": features["pooling_mask"]}
+        return {**out, "attention_mask": features[POOLING_MASK]}
+
+    def forward_packed(self, features: Features, **kwargs: Any) -> Features:
+        """Run the ``Transformer`` on packed tokens of both copies.
+
+        ``accelerate`` calls this, and then removes the tokens that are not pooled.
+
+        Args:
+            features: packed features, to which the output ``[1, T, D]`` is added.
+            kwargs: arguments of the ``Transformer``.
+        """
+        inputs = {
+            key: value for key, value in features.items() if key not in (POOLING_MASK, POOLED_COUNT)
+        }
+        out: Features = super().forward(inputs, **kwargs)
+        features[self.module_output_name] = out[self.module_output_name]
+        return features
 
     def _can_flatten_inputs(self) -> bool:
         return False

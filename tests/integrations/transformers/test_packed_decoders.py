@@ -21,6 +21,7 @@ from tilefold.integrations.transformers.packed import (
     stop_packed,
     use_packed,
 )
+from tilefold.ops.packed_attention import packed_softmax_attention
 
 # Random lengths: an empty sequence, one token, a few more than a window, and all positions.
 LENGTHS = [7, 0, 1, 40, 12, WINDOW + 1, 128]
@@ -280,10 +281,9 @@ def test_a_copy_in_fp32_tells_rounding_in_bf16_from_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = tiny_decoder("llama").bfloat16().eval()
-    exact_attention = packed_module.packed_softmax_attention
 
     def inexact_attention(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        output = exact_attention(query, *args, **kwargs)
+        output = packed_softmax_attention(query, *args, **kwargs)
         return output * factor if query.dtype in inexact_dtypes else output
 
     monkeypatch.setattr(packed_module, "packed_softmax_attention", inexact_attention)

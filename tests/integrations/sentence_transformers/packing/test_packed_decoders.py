@@ -35,6 +35,8 @@ from tilefold.integrations.sentence_transformers import accelerate, encode_spars
 from tilefold.integrations.sentence_transformers._trainer import TOKENS
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
+from tilefold.losses.base_splade import JoinedSpladeLoss
+from tilefold.modules.echo import EchoTransformer
 from tilefold.modules.fused_pooling import SparseOptions
 from tilefold.pipeline.rows import Window
 
@@ -362,3 +364,91 @@ def test_a_decoder_with_learned_positions_stays_padded(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="packed and padded batches disagree"):
         accelerate(model)
     assert_near(model.encode(TEXTS[1:], batch_size=32).to_dense(), expected, BUDGET)
+
+
+def echo(folder: str) -> SparseEncoder:
+    """Return a SPLADE model that reads a text twice and pools the second copy."""
+    transformer = EchoTransformer(
+        folder,
+        query_template="Q {text} q {text}",
+        document_template="D {text} d {text}",
+        **CAUSAL_OPTIONS,
+    )
+    transformer.max_seq_length = 2 * MAX_LENGTH
+    return SparseEncoder(modules=[transformer, SpladePooling()], device="cpu")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3"])
+def test_echo_rows_equal_those_of_the_stock_model(
+    kind: str,
+    folders: Callable[..., str],
+) -> None:
+    model = echo(folders(kind))
+    expected = {
+        "query": model.encode_query(TEXTS).to_dense(),
+        "document": model.encode_document(TEXTS).to_dense(),
+    }
+    assert accelerate(model).padded == {}
+    for task, rows in expected.items():
+        assert not rows[0].any()  # of the empty text
+        assert_near(encode_sparse(model, TEXTS, task=task).to_dense(), rows, BUDGET)
+        many = encode_sparse(model, TEXTS * 8, task=task, batch_size=7).to_dense()
+        assert_near(many, rows.repeat(8, 1), BUDGET)
+
+
+def test_echo_texts_run_without_padding_and_the_head_reads_the_second_copy(
+    folders: Callable[..., str],
+) -> None:
+    model = echo(folders("llama"))
+    features = model.preprocess(TEXTS)
+    accelerate(model)
+    shapes: list[tuple[int, ...]] = []
+    model[0].model.base_model.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
+    )
+    outputs = model[0](features)
+    assert shapes == [(1, int(features["attention_mask"].sum()))]
+    copies = features["pooling_mask"].bool()
+    assert outputs["token_embeddings"].shape[:2] == (1, int(copies.sum()))
+    assert torch.equal(outputs["input_ids"][0], features["input_ids"][copies])
+    assert outputs["cu_seq_lens_q"].diff().tolist() == copies.sum(1).tolist()
+
+
+@pytest.mark.parametrize(
+    "mini_batch_size",
+    [pytest.param(None, id="whole batch"), pytest.param(2, id="mini-batches")],
+)
+def test_an_echo_step_has_the_stock_loss_and_gradients(
+    mini_batch_size: int | None,
+    folders: Callable[..., str],
+) -> None:
+    stock = echo(folders("llama"))
+    packed = copy.deepcopy(stock)
+    assert accelerate(packed).padded == {}
+    texts = [list(PAIRS[name]) for name in ("anchor", "positive")]
+    is_cached = mini_batch_size is not None
+    options = {"mini_batch_size": mini_batch_size} if is_cached else {}
+    columns = [stock.preprocess(column) for column in texts]
+    expected = gradients_of(stock, splade_loss(stock, cached=is_cached, **options), columns)
+    for packed_columns in (
+        [packed.preprocess(column) for column in texts],
+        joined(packed, texts),
+    ):
+        loss = splade_loss(packed, cached=is_cached, **options)
+        assert_same_step(gradients_of(packed, loss, packed_columns), expected)
+        # A second step with the same features, as a loss that caches gradients runs them.
+        assert_same_step(gradients_of(packed, loss, packed_columns), expected)
+
+
+def test_mini_batches_of_all_echo_columns_have_the_stock_gradients(
+    folders: Callable[..., str],
+) -> None:
+    stock = echo(folders("llama"))
+    packed = copy.deepcopy(stock)
+    accelerate(packed)
+    texts = [list(PAIRS[name]) for name in ("anchor", "positive")]
+    columns = [stock.preprocess(column) for column in texts]
+    expected = gradients_of(stock, splade_loss(stock), columns)
+    loss = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=2)
+    assert_same_step(gradients_of(packed, loss, joined(packed, texts)), expected)

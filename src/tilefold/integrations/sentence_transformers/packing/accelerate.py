@@ -19,7 +19,10 @@ from tilefold.integrations.sentence_transformers._self_check import (
     temporarily_evaluating,
 )
 from tilefold.integrations.sentence_transformers.graphs.training import ColumnGraphs, StepGraphs
-from tilefold.integrations.sentence_transformers.packing.forward import original_forward
+from tilefold.integrations.sentence_transformers.packing.forward import (
+    keep_pooled_tokens,
+    original_forward,
+)
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     PackedInputs,
     pack_features,
@@ -42,6 +45,7 @@ from tilefold.integrations.transformers.packed import (
     use_packed,
 )
 from tilefold.losses.base_splade import JOINED
+from tilefold.modules.echo import POOLING_MASK
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.rows import to_device
@@ -192,7 +196,8 @@ def _unsupported_reason(transformer: Transformer) -> str | None:
     """
     kind = type(transformer)
     is_replaced = "preprocess" in vars(transformer) or "forward" in vars(transformer)
-    if kind.preprocess is not Transformer.preprocess or is_replaced:
+    has_own_inputs = kind.preprocess is not Transformer.preprocess
+    if (has_own_inputs and not hasattr(kind, "forward_packed")) or is_replaced:
         return ExpectedReason(f"{kind.__name__} has a preprocess or a forward of its own")
     if transformer.backend != "torch" or set(transformer.modality_config) != {"text"}:
         return (
@@ -314,19 +319,22 @@ class PackedForward(Replacement):
             **kwargs: other arguments of its forward.
         """
         transformer = self.owner
+        output_name = transformer.module_output_name
+        if POOLING_MASK in features:
+            # Tokens are removed below, and a loss may run the same features again.
+            features = dict(features)
         column = features.pop(JOINED, None)
         returns_layers = getattr(transformer.model.config, "output_hidden_states", False)
-        if column is None or kwargs or returns_layers:
+        runs_alone = column is None or kwargs or returns_layers
+        # A loss may have split the column into mini-batches, which run one by one.
+        if runs_alone or features["input_ids"] is not column.columns.input_ids[column.position]:
             return self._run(features, kwargs)
-        joined_ids = column.columns.input_ids[column.position]
-        if features["input_ids"] is not joined_ids:
-            # A loss has split the column into mini-batches, which run one by one.
-            return self._run(features, kwargs)
-        features[transformer.module_output_name] = column.columns.run_column(
+        features[output_name] = column.columns.run_column(
             column.position,
             transformer,
             self.graphs,
         )
+        keep_pooled_tokens(features, output_name)
         return features
 
     def _run(self, features: Features, kwargs: Features) -> Features:
@@ -348,9 +356,26 @@ class PackedForward(Replacement):
             if features["input_ids"].size(1) == 0:
                 return self._run_without_tokens(features, kwargs)
             _check_all_offsets(features)
-            if self.column_graphs is not None and not _is_traced_or_captured():
-                return self.column_graphs(features, **kwargs)
+            outputs = self._run_packed(features, kwargs)
+            keep_pooled_tokens(outputs, transformer.module_output_name)
+            return outputs
         return original_forward(transformer, features, **kwargs)
+
+    def _run_packed(self, features: Features, kwargs: Features) -> Features:
+        """Run the original forward on packed features, as a CUDA graph if possible.
+
+        Args:
+            features: the packed features, to which the output is added.
+            kwargs: other arguments of the forward.
+        """
+        if self.column_graphs is None or _is_traced_or_captured():
+            return original_forward(self.owner, features, **kwargs)
+        # Graphs have no input for the mask, which the encoder does not read.
+        pooling_mask = features.pop(POOLING_MASK, None)
+        outputs = self.column_graphs(features, **kwargs)
+        if pooling_mask is not None:
+            outputs[POOLING_MASK] = pooling_mask
+        return outputs
 
     def _padding_position(self) -> int | None:
         """Return :func:`padding_position` of the network, whose modules are examined once."""

@@ -117,6 +117,8 @@ class JoinedColumns:
             {name: value for name, value in features.items() if name not in joined_names}
             for features in columns
         ]
+        if any(isinstance(value, Tensor) for value in unjoined_features[0].values()):
+            return None
         if any(features != unjoined_features[0] for features in unjoined_features):
             return None
         # The texts are stored column by column. Transposed, they are in row order.

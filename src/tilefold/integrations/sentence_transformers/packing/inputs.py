@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tilefold._internal.typing import Model, Transformer
 from tilefold.integrations._patches import Replacement
+from tilefold.integrations.sentence_transformers.packing.forward import PooledCount
 from tilefold.integrations.transformers.packed import (
     OFFSET_NAMES,
     packed_arguments,
@@ -30,6 +31,7 @@ from tilefold.integrations.transformers.packed import (
     position_ids_of,
     register_packed,
 )
+from tilefold.modules.echo import POOLED_COUNT, POOLING_MASK
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import token_positions
 from tilefold.pipeline.ragged import Int64, offsets_of
@@ -47,8 +49,10 @@ _WORDS_ABOVE_LIMIT = 8
 PACKED = frozenset({"input_ids", "position_ids", *OFFSET_NAMES})
 # Name of the tensor that marks the mask tokens of expanded ColBERT queries.
 EXPANDED = "query_expansion_positions"
-# Names of the tensors of padded features that can be packed.
+# Names of the tensors of padded features that a plan can make.
 _TOKEN_TENSORS = frozenset({"input_ids", "attention_mask", "token_type_ids"})
+# Names of the tensors of padded features that can be packed.
+_PACKABLE_TENSORS = _TOKEN_TENSORS | {POOLING_MASK}
 # Arguments of ``preprocess`` that a plan supports, besides texts and prompt.
 _PLANNED_ARGUMENTS = frozenset({"task", "max_length"})
 # The form of inputs in this thread: "packed", "padded" or "either".
@@ -724,7 +728,8 @@ def pack_features(features: Features, padding: int | None) -> Features:
     is_token = features["attention_mask"] != 0
     lengths = is_token.sum(1)
     token_types = features.get("token_type_ids")
-    summary = _summarize(is_token, lengths, token_types)
+    pooling_mask = features.get(POOLING_MASK)
+    summary = _summarize(is_token, lengths, token_types, pooling_mask)
     if summary.max_runs > 1:
         return features
     sources = _token_sources(is_token, lengths, summary.n_tokens)
@@ -732,7 +737,10 @@ def pack_features(features: Features, padding: int | None) -> Features:
     packed = packed_features(packed_ids, lengths, padding, summary.longest)
     if token_types is not None and summary.has_types:  # models use zeros by default
         packed["token_type_ids"] = token_types.flatten()[sources][None]
-    constants = {name: value for name, value in features.items() if name not in _TOKEN_TENSORS}
+    if pooling_mask is not None:
+        packed[POOLING_MASK] = pooling_mask.flatten()[sources][None]
+        packed[POOLED_COUNT] = PooledCount(summary.n_tokens, summary.n_pooled)
+    constants = {name: value for name, value in features.items() if name not in _PACKABLE_TENSORS}
     return packed | constants
 
 
@@ -743,7 +751,7 @@ def _are_padded_texts(features: Features) -> bool:
         return False
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     tensor_names.discard("prompt_length")  # has one value
-    return tensor_names <= _TOKEN_TENSORS
+    return tensor_names <= _PACKABLE_TENSORS
 
 
 def _token_sources(is_token: Tensor, lengths: Tensor, n_tokens: int) -> Tensor:
@@ -773,29 +781,38 @@ class _MaskSummary(NamedTuple):
         longest: the number of tokens of the longest text.
         max_runs: the largest number of separate runs of tokens in a text; 1 if all are contiguous.
         has_types: whether a token has a type other than 0.
+        n_pooled: the number of tokens that are pooled, if not all are.
     """
 
     n_tokens: int = 0
     longest: int = 0
     max_runs: int = 0
     has_types: bool = False
+    n_pooled: int = 0
 
 
-def _summarize(is_token: Tensor, lengths: Tensor, token_types: Tensor | None) -> _MaskSummary:
+def _summarize(
+    is_token: Tensor,
+    lengths: Tensor,
+    token_types: Tensor | None,
+    pooling_mask: Tensor | None,
+) -> _MaskSummary:
     """Return the lengths, runs and types of padded texts, with one copy from the device.
 
     Args:
         is_token: the mask, bool ``[B, S]``.
         lengths: the number of tokens of each text, ``[B]``.
         token_types: the token types ``[B, S]``, if there are any.
+        pooling_mask: nonzero for tokens that are pooled ``[B, S]``, if not all are.
     """
     if is_token.numel() == 0:
         return _MaskSummary()
     # A run of tokens begins at a token that follows padding, or at the first position.
     has_token_before = torch.nn.functional.pad(is_token, (1, 0))[:, :-1]
     n_runs = (is_token & ~has_token_before).sum(1)
-    values = [lengths.sum(), lengths.amax(), n_runs.amax()]
-    if token_types is not None:
-        values.append(token_types.any().long())
-    n_tokens, longest, max_runs, *has_types = torch.stack(values).tolist()
-    return _MaskSummary(n_tokens, longest, max_runs, has_types=has_types == [1])
+    none = lengths.new_zeros(())
+    has_types = none if token_types is None else token_types.any().long()
+    n_pooled = none if pooling_mask is None else (is_token & (pooling_mask != 0)).sum()
+    values = torch.stack([lengths.sum(), lengths.amax(), n_runs.amax(), has_types, n_pooled])
+    n_tokens, longest, max_runs, has_any_type, n_pooled_tokens = values.tolist()
+    return _MaskSummary(n_tokens, longest, max_runs, bool(has_any_type), n_pooled_tokens)
