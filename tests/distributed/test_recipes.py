@@ -10,9 +10,12 @@ import os
 import re
 import shutil
 import signal
+import socket
+import sys
 import time
 import warnings
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,7 @@ from transformers import AutoModelForMaskedLM
 
 from tests import programs
 from tests.distributed.ranks import Rank, Ranks
-from tests.processes import ROOT
+from tests.processes import ROOT, environment
 from tests.recipes.small import small_collection, tiny_masked_lm, with_dev
 from tilefold._internal.files import LOCK
 from tilefold.distributed.world import RESUME_HINT
@@ -436,6 +439,47 @@ def train_command(base: str, tmp_path: Path, *options: str) -> list[Any]:
     arguments += ["--save-steps", "2"]
     arguments += ["--devices", "2"]
     return [*arguments, *options]
+
+
+# A rank that torchrun has started: it trains, and prints the threads of gloo that are left.
+TRAIN_AND_PRINT_THREADS = """
+import sys
+from pathlib import Path
+from tests.recipes.small import small_collection
+from tilefold.recipes import get_recipe, train
+
+base, output = sys.argv[1:]
+recipe = get_recipe("splade", base_model=base, batch_size=4, max_steps=2, bf16=False)
+train(recipe, small_collection(), output)
+threads = Path("/proc/self/task").glob("*/comm")
+print([name for name in (file.read_text().strip() for file in threads) if "gloo" in name])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+def test_no_thread_of_a_process_group_outlives_a_training(base: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free_port = listener.getsockname()[1]
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            variables = environment(
+                ROOT,
+                TORCHELASTIC_RUN_ID="threads",
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE="2",
+                LOCAL_WORLD_SIZE="2",
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(free_port),
+                CUDA_VISIBLE_DEVICES="",
+            )
+            command = ("-c", TRAIN_AND_PRINT_THREADS, base, tmp_path / "m")
+            process = programs.start(*command, env=variables, stdout=programs.PIPE)
+            ranks.append(stack.enter_context(process))
+            stack.callback(process.kill)
+        outputs = [process.stdout.read() for process in ranks]
+    assert outputs == ["[]\n", "[]\n"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -231,6 +232,10 @@ def join_ranks(*, training: bool = False) -> Iterator[int]:
         # NCCL would wait for the other ranks, so that a failed rank could not report its error.
         if succeeded or not uses_nccl:
             dist.destroy_process_group()
+        if succeeded:
+            # torch ends the threads of a group when nothing refers to it. DDP and the trainer refer
+            # to it and to each other. A thread that is left may abort the process at its end.
+            gc.collect()
 
 
 def _process_group_exists() -> bool:

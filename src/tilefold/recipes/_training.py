@@ -273,20 +273,8 @@ def train(
     _check_launcher()
     check_sentence_transformers()
     with join_ranks(training=True):
-        world = World()
         call = Call(resume, overwrite, verbose, hours, report_to, command)
-        try:
-            return _train(
-                recipe,
-                collection,
-                Path(output_dir),
-                negatives,
-                world,
-                call,
-                progress if world.rank == 0 else None,
-            )
-        finally:
-            world.close()
+        return _train_as_rank(recipe, collection, Path(output_dir), negatives, call, progress)
 
 
 def _check_arguments(
@@ -356,6 +344,42 @@ def _check_launcher() -> None:
             "Start the program with torchrun, accelerate launch or tilefold train --devices, or "
             "unset WORLD_SIZE.",
         )
+
+
+def _train_as_rank(
+    recipe: Recipe,
+    collection: Collection,
+    output_dir: Path,
+    negatives: str | Path | RowsAhead | None,
+    call: Call,
+    progress: Progress | None,
+) -> TrainResult:
+    """Train a recipe while a group of all ranks exchanges messages.
+
+    The group is a variable of this function only, so that :func:`join_ranks` can end its threads
+    afterwards.
+
+    Args:
+        recipe: the recipe.
+        collection: collection with the training pairs.
+        output_dir: folder of the model.
+        negatives: mined negatives, or their file; ``None`` without negatives.
+        call: arguments of :func:`train` that do not change the model.
+        progress: function that rank 0 calls after every step; ``None`` for no function.
+    """
+    world = World()
+    try:
+        return _train(
+            recipe,
+            collection,
+            output_dir,
+            negatives,
+            world,
+            call,
+            progress if world.rank == 0 else None,
+        )
+    finally:
+        world.close()
 
 
 def _train(
