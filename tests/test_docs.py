@@ -79,6 +79,8 @@ def words_of(lines: list[str]) -> list[list[str]]:
         words = line.removeprefix("$ ").partition(" #")[0].split()
         while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # variables of the environment
             words = words[1:]
+        if "tilefold.cli" in words:  # the command of a launcher, such as torchrun
+            words = ["tilefold", *words[words.index("tilefold.cli") + 1 :]]
         if words and words[0] in ("tilefold", "python", "torchrun"):
             results.append(words)
     return results
