@@ -18,7 +18,7 @@ from tests.processes import environment
 from tests.test_tutorial_trainer import BLOCK, run_python, shrink
 
 FILE = re.compile(r"as `([\w.-]+)`[^`\n]*:\s*\Z")
-NUMBER = re.compile(r"\d[\d,.]*")
+NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 ANY_TEXT = "\0"  # stands for the three dots of a page
 PROGRAMS = {
     "tilefold": "-m tilefold.cli",
