@@ -23,8 +23,11 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\)
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 # Words of a page that become links to generated pages, which the repository does not have.
 GENERATED_LINKS = {
-    "docs/cli.md": ("the reference of the site", "../reference/commands/index.md"),
-    "docs/python.md": ("the reference of the site", "../reference/python/retrieval.md"),
+    "docs/cli.md": ("a reference page", "../reference/commands/index.md"),
+    "docs/python.md": (
+        "the reference of all classes and functions",
+        "../reference/python/retrieval.md",
+    ),
 }
 LIST = re.compile(r"^(?![-*|#> ]|\d+\. )(\S.*:)\n(?=(?:- |\d+\. ))", re.MULTILINE)
 
