@@ -275,6 +275,18 @@ def test_both_windows_apply_accelerated_and_streamed_too(bases: dict[str, Path],
 
 
 @pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_a_prosper_transformer_stays_padded_also_without_a_check(
+    bases: dict[str, Path],
+    kind: str,
+) -> None:
+    model = two_sides(prosper(bases[kind], kind))
+    expected = dense(model, TEXTS, "document")
+    with accelerate(model, check=False) as accelerated:
+        rows = dense(accelerated, TEXTS, "document")
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_two_sides_share_a_transformer_after_reloading(
     bases: dict[str, Path],
     kind: str,

@@ -182,6 +182,15 @@ def test_packed_texts_in_bf16_are_as_near_to_fp64_as_padded_ones(kind: str) -> N
     assert_as_near_as_padded(packed, padded, exact, torch.bfloat16)
 
 
+def test_gemma_3_as_an_encoder_has_the_logits_and_gradients_of_each_text_alone() -> None:
+    model = decoder("gemma3", use_bidirectional_attention=True)
+    texts = sequences(LENGTHS)
+    expected = with_gradients(model, logits_one_at_a_time(model, texts))
+    assert use_packed(model) is None
+    packed = with_gradients(model, packed_logits(model, texts))
+    assert_equal(packed, expected, budget_of("gemma3"))
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_packed_texts_have_the_same_gradients_with_gradient_checkpointing(kind: str) -> None:
     model = decoder(kind)

@@ -440,7 +440,7 @@ def rounded_rows(dim: int, group: int) -> int:
 
 
 class ForwardWork(NamedTuple):
-    """What the persistent kernel of max pooling multiplies, and its division into tiles.
+    """Product that the persistent kernel of max pooling computes, and its division into tiles.
 
     Attributes:
         n_rows: rows of hidden, valid or not.

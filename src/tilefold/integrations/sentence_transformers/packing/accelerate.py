@@ -196,8 +196,10 @@ def _unsupported_reason(transformer: Transformer) -> str | None:
     """
     kind = type(transformer)
     is_replaced = "preprocess" in vars(transformer) or "forward" in vars(transformer)
-    has_own_inputs = kind.preprocess is not Transformer.preprocess
-    if (has_own_inputs and not hasattr(kind, "forward_packed")) or is_replaced:
+    has_own_methods = (
+        kind.preprocess is not Transformer.preprocess or kind.forward is not Transformer.forward
+    )
+    if (has_own_methods and not hasattr(kind, "forward_packed")) or is_replaced:
         return ExpectedReason(f"{kind.__name__} has a preprocess or a forward of its own")
     if transformer.backend != "torch" or set(transformer.modality_config) != {"text"}:
         return (
