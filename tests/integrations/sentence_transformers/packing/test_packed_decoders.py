@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tests.integrations.decoder_models import DECODERS, VOCABULARY, save_tiny_decoder
+from tests.integrations.sentence_transformers.graphs.test_training import EagerStepGraph
 from tests.integrations.sentence_transformers.packing.test_packed_inputs import (
     gradients_of,
     joined,
@@ -33,6 +34,7 @@ from tests.recipes.small import TEXTS as TOKENIZER_TEXTS
 from tests.recipes.small import byte_pairs
 from tilefold.integrations.sentence_transformers import accelerate, encode_sparse, restore
 from tilefold.integrations.sentence_transformers._trainer import TOKENS
+from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.multi_vector import colbert_scores
 from tilefold.integrations.sentence_transformers.streaming.stream import SparseStream
 from tilefold.losses.base_splade import JoinedSpladeLoss
@@ -452,3 +454,49 @@ def test_mini_batches_of_all_echo_columns_have_the_stock_gradients(
     expected = gradients_of(stock, splade_loss(stock), columns)
     loss = splade_loss(packed, kind=JoinedSpladeLoss, mini_batch_size=2)
     assert_same_step(gradients_of(packed, loss, joined(packed, texts)), expected)
+
+
+@pytest.mark.parametrize("make_model", [splade, echo])
+def test_joined_columns_run_as_graphs_with_the_stock_loss_and_gradients(
+    make_model: Callable[[str], SparseEncoder],
+    folders: Callable[..., str],
+) -> None:
+    stock = make_model(folders("llama"))
+    packed: Any = copy.deepcopy(stock)
+    accelerate(packed)
+    graphs = StepGraphs(packed[0], EagerStepGraph)
+    packed[0].forward.graphs = graphs
+    texts = [list(PAIRS[name]) for name in ("anchor", "positive")]
+    columns = [stock.preprocess(column) for column in texts]
+    expected = gradients_of(stock, splade_loss(stock), columns)
+    for _ in range(3):  # the second batch of a size is captured
+        step = gradients_of(packed, splade_loss(packed), joined(packed, texts))
+        assert_same_step(step, expected)
+    assert len(graphs.graphs) == 1
+    assert not graphs.failed
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_many_texts_have_the_token_vectors_of_the_stock_model(
+    kind: str,
+    folders: Callable[..., str],
+) -> None:
+    model = colbert(folders(kind), "right")
+    texts = TEXTS[1:] * 9  # more than are encoded without background threads
+    expected = model.encode_document(texts)
+    accelerate(model)
+    vectors = model.encode_document(texts)
+    for vector, expected_vector in zip(vectors, expected, strict=True):
+        assert_near(torch.as_tensor(vector), torch.as_tensor(expected_vector), BUDGET)
+
+
+@pytest.mark.slow
+def test_layers_that_the_user_has_compiled_encode_the_same_rows(
+    folders: Callable[..., str],
+) -> None:
+    model: Any = splade(folders("llama"))
+    accelerate(model)
+    expected = model.encode(TEXTS[1:4]).to_dense()
+    for layer in model[0].model.model.layers:
+        layer.compile(dynamic=True, backend="eager")  # as on a GPU, without its kernels
+    assert_near(model.encode(TEXTS[1:4]).to_dense(), expected, BUDGET)
