@@ -135,7 +135,6 @@ USAGE = [
         "encode --model SPARSE --output v --dry-run --rate 0 --data DATA",
         "--rate: expected a number above 0",
     ),
-    ("encode --model minilm --output v --data DATA --engine ray", "tilefold train --steps 0"),
     (
         "encode --model minilm --output v --data DATA --kind late",
         "--kind: expected one of sparse, tokens, dense, got",
@@ -253,10 +252,6 @@ USAGE = [
     ),
     ("search x --model SPARSE --index INDEX --rerank LATE", "with --data"),
     ("search x --model LATE --index INDEX", "expected a SparseEncoder. It reranks"),
-    (
-        "search x --model minilm --index INDEX",
-        "is not in the cache of this machine: give the documents with",
-    ),
     ("search x --index INDEX", "name the model that made them with --model"),
     ("search x --index WORDS --model SPARSE", "--model has no effect"),
     ("search x --index WORDS --query-top-k 3", "--query-top-k has no effect"),

@@ -93,6 +93,26 @@ def test_the_bias_leaves_a_small_share_of_the_vocabulary_active_with_fewer_layer
         assert 1e-4 < active.min() < active.max() < 0.05
 
 
+def test_the_fixed_bias_leaves_a_small_share_of_the_vocabulary_active() -> None:
+    model: Any = backbone.minilm_splade(device="cpu")
+    vectors = model.encode_document(MODULES, convert_to_sparse_tensor=False)
+    active = (vectors > 0).float().mean(dim=1)
+    assert 1e-4 < active.min() < active.max() < 0.05
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"percentile": 99.0}, id="another percentile"),
+        pytest.param({"first_token": True}, id="first tokens only"),
+        pytest.param({"layers": 2}, id="fewer layers"),
+    ],
+)
+def test_other_heads_than_the_default_need_sample_texts(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="sample_texts: must have at least one text, because"):
+        backbone.minilm_splade(**options)
+
+
 def minilm(folder: Path) -> Path:
     backbone.minilm_splade(MODULES, seed=1, device="cpu").save_pretrained(str(folder))
     return folder

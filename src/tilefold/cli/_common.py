@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -431,17 +431,6 @@ def load_data(
         fields=current_document_fields(),
         **parts,
     )
-
-
-def text_loader(data: str | None) -> Callable[[], Mapping[str, str]] | None:
-    """Return a function that loads the texts of ``--data`` by id; None without ``--data``."""
-    if data is None:
-        return None
-
-    def load_texts() -> Mapping[str, str]:
-        return load_data(data, documents_only=True).contents()
-
-    return load_texts
 
 
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:

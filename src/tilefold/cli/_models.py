@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilefold._internal.garbage import (
     exempt_from_garbage_collection,
@@ -16,10 +16,6 @@ from tilefold._internal.precision import Dtype, precision_of
 from tilefold._internal.typing import Model, SparseEncoder
 from tilefold.cli._common import CommandError, UsageError, first_line, note
 from tilefold.cli._options import option_errors
-from tilefold.retrieval.common.provenance import texts_digest
-
-if TYPE_CHECKING:
-    from tilefold.retrieval.data.collection import Collection
 
 PACKAGED = "minilm"
 # Kind of vectors -> kind of the models that compute them.
@@ -156,49 +152,6 @@ def load_encoder(name: str, dtype: Dtype = "auto") -> SparseEncoder:
     return encoder
 
 
-def load_untrained(
-    texts_sha256: str,
-    load_texts: Callable[[], Mapping[str, str]] | None,
-    source: str,
-    dtype: Dtype = "auto",
-) -> SparseEncoder:
-    """Load the packaged model with an untrained sparse head, as a SparseEncoder.
-
-    The bias of the head is set from a sample of the documents. A cache keeps the models by the
-    fingerprint of their documents.
-
-    Args:
-        texts_sha256: the fingerprint of the documents.
-        load_texts: a function that loads the documents; None if the command does not have them.
-        source: the documents in messages, such as ``"the documents of INDEX"``.
-        dtype: the value of ``--dtype``.
-
-    Raises:
-        UsageError: if the model is not cached and the command does not have the documents.
-        CommandError: if the documents have a different fingerprint.
-    """
-    checked_model_name(PACKAGED, "--model")  # the package with its weights must be installed
-    check_sentence_transformers()
-    from tilefold.recipes.splade import untrained_splade
-
-    description = f"--model: {PACKAGED} as a sparse model is initialised from {source}"
-    try:
-        with option_errors(dtype="--dtype"):
-            model = untrained_splade(texts_sha256, load_texts, dtype=dtype)
-    except LookupError as error:
-        raise UsageError(
-            f"{description}, and is not in the cache of this machine: give the documents with "
-            "--data, or the folder of the model that made the vectors.",
-        ) from error
-    except ValueError as error:
-        raise CommandError(
-            f"{description}, and --data is another collection, or has changed since. Give the "
-            "original collection with --data.",
-        ) from error
-    _accelerate(model)
-    return model
-
-
 def load_model(
     name: str,
     option: str = "--model",
@@ -208,9 +161,9 @@ def load_model(
 ) -> tuple[Any, str]:
     """Load a model of an accepted kind, and accelerate it if its kind is in `fast`.
 
-    The packaged model is loaded as a dense model, or as a multi-vector model if only that kind is
-    accepted. :func:`load_untrained` loads it as a sparse model. No remote code runs, and a folder
-    is read without access to the network.
+    The packaged model is loaded as a dense model, or as an untrained sparse or multi-vector model
+    if only that kind is accepted. No remote code runs, and a folder is read without access to the
+    network.
 
     Args:
         name: a folder, a Hugging Face name, or the name of the packaged model.
@@ -234,8 +187,8 @@ def load_model(
     from tilefold.recipes.loading import load_saved, quiet_libraries, saved_kind
 
     with quiet_libraries():
-        is_packaged_colbert = name == PACKAGED and kinds == ("multi-vector",)
-        stored_kind = "multi-vector" if is_packaged_colbert else saved_kind(path)
+        is_untrained = name == PACKAGED and kinds in (("sparse",), ("multi-vector",))
+        stored_kind = kinds[0] if is_untrained else saved_kind(path)
         kind = "sparse" if stored_kind == "backbone" else stored_kind
         if kind not in kinds:
             expected = " or ".join(_NAMES[accepted] for accepted in kinds)
@@ -245,10 +198,8 @@ def load_model(
             )
         try:
             with option_errors(dtype="--dtype"):
-                if is_packaged_colbert:
-                    from tilefold.recipes.colbert import untrained_colbert
-
-                    model: Any = untrained_colbert(dtype)
+                if is_untrained:
+                    model = _untrained(kind, dtype)
                 else:
                     model = load_saved(path, stored_kind, dtype)
         except OSError as error:
@@ -265,6 +216,22 @@ def load_model(
         if kind in fast:
             _accelerate(model)
     return model, kind
+
+
+def _untrained(kind: str, dtype: Dtype) -> Any:
+    """Build the packaged model as an untrained sparse or multi-vector model.
+
+    Args:
+        kind: ``"sparse"`` or ``"multi-vector"``.
+        dtype: the value of ``--dtype``.
+    """
+    if kind == "sparse":
+        from tilefold.recipes.splade import untrained_splade
+
+        return untrained_splade(dtype)
+    from tilefold.recipes.colbert import untrained_colbert
+
+    return untrained_colbert(dtype)
 
 
 def note_precision(name: str, model: Model) -> None:
@@ -304,7 +271,6 @@ def limit_length(model: Any, max_length: int | None) -> None:
 def load_kind(
     model: str,
     kind: str | None,
-    collection: Collection | None,
     dtype: Dtype = "auto",
 ) -> tuple[Any, str]:
     """Load the model that encodes texts to a kind of vectors.
@@ -313,44 +279,15 @@ def load_kind(
         model: a folder, a Hugging Face name, or the name of the packaged model.
         kind: the kind of the vectors, a key of ``KINDS``. None takes the kind of the model, and
             ``"sparse"`` for the packaged model.
-        collection: the documents; None if this process does not have them.
         dtype: the value of ``--dtype``.
 
     Returns:
         The model and its kind.
-
-    Raises:
-        UsageError: if the packaged model is needed as a sparse model without documents.
     """
-    if model == PACKAGED and kind in (None, "sparse"):
-        return _load_untrained_for(collection, dtype), "sparse"
+    if model == PACKAGED and kind is None:
+        kind = "sparse"
     kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
     return load_model(absolute(model), kinds=kinds, fast=FUSED, dtype=dtype)
-
-
-def _load_untrained_for(collection: Collection | None, dtype: Dtype) -> SparseEncoder:
-    """Load the packaged model with a sparse head that is initialised from a collection.
-
-    Args:
-        collection: the documents; None if this process does not have them.
-        dtype: the value of ``--dtype``.
-
-    Raises:
-        UsageError: if there are no documents.
-    """
-    if collection is None:
-        raise UsageError(
-            f"--model: the sparse head of {PACKAGED} is initialised from the whole collection, "
-            "which --engine ray and --dry-run do not load. Save the model first: tilefold train "
-            "--steps 0",
-        )
-    documents = collection.contents()
-    return load_untrained(
-        texts_digest(documents),
-        lambda: documents,
-        f"the documents of {collection.name}",
-        dtype,
-    )
 
 
 @cache

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from tilefold.retrieval.vectors.tokens import TokenStore
 
 # A function that loads the texts of documents, by id.
-LoadTexts = Callable[[], Mapping[str, str]]
 AnyIndex: TypeAlias = "SparseIndex | BM25Index | DenseIndex | LateIndex"
 QUERIES_AT_A_TIME = 1024
 _BACKENDS_ON_DEVICES = ("exact", DENSE, LATE)  # the backends that a GPU can search
@@ -448,13 +447,11 @@ class LoadedIndex:
     search_options: Mapping[str, int | float]
 
 
-def load_index(request: IndexOptions, load_texts: LoadTexts | None) -> LoadedIndex:
+def load_index(request: IndexOptions) -> LoadedIndex:
     """Load the index of ``--index`` or ``--vectors``, and the model of ``--model``.
 
     Args:
         request: the options that name the index and the model.
-        load_texts: a function that loads the documents of ``--data``, see
-            :func:`tilefold.cli._models.load_untrained`; None without ``--data``.
 
     Raises:
         CommandError: if the index was made by a different model and ``--other-model`` is not given.
@@ -465,7 +462,7 @@ def load_index(request: IndexOptions, load_texts: LoadTexts | None) -> LoadedInd
     if index.backend == "bm25":
         return LoadedIndex(index, None, {})
     model_name = str(request.model)
-    encoder = _load_query_encoder(request, model_name, index, load_texts)
+    encoder = _load_query_encoder(request, model_name, index)
     _models.note_precision(model_name, encoder)
     _check_model_of_index(request, model_name, encoder, index.provenance)
     return LoadedIndex(index, encoder, request.search_options(index.backend))
@@ -561,7 +558,6 @@ def _load_query_encoder(
     request: IndexOptions,
     model_name: str,
     index: Any,
-    load_texts: LoadTexts | None,
 ) -> Model:
     """Load the model that encodes queries for an index of vectors.
 
@@ -569,7 +565,6 @@ def _load_query_encoder(
         request: the options that name the index.
         model_name: the value of ``--model``.
         index: the index.
-        load_texts: a function that loads the documents of ``--data``; None without ``--data``.
     """
     if index.backend in (DENSE, LATE):
         kind = "dense" if index.backend == DENSE else "multi-vector"
@@ -578,45 +573,7 @@ def _load_query_encoder(
         model, _ = _models.load_model(model_name, kinds=(kind,), dtype=request.dtype)
         encoder: Model = model
         return encoder
-    if model_name == _models.PACKAGED:
-        return _load_packaged_encoder(
-            request.searched_folder,
-            index.provenance,
-            load_texts,
-            request.dtype,
-        )
     return _models.load_encoder(model_name, request.dtype)
-
-
-def _load_packaged_encoder(
-    folder: Path,
-    made_by: Provenance,
-    load_texts: LoadTexts | None,
-    dtype: Dtype,
-) -> Model:
-    """Load the packaged model as the SparseEncoder that encoded the documents of an index.
-
-    Args:
-        folder: the folder of the index, for messages.
-        made_by: the provenance of the index.
-        load_texts: a function that loads the documents of ``--data``; None without ``--data``.
-        dtype: the value of ``--dtype``.
-
-    Raises:
-        UsageError: if the index does not record its documents.
-    """
-    if made_by.texts_sha256 is None:
-        raise UsageError(
-            f"--model: {_models.PACKAGED} as a sparse model is initialised from the documents of "
-            f"the index, which {folder} does not record: give the folder of the model that made "
-            "it.",
-        )
-    return _models.load_untrained(
-        made_by.texts_sha256,
-        load_texts,
-        f"the documents of {folder}",
-        dtype,
-    )
 
 
 def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> None:
@@ -685,14 +642,12 @@ class SearcherParts:
 
 def open_searcher(
     request: IndexOptions,
-    load_texts: LoadTexts | None,
     load_parts: Callable[[Provenance], SearcherParts],
 ) -> Searcher:
     """Load an index, its model and optional parts, and return a searcher.
 
     Args:
         request: the options that name the index, the model and how it is searched.
-        load_texts: a function that loads the documents of ``--data``; None without ``--data``.
         load_parts: a function that loads the optional parts, given the provenance of the index.
 
     Raises:
@@ -700,7 +655,7 @@ def open_searcher(
     """
     from tilefold.retrieval.search.searcher import Searcher
 
-    loaded = load_index(request, load_texts)
+    loaded = load_index(request)
     parts = load_parts(loaded.index.provenance)
     prf = None
     second = None

@@ -71,8 +71,8 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
         Literal["sparse", "tokens", "dense"] | None,
         option(
             "Kind of the vectors; by default that of the model. minilm makes dense vectors, token "
-            "vectors of its token states, or (by default) sparse vectors as the model that train "
-            "--steps 0 makes from --data.",
+            "vectors of its token states, or (by default) sparse vectors of an untrained "
+            "SPLADE model.",
         ),
     ] = None
     queries: Annotated[
@@ -349,19 +349,12 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     if rank != 0:
         # Importing takes seconds; meanwhile rank 0 downloads the files that the other ranks read.
         _models.check_sentence_transformers()
-    # Rank 0 writes the packaged model and pydocs to a cache, from which the other ranks read.
-    rank_0_fills_cache = request.model == _models.PACKAGED or request.data == PYDOCS
+    # Rank 0 writes pydocs to a cache, from which the other ranks read.
+    rank_0_fills_cache = request.data == PYDOCS
     with first_rank_first() if rank_0_fills_cache else nullcontext():
         collection = _load_collection(request, splitter)
         texts = None if collection is None else _texts_to_encode(collection, request, splitter)
-        # Workers of Ray load the model themselves, by its name and without the collection.
-        collection_for_model = None if request.engine == "ray" else collection
-        model, kind = _models.load_kind(
-            request.model,
-            request.kind,
-            collection_for_model,
-            request.dtype,
-        )
+        model, kind = _models.load_kind(request.model, request.kind, request.dtype)
     with _options.option_errors(storage="--storage"):
         encoding = _encoding_of(request, kind)
     # Workers of Ray may run on other devices, where auto is another dtype.

@@ -456,7 +456,6 @@ def _search(request: EvaluateRequest, search_request: SearchRequest, task: _Task
         parts = SearcherParts(vectors=request.vectors, second=second_ranking)
         searcher = _retrievers.open_searcher(
             request,
-            load_texts=task.collection.contents,
             load_parts=lambda _provenance_of_index: parts,
         )
         _scores.check_made_from(

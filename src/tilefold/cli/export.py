@@ -244,7 +244,7 @@ def _export_graph(request: ExportRequest) -> None:
         UsageError: if ``--model`` is missing, the packaged model, or not a sparse model.
         CommandError: if a package that writes ONNX is not installed.
     """
-    # As a sparse model, the packaged model depends on the documents that it encodes.
+    # The packaged model is not a folder, which the export reads.
     if request.model is None or request.model == _models.PACKAGED:
         raise UsageError(
             "--model: expected the folder or name of a sparse model to export, got "

@@ -319,7 +319,6 @@ def _open_source(request: MineRequest, collection: Collection, depth: int) -> Ne
     else:
         searcher = _retrievers.open_searcher(
             request,
-            load_texts=collection.contents,
             load_parts=lambda _provenance_of_index: SearcherParts(),  # mining needs none
         )
     name = request.source()

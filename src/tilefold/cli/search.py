@@ -261,7 +261,6 @@ def _open_searcher(request: SearchCommandRequest) -> Searcher:
     """
     searcher = _retrievers.open_searcher(
         request,
-        _common.text_loader(request.data),
         functools.partial(_load_searcher_parts, request),
     )
     if request.by == "passage" and searcher.passages is None:

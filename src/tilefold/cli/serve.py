@@ -540,7 +540,7 @@ def _load_with_index(
     """
     from tilefold.serve.searchable import Searchable
 
-    loaded = _retrievers.load_index(request, _common.text_loader(request.data))
+    loaded = _retrievers.load_index(request)
     index = loaded.index
     _refuse_unused_options(request, index_path, index.backend)
     documents: Mapping[str, Document] = {}

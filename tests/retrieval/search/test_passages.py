@@ -17,7 +17,7 @@ from tilefold import retrieval as r
 from tilefold.integrations.sentence_transformers import accelerate
 from tilefold.recipes.colbert import untrained_colbert
 from tilefold.recipes.splade import untrained_splade
-from tilefold.retrieval.common.provenance import Provenance, texts_digest
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.passages import Passage
 from tilefold.retrieval.search.passages import best_passages
@@ -378,8 +378,7 @@ def test_sparse_vectors_find_a_document_of_2_000_words_by_its_last_sentence(
     manuals: dict[str, r.Document],
     tmp_path: Path,
 ) -> None:
-    contents = {name: document.contents for name, document in manuals.items()}
-    splade = untrained_splade(texts_digest(contents), lambda: contents, cache_dir=tmp_path)
+    splade = untrained_splade()
     accelerate(splade)
     texts = r.Passages(75).of(manuals)
     manifest = r.encode_collection(splade, texts, tmp_path / "vectors", top_k=64)
