@@ -496,3 +496,86 @@ def test_only_the_judgements_that_are_asked_for_are_read(call: Call, runs: Parts
     assert call("evaluate", *runs[1:5], "--split", "train").code == 0
     assert call(*runs, "--split", "dev", "--method", "interpolation", "--tune", "train").code == 0
     assert "unknown document 'gone'" in call("evaluate", *runs[1:5]).err
+
+
+ARTICLES = [
+    '{"_id": "cards", "text": "Block a lost card in the app."}',
+    '{"_id": "limits", "text": "The limit for transfers is changed under Settings."}',
+]
+NEW_ARTICLE = '{"_id": "close", "text": "An account is closed in writing."}'
+
+
+@pytest.fixture
+def grown(call: Call, masked_lm: str, tmp_path: Path) -> Path:
+    """Two articles with a BM25 index and an exact index, to which a third article was added."""
+    (tmp_path / "old.jsonl").write_text("\n".join(ARTICLES))
+    (tmp_path / "new.jsonl").write_text(NEW_ARTICLE)
+    (tmp_path / "all.jsonl").write_text("\n".join([*ARTICLES, NEW_ARTICLE]))
+    words = ("index", "--backend", "bm25", "--output", tmp_path / "words")
+    exact = ("index", "--output", tmp_path / "exact")
+    for name in ("old", "new"):
+        data = ("--data", tmp_path / f"{name}.jsonl")
+        vectors = tmp_path / f"{name}-vectors"
+        update = () if name == "old" else ("--update",)
+        measured(call("encode", "--model", masked_lm, *data, "--output", vectors, "--json"))
+        words_options = words if not update else ("index", "--output", tmp_path / "words")
+        measured(call(*words_options, *data, *update, "--json"))
+        measured(call(*exact, "--vectors", vectors, *update, "--json"))
+    return tmp_path
+
+
+def test_hits_without_document_are_named_in_a_note(call: Call, grown: Path) -> None:
+    search = ("search", "card account", "--index", grown / "words", "--json", "--data")
+    outcome = call(*search, grown / "old.jsonl")
+    assert {hit["id"]: hit["title"] for hit in measured(outcome)["hits"]}["close"] == ""
+    assert "--data: lacks 1 of the 2 hits (the first is close)" in outcome.err
+    assert "lacks" not in call(*search, grown / "all.jsonl").err
+    only_new = call("search", "account", *search[2:], grown / "old.jsonl")
+    fails(only_new, 1, "append the documents that were added to the index")
+
+
+def test_hits_without_vector_have_no_terms_and_are_named_in_a_note(
+    call: Call,
+    grown: Path,
+    masked_lm: str,
+) -> None:
+    search = ("search", "account card", "--index", grown / "exact", "--model", masked_lm, "--json")
+    outcome = call(*search, "--vectors", grown / "old-vectors")
+    terms = {hit["id"]: hit["terms"] for hit in measured(outcome)["hits"]}
+    assert terms["close"] is None and terms["cards"] is not None
+    assert "--vectors: lacks 1 of the 3 hits (the first is close)" in outcome.err
+    merged = grown / "merged"
+    folders = (grown / "old-vectors", grown / "new-vectors")
+    measured(call("merge", *folders, "--output", merged, "--json"))
+    assert "lacks" not in call(*search, "--vectors", merged).err
+
+
+@pytest.mark.parametrize("index", ["words", "exact"])
+def test_ids_to_delete_that_are_not_in_the_index_are_named(
+    call: Call,
+    grown: Path,
+    index: str,
+) -> None:
+    gone = grown / "gone.txt"
+    gone.write_text("cards\nCards\nnobody\n")
+    outcome = call("index", "--output", grown / index, "--delete", gone, "--json")
+    result = measured(outcome)
+    assert (result["deleted"], result["unknown_ids"]) == (1, ["Cards", "nobody"])
+    assert f"--delete: 2 ids of {gone} are not in the index: Cards, nobody" in outcome.err
+    gone.write_text("limits\n")
+    assert "--delete:" not in call("index", "--output", grown / index, "--delete", gone).err
+
+
+def test_a_file_with_new_documents_is_refused_with_the_command_that_adds_them(
+    call: Call,
+    grown: Path,
+) -> None:
+    words = grown / "words"
+    old = grown / "old.jsonl"
+    measured(
+        call(
+            "index", "--backend", "bm25", "--data", old, "--output", words, "--overwrite", "--json"
+        )
+    )
+    outcome = call("search", "card", "--index", words, "--data", grown / "all.jsonl")
+    fails(outcome, 1, "tilefold index --update")

@@ -202,7 +202,8 @@ def test_a_dry_run_says_all_that_a_run_writes(
     assert not (tmp_path / "v").exists()
     finished = call(*folder_options).out
     assert "16 vectors" in finished and "not encoded" not in finished
-    assert f"next: tilefold index --vectors {tmp_path / 'v'} --output INDEX" in finished
+    index_command = f"next: tilefold index --vectors {tmp_path / 'v'} --data "
+    assert index_command in finished, "with --data, the index stores the metadata"
     assert measured(call(*folder_options, "--json"))["texts"] == 16
     assert (
         json.loads((tmp_path / "v" / "manifest.json").read_text(encoding="utf-8"))["n_texts"] == 16

@@ -260,7 +260,10 @@ USAGE = [
         "search x --index WORDS --heap-factor 0.5",
         "--heap-factor requires an index of backend seismic",
     ),
-    ("search x --index WORDS --vectors VECTORS", "expected None for a BM25 index"),
+    (
+        "search x --index WORDS --vectors VECTORS",
+        "--vectors: must be left out for a BM25 index, whose results are not explained",
+    ),
     (f"{PRF} rm3", "--prf: expected one of average, rocchio"),
     ("search x --model SPARSE --index INDEX --prf-depth 3", "--prf-depth requires --prf"),
     (f"{PRF} average --prf-beta 1", "--prf-beta requires --prf rocchio"),
@@ -279,7 +282,7 @@ USAGE = [
     ("evaluate --data DATA --index WORDS --vectors VECTORS", "--vectors requires --prf"),
     (
         "evaluate --data DATA --index WORDS --prf average --vectors VECTORS",
-        "expected None for a BM25 index",
+        "--vectors: must be left out for a BM25 index, whose results are not explained",
     ),
     (
         "evaluate --data DATA --model minilm --prf average --prf-terms 3",

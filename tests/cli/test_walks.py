@@ -242,6 +242,7 @@ def test_only_some_documents(call: Call, here: Path) -> None:
         json.loads(nothing.out)["hits"] == []
         and "none of the 8 documents of the index matches" in nothing.err
     )
+    assert nothing.err.count("compared exactly, with upper and lower case") == 1
     for refused, code, message in (
         (
             "search x --index article-words --where land=de",

@@ -173,6 +173,31 @@ def test_a_document_is_answered_by_its_id(client: Client, collection: Collection
             id="parse that is no truth value",
         ),
         pytest.param(
+            "/v1/small/search?query=a&where=lang",
+            422,
+            "unknown query parameter 'where', expected one of query, hits, parse; the body of a "
+            "POST to this path takes `where`",
+            id="parameter of a POST",
+        ),
+        pytest.param(
+            "/v1/small/search?query=a&section=onco",
+            422,
+            "unknown query parameter 'section', expected one of query, hits, parse",
+            id="unknown parameter",
+        ),
+        pytest.param(
+            "/v1/small/doc/d1?parse=true",
+            422,
+            "unknown query parameter 'parse', expected none",
+            id="parameter of a document",
+        ),
+        pytest.param(
+            "/v1/indexes?name=small",
+            422,
+            "unknown query parameter 'name', expected none",
+            id="parameter of the list of indexes",
+        ),
+        pytest.param(
             "/v1/other/search?query=a",
             404,
             "the index of this server is 'small'",

@@ -714,7 +714,10 @@ def parse_filter(conditions: list[str] | None, searcher: Searcher) -> Filter | N
         where = Filter.parse(conditions, _field_kinds(index))
         matching = count_matching(index, where)
     if not matching:
-        note(f"--where: none of the {index.n_documents} documents of the index matches")
+        note(
+            f"--where: none of the {index.n_documents} documents of the index matches; texts are "
+            "compared exactly, with upper and lower case",
+        )
     return where
 
 
@@ -750,7 +753,7 @@ def reason_without_hits(searcher: Searcher, where: Where) -> str:
     if where is None:
         return "no document shares a term with this query"
     if not count_matching(index, where):
-        return "no document matches --where"
+        return "no hits"  # a note has said that no document matches --where
     return "no document that matches --where shares a term with this query"
 
 

@@ -397,10 +397,13 @@ def check_made_from(
     if expected is None:
         expected = provenance_of_documents(collection)
     if expected.differing_fields(provenance):
+        remedies = "make it again (tilefold encode, tilefold index, evaluate --save-run)"
+        if name.startswith("--index"):
+            remedies = f"add new documents to the index (tilefold index --update), or {remedies}"
         raise CommandError(
             f"{name} was made from other documents than those of {collection.name}: another "
             "collection, or one that has changed since. Give the original documents with --data, "
-            "or make it again (tilefold encode, tilefold index, evaluate --save-run).",
+            f"or {remedies}.",
         )
 
 

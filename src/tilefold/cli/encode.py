@@ -380,7 +380,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
             contents=texts,
             overwrite=request.overwrite,
         )
-    _print_manifest(manifest, request.output, request.as_json)
+    _print_manifest(manifest, request)
 
 
 def _encode_with_engine(
@@ -512,13 +512,12 @@ def _encode_on_ranks(
     return encode_to_folder(encoding, model, texts, output, all_ranks)
 
 
-def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
+def _print_manifest(manifest: Any, request: EncodeRequest) -> None:
     """Print a summary of a folder of vectors, and the texts that could not be encoded.
 
     Args:
         manifest: the manifest of the folder, for sparse, dense or token vectors.
-        output: the folder.
-        as_json: whether the summary is printed as JSON.
+        request: the options of the command.
     """
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
@@ -533,8 +532,13 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
             "the truncated part of a passage cannot be found: give --passages fewer words, or use "
             "a model that reads more tokens",
         )
+    elif manifest.kind == "document" and manifest.truncated.get("count"):
+        remedy = "--passages encodes all of it"
+        if request.max_length is not None:
+            remedy += ", and a larger --max-length encodes more of it"
+        note(f"the truncated part of a document cannot be found: {remedy}")
     properties, summary = _describe_vectors(manifest)
-    summary += f": {output}"
+    summary += f": {request.output}"
     if manifest.precision is not None:
         summary += f" (computed in {manifest.precision})"
     lines = [summary]
@@ -545,9 +549,9 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
             "encoded",
         )
     if manifest.kind == "document":
-        lines.append(_index_command(manifest.layout, output))
+        lines.append(_index_command(manifest.layout, request.output, request.data))
     result = {
-        "output": str(output),
+        "output": str(request.output),
         "n": manifest.n_documents,
         "kind": manifest.kind,
         **properties,
@@ -557,13 +561,13 @@ def _print_manifest(manifest: Any, output: Path, as_json: bool) -> None:
         "precision": manifest.precision,
         "failed": failed,
     }
-    _common.print_result(result, as_json, *lines)
-    if as_json:
+    _common.print_result(result, request.as_json, *lines)
+    if request.as_json:
         return
     for name, reason in list(failed.items())[:SHOWN_FAILURES]:
         note(f"not encoded: {name}: {reason}")
     if len(failed) > SHOWN_FAILURES:
-        note(f"and {len(failed) - SHOWN_FAILURES} more; see {output / 'manifest.json'}")
+        note(f"and {len(failed) - SHOWN_FAILURES} more; see {request.output / 'manifest.json'}")
 
 
 def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
@@ -603,17 +607,18 @@ def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
     return properties, summary
 
 
-def _index_command(layout: str, vectors: Path) -> str:
+def _index_command(layout: str, vectors: Path, data: str) -> str:
     """Return the line with the command that indexes encoded documents.
 
     Args:
         layout: the layout of the vectors, such as ``"tokens"``.
         vectors: the folder of the vectors.
+        data: the documents, whose metadata the index stores.
     """
     source = ["--vectors"]
     if layout == "tokens":
         source = ["--backend", "late", "--tokens"]
-    return _common.next_command("index", *source, vectors, "--output", "INDEX")
+    return _common.next_command("index", *source, vectors, "--data", data, "--output", "INDEX")
 
 
 def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:

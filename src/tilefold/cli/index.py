@@ -13,7 +13,7 @@ from tilefold._internal.files import lock_path
 from tilefold.cli import _common, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, Options, argument, option, refuse_options
-from tilefold.retrieval.common.provenance import ids_to_delete
+from tilefold.retrieval.common.provenance import ids_to_delete, unknown_ids
 from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import DENSE
@@ -22,6 +22,7 @@ from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 if TYPE_CHECKING:
     from tilefold.retrieval.index.bm25 import BM25Options
     from tilefold.retrieval.index.late import LateIndex
+    from tilefold.retrieval.index.merging import IndexUpdate
     from tilefold.retrieval.index.qdrant import Documents, QdrantCollection
     from tilefold.retrieval.vectors.sparse import SparseVectors
     from tilefold.retrieval.vectors.tokens import TokenVectors
@@ -37,6 +38,8 @@ LATE = "late"
 SEISMIC = "seismic"
 # Queries on which a late index measures its recall.
 SAMPLED_QUERIES = 64
+# Unknown ids of --delete that a note lists.
+SHOWN_UNKNOWN_IDS = 5
 _BACKEND_HELP = (
     "exact (fastest and smallest up to at least 100,000 documents), bm25 (words of --data, without "
     "a model), seismic (approximate, for much larger collections; encode with --top-k 128 or so), "
@@ -415,6 +418,24 @@ def _change_index(request: IndexRequest) -> None:
     )
     result = {"output": str(request.output), **counts, "seconds": seconds}
     _common.print_result(result, request.as_json, summary)
+    if counts["unknown_ids"]:
+        _note_unknown_ids(request, counts["unknown_ids"])
+
+
+def _note_unknown_ids(request: IndexRequest, unknown: Sequence[str]) -> None:
+    """Print a note that ids of ``--delete`` are not in the index, with the first ones.
+
+    Args:
+        request: the options of the command.
+        unknown: the ids.
+    """
+    subject = f"{len(unknown):,} ids of {request.delete} are"
+    if len(unknown) == 1:
+        subject = f"1 id of {request.delete} is"
+    names = ", ".join(unknown[:SHOWN_UNKNOWN_IDS])
+    if len(unknown) > SHOWN_UNKNOWN_IDS:
+        names += ", ..."
+    note(f"--delete: {subject} not in the index: {names}")
 
 
 def _build_index(request: IndexRequest) -> None:
@@ -477,6 +498,8 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
     search_words = ["search", "QUERY", "--index", request.output]
     if backend != BM25:
         search_words += ["--model", "MODEL"]
+    if request.data is not None:
+        search_words += ["--data", request.data]
     search = _common.next_command(*search_words)
     _common.print_result(result, request.as_json, summary, search)
 
@@ -738,14 +761,14 @@ def _build_qdrant(
         )
 
 
-def _change(request: IndexRequest) -> dict[str, int]:
+def _change(request: IndexRequest) -> IndexUpdate:
     """Change an index: remove documents, add or replace documents, merge segments.
 
     Args:
         request: the options of the command, which name the index and the changes.
 
     Returns:
-        Numbers of documents: ``written`` and ``deleted``, and ``n_documents`` of the changed index.
+        The numbers of documents, and the ids of ``--delete`` that are not in the index.
 
     Raises:
         UsageError: if options do not fit the index.
@@ -791,7 +814,7 @@ def _change_segments(
     request: IndexRequest,
     backend: str,
     deleted_ids: Sequence[str],
-) -> dict[str, int]:
+) -> IndexUpdate:
     """Update an index of segments (exact, dense, seismic, late), and merge its segments.
 
     Args:
@@ -800,7 +823,7 @@ def _change_segments(
         deleted_ids: the ids of documents to remove.
 
     Returns:
-        Numbers of documents, see :func:`_change`.
+        See :func:`_change`.
     """
     from tilefold.retrieval.index.merging import merge_segments, update_index
 
@@ -810,7 +833,7 @@ def _change_segments(
     if request.update:
         vectors = _retrievers.read_tokens(folder) if is_late else _read_vectors(folder, backend)
     metadata = _metadata(request.data, folder, vectors)
-    counts = {"written": 0, "deleted": 0}
+    counts: IndexUpdate = {"n_documents": 0, "written": 0, "deleted": 0, "unknown_ids": []}
     with _options.option_errors(
         metadata="--data",
         vectors="--tokens" if is_late else "--vectors",
@@ -843,7 +866,7 @@ class _NewDocuments(NamedTuple):
     metadata: Mapping[str, Mapping[str, object]]
 
 
-def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str, int]:
+def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpdate:
     """Remove documents from a BM25 index, and add or replace the documents of ``--data``.
 
     Args:
@@ -851,7 +874,7 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str,
         deleted_ids: the ids of documents to remove.
 
     Returns:
-        Numbers of documents, see :func:`_change`.
+        See :func:`_change`.
 
     Raises:
         UsageError: if ``--update`` is given without ``--data``.
@@ -871,12 +894,14 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> dict[str,
         n_deleted = len(
             ids_to_delete(index.ids, set(deleted_ids), new_ids=(), passages=passages),
         )
+        unknown = unknown_ids(index.ids, deleted_ids, passages)
         changed = index.updated(documents.texts, deleted_ids, documents.metadata)
         changed.save(output, overwrite=True)
     return {
         "n_documents": changed.n_documents,
         "written": len(documents.texts),
         "deleted": n_deleted,
+        "unknown_ids": unknown,
     }
 
 
@@ -894,7 +919,7 @@ def _load_new_documents(data: str, passages: str | None) -> _NewDocuments:
     return _NewDocuments(texts, collection.metadata())
 
 
-def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, int]:
+def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> IndexUpdate:
     """Remove documents from a Qdrant index, and add or replace documents.
 
     Args:
@@ -902,7 +927,7 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, i
         deleted_ids: the ids of documents to remove.
 
     Returns:
-        Numbers of documents, see :func:`_change`.
+        See :func:`_change`.
 
     Raises:
         CommandError: if the index cannot hold the vectors.
@@ -939,6 +964,7 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, i
                         "stores metadata, got none. Without them, filters would not find the "
                         "documents.",
                     )
+            unknown = _ids_not_in_collection(collection, deleted_ids)
             n_deleted = collection.delete(_entries_to_delete(collection, deleted_ids, documents))
             if documents is not None:
                 with _common.progress_bar("writing") as update:
@@ -951,7 +977,24 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> dict[str, i
         "n_documents": n_documents,
         "written": 0 if documents is None else len(documents),
         "deleted": n_deleted,
+        "unknown_ids": unknown,
     }
+
+
+def _ids_not_in_collection(collection: QdrantCollection, deleted_ids: Sequence[str]) -> list[str]:
+    """Return the ids of ``--delete`` that name no document of a Qdrant index.
+
+    All ids of the collection are read if it has passages.
+
+    Args:
+        collection: the collection of the index.
+        deleted_ids: the ids of documents to remove.
+    """
+    if not deleted_ids:
+        return []
+    passages = collection.layout.passages
+    present_ids = collection.present(deleted_ids) if passages is None else collection.ids()
+    return unknown_ids(present_ids, deleted_ids, passages)
 
 
 def _entries_to_delete(

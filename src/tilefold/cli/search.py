@@ -6,7 +6,7 @@ import functools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -380,6 +380,60 @@ def _read_queries_with_ids(request: SearchCommandRequest) -> dict[str, str]:
     return queries
 
 
+@dataclass
+class _IncompleteHits:
+    """Hits of all queries of a command whose title or matched terms cannot be shown.
+
+    After an update of the index, ``--data`` or ``--vectors`` may lack the new documents.
+
+    Attributes:
+        n_hits: number of all hits.
+        without_document: ids of hits that are not in ``--data``.
+        without_vector: ids of hits that are not in ``--vectors``.
+    """
+
+    n_hits: int = 0
+    without_document: list[str] = field(default_factory=list)
+    without_vector: list[str] = field(default_factory=list)
+
+    def count(
+        self,
+        hits: list[dict[str, Any]],
+        searcher: Searcher,
+        request: SearchCommandRequest,
+    ) -> None:
+        """Count the hits of a query.
+
+        Args:
+            hits: the hits, as the searcher returns them.
+            searcher: the searcher.
+            request: the options of the command.
+        """
+        self.n_hits += len(hits)
+        # Documents that only the index of --prf-with finds have no terms either.
+        all_hits_have_terms = request.vectors is not None and request.prf_with is None
+        for hit in hits:
+            if request.data is not None and hit["id"] not in searcher.documents:
+                self.without_document.append(hit["id"])
+            if all_hits_have_terms and hit["terms"] is None:
+                self.without_vector.append(hit["id"])
+
+    def print_notes(self) -> None:
+        """Print a note for each option that lacks documents of the hits."""
+        if self.without_document:
+            note(
+                f"--data: lacks {len(self.without_document)} of the {self.n_hits} hits (the first "
+                f"is {self.without_document[0]}), so their titles are not shown: append the "
+                "documents that were added to the index",
+            )
+        if self.without_vector:
+            note(
+                f"--vectors: lacks {len(self.without_vector)} of the {self.n_hits} hits (the first "
+                f"is {self.without_vector[0]}), so their terms are not shown: merge the folders "
+                "of vectors (tilefold merge)",
+            )
+
+
 def _print_hits_of_queries(
     searcher: Searcher,
     request: SearchCommandRequest,
@@ -395,9 +449,11 @@ def _print_hits_of_queries(
         request: the options of the command.
         search_request: the options of the search.
     """
+    incomplete_hits = _IncompleteHits()
     for query_id, text in _read_queries(request):
         with _options.option_errors(documents="--data", tokens="--rerank", queries="--model"):
             hits = searcher.search(text, search_request)
+        incomplete_hits.count(hits, searcher, request)
         if request.as_json and request.has_one_query:
             precision = searcher.precisions
             _common.print_json({"query": text, "precision": precision, "hits": hits})
@@ -414,6 +470,7 @@ def _print_hits_of_queries(
         else:
             reason = _retrievers.reason_without_hits(searcher, search_request.where)
             typer.echo(reason if request.has_one_query else f"{reason}: {text}")
+    incomplete_hits.print_notes()
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
@@ -490,7 +547,7 @@ def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
         "passage": [_format_passage(hit.get("passage")) for hit in hits],
         "score": [f"{hit['score']:.2f}" for hit in hits],
         first_title: [_format_first_ranking(hit.get("first")) for hit in hits],
-        terms_title: [_format_terms(hit["terms"]) for hit in hits],
+        terms_title: [_format_terms(hit["terms"] or []) for hit in hits],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     _common.print_table(

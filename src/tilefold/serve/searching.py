@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -126,10 +126,29 @@ def search_router(service: Service) -> APIRouter:
     router = APIRouter(prefix="/v1")
 
     async def no_indexes(request: Request) -> Response:
+        _check_parameters(request, [])
         return Response(to_json({"indexes": []}), media_type=JSON)
 
     add_route(router, service, "/indexes", no_indexes, "This server has no index")
     return router
+
+
+def _check_parameters(request: Request, accepted: Sequence[str]) -> None:
+    """Raise ``ServeError`` with status 422 for an unknown query parameter of a GET request.
+
+    Args:
+        request: the request.
+        accepted: names of the parameters of the route.
+    """
+    for name in request.query_params:
+        if name in accepted:
+            continue
+        if not accepted:
+            raise invalid(f"unknown query parameter '{name}', expected none")
+        message = f"unknown query parameter '{name}', expected one of {', '.join(accepted)}"
+        if name in SearchBody.model_fields:
+            message += f"; the body of a POST to this path takes `{name}`"
+        raise invalid(message)
 
 
 class _SearchRoutes:
@@ -159,6 +178,7 @@ class _SearchRoutes:
 
     async def indexes(self, request: Request) -> Response:
         """Answer with a description of the index."""
+        _check_parameters(request, [])
         searchable = self.searchable
         index = searchable.index
         description = {
@@ -176,6 +196,7 @@ class _SearchRoutes:
         (whether documents are objects, instead of strings with their JSON).
         """
         self._check_index(request)
+        _check_parameters(request, ["query", "hits", "parse"])
         query = request.query_params.get("query", "")
         hits = request.query_params.get("hits", "10")
         parse = request.query_params.get("parse", "true").lower()
@@ -206,6 +227,7 @@ class _SearchRoutes:
     async def get_document(self, request: Request) -> Response:
         """Answer with the document of an id, in Anserini's format."""
         self._check_index(request)
+        _check_parameters(request, [])
         document_id = request.path_params["docid"]
         if not self.searchable.documents:
             raise ServeError(

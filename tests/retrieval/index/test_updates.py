@@ -120,10 +120,10 @@ def test_an_updated_index_answers_as_one_of_all_documents(
     path = tmp_path / "index"
     case.index.save(path)
     summary = r.update_index(path, case.replacements)
-    assert summary == {"n_documents": 230, "written": 50, "deleted": 0}
+    assert summary == {"n_documents": 230, "written": 50, "deleted": 0, "unknown_ids": []}
     deleted = ids_in(range(5)) + ids_in(range(200, 205))
     summary = r.update_index(path, delete=[*deleted, "nobody"])
-    assert summary == {"n_documents": 220, "written": 0, "deleted": 10}
+    assert summary == {"n_documents": 220, "written": 0, "deleted": 10, "unknown_ids": ["nobody"]}
     assert r.update_index(path, case.additions)["n_documents"] == 250
     assert r.update_index(path, delete=deleted)["deleted"] == 0, "these were deleted before"
 

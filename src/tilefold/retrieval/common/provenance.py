@@ -407,6 +407,27 @@ def ids_to_delete(
     }
 
 
+def unknown_ids(
+    index_ids: Iterable[str],
+    deleted_ids: Iterable[str],
+    passages: str | None,
+) -> list[str]:
+    """Return the ids to delete that name no document and no passage of an index.
+
+    Args:
+        index_ids: ids of the entries: document ids, or passage ids such as ``"d1#0"``.
+        deleted_ids: ids of documents to delete, or of single passages.
+        passages: how documents were divided into passages; None if the entries are documents.
+
+    Returns:
+        The unknown ids in the order of `deleted_ids`, each once.
+    """
+    ids = set(index_ids)
+    if passages is not None:
+        ids.update([_document_of_passage(entry_id) for entry_id in ids])
+    return [name for name in dict.fromkeys(deleted_ids) if name not in ids]
+
+
 def _document_of_passage(passage_id: str) -> str:
     """Return the document's id ``"d1"`` for a passage's id ``"d1#0"``."""
     return passage_id.rpartition("#")[0]

@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from tilefold._internal.arguments import ArgumentError, list_of, list_of_ids, path_of
 from tilefold._internal.files import lock_path
@@ -14,6 +14,7 @@ from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import (
     Provenance,
     ids_to_delete,
+    unknown_ids,
     warn_of_other_precision,
 )
 from tilefold.retrieval.data.metadata import Fields, check_fields_by_id, check_metadata
@@ -229,13 +230,29 @@ def _count_distinct_ids(sources: Sequence[_Source]) -> int:
     return len(source_by_id)
 
 
+class IndexUpdate(TypedDict):
+    """Result of an update of an index.
+
+    Attributes:
+        n_documents: number of documents in the updated index.
+        written: number of new documents.
+        deleted: number of documents that were deleted, without those that were replaced.
+        unknown_ids: ids to delete that were not in the index.
+    """
+
+    n_documents: int
+    written: int
+    deleted: int
+    unknown_ids: list[str]
+
+
 def update_index(
     path: str | Path,
     vectors: SparseVectors | TokenStore | TokenVectors | None = None,
     delete: Collection[str] = (),
     *,
     metadata: Mapping[str, Fields] | None = None,
-) -> dict[str, int]:
+) -> IndexUpdate:
     """Remove documents from a saved index, then add documents or replace those with the same ids.
 
     Only the new documents are indexed, as a segment with the options of the index. If the update
@@ -244,13 +261,14 @@ def update_index(
     Args:
         path: the folder of the index.
         vectors: vectors of the new documents; None only removes documents.
-        delete: ids of documents to remove. Unknown ids are ignored.
+        delete: ids of documents to remove. Unknown ids are not an error, but are returned.
         metadata: document id -> fields of the new documents. It is required if the index stores
             metadata, but may be empty.
 
     Returns:
         ``n_documents``: number of documents in the updated index; ``written``: number of new
-        documents; ``deleted``: number of documents of `delete` that were in the index.
+        documents; ``deleted``: number of documents of `delete` that were in the index;
+        ``unknown_ids``: ids of `delete` that were not in the index.
 
     Warns:
         PrecisionWarning: if the new vectors have another precision than the index.
@@ -269,7 +287,8 @@ def update_index(
         >>> sorted(load_index("growing-index").ids)
         ['d2', 'd3']
     """
-    delete_ids = set(list_of_ids("delete", delete))
+    listed_ids = list_of_ids("delete", delete)
+    delete_ids = set(listed_ids)
     check_fields_by_id("metadata", metadata)
     folder = path_of("path", path)
     backend = read_description(folder)["backend"]
@@ -306,6 +325,7 @@ def update_index(
             new_folder = segments_folder / f"{n_written_segments:05d}"
             new_part = segments.parts[0].build_segment(vectors, new_folder, metadata)
             new_ids = set(new_part.ids)
+        unknown = unknown_ids(segments.ids, listed_ids, segments.provenance.passages)
         n_deleted = _remove_documents(segments, delete_ids, new_ids)
         if new_part is not None:
             new_part.save(new_folder)
@@ -325,6 +345,7 @@ def update_index(
         "n_documents": segments.n_documents,
         "written": len(new_ids),
         "deleted": n_deleted,
+        "unknown_ids": unknown,
     }
 
 

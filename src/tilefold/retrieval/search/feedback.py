@@ -379,7 +379,7 @@ def expand_dense(
     if feedback.top_terms is not None:
         raise ArgumentError(
             "top_terms",
-            "expected None for dense vectors, which have no terms.",
+            "must be left out for dense vectors, which have no terms.",
         )
     row_of = {document: row for row, document in enumerate(document_ids)}
     expanded = queries.float().clone()

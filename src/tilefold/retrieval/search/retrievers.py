@@ -354,6 +354,5 @@ class LateRetriever(_IndexRetriever):
         """
         raise ArgumentError(
             "feedback",
-            "expected None for an index of token vectors, which does not support feedback; "
-            "search without it.",
+            "must be left out for an index of token vectors, which does not support feedback.",
         )

@@ -431,8 +431,8 @@ class Searcher:
             - ``title``: its title, or its text if it has no title.
             - ``terms``: terms that the document shares with the query, largest contribution first.
               Each has the ``term``, its ``contribution`` to the sparse score, the ``share`` of the
-              score that this is and, after feedback, whether ``feedback`` added it. Empty if the
-              searcher has no `vectors`.
+              score that this is and, after feedback, whether ``feedback`` added it. None if the
+              searcher has no `vectors`, the document is not in them, or only `second` found it.
             - ``first``: ``rank`` and ``score`` before reranking, if the request has reranking.
             - ``passage``: the passage that the document was ranked by, if there is one: its
               ``number``, from 1, its ``text``, and the characters ``start`` to ``stop`` that it
@@ -468,7 +468,8 @@ class Searcher:
             raise ArgumentDataError(
                 "documents",
                 "none of the documents found is in the collection (the first is "
-                f"{result_ids[0]!r}); pass the documents that the index was made from.",
+                f"{result_ids[0]!r}); pass the documents that the index was made from, and append "
+                "the documents that were added to the index.",
             )
 
     def _records(self, ranking: Ranking, k: int) -> list[Json]:
@@ -499,7 +500,7 @@ class Searcher:
                 "id": document_id,
                 "score": score,
                 "title": (document.title or document.text) if document else "",
-                "terms": terms.get(result_id, []),
+                "terms": terms.get(result_id),
             }
             passage_id = ranking.passage(_QUERY, result_id)
             if passage_id is not None:
@@ -952,14 +953,15 @@ def _check_unused_arguments(
     if index.backend == BM25Index.backend and model is not None:
         raise ArgumentError(
             "model",
-            "expected None for a BM25 index, which is searched with texts, "
-            f"got {type(model).__name__}.",
+            f"must be left out for a BM25 index, which is searched with texts, got "
+            f"{type(model).__name__}.",
         )
     description = _INDEXES_WITHOUT_SPARSE_VECTORS.get(index.backend)
     if description is not None and vectors is not None:
         raise ArgumentError(
             "vectors",
-            f"expected None for {description}, which does not use sparse vectors, got {vectors}.",
+            f"must be left out for {description}, whose results are not explained by terms, got "
+            f"{vectors}.",
         )
 
 

@@ -222,7 +222,7 @@ def _check_sparse_vector(documents: _Documents, tokens: Sequence[str | None] | N
     if tokens is not None:
         raise ArgumentError(
             "tokens",
-            "expected None with field_type='sparse_vector', whose terms are numbers, got tokens.",
+            "must be left out with field_type='sparse_vector', whose terms are numbers.",
         )
     vocab_size = documents.is_used.size
     if vocab_size > _MAX_SPARSE_VECTOR_TERMS:
