@@ -72,7 +72,8 @@ class TrainRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     data: Annotated[
         str,
         option(
-            _common.DATA_HELP,
+            _common.DATA_HELP
+            + " With --steps 0, a file of documents, such as a .jsonl, is enough.",
         ),
     ]
     negatives: Annotated[
