@@ -500,6 +500,7 @@ def test_special_tokens_are_left_out_on_request(
 
 # in tokens: one document of the small collection, d12, has 25, all other texts have less
 MAX_LENGTH = 24
+TRUNCATION_REMEDY = "the truncated part of a document cannot be found: --passages encodes all of it"
 
 
 @pytest.fixture(scope="module")
@@ -580,7 +581,7 @@ def test_encode_reports_truncated_texts_with_one_and_with_several_processes(
         "4",
     )
     outcome = call(*encode, "--output", tmp_path / "one", "--json")
-    assert outcome.notes == ["4 of 16 documents were cut at 24 tokens"]
+    assert outcome.notes == [TRUNCATION_REMEDY, "4 of 16 documents were cut at 24 tokens"]
     expected = {"count": 4, "max_length": MAX_LENGTH}
     assert json.loads(outcome.out)["truncated"] == expected
     arguments = [str(word) for word in (*encode, "--output", tmp_path / "two", "--devices", "2")]
@@ -696,6 +697,7 @@ def test_encode_resumes_and_says_where(call: Call, truncated: Path, tmp_path: Pa
     assert 0 < n_encoded < 16
     assert call(*encode).notes == [
         f"encoding resumes: {n_encoded} of 16 were done before (--fresh starts over)",
+        TRUNCATION_REMEDY,
         "4 of 16 documents were cut at 24 tokens",
     ]
     nothing_to_do = (
