@@ -23,7 +23,10 @@ LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#]+)((?:#[^)\s]*)?(?:\s+\"[^\"]*\")?\)
 FENCED = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 # Words of a page that become links to generated pages, which the repository does not have.
 GENERATED_LINKS = {
-    "docs/cli.md": ("a reference page", "../reference/commands/index.md"),
+    "docs/cli.md": (
+        "The reference on the documentation site",
+        "../reference/commands/index.md",
+    ),
     "docs/python.md": (
         "the reference of all classes and functions",
         "../reference/python/retrieval.md",
