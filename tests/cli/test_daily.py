@@ -620,7 +620,7 @@ def test_train_reports_truncated_texts_also_when_a_run_is_reused(
     # 12 queries and 12 documents, twice
     expected = [{"texts": 48, "count": 6, "max_length": MAX_LENGTH}]
     assert json.loads(outcome.out)["truncated"] == expected
-    message = "6 of 48 training texts were cut at 24 tokens"
+    message = "6 of 48 uses of training texts were cut at 24 tokens"
     assert outcome.err.splitlines()[-1] == message
     assert message in call(*train).err
 
@@ -672,6 +672,8 @@ def test_ctrl_c_ends_a_process_that_trains(work: Path, masked_lm: str, tmp_path:
         finally:
             process.kill()
     assert "Finished work is kept" in log.read_text()
+    note = r"It resumes at step [1-9]\d*: --save-steps or --save-minutes save more often\."
+    assert re.search(note, log.read_text())
     assert "Traceback" not in log.read_text()
 
 

@@ -192,6 +192,12 @@ def test_pairs_of_steps_are_counted_over_epochs() -> None:
             ["30 steps trained with 300 pairs instead of 480", "9 steps of 30 had a single pair"],
             id="short-batches",
         ),
+        pytest.param(PairCounts(30, 476, 12, 16, 0), [], id="under-one-percent-missing"),
+        pytest.param(
+            PairCounts(30, 475, 11, 16, 0),
+            ["30 steps trained with 475 pairs instead of 480, counting a pair once per epoch"],
+            id="over-one-percent-missing",
+        ),
     ],
 )
 def test_what_differs_from_the_announcement_is_a_warning(

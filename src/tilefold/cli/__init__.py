@@ -90,6 +90,7 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
 
     # Tests run several commands in one process: the lists may hold entries of the last one.
     _common.finished_work_checks.clear()
+    _common.resume_notes.clear()
     _options.command_line[:] = [*args, "--debug"] if debug else args
     try:
         exit_code = _run_command(args)
@@ -112,7 +113,8 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
     if any(has_finished_work() for has_finished_work in _common.finished_work_checks):
         outcome = "Finished work is kept: run the same command again to resume."
     cause = "Ended by SIGTERM" if termination.received else "Interrupted"
-    _common.note(f"{cause}. {outcome}")
+    sentences = [f"{cause}. {outcome}", *(describe() for describe in _common.resume_notes)]
+    _common.note(" ".join(sentences))
     return TERMINATED if termination.received else INTERRUPTED
 
 

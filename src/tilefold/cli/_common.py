@@ -386,6 +386,10 @@ def heartbeat(text: str) -> Iterator[None]:
 # resume from finished work.
 finished_work_checks: list[Callable[[], bool]] = []
 
+# Functions that are called after Ctrl-C or SIGTERM. Each returns a sentence about where the same
+# command would resume.
+resume_notes: list[Callable[[], str]] = []
+
 # Field names of the documents of `--data`; the last entry belongs to the running command.
 _fields: list[DocumentFields] = []
 

@@ -499,9 +499,14 @@ def _no_results_error(named_run: NamedRun, collection: Collection, split: str) -
     elif judged.keys().isdisjoint(named_run.run):
         first_query = next(iter(named_run.run))
         first_judged = next(iter(judged))
+        remedy = check_origin
+        if first_query in collection.queries:
+            splits = [split, *_splits_with_results(named_run, collection)]
+            options = " ".join(f"--split {name}" for name in splits)
+            remedy = f"Make the run with evaluate {options} --save-run FILE."
         reason = (
             f"its first query is {first_query!r}, and the first query of the split is "
-            f"{first_judged!r}). {check_origin}"
+            f"{first_judged!r}). {remedy}"
         )
     else:
         reason = "they have no hit). Check that documents match --where and queries have terms."
@@ -509,6 +514,15 @@ def _no_results_error(named_run: NamedRun, collection: Collection, split: str) -
         f"{named_run.name}: no result for any of the {len(judged)} judged queries of "
         f"{collection.name}, {split} ({reason}",
     )
+
+
+def _splits_with_results(named_run: NamedRun, collection: Collection) -> list[str]:
+    """Return the loaded splits of a collection that have queries of a run."""
+    return [
+        split
+        for split, qrels in collection.qrels.items()
+        if not qrels.keys().isdisjoint(named_run.run)
+    ]
 
 
 @dataclass(frozen=True)
@@ -519,10 +533,12 @@ class Scores:
         tables: split -> query -> measure -> value.
         conventions: split -> convention of the measures -> number of documents or judgements that
             it affects, such as judgements below 0.
+        depth: the number of documents per query that the measures use.
     """
 
     tables: dict[str, Table]
     conventions: dict[str, dict[str, float]]
+    depth: int
 
     @property
     def measures(self) -> list[str]:
@@ -602,7 +618,7 @@ def score(
         )
         n_removed_before = len(queries_without_own_id & qrels.keys())
         conventions[split]["ignored_identical_ids"] += n_removed_before
-    return Scores(tables, conventions)
+    return Scores(tables, conventions, measures.depth)
 
 
 def compare_feedback(
@@ -723,7 +739,7 @@ def print_scores(collection: Collection, scores: Scores) -> None:
         ]
         _common.print_table(["measure", *means], rows, title, right_aligned=means)
     for split, conventions in scores.conventions.items():
-        description = describe_conventions(conventions)
+        description = describe_conventions(conventions, scores.depth)
         if description:
             typer.echo(f"{split}: {description}")
 
@@ -746,11 +762,13 @@ def interval(mean: Mean) -> str:
     return f"{mean.low:.4f} to {mean.high:.4f}"
 
 
-def describe_conventions(conventions: Mapping[str, float]) -> str:
+def describe_conventions(conventions: Mapping[str, float], depth: int) -> str:
     """Describe which evaluation conventions affect the measures; empty if none does.
 
     Args:
         conventions: the counts of one split, as in ``Scores.conventions``.
+        depth: the number of documents per query that the measures use. The next document counts
+            for ties, too, because it could have been inside this depth.
     """
     parts = []
     if conventions["judged@10"] < 1:
@@ -761,7 +779,10 @@ def describe_conventions(conventions: Mapping[str, float]) -> str:
     if conventions["negative"]:
         parts.append(f"grades below 0 count as not relevant: {conventions['negative']:.0f}")
     if conventions["tied"]:
-        parts.append(f"queries with equal scores, ranked by document id: {conventions['tied']:.0f}")
+        parts.append(
+            f"queries with equal scores among their first {depth + 1} documents, ranked by "
+            f"document id: {conventions['tied']:.0f}",
+        )
     n_ignored = conventions["ignored_identical_ids"]
     if n_ignored:
         parts.append(f"hits with the query's own id, ignored, as BEIR does: {n_ignored:.0f}")

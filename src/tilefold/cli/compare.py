@@ -255,7 +255,10 @@ def _print_report(
         f"sign flips, Holm-corrected over {comparisons})",
     )
     for label, run_scores in scores.items():
-        conventions = _scores.describe_conventions(run_scores.conventions[request.split])
+        conventions = _scores.describe_conventions(
+            run_scores.conventions[request.split],
+            run_scores.depth,
+        )
         if conventions:
             typer.echo(f"{label}: {conventions}")
     for difference, queries in zip(differences, worst_queries, strict=True):

@@ -483,6 +483,7 @@ def _train_on_rank(
     output = request.output
     # After an interruption, the user is told whether there is a checkpoint.
     _common.finished_work_checks.append(lambda: newest_step(output) is not None)
+    _common.resume_notes.append(lambda: _resume_note(newest_step(output)))
     resumed_step = 0
     if request.resume:
         resumed_step = newest_step(output) or 0
@@ -655,9 +656,20 @@ def _note_warnings(result: TrainResult) -> None:
             f"{result.ranking_loss:.3f}: the model did not learn; train with a smaller --lr",
         )
     for truncation in result.truncated:
-        report_manifest_truncation("training text", truncation["texts"], truncation)
+        report_manifest_truncation("use of training texts", truncation["texts"], truncation)
     for warning in result.warnings:
         note(f"warning: {warning}")
+
+
+def _resume_note(newest_step: int | None) -> str:
+    """Describe where an interrupted training would resume.
+
+    Args:
+        newest_step: the step of the newest checkpoint; None if there is no checkpoint.
+    """
+    if newest_step is None:
+        return "There is no checkpoint yet: --save-steps or --save-minutes save more often."
+    return f"It resumes at step {newest_step:,}: --save-steps or --save-minutes save more often."
 
 
 def _summary(result: TrainResult, config: Any) -> str:

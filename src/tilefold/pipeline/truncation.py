@@ -300,7 +300,10 @@ class Tally:
         return sentences
 
 
-_IRREGULAR_PLURALS = {"query": "queries"}
+_IRREGULAR_PLURALS = {
+    "query": "queries",
+    "use of training texts": "uses of training texts",
+}
 _active_tallies: list[Tally] = []
 
 

@@ -14,6 +14,7 @@ from tilefold.recipes._rows import Column, Examples
 from tilefold.recipes._settings import TrainingSettings
 
 FEW_STEPS = 20  # fewer steps hardly change a model
+MIN_MISSING_SHARE = 0.01  # of the pairs; fewer missing pairs hardly change a training
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def check_batches(
     return (
         f"at most {max_full_batches:,} of {n_full_batches:,} batches can be full: some queries or "
         "documents occur in very many pairs, but can occur only once per batch. Set fill_batches "
-        "to fill short batches with pairs that an epoch has already had."
+        "(--fill-batches) to fill short batches with pairs that an epoch has already had."
     )
 
 
@@ -250,17 +251,19 @@ def step_warnings(
             f"the data have {n_pairs:,} pairs, fewer than batch_size ({batch_size:,}): no step was "
             f"full, and a query had at most {negatives_among(counts.most):,} negatives.",
         )
-    if counts.total < expected_pairs:
+    n_missing_pairs = expected_pairs - counts.total
+    if n_missing_pairs > 0 and n_missing_pairs >= MIN_MISSING_SHARE * expected_pairs:
         warnings.append(
             f"{count_of(counts.steps, 'step')} trained with {counts.total:,} pairs instead of "
-            f"{expected_pairs:,}: batches were short because a text may occur only once in a "
-            "batch. Set fill_batches to fill them, or use a smaller batch_size.",
+            f"{expected_pairs:,}, counting a pair once per epoch: batches were short because a "
+            "text may occur only once in a batch. Set fill_batches (--fill-batches) to fill them, "
+            "or use a smaller batch_size (--batch-size).",
         )
     if counts.single and not negatives_among(1):
         warnings.append(
             f"{count_of(counts.single, 'step')} of {counts.steps:,} had a single pair and no "
             "negative: their ranking loss is 0, and nothing was learnt from them. Set fill_batches "
-            "to fill them.",
+            "(--fill-batches) to fill them.",
         )
     return tuple(warnings)
 

@@ -351,6 +351,17 @@ def test_a_model_that_is_accelerated_already_stays_as_it_is(
     assert TOKENS in accelerate(trainer, screen=False).active
 
 
+def test_the_handle_of_a_restored_trainer_says_so(tokenizer_folder: Path, tmp_path: Path) -> None:
+    trainer = make_trainer(make_model(tokenizer_folder), tmp_path)
+    handle = accelerate(trainer)
+    assert handle.active
+    restore(trainer)
+    assert str(handle) == "tilefold: nothing active, because the trainer was restored"
+    assert handle.active == ()
+    assert set(handle.inactive.values()) == {"the trainer was restored"}
+    assert accelerate(trainer).active
+
+
 def test_an_error_leaves_the_trainer_as_it_was(tokenizer_folder: Path, tmp_path: Path) -> None:
     model = make_model(tokenizer_folder)
     trainer = make_trainer(model, tmp_path)

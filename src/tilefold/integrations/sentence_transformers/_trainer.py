@@ -60,6 +60,9 @@ PARTS = (SCORES, TOKENS, BATCHES, GRAPHS, LAYERS)
 # thousand steps. The limit is lower so that short runs measure the steps that a long run has.
 MIN_STEPS_TO_COMPILE = 100
 
+# The reason of every part after :meth:`TrainerAcceleration.restore`.
+RESTORED = "the trainer was restored"
+
 _logger = logging.getLogger(__name__)
 
 
@@ -91,6 +94,7 @@ class TrainerAcceleration:
         self._wants_graphs = graphs
         self._wants_compiled = compiled
         self._undo = ExitStack()
+        self._is_restored = False
         # Reasons that are found once, by the name of the part.
         self._reasons: dict[str, str] = {}
         # The steps of the training; None before it begins.
@@ -109,6 +113,7 @@ class TrainerAcceleration:
 
     def restore(self) -> None:
         """Undo the acceleration of the trainer, its loss and its model."""
+        self._is_restored = True
         self._undo.close()
 
     def __enter__(self) -> BaseTrainer:
@@ -119,6 +124,8 @@ class TrainerAcceleration:
 
     def __str__(self) -> str:
         """Return one line with all active parts, and the reasons for those that are not."""
+        if self._is_restored:
+            return f"tilefold: nothing active, because {RESTORED}"
         line = f"tilefold: {', '.join(self.active) or 'nothing'} active"
         if self.inactive:
             reasons = [f"{part} ({reason})" for part, reason in self.inactive.items()]
@@ -134,6 +141,8 @@ class TrainerAcceleration:
         Args:
             part: one of :data:`PARTS`.
         """
+        if self._is_restored:
+            return RESTORED
         if part in self._reasons:
             return self._reasons[part]
         if part == GRAPHS:
