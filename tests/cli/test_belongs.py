@@ -19,7 +19,7 @@ from tests.recipes.small import VOCABULARY, small_collection, small_masked_lm
 from tests.refusals import refused
 from tilefold.cli._common import CommandError
 from tilefold.cli._scores import NamedRun, check_has_results
-from tilefold.retrieval import Document, read_trec_run, write_trec_run
+from tilefold.retrieval import Document, load_collection, read_trec_run, write_trec_run
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.evaluation.measures import choose_weights
 
@@ -418,6 +418,21 @@ def test_weights_chosen_on_reported_queries_are_refused_or_said_to_be_in_sample(
     assert (json.loads(clean.out)["tuned_on"], json.loads(clean.out)["in_sample"]) == ("train", {})
     assert "in sample" not in call(*tuned, "train").out
     fails(call(*runs, "--in-sample"), 2, "--in-sample requires --tune")
+
+
+def test_tuning_on_a_split_without_results_says_how_to_make_the_runs(
+    call: Call,
+    runs: Parts,
+) -> None:
+    data = Path(runs[2])
+    test_queries = load_collection(data).qrels["test"]
+    for name in ("a", "b"):
+        file = data.parent / name
+        run = read_trec_run(file)
+        test_run = {query: scores for query, scores in run.items() if query in test_queries}
+        write_trec_run(test_run, file, overwrite=True)
+    outcome = call(*runs, "--method", "interpolation", "--tune", "train")
+    fails(outcome, 1, "Make the run with evaluate --split train --split test --save-run FILE.")
 
 
 def test_weights_are_chosen_for_the_normalisation_they_are_used_with(

@@ -137,7 +137,7 @@ def test_a_comparison_is_printed_and_plotted(call: Call, work: Path, tmp_path: P
         "Holm-corrected over 2 comparisons",
         "of the first 10 documents are judged",
         "grades below 0 count as not relevant: 1",
-        "queries with equal scores among their first 101 documents, ranked by document id: 2",
+        "queries with equal scores among their first 11 documents, ranked by document id: 2",
     ):
         assert text in output, output
     assert plot.read_bytes().startswith(b"\x89PNG")
