@@ -554,6 +554,24 @@ def test_other_paths_need_a_key(keyed_client: Client, path: str) -> None:
     assert keyed_client.get(path).status != 401
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings", "/query/v1/embeddings"])
+def test_the_openai_routes_answer_a_missing_key_and_a_wrong_method_in_their_form_of_errors(
+    keyed_client: Client,
+    path: str,
+) -> None:
+    without_key = keyed_client.post(path, {"input": "a"})
+    assert without_key.status == 401
+    assert without_key.json == {
+        "message": "expected a valid key in the header Authorization: Bearer KEY",
+        "code": 401,
+        "type": "Validation",
+    }
+    keyed_client.headers = {"authorization": "Bearer sesam"}
+    wrong_method = keyed_client.get(path)
+    assert wrong_method.status == 405
+    assert wrong_method.json["code"] == 405
+
+
 def test_a_request_with_the_key_is_answered(keyed_client: Client) -> None:
     keyed_client.headers = {"authorization": "Bearer sesam"}
     assert keyed_client.post("/embed_sparse", {"inputs": "a"}).status == 200

@@ -266,11 +266,11 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
 def serve(request: ServeRequest) -> None:
     """Serve models and an index over HTTP, with the routes of text-embeddings-inference 1.9.
 
-    POST /embed_sparse, /embed_all, /embed, /rerank, /score, /tokenize and /decode; GET /info,
-    /health, /live and /metrics. The same routes under /query and /document encode queries and
-    documents, if the model distinguishes them. With --index, GET and POST /v1/NAME/search and GET
-    /v1/NAME/doc/ID. The server listens at once, and answers 503 until everything is loaded. Ctrl-C
-    stops it.
+    POST /embed_sparse, /embed_all, /embed, /v1/embeddings, /rerank, /score, /tokenize and /decode;
+    GET /info, /health, /live and /metrics. The same routes under /query and /document encode
+    queries and documents, if the model distinguishes them. With --index, GET and POST
+    /v1/NAME/search and GET /v1/NAME/doc/ID. The server listens at once, and answers 503 until
+    everything is loaded. Ctrl-C stops it.
 
     Example:
         tilefold serve --index INDEX --model MODEL --data DATA

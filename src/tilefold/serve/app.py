@@ -60,6 +60,11 @@ _PAGE_POLICY = (
     f"{_COMMON_POLICY}"
 )
 _SIDE_PREFIXES = tuple(f"/{side}/" for side in SIDES)
+_OPENAI_PATHS = frozenset(
+    f"{prefix}{path}"
+    for prefix in ("", *(f"/{side}" for side in SIDES))
+    for path in ("/v1/embeddings", "/embeddings")
+)
 _PAGE_HEADERS = {
     "content-security-policy": _PAGE_POLICY,
     "referrer-policy": "no-referrer",
@@ -198,17 +203,30 @@ async def _http_error(request: Request, error: Exception) -> Response:
     }
     message = message_of_status.get(status, "the request failed")
     headers = getattr(error, "headers", None)
-    return _error_response(ServeError("Validation", message, status=status), headers)
+    error_of_route = ServeError("Validation", message, status=status)
+    return _error_response(error_of_route, request.url.path, headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Answer a request whose handler raised an unexpected error."""
-    return _error_response(ServeError("Backend", "internal error; the log says why", status=500))
+    internal_error = ServeError("Backend", "internal error; the log says why", status=500)
+    return _error_response(internal_error, request.url.path)
 
 
-def _error_response(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
-    """Create the JSON response of an error."""
-    return Response(error.body(), error.status, headers, JSON)
+def _error_response(
+    error: ServeError,
+    path: str,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Create the JSON response of an error, in OpenAI's format if the path is OpenAI's.
+
+    Args:
+        error: the error.
+        path: path of the request.
+        headers: headers of the response.
+    """
+    content = error.openai_body() if path in _OPENAI_PATHS else error.body()
+    return Response(content, error.status, headers, JSON)
 
 
 class _Guard:
@@ -270,7 +288,8 @@ class _Guard:
 
         refusal = self._refusal(scope)
         if refusal is not None:
-            response = _error_response(*refusal)
+            error_of_request, headers_of_error = refusal
+            response = _error_response(error_of_request, scope["path"], headers_of_error)
             await response(scope, receive, send_with_headers)
             return
         try:
@@ -278,7 +297,8 @@ class _Guard:
         except asyncio.CancelledError:
             # The server is stopping, and the time for running requests is over.
             if not response_started:
-                response = _error_response(ServeError("Unhealthy", "the service is closing"))
+                closing = ServeError("Unhealthy", "the service is closing")
+                response = _error_response(closing, scope["path"])
                 await response(scope, receive, send_with_headers)
         except Exception as error:
             # The client only learns that the request failed. The reason is in the log.
