@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -830,3 +831,19 @@ def test_what_mine_and_score_write_is_what_training_reads(
     assert (
         "of 12 training pairs were left out" in output.err
     )  # BM25 found no other document for them
+
+
+def test_a_dry_run_counts_the_tokens_up_to_the_document_length_of_the_model(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "late"
+    shutil.copytree(shared / "late", model)
+    config_file = model / "sentence_bert_config.json"
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    assert "document_length" in config
+    config["document_length"] = 5
+    config_file.write_text(json.dumps(config), encoding="utf-8")
+    arguments = ("encode", "--model", model, "--data", shared / "data", "--output", "v")
+    assert measured(call(*arguments, "--dry-run", "--json"))["tokens_per_text"] == 5

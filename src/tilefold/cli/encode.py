@@ -844,7 +844,8 @@ def _accepted_texts(
     accepted: list[str] = []
     n_tokens = 0
     errors: list[Exception] = []
-    for text, count in zip(texts, token_counts(model, texts), strict=True):
+    counts = token_counts(model, texts, encoding.kind)
+    for text, count in zip(texts, counts, strict=True):
         if isinstance(count, Exception):  # the error of the tokenizer, in place of a number
             errors.append(count)
             continue

@@ -265,8 +265,8 @@ def test_an_interrupted_run_goes_on_and_writes_the_same_bytes(
         progress=lambda done, total: resumed.append(done),
         **options,
     )
-    # All texts of a shard count once it is written.
-    assert resumed[1] >= progress.n_done[-1], "reported texts are not encoded again"
+    # The first report counts the finished shards and the saved part of the next one.
+    assert resumed[0] >= progress.n_done[-1], "reported texts are not encoded again"
     assert [file.stat().st_mtime_ns for file in shards] == times
 
     encoder.encode(FORTY_TEXTS, tmp_path / "complete", **options)
@@ -418,6 +418,15 @@ def test_texts_that_fail_are_listed_and_the_others_are_encoded(
     assert manifest.truncated == truncated, "of the texts that were encoded"
 
 
+def test_documents_that_are_passed_as_texts_are_an_error_that_says_what_to_pass(
+    encoder: Encoder,
+    tmp_path: Path,
+) -> None:
+    documents = {name: r.Document(name, "", text) for name, text in TEXTS.items()}
+    with pytest.raises(DataError, match=r"got Document; pass the texts, such as collection\."):
+        encoder.encode(documents, tmp_path / "v")
+
+
 def test_texts_that_all_fail_are_an_error(
     encoder: Encoder,
     tmp_path: Path,
@@ -431,7 +440,7 @@ def test_texts_that_all_fail_are_an_error(
         return preprocess(batch, **options)
 
     monkeypatch.setattr(encoder.model, "preprocess", fail_but_at_a)
-    message = r"all 7 of shard 0 failed; the first is 'd0' .ZeroDivisionError.*Check the model"
+    message = r"all 7 of shard 0 failed; the first is 'd0' .ZeroDivisionError.*Check the texts and the model"
     with pytest.raises(DataError, match=message):
         encoder.encode(TEXTS, tmp_path / "v")
     with pytest.raises(DataError, match=r"1 of 2 failed; the first is 'b' .expected a string"):
@@ -477,7 +486,7 @@ def test_a_model_with_weights_of_nan_is_an_error(
 ) -> None:
     with torch.no_grad():
         embeddings.fill_(float("nan"))
-    message = r"all 7 of shard 0 failed; the first is 'd0' .*Check the model"
+    message = r"all 7 of shard 0 failed; the first is 'd0' .*Check the texts and the model"
     with pytest.raises(DataError, match=message):
         encoder.encode(TEXTS, tmp_path / "v")
 

@@ -53,14 +53,17 @@ class FolderEncoder(Generic[M, V]):
     def _open_new_folder(self) -> None:
         """Open a folder that has nothing to resume."""
         self._writer = self.job.open_writer(writes_manifest=True)
-        self._report_start()
+        self.job.output.report(0, self._n_texts)
 
     def _open_folder_to_resume(self) -> None:
         """Open a folder that may have shards, and collect the missing ones."""
         self._writer = self.job.open_writer(writes_manifest=True)
         self._shards.extend(self._missing_shards())
         self._n_written = self._n_texts - sum(len(shard.ids) for shard in self._shards)
-        self._report_start()
+        self._n_reported = self._n_written
+        if self._shards:
+            self._n_reported += self._shards[0].n_saved
+        self.job.output.report(self._n_reported, self._n_texts)
 
     def _encode_or_save(self, *, open_folder: Callable[[], None] | None) -> None:
         """Encode and write the shards. On Ctrl-C, save the finished texts.
@@ -161,10 +164,6 @@ class FolderEncoder(Generic[M, V]):
             self._save_part()
         elif shard.encoded:  # writing a shard whose texts all failed may raise an error
             self._write(shard)
-
-    def _report_start(self) -> None:
-        self._n_reported = self._n_written
-        self.job.output.report(self._n_written, self._n_texts)
 
     def _report(self) -> None:
         """Report how many texts are done, if the count has grown.

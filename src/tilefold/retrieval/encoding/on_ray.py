@@ -232,7 +232,7 @@ def encode_on_ray(
         text_id, failure = next(iter(writer.manifest.failed.items()))
         raise DataError(
             f"texts: all {plan.count} failed; the first is {text_id!r} ({failure}). Check the "
-            "model.",
+            "texts and the model.",
         )
     return writer.finish(plan.count)
 

@@ -19,6 +19,7 @@ from tilefold.pipeline.rows import Batch, Window, WindowEnd, bisect_failures
 from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.pipeline.truncation import Truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
+from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.encoding.job import Job
 from tilefold.retrieval.encoding.truncation import cut_texts
 from tilefold.retrieval.errors import DataError
@@ -33,6 +34,14 @@ __all__ = [
 ]
 
 WAITING_SHARDS = 2  # maximum number of encoded shards that wait for the thread that writes
+
+
+def _describe_wrong_type(value: object) -> str:
+    """Say that a value is not a text, and for a document how to get its text."""
+    reason = f"expected a string, got {type(value).__name__}"
+    if isinstance(value, Document):
+        reason += "; pass the texts, such as collection.contents() or document.contents"
+    return reason
 
 
 @dataclass
@@ -70,7 +79,7 @@ class PendingShard(Generic[V]):
             if isinstance(text, str):
                 self.encodable_ids.append(text_id)
             else:
-                self.failed[text_id] = f"expected a string, got {type(text).__name__}"
+                self.failed[text_id] = _describe_wrong_type(text)
 
     @property
     def n_finished(self) -> int:

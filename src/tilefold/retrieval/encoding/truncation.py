@@ -104,26 +104,27 @@ class TextCutter:
         return _PrefixCutter(tokenizer, self._prompts, self._limit + 1)
 
 
-def token_counts(model: Model, texts: Sequence[str]) -> list[int | Exception]:
+def token_counts(model: Model, texts: Sequence[str], kind: str) -> list[int | Exception]:
     """Count the tokens that a model reads of each text.
 
     Args:
         model: a model of sentence-transformers.
-        texts: the texts. Tokens beyond the model's limit are not counted.
+        texts: the texts. Tokens beyond the model's limit for this kind are not counted.
+        kind: ``"document"`` or ``"query"``.
 
     Returns:
         The number of tokens of each text, or the exception of the tokenizer for that text.
     """
     from tilefold.pipeline.rows import bisect_failures  # it needs torch, which --help does not load
 
-    limit = getattr(model, "max_seq_length", None)
+    limit = _token_limit_of_kind(model, kind)
 
     def count_tokens(batch: list[str]) -> list[int]:
         cut_batch = cut_texts(model, batch)
-        if isinstance(limit, int):
-            encoded = model.tokenizer(cut_batch, truncation=True, max_length=limit)
-        else:
+        if limit is None:
             encoded = model.tokenizer(cut_batch)
+        else:
+            encoded = model.tokenizer(cut_batch, truncation=True, max_length=limit)
         return [len(ids) for ids in encoded["input_ids"]]
 
     counts: list[int | Exception] = []
@@ -209,6 +210,21 @@ def limited(model: Model, kind: str, max_length: int | None) -> Iterator[None]:
 def _length_attribute(kind: str) -> str:
     """Return the attribute of a tokenizer module with the token limit for a kind of texts."""
     return f"{kind}_length"
+
+
+def _token_limit_of_kind(model: Model, kind: str) -> int | None:
+    """Return the token limit of a model for a kind of texts, or None without a limit.
+
+    A limit for this kind replaces the general limit of the model, as in sentence-transformers.
+    """
+    first_module = next(iter(model.children()), None)
+    for limit in (
+        getattr(first_module, _length_attribute(kind), None),
+        getattr(model, "max_seq_length", None),
+    ):
+        if isinstance(limit, int):
+            return limit
+    return None
 
 
 def _token_limit(model: Model) -> int | None:

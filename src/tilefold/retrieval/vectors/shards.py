@@ -331,7 +331,7 @@ def check_not_all_failed(
         name, reason = next(iter(failed.items()))
         raise DataError(
             f"texts: all {len(failed)} of shard {number} failed; the first is {name!r} ({reason}). "
-            "Check the model; earlier shards are kept.",
+            "Check the texts and the model; earlier shards are kept.",
         )
 
 
