@@ -416,16 +416,16 @@ def test_the_blocks_of_the_python_document_run(
 ) -> None:
     backbone = str(small_masked_lm(tmp_path / "backbone"))
     monkeypatch.chdir(tmp_path)
-    blocks = [
-        body
-        for kind, body in FENCE.findall((ROOT / "docs" / "python.md").read_text())
-        if kind == "python"
-    ]
+    fences = FENCE.findall((ROOT / "docs" / "python.md").read_text())
+    blocks = [body for kind, body in fences if kind == "python"]
+    (documents,) = [body for kind, body in fences if kind == "json"]
+    (tmp_path / "my-articles.jsonl").write_text(documents)
     namespace: dict[str, object] = {}
     for number, block in enumerate(blocks):
         small = re.sub(r"max_steps=\d+", "max_steps=2", block.replace('"minilm"', repr(backbone)))
         exec(compile(small, f"docs/python.md, block {number}", "exec"), namespace)  # noqa: S102
     printed = capsys.readouterr().out
+    assert printed.startswith("1 Lost cards "), "the first block searches the file"
     assert f"(6, {VOCABULARY}) True" in printed and "fused {'nDCG@10'" in printed
     points = json.loads((tmp_path / "points.json").read_text())["points"]
     assert len(points) == 6 and points[0]["payload"] == {"document": "cards"}
