@@ -35,6 +35,11 @@ class Kernel:
     __name__ = "_some_kernel"
     arg_names = ("x", "y", "n", "BLOCK")
     params = tuple(SimpleNamespace(do_not_specialize=False) for _ in arg_names)
+    cache_key = "the hash of its source"
+
+    @staticmethod
+    def fn() -> None:
+        """Do nothing, like the Python function of a kernel outside kernels."""
 
     def __init__(self, error: Exception, when: str) -> None:
         self.error, self.when = error, when
