@@ -845,5 +845,16 @@ def test_a_dry_run_counts_the_tokens_up_to_the_document_length_of_the_model(
     assert "document_length" in config
     config["document_length"] = 5
     config_file.write_text(json.dumps(config), encoding="utf-8")
-    arguments = ("encode", "--model", model, "--data", shared / "data", "--output", "v")
-    assert measured(call(*arguments, "--dry-run", "--json"))["tokens_per_text"] == 5
+    arguments = (
+        "encode",
+        "--model",
+        model,
+        "--data",
+        shared / "data",
+        "--output",
+        "v",
+        "--dry-run",
+        "--json",
+    )
+    assert measured(call(*arguments))["tokens_per_text"] == 5
+    assert measured(call(*arguments, "--max-length", "6"))["tokens_per_text"] == 6

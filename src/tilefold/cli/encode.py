@@ -839,18 +839,19 @@ def _accepted_texts(
     Raises:
         CommandError: if the tokenizer refuses all texts.
     """
-    from tilefold.retrieval.encoding.truncation import token_counts
+    from tilefold.retrieval.encoding.truncation import limited, token_counts
 
     accepted: list[str] = []
     n_tokens = 0
     errors: list[Exception] = []
-    counts = token_counts(model, texts, encoding.kind)
+    with limited(model, encoding.kind, encoding.max_length):
+        counts = token_counts(model, texts, encoding.kind)
     for text, count in zip(texts, counts, strict=True):
         if isinstance(count, Exception):  # the error of the tokenizer, in place of a number
             errors.append(count)
             continue
         accepted.append(text)
-        n_tokens += min(count, encoding.max_length or count)
+        n_tokens += count
     if not accepted:
         raise CommandError(
             f"--data: the tokenizer refuses all {len(errors)} texts of the sample "
