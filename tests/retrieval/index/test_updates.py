@@ -432,3 +432,25 @@ def test_an_index_with_metadata_refuses_new_documents_without(
     assert r.update_index(path, delete=["d1"])["n_documents"] == n_documents - 1
     assert r.update_index(path, vectors, metadata={})["n_documents"] == n_documents
     assert r.update_index(path, vectors, metadata=METADATA)["n_documents"] == n_documents
+
+
+@pytest.mark.parametrize("index_keeps", [True, False])
+def test_an_index_refuses_vectors_that_differ_in_special_tokens(
+    index_keeps: bool,
+    tmp_path: Path,
+) -> None:
+    def vectors_of(ids: list[str], keeps: bool) -> r.SparseVectors:
+        provenance = Provenance("a" * 64, special_tokens=None if keeps else False)
+        rows = {name: {0: 1.0, 2: 0.5} for name in ids}
+        return replace(r.SparseVectors.from_rows(rows, 3), provenance=provenance)
+
+    first = vectors_of(["a", "b"], index_keeps)
+    r.write_vectors(first, tmp_path / "vectors")
+    r.build_index(r.read_vectors(tmp_path / "vectors")).save(tmp_path / "index")
+    with pytest.raises(DataError, match=r"vectors: expected (no )?weights of special tokens"):
+        r.update_index(tmp_path / "index", vectors_of(["c"], not index_keeps))
+    r.update_index(tmp_path / "index", vectors_of(["c"], index_keeps))
+    assert list(r.load_index(tmp_path / "index").ids) == ["a", "b", "c"]
+    r.merge_segments(tmp_path / "index")
+    with pytest.raises(DataError, match="special tokens"):
+        r.update_index(tmp_path / "index", vectors_of(["d"], not index_keeps))

@@ -286,7 +286,7 @@ def test_dense_vectors_that_do_not_fit_are_refused() -> None:
     vector = torch.ones(1, 2)
     with pytest.raises(ValueError, match=r"documents: expected \[2, 2\], got \(1, 2\)"):
         r.expand_dense(vector, ["q"], vector, ["a", "b"], RUN, Feedback())
-    with pytest.raises(ValueError, match="top_terms: expected None"):
+    with pytest.raises(ValueError, match="top_terms: must be left out"):
         r.expand_dense(vector, ["q"], vector, ["a"], {}, Feedback(top_terms=3))
 
 

@@ -273,7 +273,7 @@ def test_wrong_options_are_named_and_a_dot_is_kept_on_request_or_where_it_is_not
             tmp_path / "out",
             **wrong,
         )
-    message, kind = "expected None with field_type='sparse_vector'", "sparse_vector"
+    message, kind = "must be left out with field_type='sparse_vector'", "sparse_vector"
     refused(
         ValueError, message, export_opensearch, ONE, tmp_path / "out", ["a", "b"], field_type=kind
     )

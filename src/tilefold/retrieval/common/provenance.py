@@ -56,27 +56,32 @@ class Provenance:
             if they were not divided.
         precision: number types of the model's matrix products, such as ``"bf16"`` or
             ``"bf16, fp32"``. Provenances that differ in it only are considered equal.
+        special_tokens: False if weights of special tokens, such as ``[CLS]``, were left out; None
+            if they were kept, or if this is unknown. Only vectors that are added to an index have
+            to agree in it.
     """
 
     model_fingerprint: str | None = None
     texts_sha256: str | None = None
     passages: str | None = None
     precision: str | None = None
+    special_tokens: bool | None = None
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
         """Read the fields from a manifest or its settings, ignoring other keys."""
         return cls(**{item.name: values.get(item.name) for item in fields(cls)})
 
-    def to_dict(self) -> dict[str, str | None]:
+    def to_dict(self) -> dict[str, str | bool | None]:
         """Return the fields for a manifest.
 
-        Passages and precision are left out if they are unknown.
+        Passages, precision and special tokens are left out if they are None.
         """
+        optional_fields = ("passages", "precision", "special_tokens")
         return {
             name: value
             for name, value in asdict(self).items()
-            if value is not None or name not in ("passages", "precision")
+            if value is not None or name not in optional_fields
         }
 
     @classmethod

@@ -443,6 +443,7 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
         )
     if isinstance(vectors, SparseVectors):
         check_same_vocabulary(segments, vectors, "the index", "vectors")
+        _check_same_special_tokens(index_provenance, provenance)
         return
     # Only the folder of dense vectors records a similarity.
     similarity = getattr(getattr(vectors, "manifest", None), "similarity", None)
@@ -453,6 +454,29 @@ def _check_segment_vectors(segments: Segments, vectors: _Vectors) -> None:
             "vectors",
             f"expected (dimension, similarity) {expected} as in the index, got {actual}.",
         )
+
+
+def _check_same_special_tokens(index: Provenance, vectors: Provenance) -> None:
+    """Raise ``DataError`` if special tokens were left out of an index or of new vectors only.
+
+    Scores with and without them are not comparable. Vectors of an unknown model are not checked.
+
+    Args:
+        index: the provenance of the index.
+        vectors: the provenance of the new vectors.
+    """
+    is_known = bool(index.model_fingerprint and vectors.model_fingerprint)
+    index_keeps = index.special_tokens is not False
+    vectors_keep = vectors.special_tokens is not False
+    if not is_known or index_keeps == vectors_keep:
+        return
+    content = {True: "weights of special tokens", False: "no weights of special tokens"}
+    option = "without" if index_keeps else "with"
+    raise ArgumentDataError(
+        "vectors",
+        f"expected {content[index_keeps]}, as in the index, got {content[vectors_keep]}. Encode "
+        f"the documents again {option} special_tokens=False (--no-special-tokens).",
+    )
 
 
 def _provenance_of(vectors: _Vectors) -> Provenance:

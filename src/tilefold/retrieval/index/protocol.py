@@ -205,6 +205,9 @@ def _problem_of(manifest: Json) -> str | None:
         if not isinstance(value, expected_type) or isinstance(value, bool):
             type_name = getattr(expected_type, "__name__", expected_type)
             return f"wrong {key}: expected {type_name}, got {value!r:.80}"
+    special_tokens = manifest.get("special_tokens")
+    if not isinstance(special_tokens, bool | None):
+        return f"wrong special_tokens: expected bool | None, got {special_tokens!r:.80}"
     schema = manifest.get("schema_version")
     if schema != SCHEMA_VERSION:
         return f"schema {schema!r}"

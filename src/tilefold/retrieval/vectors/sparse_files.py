@@ -323,7 +323,7 @@ def write_vectors(
     check_least("shard_size", shard_size)
     # The precision is recorded with each shard, and not with the settings.
     provenance = replace(vectors.provenance, precision=None).to_dict()
-    settings = {name: value for name, value in provenance.items() if value}
+    settings = {name: value for name, value in provenance.items() if value is not None}
     manifest = VectorManifest(
         vocab_size=vectors.vocab_size,
         fingerprint=vectors.fingerprint,
