@@ -26,6 +26,7 @@ from tilefold import __version__, cli, ops
 from tilefold.cli.info import OPTIONAL_PACKAGES, collect
 from tilefold.ops.implementations import kernel_of
 from tilefold.ops.lsr_head import configs
+from tilefold.recipes import minilm_splade
 from tilefold.retrieval import open_tokens, read_trec_run, read_vectors, write_vectors
 
 VERBS = (
@@ -421,11 +422,12 @@ def test_an_index_of_minilm_grows_by_documents_that_minilm_encodes_later(
 
 def test_a_saved_model_makes_its_own_kind_only(call: Any, packaged: Path, tmp_path: Path) -> None:
     output = ("--data", packaged / "data", "--output", tmp_path / "v")
+    minilm_splade().save_pretrained(str(tmp_path / "splade"))
     for model, kind, message in (
-        ("splade", "tokens", "is a SparseEncoder; expected a multi-vector model"),
-        ("colbert", "sparse", "is a multi-vector model; expected a SparseEncoder"),
+        (tmp_path / "splade", "tokens", "is a SparseEncoder; expected a multi-vector model"),
+        (packaged / "colbert", "sparse", "is a multi-vector model; expected a SparseEncoder"),
     ):
-        fails(call("encode", "--model", packaged / model, "--kind", kind, *output), 2, message)
+        fails(call("encode", "--model", model, "--kind", kind, *output), 2, message)
 
 
 def test_json_and_text_say_what_auto_runs_on_every_device_and_what_is_installed(call: Call) -> None:

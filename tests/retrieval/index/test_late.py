@@ -302,7 +302,12 @@ def test_an_updated_index_answers_as_one_of_all_documents(storage: str, tmp_path
     deleted = document_ids(range(5), range(400, 405))
     r.LateIndex.build(first, path, storage=storage)
     summary = r.update_index(path, second)
-    assert summary == {"n_documents": 430, "written": 50, "deleted": 0}
+    assert summary == {
+        "n_documents": 430,
+        "written": 50,
+        "deleted": 0,
+        "unknown_ids": [],
+    }
     assert r.update_index(path, delete=[*deleted, "nobody"])["deleted"] == 10
     assert r.update_index(path, third)["n_documents"] == 450
 
