@@ -178,7 +178,7 @@ def minilm_splade(
             else:
                 _set_bias(network, hidden, percentile)
         with tempfile.TemporaryDirectory(prefix="tilefold-minilm-") as folder:
-            network.save_pretrained(folder)
+            _save_on_any_rank(network, Path(folder))
             tokenizer.save_pretrained(folder)
             transformer = Transformer(
                 folder,
@@ -191,6 +191,25 @@ def minilm_splade(
         encoder = SparseEncoder(modules=[transformer, SpladePooling("max", "relu")], device=device)
     encoder.model_card_data.base_model = MINILM_NAME
     return stay_offline(encoder)
+
+
+def _save_on_any_rank(network: Network, folder: Path) -> None:
+    """Save a transformers model in the files of ``save_pretrained``.
+
+    Of several processes of a group, ``save_pretrained`` writes files on the first one only. Here
+    each process needs files of its own.
+
+    Args:
+        network: the model.
+        folder: an existing folder.
+    """
+    from safetensors.torch import save_file
+
+    network.config.architectures = [type(network).__name__]
+    network.config.save_pretrained(folder)
+    # Tied weights share memory, which the format does not allow.
+    weights = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def keep_lowest_layers(network: Network, layers: int) -> None:

@@ -251,7 +251,7 @@ def test_gradients_are_foreseen_from_the_results_of_the_device(
     monkeypatch.setattr(launch, "start_plan", foresee)
     monkeypatch.setattr(impl, "takes_kernels", lambda device: True)
     monkeypatch.setattr(api, "triton_interpreted", lambda: False)
-    monkeypatch.setattr("tilefold.ops.implementations.chosen_impl", chosen_impl)
+    monkeypatch.setattr("tilefold.ops._shared.impl.chosen_impl", chosen_impl)
     forget_calls()
     sample = next(case.sample for name, case in CASES.items() if "entmax_attention" in name)
     sample.results(sample.leaves(), {"impl": "triton", **sample.arguments()})
