@@ -343,4 +343,7 @@ def test_a_search_without_hits_says_why(
     monkeypatch.chdir(tmp_path)
     write_articles()
     done(call("index", "--backend", "bm25", "--data", "articles.jsonl", "--output", "words"))
-    assert done(call("search", *arguments, "--index", "words")).out == f"{reason}\n"
+    result = done(call("search", *arguments, "--index", "words"))
+    assert result.out == f"{reason}\n"
+    filter_matches_nothing = reason == "no hits"
+    assert ("--where: none of the" in result.err) == filter_matches_nothing

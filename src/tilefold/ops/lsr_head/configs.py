@@ -480,7 +480,7 @@ def plan_splits(work: ForwardWork, setting: Setting) -> Splits:
     A program instance takes items: a tile of the vocabulary, and a split of the token tiles. The
     choice gives the least work to the busiest instance. Work is counted in tiles: an item costs a
     part of a tile more, and reading operands from memory lengthens each tile
-    (:func:`_cost_of_reads`). How many rows of ragged sequences are valid is known on the device
+    (:func:`_reads_per_product`). How many rows of ragged sequences are valid is known on the device
     only, so the choice is then the best on average over several shares.
 
     Args:
