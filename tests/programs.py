@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
@@ -83,8 +83,10 @@ class Forked:
         return code
 
     def send_signal(self, sent: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, sent)
+        # The server of forks may have reaped the process before its exit code arrives here.
+        with suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, sent)
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
