@@ -32,6 +32,11 @@ USAGE = [
     ("train", "Missing option '--output'. Folder for the trained model."),
     ("train --output m", "Missing option '--data'. A folder in the BEIR layout, or pydocs"),
     ("encode --model m --output v", "Missing option '--data'. A BEIR folder, documents alone"),
+    ("index --vectors v", "Missing option '--output'. Folder for the index."),
+    (
+        "index --check i --overwrite",
+        "--overwrite has no effect with --check, which changes nothing",
+    ),
     ("evaluate --run r", "Missing option '--data'. A folder in the BEIR layout, or pydocs"),
     ("mine --run r --output m", "Missing option '--data'. A folder in the BEIR layout, or pydocs"),
     ("score m --teacher bm25 --output o", "Missing option '--data'. A folder in the BEIR layout"),

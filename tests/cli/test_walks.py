@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -347,3 +348,26 @@ def test_a_search_without_hits_says_why(
     assert result.out == f"{reason}\n"
     filter_matches_nothing = reason == "no hits"
     assert ("--where: none of the" in result.err) == filter_matches_nothing
+
+
+def test_a_check_of_an_index_reports_its_parts_and_fails_if_a_file_is_damaged(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
+    index = tmp_path / "index"
+    shutil.copytree(shared / "index", index)
+    done(call("index", "--update", "--vectors", shared / "vectors", "--output", index))
+    report = done(call("index", "--check", index)).out
+    n_documents = r.load_index(index).n_documents
+    assert f"{index}: intact; exact, {n_documents} documents, " in report
+    assert f"--merge would combine 2 parts, and delete {n_documents} removed documents" in report
+
+    ids = index / "segments" / "00001" / "ids.npy"
+    ids.write_bytes(ids.read_bytes()[:-1] + b"?")
+    outcome = call("index", "--check", index, "--json")
+    assert outcome.code == 1
+    check = json.loads(outcome.out)
+    assert not check["intact"]
+    assert check["damage"] == [f"{ids}: damaged; its checksum is not the one in index.json."]
+    assert [part["n_documents"] for part in check["parts"]] == [n_documents, n_documents]

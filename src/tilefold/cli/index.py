@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
+import typer
+
 from tilefold import retrieval
 from tilefold._internal.files import lock_path
 from tilefold.cli import _common, _options, _retrievers, _scores
@@ -21,6 +23,7 @@ from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.bm25 import BM25Options
+    from tilefold.retrieval.index.checking import IndexCheck
     from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.index.merging import IndexUpdate
     from tilefold.retrieval.index.qdrant import Documents, QdrantCollection
@@ -38,6 +41,7 @@ LATE = "late"
 SEISMIC = "seismic"
 # Queries on which a late index measures its recall.
 SAMPLED_QUERIES = 64
+_MISSING_OUTPUT = "Missing option '--output'. Folder for the index."
 # Unknown ids of --delete that a note lists.
 SHOWN_UNKNOWN_IDS = 5
 _BACKEND_HELP = (
@@ -53,11 +57,11 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
     """Options of ``tilefold index``."""
 
     output: Annotated[
-        Path,
+        Path | None,
         option(
-            "Folder for the index.",
+            "Folder for the index, or of the index to change; required unless --check is given.",
         ),
-    ]
+    ] = None
     vectors: Annotated[
         Path | None,
         option(
@@ -248,6 +252,14 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
             panel="Changes of an index",
         ),
     ] = False
+    check: Annotated[
+        Path | None,
+        option(
+            "Only check this index: checksums, parts, files that belong to nothing, and what "
+            "--merge would save; exit code 1 if it is damaged.",
+            panel="Changes of an index",
+        ),
+    ] = None
     as_json: Annotated[
         bool,
         option(
@@ -258,7 +270,12 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
 
     def validate(self) -> None:
         """Raise ``UsageError`` for conflicting options, and for options without effect."""
+        if self.check is not None:
+            self._refuse_options_besides_check()
+            return
         super().validate()
+        if self.output is None:
+            raise UsageError(_MISSING_OUTPUT)
         if self.changes_index:
             self._refuse_options_of_new_index()
         self._refuse_options_of_other_backends()
@@ -290,6 +307,25 @@ class IndexRequest(_retrievers.PassageOptions, DocumentFieldOptions):
                 {"--tokens": self.tokens},
                 f"requires --backend late; {backend} reads --vectors or --data",
             )
+
+    def _refuse_options_besides_check(self) -> None:
+        """Raise ``UsageError`` if another option than ``--json`` was given with ``--check``."""
+        names = _options.spellings(type(self))
+        for field in fields(self):
+            if field.name in ("check", "as_json"):
+                continue
+            is_default = getattr(self, field.name) == field.default
+            refuse_options(
+                {names[field.name]: not is_default},
+                "has no effect with --check, which changes nothing: leave it out",
+            )
+
+    @property
+    def folder(self) -> Path:
+        """The folder of ``--output``."""
+        if self.output is None:
+            raise UsageError(_MISSING_OUTPUT)
+        return self.output
 
     @property
     def new_backend(self) -> str:
@@ -395,15 +431,66 @@ def index(request: IndexRequest) -> None:
     scores all documents on a GPU, and candidates on a CPU; their recall is printed.
 
     --update, --delete and --merge change the index at --output. An interrupted change leaves it
-    intact.
+    intact. --check only reads an index.
 
     Example:
         tilefold index --vectors VECTORS --output INDEX
     """
-    if request.changes_index:
+    if request.check is not None:
+        _check_index(request.check, as_json=request.as_json)
+    elif request.changes_index:
         _change_index(request)
     else:
         _build_index(request)
+
+
+def _check_index(folder: Path, *, as_json: bool) -> None:
+    """Check an index, print the result, and exit with code 1 if the index is damaged.
+
+    Args:
+        folder: the folder of the index.
+        as_json: whether JSON is printed.
+    """
+    from tilefold.retrieval.index.checking import check_index
+
+    with _common.heartbeat("checking"):
+        check = check_index(folder)
+    _common.print_result(check.to_dict(), as_json, *_describe_check(check))
+    if not check.is_intact:
+        raise typer.Exit(1)
+
+
+def _describe_check(check: IndexCheck) -> list[str]:
+    """Return the lines that describe a checked index: state, parts, damage, orphans and merge."""
+    state = "intact" if check.is_intact else f"damaged ({len(check.damage)})"
+    lines = [
+        f"{check.path}: {state}; {check.backend or 'unknown backend'}, "
+        f"{check.n_documents:,} documents, {check.n_files} files checked",
+    ]
+    lines += [f"damaged: {problem}" for problem in check.damage]
+    if len(check.parts) > 1:
+        for part in check.parts:
+            lines.append(
+                f"part {part.folder or 'first'}: {_counted(part.n_documents, 'document')}, "
+                f"{part.n_removed:,} removed, {_common.size(part.n_bytes)}",
+            )
+    for orphan in check.orphans:
+        lines.append(f"orphan: {orphan.path} ({_common.size(orphan.n_bytes)}) is in no manifest")
+    if check.is_being_written:
+        lines.append("another process is writing the index, so orphans were not searched")
+    merge = check.merge
+    if merge is not None and (merge.n_segments or merge.n_removed):
+        lines.append(
+            f"--merge would combine {_counted(merge.n_segments + 1, 'part')}, and delete "
+            f"{_counted(merge.n_removed, 'removed document')} "
+            f"(about {_common.size(merge.n_bytes)})",
+        )
+    return lines
+
+
+def _counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as ``"1 part"`` or ``"2 parts"``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _change_index(request: IndexRequest) -> None:
@@ -414,9 +501,9 @@ def _change_index(request: IndexRequest) -> None:
     seconds = round(time.monotonic() - started, 3)
     summary = (
         f"{counts['n_documents']} documents: {counts['written']} written, {counts['deleted']} "
-        f"removed in {seconds:.1f} s: {request.output}"
+        f"removed in {seconds:.1f} s: {request.folder}"
     )
-    result = {"output": str(request.output), **counts, "seconds": seconds}
+    result = {"output": str(request.folder), **counts, "seconds": seconds}
     _common.print_result(result, request.as_json, summary)
     if counts["unknown_ids"]:
         _note_unknown_ids(request, counts["unknown_ids"])
@@ -442,11 +529,11 @@ def _build_index(request: IndexRequest) -> None:
     """Build a new index, save it at ``--output``, and print its size."""
     started = time.monotonic()
     if not request.overwrite:
-        _refuse_existing_index(request.output)
+        _refuse_existing_index(request.folder)
     splitter = request.passage_splitter()
-    with lock_path(request.output), _common.heartbeat(f"indexing ({request.new_backend})"):
+    with lock_path(request.folder), _common.heartbeat(f"indexing ({request.new_backend})"):
         built = _build(request, splitter)
-        built.save(request.output, overwrite=request.overwrite)
+        built.save(request.folder, overwrite=request.overwrite)
         n_documents = built.n_documents
         if request.new_backend == QDRANT:
             built.close()  # its files are open until then
@@ -478,7 +565,7 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
     """
     backend = request.new_backend
     result: dict[str, Any] = {
-        "output": str(request.output),
+        "output": str(request.folder),
         "backend": backend,
         "n_documents": n_documents,
         "seconds": seconds,
@@ -490,12 +577,12 @@ def _print_new_index(request: IndexRequest, built: Any, n_documents: int, second
     if built.metadata is not None:
         result["metadata"] = built.metadata.kinds
     unit = "passages" if built.provenance.passages else "documents"
-    summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.output}"
+    summary = f"{n_documents} {unit} indexed ({backend}) in {seconds:.1f} s: {request.folder}"
     if backend == LATE:
         summary += f" ({_describe_late(built)})"
     if built.metadata is not None:
         summary += f"; metadata: {_describe_metadata(built.metadata.kinds)}"
-    search_words = ["search", "QUERY", "--index", request.output]
+    search_words = ["search", "QUERY", "--index", request.folder]
     if backend != BM25:
         search_words += ["--model", "MODEL"]
     if request.data is not None:
@@ -689,7 +776,7 @@ def _build_late(request: IndexRequest) -> Any:
         vectors = _retrievers.read_tokens(request.tokens)
         return retrieval.LateIndex.build(
             vectors,
-            request.output,
+            request.folder,
             storage=request.storage or "int8",
             pool_factor=1 if request.pool_factor is None else request.pool_factor,
             queries=queries,
@@ -733,7 +820,7 @@ def _build_qdrant(
     n_written = 0
     _common.finished_work_checks.append(lambda: n_written > 0)
     is_on_server = request.url is not None
-    default_name = request.output.resolve().name
+    default_name = request.folder.resolve().name
     with (
         _options.option_errors(url="--url", weights="--weights", name="--collection"),
         _common.progress_bar("indexing") as update,
@@ -751,7 +838,7 @@ def _build_qdrant(
             vectors,
             QDRANT,
             metadata=metadata,
-            folder=None if is_on_server else request.output,
+            folder=None if is_on_server else request.folder,
             url=request.url,
             collection=(request.collection or default_name) if is_on_server else None,
             weights=request.weights or "float32",
@@ -773,7 +860,7 @@ def _change(request: IndexRequest) -> IndexUpdate:
     Raises:
         UsageError: if options do not fit the index.
     """
-    backend = read_description(request.output)["backend"]
+    backend = read_description(request.folder)["backend"]
     _check_change_fits(request, backend)
     deleted_ids = [] if request.delete is None else _read_ids(request.delete)
     if backend == BM25:
@@ -790,7 +877,7 @@ def _check_change_fits(request: IndexRequest, backend: str) -> None:
         request: the options of the command.
         backend: the backend of the index at ``--output``.
     """
-    output = request.output
+    output = request.folder
     accepted_backends = {None, backend}
     if backend == DENSE:
         accepted_backends.add("exact")  # a new index of dense vectors is built with this value
@@ -841,9 +928,9 @@ def _change_segments(
         path="--output",
     ):
         if request.update or request.delete is not None:
-            counts = update_index(request.output, vectors, deleted_ids, metadata=metadata)
+            counts = update_index(request.folder, vectors, deleted_ids, metadata=metadata)
         if request.merge:
-            counts["n_documents"] = merge_segments(request.output)
+            counts["n_documents"] = merge_segments(request.folder)
     return counts
 
 
@@ -881,7 +968,7 @@ def _change_bm25(request: IndexRequest, deleted_ids: Sequence[str]) -> IndexUpda
     """
     if request.update and request.data is None:
         raise UsageError("--update: a BM25 index needs the new documents: give them with --data.")
-    output = request.output
+    output = request.folder
     with lock_path(output), _options.option_errors(index="--output", documents="--data"):
         index = retrieval.BM25Index.load(output)
         passages = index.provenance.passages
@@ -937,7 +1024,7 @@ def _change_qdrant(request: IndexRequest, deleted_ids: list[str]) -> IndexUpdate
     from tilefold.retrieval.index.qdrant import Documents
     from tilefold.retrieval.index.qdrant.index import QdrantIndex
 
-    output = request.output
+    output = request.folder
     metadata = None
     documents = None
     if request.update:

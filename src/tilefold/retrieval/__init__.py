@@ -31,6 +31,7 @@ _NAMES = {
     "index.dense": "DenseIndex",
     "index.late": "LateIndex",
     "data.metadata": "Filter",
+    "index.checking": "IndexCheck check_index",
     "index.merging": "merge_segments merge_vectors update_index",
     "index.bm25": "BM25Index",
     "encoding.dense": "encode_dense encoded_index",

@@ -24,7 +24,7 @@ from torch.nn.functional import normalize
 
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.index.exact import ExactIndex
-from tilefold.retrieval.index.protocol import read_array
+from tilefold.retrieval.index.protocol import CANDIDATES_FOLDER, read_array
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
 # A function that iterates over a collection. It yields the lengths of some documents, and the fp32
@@ -32,8 +32,7 @@ from tilefold.retrieval.vectors.sparse import SparseVectors
 Blocks = Callable[[], Iterator[tuple[npt.NDArray[np.int64], Tensor]]]
 
 _CENTROIDS_FILE = "centroids.npy"
-_DOCUMENTS_FOLDER = "candidates"
-CENTROID_FILES = (_CENTROIDS_FILE, _DOCUMENTS_FOLDER)
+CENTROID_FILES = (_CENTROIDS_FILE, CANDIDATES_FOLDER)
 # Smaller collections have no centroids, because their tokens are read in milliseconds.
 FEWEST_TOKENS = 1 << 18
 
@@ -118,7 +117,7 @@ class Centroids:
     def save(self, folder: Path) -> None:
         """Write the centroids and their documents into the folder of an index."""
         np.save(folder / _CENTROIDS_FILE, self.vectors.numpy())
-        self.documents.save(folder / _DOCUMENTS_FOLDER)
+        self.documents.save(folder / CANDIDATES_FOLDER)
 
     @classmethod
     def load(cls, folder: Path, dimension: int) -> Centroids | None:
@@ -135,7 +134,7 @@ class Centroids:
         """
         if not (folder / _CENTROIDS_FILE).exists():
             return None
-        documents = ExactIndex.load(folder / _DOCUMENTS_FOLDER)
+        documents = ExactIndex.load(folder / CANDIDATES_FOLDER)
         # The terms of this index are the centroids.
         n_centroids = documents.vocab_size
         vectors = read_array(folder / _CENTROIDS_FILE, np.float32, n_centroids, dimension)

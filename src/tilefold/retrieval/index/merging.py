@@ -21,7 +21,7 @@ from tilefold.retrieval.data.metadata import Fields, check_fields_by_id, check_m
 from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
-from tilefold.retrieval.index.segments import Segments, listed_parts
+from tilefold.retrieval.index.segments import LIST_NAME, Segments, listed_parts
 from tilefold.retrieval.vectors.shards import Manifest, ShardWriter, check_complete, differences
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_same_vocabulary
 from tilefold.retrieval.vectors.sparse_files import (
@@ -337,7 +337,7 @@ def update_index(
             for name, removed in zip(names, segments.removed, strict=True)
         ]
         write_json_object(
-            segments_folder / "current.json",
+            segments_folder / LIST_NAME,
             {"parts": parts, "written": n_written_segments},
             durable=True,
         )

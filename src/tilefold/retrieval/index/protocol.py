@@ -42,6 +42,8 @@ __all__ = ["Hit", "SparseIndex", "hits_to_run"]
 MANIFEST_NAME = "index.json"
 # Folder of the segments that were added to an index since it was built.
 SEGMENTS = "segments"
+# Folder of the sparse index that finds candidates, in a large index of token vectors.
+CANDIDATES_FOLDER = "candidates"
 SCHEMA_VERSION = 1
 # Entries of a manifest and their types.
 _TYPES: dict[str, type | UnionType] = {

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 # and drops removed ones. If there are more, the search masks them.
 _MAX_EXTRA_HITS = 32
 
-__all__ = ["Segments", "listed_parts", "open_segments"]
+# Name of the list of parts, in the folder of the segments.
+LIST_NAME = "current.json"
+
+__all__ = ["LIST_NAME", "Segments", "listed_parts", "open_segments"]
 
 
 class Segments:
@@ -274,7 +277,7 @@ def listed_parts(path: Path) -> Json:
         ``written``, the number of segments that were ever written. The name of the index itself,
         which is the first part, is empty. An index without segments has an empty list.
     """
-    file = path / SEGMENTS / "current.json"
+    file = path / SEGMENTS / LIST_NAME
     if not file.exists():
         return {"parts": [], "written": 0}
     return read_json_object(file, REMEDY)

@@ -1,0 +1,410 @@
+"""Check of a saved index: checksums, parts, unlisted files, and what a merge would save."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tilefold._internal.arguments import path_of
+from tilefold._internal.files import LOCK, SCRATCH, InUseError, lock_folder, sha256_file
+from tilefold.retrieval.common.files import Json, check_folder
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index import LATE
+from tilefold.retrieval.index.opening import open_index
+from tilefold.retrieval.index.protocol import (
+    CANDIDATES_FOLDER,
+    MANIFEST_NAME,
+    SEGMENTS,
+    StoredIds,
+    read_description,
+)
+from tilefold.retrieval.index.segments import LIST_NAME, listed_parts
+
+__all__ = ["IndexCheck", "MergeSavings", "Orphan", "PartCheck", "check_index"]
+
+# How often a check begins again because the index has changed in the meantime.
+_ATTEMPTS = 3
+# Backends without segments. Their classes read the ids, and check them when an index is opened.
+_QDRANT = "qdrant"
+_BM25 = "bm25"
+# Suffix of a folder that was replaced in two steps, and has not been removed.
+_REPLACED = ".old"
+# Pattern of the characters that `tempfile.mkdtemp` puts between a prefix and a suffix.
+_RANDOM_NAME = "?" * 8
+
+
+@dataclass(frozen=True)
+class PartCheck:
+    """One part of an index: the index that was built first, or a segment.
+
+    Attributes:
+        folder: name of the segment's folder; empty for the index that was built first.
+        n_documents: number of documents in the files of the part.
+        n_removed: how many of them were removed or replaced later.
+        n_bytes: size of the part's files.
+    """
+
+    folder: str
+    n_documents: int
+    n_removed: int
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A file or folder that no manifest lists, such as one of a killed update.
+
+    Attributes:
+        path: the file or folder.
+        n_bytes: its size, with everything in it.
+    """
+
+    path: str
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class MergeSavings:
+    """Savings of a merge of all parts.
+
+    Attributes:
+        n_segments: number of segments, which a search would no longer visit.
+        n_removed: number of removed documents, whose vectors would be deleted.
+        n_bytes: estimated size of these vectors: the part's size times its removed fraction.
+    """
+
+    n_segments: int
+    n_removed: int
+    n_bytes: int
+
+
+@dataclass
+class IndexCheck:
+    """Result of :func:`check_index`.
+
+    Attributes:
+        path: the folder of the index.
+        backend: the backend; None if the manifest is damaged.
+        n_documents: number of documents that a search can return.
+        n_files: number of files whose checksum was compared.
+        parts: the parts of the index.
+        damage: descriptions of what is damaged or missing; empty for an intact index.
+        orphans: files and folders that no manifest lists.
+        is_being_written: whether another process was writing the index, so that orphans were not
+            searched.
+        merge: what a merge would save; None for a backend without segments.
+    """
+
+    path: str
+    backend: str | None = None
+    n_documents: int = 0
+    n_files: int = 0
+    parts: list[PartCheck] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    orphans: list[Orphan] = field(default_factory=list)
+    is_being_written: bool = False
+    merge: MergeSavings | None = None
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether nothing is damaged or missing. Orphans are no damage."""
+        return not self.damage
+
+    def to_dict(self) -> Json:
+        """Return the fields and :attr:`is_intact`, for JSON."""
+        return {"intact": self.is_intact, **asdict(self)}
+
+
+def check_index(path: str | Path) -> IndexCheck:
+    """Compare all files of a saved index with their checksums, and look for inconsistent parts.
+
+    Nothing is changed. If another process changes the index in the meantime, the check begins
+    again.
+
+    Args:
+        path: the folder of the index, of any backend.
+
+    Raises:
+        FileNotFoundError: if the folder is not an index.
+        InUseError: if the index keeps changing, or if an embedded Qdrant index is open elsewhere.
+
+    Examples:
+        >>> from tilefold.retrieval import SparseVectors, build_index, check_index
+        >>> documents = SparseVectors.from_rows({"d1": {0: 1.0}, "d2": {0: 2.0}}, vocab_size=3)
+        >>> build_index(documents).save("checked-index")
+        >>> check = check_index("checked-index")
+        >>> check.is_intact, check.n_documents
+        (True, 2)
+    """
+    folder = path_of("path", path)
+    check_folder(folder, MANIFEST_NAME, "an index, as tilefold index writes it")
+    for _ in range(_ATTEMPTS):
+        state = _committed_state(folder)
+        check = _check_once(folder)
+        if _committed_state(folder) == state:
+            return check
+    raise InUseError(
+        f"{folder}: the index was changed during each of {_ATTEMPTS} checks. Check it again while "
+        "no update is running.",
+    )
+
+
+def _committed_state(folder: Path) -> list[bytes | None]:
+    """Return the content of the two files that an update or a merge replaces; None if missing."""
+    contents: list[bytes | None] = []
+    for file in (folder / MANIFEST_NAME, folder / SEGMENTS / LIST_NAME):
+        content = None
+        with suppress(FileNotFoundError, NotADirectoryError):
+            content = file.read_bytes()
+        contents.append(content)
+    return contents
+
+
+def _check_once(folder: Path) -> IndexCheck:
+    """Check an index that is assumed not to change."""
+    check = IndexCheck(str(folder))
+    try:
+        check.backend = str(read_description(folder)["backend"])
+        listed: list[Json] = listed_parts(folder)["parts"] or [{"folder": "", "removed": []}]
+    except (DataError, OSError) as error:
+        check.damage.append(str(error))
+        return check
+    _check_parts(folder, listed, check)
+    if check.is_intact:
+        _check_opens(folder, check)
+    segment_names = {str(part["folder"]) for part in listed}
+    check.is_being_written = _is_locked(folder.parent.resolve() / f".{folder.name}{SCRATCH}")
+    if not check.is_being_written:
+        paths = [*_unlisted(folder, segment_names), *_leftovers(folder)]
+        check.orphans = [Orphan(str(path), _size(path)) for path in sorted(paths)]
+    return check
+
+
+def _check_parts(folder: Path, listed: list[Json], check: IndexCheck) -> None:
+    """Check the files and documents of all parts, and add the results to a check.
+
+    Args:
+        folder: the folder of the index.
+        listed: the entries of the list of parts, see :func:`listed_parts`.
+        check: the check, which is changed.
+    """
+    part_of_document: dict[str, str] = {}
+    provenances: list[Provenance] = []
+    for entry in listed:
+        name = str(entry["folder"])
+        part_folder = folder / SEGMENTS / name if name else folder
+        removed = set(entry["removed"])
+        try:
+            manifest = read_description(part_folder)
+        except (DataError, OSError) as error:
+            check.damage.append(str(error))
+            continue
+        if manifest["backend"] != check.backend:
+            check.damage.append(
+                f"{part_folder}: expected a part of backend {check.backend}, got "
+                f"{manifest['backend']}.",
+            )
+        provenances.append(Provenance.from_dict(manifest))
+        n_damaged = len(check.damage)
+        n_bytes = _check_files(part_folder, manifest, check)
+        n_documents = int(manifest["n_documents"])
+        check.parts.append(PartCheck(name, n_documents, len(removed), n_bytes))
+        check.n_documents += n_documents - len(removed)
+        has_readable_ids = len(check.damage) == n_damaged
+        if has_readable_ids and check.backend not in (_BM25, _QDRANT):
+            _check_ids(part_folder, n_documents, removed, part_of_document, check)
+    first, *others = provenances or [Provenance()]
+    if any("model_fingerprint" in first.differing_fields(other) for other in others):
+        check.damage.append(f"{folder}: the parts were made by different models.")
+    if check.backend not in (_BM25, _QDRANT):
+        check.merge = _merge_savings(check.parts)
+
+
+def _check_files(folder: Path, manifest: Json, check: IndexCheck) -> int:
+    """Compare all files of a part with their checksums, and return their size in bytes.
+
+    A late index may hold an index of its candidates, whose files are compared too.
+
+    Args:
+        folder: the folder of the part.
+        manifest: the manifest in this folder.
+        check: the check, to which damage is added.
+    """
+    n_bytes = (folder / MANIFEST_NAME).stat().st_size
+    for name, digest in manifest["files"].items():
+        n_bytes += _check_file(folder, name, digest, check)
+    candidates = folder / CANDIDATES_FOLDER
+    if manifest["backend"] == LATE and candidates.is_dir():
+        try:
+            n_bytes += _check_files(candidates, read_description(candidates), check)
+        except (DataError, OSError) as error:
+            check.damage.append(str(error))
+    return n_bytes
+
+
+def _check_file(folder: Path, name: str, digest: str, check: IndexCheck) -> int:
+    """Compare a file with its checksum, and return its size in bytes; 0 if it is missing.
+
+    Args:
+        folder: the folder of the part.
+        name: name of the file.
+        digest: SHA-256 in the manifest of the part.
+        check: the check, to which damage is added.
+    """
+    file = folder / name
+    # A name with a slash could point outside the folder.
+    if Path(name).name != name or not file.is_file():
+        check.damage.append(f"{file}: missing; {MANIFEST_NAME} lists it.")
+        return 0
+    check.n_files += 1
+    try:
+        is_equal = sha256_file(file) == digest
+    except OSError as error:
+        check.damage.append(f"{file}: cannot be read ({error.strerror}).")
+        return 0
+    if not is_equal:
+        check.damage.append(f"{file}: damaged; its checksum is not the one in {MANIFEST_NAME}.")
+    return file.stat().st_size
+
+
+def _check_ids(
+    folder: Path,
+    n_documents: int,
+    removed: Collection[str],
+    part_of_document: dict[str, str],
+    check: IndexCheck,
+) -> None:
+    """Check that no document is in two parts, and that the removed ones are in their part.
+
+    Args:
+        folder: the folder of the part.
+        n_documents: number of documents in the manifest of the part.
+        removed: ids of the removed documents of the part.
+        part_of_document: id -> folder of the documents of earlier parts, which is extended.
+        check: the check, to which damage is added.
+    """
+    try:
+        ids = list(StoredIds.load(folder, n_documents))
+    except DataError as error:
+        check.damage.append(str(error))
+        return
+    n_unknown = len(set(removed).difference(ids))
+    if n_unknown:
+        check.damage.append(
+            f"{folder}: {n_unknown} removed documents of {LIST_NAME} are not in this part.",
+        )
+    for document_id in ids:
+        if document_id in removed:
+            continue
+        earlier = part_of_document.setdefault(document_id, str(folder))
+        if earlier != str(folder):
+            check.damage.append(f"{folder}: document {document_id!r} is also in {earlier}.")
+            return  # one such document is enough to show
+
+
+def _check_opens(folder: Path, check: IndexCheck) -> None:
+    """Open the index as a search does, and add an error to the damage.
+
+    Args:
+        folder: the folder of the index.
+        check: the check, which gets the number of documents of a Qdrant collection.
+    """
+    try:
+        index: Any = open_index(folder)
+    except DataError as error:
+        check.damage.append(str(error))
+        return
+    if check.backend == _QDRANT:
+        check.n_documents = index.n_documents
+        index.close()
+
+
+def _merge_savings(parts: Collection[PartCheck]) -> MergeSavings:
+    """Estimate what a merge of the parts would save."""
+    n_bytes = sum(part.n_bytes * part.n_removed // max(1, part.n_documents) for part in parts)
+    return MergeSavings(
+        n_segments=max(0, len(parts) - 1),
+        n_removed=sum(part.n_removed for part in parts),
+        n_bytes=n_bytes,
+    )
+
+
+def _unlisted(folder: Path, segment_names: Collection[str]) -> Iterator[Path]:
+    """Yield what is in an index folder and in no manifest.
+
+    Args:
+        folder: the folder of the index.
+        segment_names: names of the segments' folders that the index lists.
+    """
+    yield from _unlisted_files(folder, {SEGMENTS})
+    segments_folder = folder / SEGMENTS
+    if not segments_folder.is_dir():
+        return
+    for entry in segments_folder.iterdir():
+        if entry.name == LIST_NAME:
+            continue
+        if entry.name not in segment_names:
+            yield entry
+        elif entry.is_dir():
+            yield from _unlisted_files(entry, set())
+
+
+def _unlisted_files(folder: Path, other_names: Collection[str]) -> Iterator[Path]:
+    """Yield the entries of the folder of a part that its manifest does not list.
+
+    Args:
+        folder: the folder of the part.
+        other_names: names that belong to the index without being in the manifest.
+    """
+    try:
+        manifest = read_description(folder)
+    except (DataError, OSError):  # reported as damage; the files of the part are unknown
+        return
+    names = {MANIFEST_NAME, *manifest["files"], *other_names}
+    if manifest["backend"] == _QDRANT:
+        from tilefold.retrieval.index.qdrant.edge import COLLECTION_NAMES
+
+        names.update(COLLECTION_NAMES)
+    if manifest["backend"] == LATE:
+        names.add(CANDIDATES_FOLDER)
+    yield from (entry for entry in folder.iterdir() if entry.name not in names)
+
+
+def _leftovers(folder: Path) -> Iterator[Path]:
+    """Yield the hidden folders next to an index that a killed process has left."""
+    prefix = f".{glob.escape(folder.name)}.{_RANDOM_NAME}"
+    for suffix in (SCRATCH, _REPLACED):
+        for entry in folder.parent.glob(prefix + suffix):
+            if not _is_locked(entry):
+                yield entry
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a living process holds the lock file of a temporary folder.
+
+    A lock that may not be opened counts as held.
+    """
+    if not (folder / LOCK).is_file():
+        return False
+    try:
+        lock = lock_folder(folder, reentrant=False)
+    except (InUseError, OSError):
+        return True
+    lock.release(force=True)
+    return False
+
+
+def _size(path: Path) -> int:
+    """Return the size of a file, or of all files in a folder, in bytes."""
+    files = [path] if path.is_file() else path.rglob("*")
+    n_bytes = 0
+    for file in files:
+        with suppress(FileNotFoundError):
+            if file.is_file():
+                n_bytes += file.stat().st_size
+    return n_bytes
