@@ -440,3 +440,35 @@ def test_an_index_is_added_to_and_deleted_from(
         "--update",
     )
     fails(refused, 2, "is an index of backend qdrant, got exact")
+
+
+def test_hits_of_late_interaction_are_explained_token_by_token(
+    call: Call,
+    shared: Path,
+    places: Any,
+) -> None:
+    """`--explain` adds matches to the hits, and refuses what has no late interaction."""
+    query = "csv files"
+    reranked = (*places, "--rerank", shared / "tokens", "--k", "2", "--explain")
+    hits = measured(call("search", query, *reranked, "--json"))["hits"]
+    for hit in hits:
+        content = [match["query_token"] for match in hit["matches"] if match["content"]]
+        assert content == ["c", "##s", "##v", "files"]
+        total = sum(match["similarity"] for match in hit["matches"])
+        assert total == pytest.approx(hit["score"], abs=1e-2)
+    table = done(call("search", query, *reranked))
+    match = next(match for match in hits[0]["matches"] if match["query_token"] == "files")
+    assert f"files: {match['document_token']} {match['similarity']:.2f}" in table.out
+    fails(
+        call("search", query, *places, "--explain"),
+        2,
+        "--explain: expected an index of token vectors, or reranking by late interaction",
+    )
+    without_data = places[:4]
+    fails(
+        call("search", query, *without_data, "--rerank", shared / "tokens", "--explain"),
+        2,
+        "--explain: expected a searcher with the documents",
+    )
+    many = ("search", "-", *places, "--rerank", shared / "tokens", "--explain")
+    fails(call(*many, "--save-run", shared / "no.trec"), 2, "cannot be combined with --save-run")

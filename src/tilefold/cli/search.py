@@ -93,6 +93,13 @@ class SearchCommandRequest(
         ),
     ] = "document"
     where: Annotated[list[str] | None, _retrievers.WHERE] = None
+    explain: Annotated[
+        bool,
+        option(
+            "For late interaction: show the document token that matched each token of the query.",
+            "--explain",
+        ),
+    ] = False
     save_run: Annotated[
         Path | None,
         option(
@@ -172,6 +179,8 @@ class SearchCommandRequest(
             raise UsageError(
                 "--save-run requires queries with ids: give --queries, or - for standard input.",
             )
+        else:
+            refuse_options({"--explain": self.explain}, "cannot be combined with --save-run")
 
     @property
     def has_one_query(self) -> bool:
@@ -183,7 +192,8 @@ def search(request: SearchCommandRequest) -> None:
     """Search an index; by default the index of the demo.
 
     With --rerank, late interaction reorders the best hits of the index, and their scores are
-    MaxSim. With --prf, + marks the terms that feedback added to the query.
+    MaxSim. With --explain, these scores are explained token by token. With --prf, + marks the
+    terms that feedback added to the query.
 
     Example:
         tilefold search "how to sort a list" --index INDEX --model MODEL
@@ -212,6 +222,7 @@ def search(request: SearchCommandRequest) -> None:
         by=request.by,
         where=_retrievers.parse_filter(request.where, searcher),
         ignore_identical_ids=request.ignore_identical_ids,
+        explain=request.explain,
     )
     if request.save_run is not None:
         _save_run(searcher, request, search_request, request.save_run)
@@ -451,7 +462,12 @@ def _print_hits_of_queries(
     """
     incomplete_hits = _IncompleteHits()
     for query_id, text in _read_queries(request):
-        with _options.option_errors(documents="--data", tokens="--rerank", queries="--model"):
+        with _options.option_errors(
+            documents="--data",
+            explain="--explain",
+            tokens="--rerank",
+            queries="--model",
+        ):
             hits = searcher.search(text, search_request)
         incomplete_hits.count(hits, searcher, request)
         if request.as_json and request.has_one_query:
@@ -548,6 +564,9 @@ def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
         "score": [f"{hit['score']:.2f}" for hit in hits],
         first_title: [_format_first_ranking(hit.get("first")) for hit in hits],
         terms_title: [_format_terms(hit["terms"] or []) for hit in hits],
+        "query token: matched token, similarity": [
+            _format_matches(hit.get("matches") or []) for hit in hits
+        ],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     _common.print_table(
@@ -581,3 +600,12 @@ def _format_terms(terms: list[dict[str, Any]]) -> str:
         mark = "+" if term.get("feedback") else ""
         cells.append(f"{mark}{term['term']} {term['share']:.0%}")
     return "  ".join(cells)
+
+
+def _format_matches(matches: list[dict[str, Any]]) -> str:
+    """Format the best match of each word of a query, in the order of the query."""
+    content = [match for match in matches if match["content"]]
+    return "  ".join(
+        f"{match['query_token']}: {match['document_token']} {match['similarity']:.2f}"
+        for match in content or matches
+    )

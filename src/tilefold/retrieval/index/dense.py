@@ -70,6 +70,14 @@ class TorchIndex(FolderIndex):
         torch.empty(1, device=index.device)
         return index
 
+    @cached_property
+    def _row_of(self) -> dict[str, int]:
+        return {document_id: row for row, document_id in enumerate(self.ids)}
+
+    def holds(self, document_id: str) -> bool:
+        """Return whether the index has a document."""
+        return document_id in self._row_of
+
 
 class DenseIndex(TorchIndex, GrowingIndex):
     """Exact search of dense vectors by the similarity that they were trained for.
@@ -304,14 +312,6 @@ class DenseIndex(TorchIndex, GrowingIndex):
             scales = None if self._scales is None else self._scales.to(device)
             self._copies[device] = (values, scales)
         return self._copies[device]
-
-    @cached_property
-    def _row_of(self) -> dict[str, int]:
-        return {document_id: row for row, document_id in enumerate(self.ids)}
-
-    def holds(self, document_id: str) -> bool:
-        """Return whether the index has a document."""
-        return document_id in self._row_of
 
     def stored(self) -> TokenVectors:
         """Return the vectors of the documents in their storage, one vector per document."""

@@ -26,7 +26,7 @@ from tilefold._internal.arguments import (
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index import token_blocks
 from tilefold.retrieval.index.centroids import CENTROID_FILES, FEWEST_TOKENS, Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
@@ -381,6 +381,20 @@ class LateIndex(TorchIndex):
             vectors, _ = self.files.take(documents)
             ids = [self.ids[row] for row in documents.tolist()]
             yield Chunk(ids, self.files.lengths[documents], vectors)
+
+    def token_vectors(self, document_ids: Iterable[str]) -> list[Tensor]:
+        """Return the stored token vectors of documents, one fp32 tensor ``[tokens, D]`` per id.
+
+        Raises:
+            MissingDocumentError: if the index does not have a document.
+        """
+        documents = []
+        for document_id in document_ids:
+            if not self.holds(document_id):
+                raise MissingDocumentError("document_ids", document_id)
+            row = self._row_of[document_id]
+            documents.append(self.files.document_range(row, row + 1).floats())
+        return documents
 
     @property
     def n_candidates(self) -> int:

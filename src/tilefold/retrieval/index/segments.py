@@ -177,6 +177,13 @@ class Segments:
             [self._part_of(document_id).vectors([document_id]) for document_id in document_ids],
         )
 
+    def token_vectors(self, document_ids: Iterable[str]) -> list[Tensor]:
+        """Return the token vectors of documents, as :meth:`LateIndex.token_vectors` does."""
+        documents: list[Tensor] = []
+        for document_id in document_ids:
+            documents += self._part_of(document_id).token_vectors([document_id])
+        return documents
+
     def _part_of(self, document_id: str) -> Any:
         """Return the part with a document, or raise ``MissingDocumentError``."""
         for part, removed in self.parts_with_removed():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document, documents_by_id
 from tilefold.retrieval.data.metadata import Filter, Where
 from tilefold.retrieval.data.passages import Passage, document_of
-from tilefold.retrieval.errors import ArgumentDataError
+from tilefold.retrieval.errors import ArgumentDataError, MissingDocumentError
 from tilefold.retrieval.index import DENSE, LATE, SparseIndex
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.search.feedback import Feedback, Interpolation
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.search.reranking import Reranking
+    from tilefold.retrieval.search.token_matches import Explanation
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
 __all__ = ["Ranking", "SearchRequest", "Searcher", "check_model", "matched_terms"]
@@ -140,6 +141,8 @@ class SearchRequest:
         ignore_identical_ids: whether to leave the document with the query's id out of every
             ranking and out of what feedback reads. For queries that are documents of the
             collection.
+        explain: whether to add to each result which token of the document matched each token of
+            the query. It needs late interaction, of the index or of `reranking`.
 
     Raises:
         ValueError: if `k` is below 1, or if there is an interpolation without feedback.
@@ -161,6 +164,7 @@ class SearchRequest:
     by: Literal["document", "passage"] = "document"
     where: Where = None
     ignore_identical_ids: bool = False
+    explain: bool = False
 
     def __post_init__(self) -> None:
         check_k(self.k)
@@ -437,6 +441,9 @@ class Searcher:
             - ``passage``: the passage that the document was ranked by, if there is one: its
               ``number``, from 1, its ``text``, and the characters ``start`` to ``stop`` that it
               has in the document's text.
+            - ``matches``: if the request has `explain`, one record per token of the query, as
+              :meth:`explain` describes them. None if the document is not in `documents`, or only
+              `second` found it.
 
         Raises:
             ValueError: if the request needs an argument that the searcher was created without.
@@ -452,12 +459,17 @@ class Searcher:
             raise TypeError(
                 f"request: expected a SearchRequest, such as SearchRequest(k=5), got {request!r}.",
             )
+        if request.explain:
+            self._check_can_explain(with_reranker=request.reranking is not None)
         queries = {_QUERY: query}
         ranking = self.rank(queries, request)
         self._check_documents_are_of_index(ranking)
         if request.reranking is not None:
             ranking = self.rerank(queries, ranking, request.reranking)
-        return self._records(ranking, request.k)
+        records = self._records(ranking, request.k)
+        if request.explain:
+            self._add_matches(records, ranking, query)
+        return records
 
     def _check_documents_are_of_index(self, ranking: Ranking) -> None:
         """Raise ``DataError`` if `documents` has none of the documents of a ranking."""
@@ -512,6 +524,119 @@ class Searcher:
                 }
             records.append(record)
         return records
+
+    def explain(
+        self,
+        query: str,
+        ids: Iterable[str],
+        *,
+        with_reranker: bool = False,
+    ) -> dict[str, Explanation]:
+        """Explain scores of late interaction: the document token that matched each query token.
+
+        Args:
+            query: text of the query.
+            ids: ids of documents or, if the token vectors are those of passages, of passages.
+            with_reranker: whether to explain the scores of the model that reranks, instead of the
+                scores of the index.
+
+        Returns:
+            Id -> explanation.
+
+        Raises:
+            ValueError: if the searcher has no late interaction, or no documents.
+            DataError: if a document is missing, or its vectors are not those of its tokens, such
+                as pooled vectors.
+        """
+        self._check_can_explain(with_reranker=with_reranker)
+        from tilefold.retrieval.encoding.tokens import encode_texts
+        from tilefold.retrieval.search.token_matches import ExplainedQuery
+
+        model: Any
+        items = {vector_id: self._encoded_item(vector_id) for vector_id in ids}
+        if with_reranker:
+            reranker: Any = self.reranker
+            model = reranker.model
+            query_vectors = encode_texts(model, {_QUERY: query}, kind="query")
+            if reranker.tokens is None:
+                stored = encode_texts(model, items, kind="document") if items else None
+            else:
+                stored = reranker.tokens.read(list(items))
+            vectors = [] if stored is None else [stored.rows(row) for row in range(len(stored))]
+        else:
+            retriever: Any = self.retriever
+            model = retriever.model
+            query_vectors = retriever.encode({_QUERY: query})
+            vectors = retriever.index.token_vectors(items)
+        explained_query = ExplainedQuery(model, query, query_vectors.rows(0))
+        return {
+            vector_id: explained_query.explain(vector_id, item, document_vectors)
+            for (vector_id, item), document_vectors in zip(items.items(), vectors, strict=True)
+        }
+
+    def _check_can_explain(self, *, with_reranker: bool) -> None:
+        """Raise ``ValueError`` if there is no late interaction to explain, or no documents.
+
+        Args:
+            with_reranker: whether the model that reranks is explained, instead of the index.
+        """
+        has_late_index = isinstance(self.retriever, LateRetriever)
+        if not with_reranker and not has_late_index:
+            raise ArgumentError(
+                "explain",
+                "expected an index of token vectors, or reranking by late interaction, got "
+                f"an index of the backend {self.retriever.index.backend!r}; matched terms of a "
+                "sparse index need the vectors of the documents instead.",
+            )
+        if not self.documents:
+            raise ArgumentError(
+                "explain",
+                "expected a searcher with the documents, whose tokens are shown, got none; pass "
+                "them as documents (--data).",
+            )
+
+    def _encoded_item(self, vector_id: str) -> Any:
+        """Return the text that a vector was encoded from.
+
+        Args:
+            vector_id: id of a document, or of a passage.
+        """
+        document = self.documents.get(vector_id)
+        if document is not None:
+            return document.contents
+        token_passages = None if self.reranker is None else self.reranker.passages
+        if self.passages is None and token_passages is None:
+            raise MissingDocumentError("documents", vector_id)
+        passage = Passage.of(vector_id)
+        document = self.documents.get(passage.document)
+        if document is None:
+            raise MissingDocumentError("documents", passage.document)
+        return passage.of_document(document).contents
+
+    def _add_matches(self, records: list[Json], ranking: Ranking, query: str) -> None:
+        """Add the matches of query tokens to the records of a search.
+
+        Args:
+            records: records of the results, which are changed.
+            ranking: the ranking whose only query has the id ``_QUERY``.
+            query: text of the query.
+        """
+        with_reranker = ranking.candidates is not None
+        stage = _LATE_STAGE if with_reranker else self.stage
+        passage_of = ranking.passages.get(stage, {}).get(_QUERY, {})
+        scored = ranking.stages[stage].get(_QUERY, {})
+        # Records are those of the first results of the run.
+        results = list(ranking.run.get(_QUERY, {}))[: len(records)]
+        vector_ids: dict[str, str] = {}
+        for record, result_id in zip(records, results, strict=True):
+            if result_id in scored and record["id"] in self.documents:
+                vector_ids[result_id] = passage_of.get(result_id, result_id)
+        explanations = self.explain(query, vector_ids.values(), with_reranker=with_reranker)
+        for record, result_id in zip(records, results, strict=True):
+            record["matches"] = None
+            if result_id in vector_ids:
+                matches = explanations[vector_ids[result_id]].matches
+                record["matches"] = [match.as_json() for match in matches]
 
     def rank(
         self,

@@ -1,0 +1,135 @@
+"""The tokens of a text or an image for which a ``MultiVectorEncoder`` returns one vector each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from tilefold._internal.arguments import check_choice, check_encoder
+from tilefold._internal.vocabulary import term_names_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from tilefold._internal.typing import Model
+
+__all__ = ["ScoredTokens", "scored_tokens"]
+
+_KINDS = ("document", "query")
+# Prompts that `encode_document` looks for, in this order.
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """The tokens of one input of a model, and those that MaxSim scores.
+
+    Attributes:
+        input_ids: ids of all T tokens that the model reads, ``[T]``.
+        positions: positions among them of the n tokens that have a vector, ``[n]``.
+        features: the output of the model's ``preprocess`` for this input.
+        tokenizer: the model's tokenizer.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    features: Mapping[str, Any]
+    tokenizer: Any
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """Ids of the scored tokens."""
+        ids: list[int] = self.input_ids[self.positions].tolist()
+        return ids
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Scored tokens as strings, as the tokenizer spells them."""
+        name_of = term_names_of(self.tokenizer)
+        return [name_of[token_id] for token_id in self.ids]
+
+
+def scored_tokens(
+    model: Model,
+    item: str | Image,
+    kind: Literal["document", "query"],
+) -> ScoredTokens:
+    """Return the tokens of a text or an image that have a vector, without encoding it.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        item: a text or, for a model of page images, an image.
+        kind: ``"document"`` or ``"query"``, which selects the prompt, the length and the tokens
+            that are skipped.
+    """
+    check_encoder("model", model, "MultiVectorEncoder")
+    check_choice("kind", kind, _KINDS)
+    encoder: Any = model
+    features = encoder.preprocess([item], prompt=_prompt(encoder, kind), task=kind)
+    input_ids = features["input_ids"]
+    # Packed features of one input have no mask, because none of their tokens is padding.
+    mask = features.get("attention_mask")
+    mask_features = {
+        "input_ids": input_ids,
+        "attention_mask": torch.ones_like(input_ids) if mask is None else mask,
+    }
+    if "query_expansion_positions" in features:
+        mask_features["query_expansion_positions"] = features["query_expansion_positions"]
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    for module in encoder:
+        if isinstance(module, MultiVectorMask):
+            mask_features = module(mask_features, task=kind)
+    return ScoredTokens(
+        input_ids=input_ids[0].cpu(),
+        positions=mask_features["attention_mask"][0].bool().nonzero().flatten().cpu(),
+        features=features,
+        tokenizer=encoder.tokenizer,
+    )
+
+
+def _prompt(model: Any, kind: str) -> str | None:
+    """Return the prompt that ``encode_document`` or ``encode_query`` puts before an input."""
+    names = _DOCUMENT_PROMPTS if kind == "document" else ("query",)
+    for name in names:
+        if name in model.prompts:
+            prompt: str | None = model.prompts[name]
+            return prompt
+    if model.default_prompt_name is not None:
+        default_prompt: str | None = model.prompts.get(model.default_prompt_name)
+        return default_prompt
+    return None
+
+
+def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[int]:
+    """Return the scored tokens of a query that spell its words.
+
+    Markers, prompts, special tokens and expansion tokens are left out.
+
+    Args:
+        model: the ``MultiVectorEncoder`` that encoded the query.
+        query: text of the query.
+        tokens: scored tokens of the query.
+
+    Returns:
+        Positions among the scored tokens, ascending.
+    """
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.multi_vector_encoder.interpretability import real_query_token_slice
+
+    encoder: Any = model
+    if any(isinstance(module, Transformer) for module in encoder):
+        content = real_query_token_slice(encoder, query)
+        return [
+            scored_position
+            for scored_position, position in enumerate(tokens.positions.tolist())
+            if content.start <= position < content.stop
+        ]
+    # A model with routes renders queries in one of them, which the helper does not look into.
+    special_ids = set(tokens.tokenizer.all_special_ids)
+    return [position for position, token in enumerate(tokens.ids) if token not in special_ids]
