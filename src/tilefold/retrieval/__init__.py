@@ -11,6 +11,7 @@ _NAMES = {
     "data.fields": "DocumentFields",
     "common.runs": "Run",
     "data.collection": "Document Collection load_beir load_documents load_queries query_of_line",
+    "data.pages": "Page PageRanges",
     "data.datasets": "load_collection build_pydocs",
     "vectors.sparse_files": (
         "SparseVectors SparseVectorWriter VectorManifest read_manifest read_rows read_vectors "

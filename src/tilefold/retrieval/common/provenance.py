@@ -256,14 +256,15 @@ class TextsDigest:
 
         Args:
             text_id: the id, a string.
-            text: the text. For another input, such as an image, its ``repr`` is used.
+            text: the text; or a page, whose ``fingerprint`` is used. For another input, its
+                ``repr`` is used.
 
         Raises:
             TypeError: if the id is not a string.
         """
         if not isinstance(text_id, str):
             raise not_a_string_error("texts", text_id)
-        content = text if isinstance(text, str) else repr(text)
+        content = text if isinstance(text, str) else getattr(text, "fingerprint", repr(text))
         self._digest.update(
             encoded_texts(
                 [text_id.encode("utf-8", "surrogatepass")],

@@ -22,8 +22,17 @@ from tilefold._internal.arguments import (
 from tilefold._internal.files import atomic_directory
 from tilefold.retrieval.common.files import Json, check_text_ids, is_unicode, json_line
 from tilefold.retrieval.data import tables as _tables
-from tilefold.retrieval.data.fields import DocumentFields, FieldError, TextColumns, text_columns_of
+from tilefold.retrieval.data.documents import Content, Document
+from tilefold.retrieval.data.fields import (
+    TEXT_NAMES,
+    DocumentFields,
+    FieldError,
+    TextColumns,
+    text_columns_of,
+)
 from tilefold.retrieval.data.metadata import kept_fields
+from tilefold.retrieval.data.page_folders import has_pages, open_page_folder, page_of_name
+from tilefold.retrieval.data.pages import PageRanges
 from tilefold.retrieval.data.tables import (
     USUAL_FIELDS,
     find_table,
@@ -35,6 +44,7 @@ from tilefold.retrieval.errors import DataError
 
 __all__ = [
     "Collection",
+    "Content",
     "Document",
     "load_beir",
     "load_documents",
@@ -45,53 +55,13 @@ __all__ = [
 T = TypeVar("T")
 _IDS = ("_id", "id")  # if one is the id of a row, the other one is not metadata
 _ANSERINI = {"id", "contents", "vector"}  # fields of Anserini's rows; the vector is not metadata
+IMAGE_FIELD = "image"  # field of a row with the path of an image, in place of a text
 _BEIR_NAMES = ("corpus.jsonl", "queries.jsonl", "qrels")
 BEIR_LAYOUT = (
     "A BEIR folder has corpus.jsonl, and for training and evaluation queries.jsonl and "
     "qrels/<split>.tsv; .jsonl.gz, .csv, .parquet, saved datasets and MS MARCO's collection.tsv, "
     "queries.<split>.tsv and qrels.<split>.tsv are read, too."
 )
-
-
-@dataclass(frozen=True)
-class Document:
-    """A document of a corpus.
-
-    Attributes:
-        id: unique id.
-        title: title, which may be empty.
-        text: text without the title.
-        metadata: field -> value. An index may store them, so that ``where`` can filter by them.
-
-    Raises:
-        TypeError: if id, title or text is not a string.
-
-    Examples:
-        >>> document = Document("cards", "Lost cards", "Block a lost card.", {"lang": "en"})
-        >>> document.contents.splitlines()
-        ['Lost cards', 'Block a lost card.']
-    """
-
-    id: str
-    title: str
-    text: str
-    metadata: Mapping[str, object] = field(default_factory=dict, hash=False)
-
-    def __post_init__(self) -> None:
-        """Raise ``TypeError`` if id, title or text is not a string."""
-        for name, value in (("id", self.id), ("title", self.title), ("text", self.text)):
-            if not isinstance(value, str):
-                raise TypeError(
-                    f"{name}: expected a string, got {value!r} ({type(value).__name__}) in "
-                    f"document {self.id!r}. Give str({value!r}), or '' for none.",
-                )
-
-    @property
-    def contents(self) -> str:
-        """Title and text, separated by a line break, which encoders and BM25 read."""
-        if self.title and self.text:
-            return f"{self.title}\n{self.text}"
-        return self.title or self.text
 
 
 def documents_by_id(
@@ -176,6 +146,7 @@ class Collection:
         qrels: split -> query id -> document id -> grade (0 is judged and not relevant).
         passages: settings by which documents were divided into passages
             (:class:`tilefold.retrieval.Passages` as a text); None for whole documents.
+        unread_files: name of a file of pages -> reason why its pages are not among the documents.
 
     Examples:
         >>> collection = Collection(
@@ -195,6 +166,7 @@ class Collection:
     queries: dict[str, str]
     qrels: dict[str, dict[str, dict[str, int]]]
     passages: str | None = None
+    unread_files: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check()
@@ -222,8 +194,22 @@ class Collection:
         """
         return name if self.passages is None else name.rpartition("#")[0]
 
+    def content(self) -> Mapping[str, Content]:
+        """Return document id -> what a model encodes, a text or a page, in corpus order."""
+        if self._is_lazy():  # documents that are read from a file of lines are texts
+            return self.contents()
+        return {document.id: document.content for document in self.documents.values()}
+
+    def _is_lazy(self) -> bool:
+        """Return whether documents are read from their file one by one."""
+        return hasattr(self.documents, "contents")
+
     def contents(self) -> Mapping[str, str]:
-        """Return document id -> contents, in corpus order."""
+        """Return document id -> contents, the title and the text, in corpus order.
+
+        Raises:
+            DataError: if a document is a page without a text.
+        """
         read_lazily: Callable[[], Mapping[str, str]] | None = getattr(
             self.documents,
             "contents",
@@ -231,7 +217,16 @@ class Collection:
         )
         if read_lazily:
             return read_lazily()
-        return {document.id: document.contents for document in self.documents.values()}
+        texts: dict[str, str] = {}
+        for document in self.documents.values():
+            if document.page is not None and not document.contents:
+                raise DataError(
+                    f"documents: expected texts, got the page image {document.id!r}. Pages are "
+                    "encoded by a MultiVectorEncoder of images, such as ColPali, and searched in "
+                    "an index of its token vectors.",
+                )
+            texts[document.id] = document.contents
+        return texts
 
     def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
         """Return the positions of n documents in the corpus, int64 ``[n]``; -1 if unknown."""
@@ -287,11 +282,16 @@ class Collection:
             overwrite: replace an earlier BEIR folder.
 
         Raises:
-            DataError: if the BEIR layout cannot represent an id.
+            DataError: if the BEIR layout cannot represent an id, or a document is a page.
             FileExistsError: if `path` holds something else, or a BEIR folder without `overwrite`.
         """
         self._check()  # the mappings may have changed since the collection was created
         self._check_beir_ids()
+        if not self._is_lazy() and any(document.page for document in self.documents.values()):
+            raise DataError(
+                "documents: expected texts, got page images, which are not copied into a BEIR "
+                "folder. Write corpus.jsonl with a field 'image' that names the file of each page.",
+            )
         with atomic_directory(
             path_of("path", path),
             own_names=_BEIR_NAMES,
@@ -369,8 +369,9 @@ def load_beir(
     splits: Sequence[str] | None = None,
     documents: Mapping[str, Document] | None = None,
     fields: DocumentFields = USUAL_FIELDS,
+    page_ranges: PageRanges | None = None,
 ) -> Collection:
-    """Read a BEIR folder, or a file or saved dataset of documents.
+    """Read a BEIR folder, a file or saved dataset of documents, or a folder of page images.
 
     The rows of ``corpus`` and ``queries`` are in ``<name>.jsonl``, ``.jsonl.gz``, ``.csv`` or
     ``.parquet``, or in a folder ``<name>/`` of such files or written by ``Dataset.save_to_disk``.
@@ -380,6 +381,12 @@ def load_beir(
     MS MARCO's own files are read too: ``collection.tsv``, ``queries.<split>.tsv`` and
     ``qrels.<split>.tsv``. Queries and judgements may be missing.
 
+    A row may have a field ``image`` in place of a text: the path of an image or a PDF in the
+    folder, with ``#p12`` for its page 12. A folder without a corpus may have PDFs and images (PNG,
+    JPEG, WebP, TIFF) at any depth, whose pages are the documents. Page 12 of ``report.pdf`` has the
+    id ``report.pdf#p12``, and the metadata ``file`` and ``page``. Files that cannot be opened are
+    in :attr:`Collection.unread_files`. Pages need the extra ``pages``.
+
     Args:
         path: the folder, the file or the saved dataset.
         unknown: what to do with judgements of unknown queries or documents: ``"error"``, or
@@ -388,6 +395,7 @@ def load_beir(
         splits: the splits whose judgements are read; all by default.
         documents: the documents, if they were read before; otherwise all are read into memory.
         fields: custom names of the document fields.
+        page_ranges: the pages of each PDF and TIFF of a folder of page images; all by default.
 
     Raises:
         FileNotFoundError: if the folder, the documents or the judged queries are missing.
@@ -405,16 +413,25 @@ def load_beir(
     folder = path_of("path", path)
     if not folder.exists():
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
-    corpus = documents_table(folder)
-    is_corpus = corpus == folder  # a file or a saved dataset, without queries and judgements
+    unread_files: dict[str, str] = {}
+    if is_page_collection(folder):
+        pages = open_page_folder(folder, page_ranges)
+        documents, unread_files = pages.documents, pages.unread_files
+        has_queries = folder.is_dir()
+    else:
+        _refuse_page_ranges(folder, page_ranges)
+        corpus = documents_table(folder)
+        documents = documents or load_documents(corpus, fields)
+        has_queries = corpus != folder  # not a file or a saved dataset of documents only
     name = folder.resolve().name
     collection = Collection(
-        name.partition(".")[0] if is_corpus else name,
-        documents or load_documents(corpus, fields),
-        {},
-        {},
+        name if has_queries else name.partition(".")[0],
+        documents,
+        queries={},
+        qrels={},
+        unread_files=unread_files,
     )
-    if is_corpus or documents_only:
+    if documents_only or not has_queries:
         return collection
     collection.queries = _load_folder_queries(folder)
     collection.qrels = _tables.read_splits(
@@ -425,6 +442,24 @@ def load_beir(
         names=splits,
     )
     return collection
+
+
+def is_page_collection(path: Path) -> bool:
+    """Return whether the documents at a path are pages: of a folder without corpus, or of a file.
+
+    Args:
+        path: an existing file or folder.
+    """
+    return _find_corpus(path) is None and has_pages(path)
+
+
+def _refuse_page_ranges(path: Path, page_ranges: PageRanges | None) -> None:
+    """Raise ``ArgumentError`` for a range of pages of documents that are not pages of a folder."""
+    if page_ranges is not None:
+        raise ArgumentError(
+            "page_ranges",
+            f"expected a folder of PDFs and images, got {path}. Leave the ranges out.",
+        )
 
 
 def _load_folder_queries(folder: Path) -> dict[str, str]:
@@ -457,15 +492,30 @@ def documents_table(folder: Path) -> Path:
         folder: a BEIR folder, or a file or saved dataset that is itself the corpus.
 
     Raises:
-        FileNotFoundError: if a folder has no documents.
+        FileNotFoundError: if there are no documents in rows.
     """
-    if folder.is_file() or _tables.is_saved_dataset(folder):
-        return folder
-    corpus = find_table(folder, "corpus", _tables.ROW_SUFFIXES)
-    if corpus is None:
-        corpus = find_table(folder, "collection", (".tsv", ".tsv.gz"))  # MS MARCO
+    corpus = _find_corpus(folder)
     if corpus is None:
         raise FileNotFoundError(f"{folder / 'corpus.jsonl'}: no such file. {BEIR_LAYOUT}")
+    return corpus
+
+
+def _find_corpus(path: Path) -> Path | None:
+    """Find the file or folder with the documents of a collection.
+
+    Args:
+        path: a BEIR folder, or a file or saved dataset that is itself the corpus.
+
+    Returns:
+        The path of the documents. None for a folder without them, and for a PDF or an image.
+    """
+    if path.is_file():
+        return None if has_pages(path) else path
+    if _tables.is_saved_dataset(path):
+        return path
+    corpus = find_table(path, "corpus", _tables.ROW_SUFFIXES)
+    if corpus is None:
+        corpus = find_table(path, "collection", (".tsv", ".tsv.gz"))  # MS MARCO
     return corpus
 
 
@@ -478,7 +528,8 @@ def load_documents(
     * JSON lines, CSV, Parquet and saved datasets have rows with the fields ``_id``, ``text`` and
       optionally ``title``. Other usual names are recognised, such as ``id``, ``docid``,
       ``contents`` and ``body``. All other fields are metadata, and so are the fields of an object
-      ``metadata``. The ``vector`` of Anserini's rows is left out.
+      ``metadata``. The ``vector`` of Anserini's rows is left out. A row without a text may have an
+      ``image``, the path of an image or a PDF in the folder of the file (:func:`load_beir`).
     * A ``.tsv`` or ``.txt`` file has lines ``id<tab>text``. If its first line is a header with an
       id and a text, the lines have the columns that it names, and a warning is logged.
 
@@ -502,7 +553,7 @@ def load_documents(
     check_instance("fields", fields, DocumentFields, "DocumentFields(text=...)")
     documents: dict[str, Document] = {}
     for where, row in table_rows(file, fields=fields):
-        document = document_of_row(row, where, documents, fields)
+        document = document_of_row(row, where, documents, fields, page_root=file.parent)
         documents[document.id] = document
     return _require_rows(documents, file)
 
@@ -512,6 +563,7 @@ def document_of_row(
     where: str,
     earlier_ids: Container[str],
     fields: DocumentFields = USUAL_FIELDS,
+    page_root: Path | None = None,
 ) -> Document:
     """Create a document from a row of a file.
 
@@ -520,16 +572,70 @@ def document_of_row(
         where: file and line, for the error.
         earlier_ids: ids of the documents in earlier rows.
         fields: custom names of the document fields.
+        page_root: folder of the files that rows name in the field ``image``; None if the caller
+            reads texts only.
 
     Raises:
         DataError: if fields are missing, the id or the text is not a string, or an earlier row has
             the same id.
+        PageRowError: if the row has an image in place of a text, and `page_root` is None.
     """
+    if _names_image(row, fields):
+        return _document_of_image_row(row, where, earlier_ids, fields, page_root)
     columns = _columns(row, where, fields)
     identifier = _unique_id(row, columns.id, where, earlier_ids)
     text = _string(row, columns.text, where)
     title = "" if columns.title is None else _string(row, columns.title, where, missing="")
     return Document(identifier, title, text, kept_fields(_metadata_of(row, columns)))
+
+
+class PageRowError(DataError):
+    """A row has an image in place of a text, where only texts are read."""
+
+
+def _text_fields(row: Json, fields: DocumentFields) -> list[str]:
+    """Return the fields of a row that may hold its text."""
+    if fields.text is not None:
+        return [fields.text]
+    return [name for name in row if name.strip().lower() in TEXT_NAMES["text"]]
+
+
+def _names_image(row: Json, fields: DocumentFields) -> bool:
+    """Return whether a row has the path of an image, and no text.
+
+    In a row with a text, an ``image`` is metadata.
+    """
+    if not isinstance(row.get(IMAGE_FIELD), str):
+        return False
+    return not any(row.get(name) for name in _text_fields(row, fields))
+
+
+def _document_of_image_row(
+    row: Json,
+    where: str,
+    earlier_ids: Container[str],
+    fields: DocumentFields,
+    page_root: Path | None,
+) -> Document:
+    """Create a document from a row that names an image or the page of a PDF.
+
+    The arguments are described in :func:`document_of_row`.
+    """
+    if page_root is None:
+        raise PageRowError(
+            f"{where}: expected a text, got the image {row[IMAGE_FIELD]!r}. This command reads "
+            "texts only: leave the images out.",
+        )
+    text_fields = _text_fields(row, fields) or ["text"]
+    row = {**row, **dict.fromkeys(text_fields, "")}  # null becomes an empty text
+    columns = _columns(row, where, fields)
+    identifier = _unique_id(row, columns.id, where, earlier_ids)
+    title = "" if columns.title is None else _string(row, columns.title, where, missing="")
+    try:
+        page = page_of_name(row[IMAGE_FIELD], page_root)
+    except DataError as error:
+        raise DataError(f"{where}: {IMAGE_FIELD!r}: {error}") from error
+    return Document(identifier, title, "", kept_fields(_metadata_of(row, columns)), page)
 
 
 def _metadata_of(row: Json, columns: TextColumns) -> Json:

@@ -28,10 +28,12 @@ from tilefold.retrieval.data.collection import (
     Collection,
     Document,
     documents_table,
+    is_page_collection,
     load_beir,
 )
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.data.lazy_documents import LazyDocuments, open_lazy_documents
+from tilefold.retrieval.data.pages import PageRanges
 from tilefold.retrieval.data.tables import USUAL_FIELDS
 from tilefold.retrieval.errors import DataError
 
@@ -140,6 +142,7 @@ def load_collection(
     splits: Sequence[str] | None = None,
     stored: int | None = None,
     fields: DocumentFields = USUAL_FIELDS,
+    page_ranges: PageRanges | None = None,
 ) -> Collection:
     """Load the built-in collection ``"pydocs"``, or a collection at a path.
 
@@ -160,6 +163,7 @@ def load_collection(
             ``DataError`` once the file has changed. The offsets of the lines are cached. By default
             all documents are loaded into memory.
         fields: custom names of the document fields.
+        page_ranges: the pages of each PDF and TIFF of a folder of page images; all by default.
 
     Raises:
         FileNotFoundError: if the name is unknown, or a file is missing.
@@ -183,6 +187,7 @@ def load_collection(
             splits=splits,
             documents=_open_large_file(path, cache, min_bytes=stored, fields=fields),
             fields=fields,
+            page_ranges=page_ranges,
         )
 
     if str(name_or_path) == "pydocs":
@@ -223,7 +228,7 @@ def _open_large_file(
     Returns:
         The documents, or None if they are to be loaded into memory.
     """
-    if min_bytes is None:
+    if min_bytes is None or is_page_collection(path):
         return None
     file = documents_table(path)
     if not file.is_file() or file.stat().st_size < min_bytes:

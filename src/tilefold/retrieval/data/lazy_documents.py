@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from tilefold._internal.files import InUseError, atomic_directory, read_json, write_json
 from tilefold.retrieval.common.provenance import TextsDigest
-from tilefold.retrieval.data.collection import Document, load_documents
+from tilefold.retrieval.data.collection import Document, PageRowError, load_documents
 from tilefold.retrieval.data.document_lines import (
     all_lines,
     encoding_at,
@@ -314,7 +314,7 @@ def open_lazy_documents(
         fields: custom names of the document fields.
 
     Returns:
-        The documents, or None if the file has another format.
+        The documents, or None if the file has another format, or names images.
 
     Raises:
         DataError: if a line is invalid, or an id is missing or repeated.
@@ -325,7 +325,10 @@ def open_lazy_documents(
     folder = _cache_folder(cache, file, fields)
     documents = _read_cache(folder, file, state, fields)
     if documents is None:
-        documents = _index_file(file, state, fields)
+        try:
+            documents = _index_file(file, state, fields)
+        except PageRowError:
+            return None
         _write_cache(folder, documents)
     return documents
 
@@ -382,6 +385,8 @@ def _index_file(
                 pending = executor.submit(digest.add_encoded, lines.encoded)
             if pending is not None:
                 pending.result()
+    except PageRowError:
+        raise
     except (ValueError, RecursionError, UnicodeError):
         load_documents(file, fields)  # raises an error that names the line
         raise
