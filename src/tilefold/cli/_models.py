@@ -23,7 +23,7 @@ KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
 # Kind of models -> the name of their vectors in messages.
 VECTORS = {"sparse": "sparse vectors", "multi-vector": "token vectors", "dense": "dense vectors"}
 # Kinds of models that are accelerated.
-FUSED = ("sparse", "multi-vector")
+FUSED = ("sparse", "multi-vector", "dense")
 SHOWN = 5  # cached models that a message lists
 HUB_TIMEOUT = 5.0  # seconds until the hub must begin to answer
 _NAMES = {

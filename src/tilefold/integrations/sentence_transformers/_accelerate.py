@@ -29,6 +29,7 @@ from tilefold.integrations.sentence_transformers._check_record import (
 from tilefold.integrations.sentence_transformers._heads import (
     check_head,
     find_fusable_poolings,
+    is_dense,
     is_multi_vector,
 )
 from tilefold.integrations.sentence_transformers._self_check import (
@@ -128,9 +129,9 @@ class Acceleration:
     As a context manager, it returns the model and restores it on exit.
 
     Attributes:
-        model: the SparseEncoder or MultiVectorEncoder, accelerated in place.
+        model: the SparseEncoder, MultiVectorEncoder or SentenceTransformer, accelerated in place.
         heads: the number of fused LM heads. A Router may have one per route; models with token
-            weights and a MultiVectorEncoder have none.
+            weights, a MultiVectorEncoder and a SentenceTransformer have none.
         padded: the reasons why networks run on padded batches, by the name of the network's class;
             empty if all run packed.
     """
@@ -150,7 +151,10 @@ class Acceleration:
         restore(self.model)
 
     def __repr__(self) -> str:
-        fused = f"heads={self.heads}" if self.heads else "similarity"
+        if is_dense(self.model):
+            fused = "no padding" if not self.padded else "padded"
+        else:
+            fused = f"heads={self.heads}" if self.heads else "similarity"
         return f"Acceleration({type(self.model).__name__}, {fused})"
 
 
@@ -183,13 +187,17 @@ def accelerate(
     Evaluators of reranking and distillation call them. Pass the functions of that module to losses
     and other evaluators (``similarity_fct=``, ``score_functions=``).
 
+    A SentenceTransformer has one dense vector per text and no large matrix of scores: only the
+    padding is removed, in ``encode`` and in training.
+
     A second call starts over with its own arguments. Call again after an adapter was added to the
     LM head or merged into it. With ``TILEFOLD_DISABLE=1`` in the environment, the model is not
     accelerated, or no longer.
 
     Args:
         model: a ``sentence_transformers.SparseEncoder`` with a SpladePooling or a module of
-            :mod:`tilefold.modules`, or a ``MultiVectorEncoder``.
+            :mod:`tilefold.modules`, a ``MultiVectorEncoder``, or a ``SentenceTransformer`` with a
+            Pooling.
         impl: the implementation of the operator, see :func:`tilefold.ops.lsr_head`.
         check: whether to compare the model before and after on two short texts, in eval mode (for
             the similarity of a MultiVectorEncoder, on four short sequences of vectors). If fused
@@ -220,8 +228,8 @@ def accelerate(
         A handle; as a context manager, it restores the model on exit.
 
     Raises:
-        TypeError: if ``model`` is neither a SparseEncoder nor a MultiVectorEncoder, or ``screen``
-            or ``graphs`` is not a bool.
+        TypeError: if ``model`` is no SparseEncoder, MultiVectorEncoder or SentenceTransformer, or
+            ``screen`` or ``graphs`` is not a bool.
         ValueError: if ``check`` is neither a bool nor ``"always"``, or the model has no LM head
             before a pooling (and no module of :mod:`tilefold.modules` that needs none), or computes
             its logits or similarities in another way than the operator; nothing is changed then.
@@ -233,10 +241,11 @@ def accelerate(
         restore(model)
         if switched_off():
             return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
-    if not is_multi_vector(model) and not isinstance(model, SparseEncoder):
+    is_supported = isinstance(model, SparseEncoder) or is_multi_vector(model) or is_dense(model)
+    if not is_supported:
         raise TypeError(
-            "model must be a sentence_transformers.SparseEncoder or MultiVectorEncoder, "
-            f"got {type(model).__name__}; other models compute no large matrix of scores.",
+            "model must be a sentence_transformers.SparseEncoder, MultiVectorEncoder or "
+            f"SentenceTransformer, got {type(model).__name__}; run other models as they are.",
         )
     record = None
     if check:
@@ -287,14 +296,22 @@ def _accelerate_stock(
     """Accelerate a model that is not accelerated.
 
     Args:
-        model: a SparseEncoder or MultiVectorEncoder.
+        model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer.
         impl: the implementation of the operator.
         check: whether self-checks run.
         quantize: see :func:`accelerate`.
         packed: see :func:`accelerate`.
         screen: see :func:`accelerate`.
     """
-    if is_multi_vector(model):
+    n_heads = 0
+    if is_dense(model):
+        if quantize is not None:
+            raise ValueError(
+                f"quantize must be None for a SentenceTransformer, got {quantize!r}; it has no LM "
+                "head to quantize.",
+            )
+        model.encode_dense_batch = _encoders.DenseBatchEncoder(model)
+    elif is_multi_vector(model):
         if quantize is not None:
             raise ValueError(
                 f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; "
@@ -302,7 +319,6 @@ def _accelerate_stock(
             )
         _fuse_similarity(model, impl, check)
         model.encode_token_batch = _encoders.TokenBatchEncoder(model)
-        n_heads = 0
     else:
         n_heads = _fuse_heads(model, impl, check, quantize, screen)
         _pooling.count_no_padding(model)
@@ -387,12 +403,13 @@ def _fuse_heads(
 def _add_fast_encode(model: Model) -> None:
     """Put CUDA graphs and a faster ``encode`` on the instance of a model.
 
-    An ``encode`` that was already set on the instance is kept.
+    A SentenceTransformer has no graphs. An ``encode`` that was already set on the instance is kept.
 
     Args:
         model: the model.
     """
-    setattr(model, GRAPHS, EncodingGraphs(model))
+    if not is_dense(model):
+        setattr(model, GRAPHS, EncodingGraphs(model))
     if "encode" not in vars(model):
         model.encode = _encoders.FusedEncode(model)
 
@@ -424,7 +441,7 @@ def restore(model: Model) -> None:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            "model must be a SparseEncoder or MultiVectorEncoder, "
+            "model must be a SparseEncoder, MultiVectorEncoder or SentenceTransformer, "
             f"got {type(model).__name__}; pass the model, not its path.",
         )
     _padded_reasons.pop(model, None)
@@ -467,6 +484,7 @@ def is_accelerated(model: Model) -> bool:
     replacement_classes = (
         FusedSimilarity,
         _encoders.SparseBatchEncoder,
+        _encoders.DenseBatchEncoder,
         _pooling.FusedForward,
         _pooling.StaticTokens,
     )

@@ -7,7 +7,7 @@ from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
-from sentence_transformers import MultiVectorEncoder
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer
 from sentence_transformers.base.modules import Router, Transformer
 from sentence_transformers.base.modules.module import Module
 from sentence_transformers.sparse_encoder.modules import SpladePooling
@@ -112,6 +112,11 @@ def _poolings_without_head(pipeline: list[nn.Module]) -> list[FusablePooling]:
 def is_multi_vector(model: object) -> bool:
     """Return whether ``model`` is a ``MultiVectorEncoder``."""
     return isinstance(model, MultiVectorEncoder)
+
+
+def is_dense(model: object) -> bool:
+    """Return whether ``model`` is a ``SentenceTransformer``, which returns one vector per text."""
+    return isinstance(model, SentenceTransformer)
 
 
 def pipelines_of(model: nn.Module) -> Iterator[list[nn.Module]]:

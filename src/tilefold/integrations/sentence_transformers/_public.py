@@ -48,7 +48,8 @@ def accelerate(
     numbers. ``print(accelerate(trainer))`` says which parts are active, and why others are not. The
     same line is logged when the training begins, at level INFO.
 
-    With a model, scores are fused, tokens are packed, and ``encode`` tokenises ahead. Steps of any
+    With a model, scores are fused, tokens are packed, and ``encode`` tokenises ahead. A
+    SentenceTransformer has no scores to fuse, so only its padding is removed. Steps of any
     training loop replay CUDA graphs. The model is changed in place. Its classes, its state dict and
     its checkpoints stay the same, so sentence-transformers alone can load what it saves. Routers,
     tied weights, LoRA, autocast, pickle and deepcopy keep working. A SparseEncoder no longer
@@ -61,9 +62,10 @@ def accelerate(
     accelerated.
 
     Args:
-        model: a ``SparseEncoderTrainer`` or ``MultiVectorEncoderTrainer``; or a ``SparseEncoder``
-            with a SpladePooling or a module of :mod:`tilefold.modules`; or a
-            ``MultiVectorEncoder``. The model of a trainer stays as it is if it is accelerated
+        model: a ``SparseEncoderTrainer``, ``MultiVectorEncoderTrainer`` or
+            ``SentenceTransformerTrainer``; or a ``SparseEncoder`` with a SpladePooling or a module
+            of :mod:`tilefold.modules`; a ``MultiVectorEncoder``; or a ``SentenceTransformer``. The
+            model of a trainer stays as it is if it is accelerated
             already and all options of the model have their defaults.
         impl: the implementation of the operator, see :func:`tilefold.ops.lsr_head`.
         check: whether to compare the model before and after on two short texts. If fused scores

@@ -34,7 +34,11 @@ from tilefold.integrations.sentence_transformers._accelerate import (
     restore as restore_model,
 )
 from tilefold.integrations.sentence_transformers._ahead import prepare_training
-from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
+from tilefold.integrations.sentence_transformers._heads import (
+    is_dense,
+    is_multi_vector,
+    pipelines_of,
+)
 from tilefold.integrations.sentence_transformers.graphs.captured_state import ModelStructure
 from tilefold.integrations.sentence_transformers.graphs.training import StepGraphs
 from tilefold.integrations.sentence_transformers.packing.accelerate import (
@@ -235,6 +239,8 @@ class TrainerAcceleration:
 
     def _prepare_loss(self) -> None:
         """Let losses of a MultiVectorEncoder compute MaxSim without token similarities."""
+        if is_dense(self.trainer.model):
+            self._reasons[SCORES] = "one vector per text has no large matrix of scores"
         if not is_multi_vector(self.trainer.model):
             return
         for loss in _losses_of(self.trainer):

@@ -259,6 +259,7 @@ def encode_dense_collection(
     storage: str = "fp32",
     dimension: int | None = None,
     batch_size: int | None = None,
+    batch_tokens: int | None = None,
     max_length: int | None = None,
     shard_size: int = 1024,
     save_minutes: float = 1.0,
@@ -273,7 +274,8 @@ def encode_dense_collection(
     :func:`tilefold.retrieval.encode_collection`.
 
     Args:
-        model: a ``SentenceTransformer``, with its prompts, routes and similarity.
+        model: a ``SentenceTransformer``, plain or accelerated, with its prompts, routes and
+            similarity.
         texts: id -> text, in a fixed order; or passages of long documents
             (:class:`tilefold.retrieval.Passages`).
         output_dir: the folder.
@@ -283,7 +285,10 @@ def encode_dense_collection(
             errors of at most max|x| / 254, for the largest entry max|x| of the vector.
         dimension: number of leading entries of a vector to keep, for models that are trained for it
             (Matryoshka, arXiv 2205.13147).
-        batch_size: maximum number of texts per batch.
+        batch_size: maximum number of texts per batch. By default 32 for a plain model, and as many
+            as `batch_tokens` allows for an accelerated one.
+        batch_tokens: maximum number of tokens per batch of an accelerated model. By default a
+            number that suits the device.
         max_length: tokens read per text, at most as many as the model reads; None uses the model's
             limit.
         shard_size: consecutive texts per shard, which is written atomically.
@@ -302,6 +307,7 @@ def encode_dense_collection(
     encoding = DenseEncoding(
         kind=kind,
         batch_size=batch_size,
+        batch_tokens=batch_tokens,
         max_length=max_length,
         storage=storage,
         dimension=dimension,
@@ -378,6 +384,12 @@ class DenseJob(TokenJob):
     STREAM_OWNER = "encode_dense_batch"
     MANIFEST = DenseManifest
     encoding: DenseEncoding
+
+    def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
+        return functools.partial(
+            super()._configure_stream(model_stream),
+            dimension=self.vector_size,
+        )
 
     def encode_batch(self, texts: list[str]) -> list[Tensor]:
         """Encode texts in a single forward pass.

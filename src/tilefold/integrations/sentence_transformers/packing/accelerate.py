@@ -7,12 +7,22 @@ import warnings
 from typing import Any
 
 import torch
-from sentence_transformers.base.modules import Transformer
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dropout,
+    LayerNorm,
+    Normalize,
+    Pooling,
+)
 from torch import Tensor
 
 from tilefold._internal.typing import Model
 from tilefold.integrations._patches import Replacement, replacements
-from tilefold.integrations.sentence_transformers._heads import is_multi_vector, pipelines_of
+from tilefold.integrations.sentence_transformers._heads import (
+    is_dense,
+    is_multi_vector,
+    pipelines_of,
+)
 from tilefold.integrations.sentence_transformers._self_check import (
     TOLERANCE,
     short_texts_features,
@@ -55,6 +65,9 @@ _STACKLEVEL_OF_CALLER = 5
 # Names of packed features that padded ones do not have.
 PACKED_KEYS = (*OFFSET_NAMES, *LONGEST_NAMES, "position_ids")
 
+# Modules that treat every token by itself, so that they accept packed token vectors.
+_TOKENWISE = (Dense, Dropout, LayerNorm, Normalize)
+
 # The modules through which an input passes, of which the first one is a Transformer.
 Route = list[Any]
 
@@ -63,7 +76,7 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
     """Let the Transformers of a model run on packed tokens, if all modules after them accept these.
 
     Args:
-        model: a SparseEncoder or MultiVectorEncoder.
+        model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer.
         check: whether packed and padded outputs are compared, in two forward passes of each
             network and two of each route.
 
@@ -76,12 +89,8 @@ def pack_inputs(model: Model, check: bool) -> dict[str, str]:
             routes_by_transformer.setdefault(id(route[0]), []).append(route)
     padded: dict[str, str] = {}
     for routes in routes_by_transformer.values():
-        if is_multi_vector(model) and not all(_has_mask(route) for route in routes):
-            reason: str | None = (
-                "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and it has "
-                "no such module"
-            )
-        else:
+        reason = _unsupported_routes_reason(model, routes)
+        if reason is None:
             reason = _pack_transformer(routes, check)
         if reason is None:
             continue
@@ -128,6 +137,36 @@ def _has_mask(route: Route) -> bool:
     return any(_is_mask(module) for module in route)
 
 
+def _unsupported_routes_reason(model: Model, routes: list[Route]) -> str | None:
+    """Return why the modules after a Transformer cannot take packed tokens, or None if they can.
+
+    Args:
+        model: the model.
+        routes: all routes of the model that begin with this Transformer.
+    """
+    if is_multi_vector(model) and not all(_has_mask(route) for route in routes):
+        return (
+            "a MultiVectorEncoder takes packed tokens with a MultiVectorMask only, and it has no "
+            "such module"
+        )
+    if is_dense(model) and not all(_pools_tokens(route) for route in routes):
+        return (
+            "a SentenceTransformer takes packed tokens with a Pooling that only Dense, Dropout, "
+            "LayerNorm and Normalize precede, and it has other modules"
+        )
+    return None
+
+
+def _pools_tokens(route: Route) -> bool:
+    """Whether a route has a stock Pooling, and only modules before it that accept packed tokens."""
+    for module in route[1:]:
+        if type(module) is Pooling:
+            return True
+        if type(module) not in _TOKENWISE:
+            return False
+    return False
+
+
 def _pack_transformer(routes: list[Route], check: bool) -> str | None:
     """Let a Transformer run on packed tokens, if its network and the modules after it support this.
 
@@ -159,7 +198,7 @@ def _install_packed_methods(routes: list[Route]) -> None:
     """Replace the methods that handle packed tokens in a Transformer and the modules after it.
 
     These are ``preprocess`` and ``forward`` of the Transformer, and ``forward`` of masks of token
-    vectors.
+    vectors and of poolings of a SentenceTransformer.
 
     Args:
         routes: all routes of the model that begin with this Transformer.
@@ -172,8 +211,12 @@ def _install_packed_methods(routes: list[Route]) -> None:
     transformer.forward = PackedForward(transformer)
     for route in routes:
         for module in route:
-            if _is_mask(module) and "forward" not in vars(module):
+            if "forward" in vars(module):
+                continue
+            if _is_mask(module):
                 module.forward = PackedMask(module)
+            elif type(module) is Pooling:
+                module.forward = PackedPooling(module)
 
 
 def _remove_packed_methods(transformer: Transformer) -> None:
@@ -486,17 +529,39 @@ class PackedMask(Replacement):
         return outputs
 
 
-def repad(features: Features) -> None:
+class PackedPooling(Replacement):
+    """Replaces the forward of one ``Pooling``, so that texts without tokens get a vector of zeros.
+
+    With packed tokens, the original forward would return the first or last token of a neighbouring
+    text for them.
+    """
+
+    def __call__(self, features: Features, **kwargs: object) -> Features:
+        """Pad packed features, and run the original forward.
+
+        Args:
+            features: the output of the modules before, packed or padded.
+            **kwargs: other arguments of the forward.
+        """
+        if OFFSETS in features:
+            repad(features, min_length=1)  # the original forward needs a token
+        module = self.owner
+        outputs: Features = type(module).forward(module, features, **kwargs)
+        return outputs
+
+
+def repad(features: Features, min_length: int = 0) -> None:
     """Replace packed token vectors and ids by padded ones with a mask, in place.
 
     Args:
         features: packed ``token_embeddings`` ``[1, T, D]`` and ``input_ids`` ``[1, T]`` with their
             offsets. They become ``[B, S, D]`` and ``[B, S]`` with a bool ``attention_mask``
             ``[B, S]``.
+        min_length: the least number S of padded tokens, for texts that are all shorter.
     """
     cu_seqlens: Tensor = features[OFFSETS]
     n_texts = cu_seqlens.numel() - 1
-    longest = int(features[LONGEST])
+    longest = max(int(features[LONGEST]), min_length)
     ids = features["input_ids"][0]
     vectors = features["token_embeddings"][0]
     # Each token goes to row ``sequence * S + position`` of the flattened padded tensors.

@@ -1,4 +1,4 @@
-"""``encode``, ``encode_sparse_batch`` and ``encode_token_batch`` of an accelerated model."""
+"""Methods of an accelerated model: ``encode``, and ``encode_*_batch`` for each kind of vectors."""
 
 from __future__ import annotations
 
@@ -25,10 +25,17 @@ from tilefold._internal.arguments import list_of
 from tilefold._internal.csr import coo_tensor
 from tilefold._internal.typing import Model
 from tilefold.integrations._patches import Replacement
-from tilefold.integrations.sentence_transformers._heads import base_linear, is_multi_vector
+from tilefold.integrations.sentence_transformers._heads import (
+    base_linear,
+    is_dense,
+    is_multi_vector,
+)
 from tilefold.integrations.sentence_transformers._pooling import fused_forwards
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
-from tilefold.integrations.sentence_transformers.packing.inputs import packed_inputs
+from tilefold.integrations.sentence_transformers.packing.inputs import (
+    packed_inputs,
+    padded_inputs,
+)
 from tilefold.integrations.sentence_transformers.streaming import stream as streams
 from tilefold.integrations.sentence_transformers.streaming.stream import (
     SparseStream,
@@ -275,12 +282,54 @@ class TokenBatchEncoder(Replacement):
             yield from stream(windows)
 
 
+class DenseBatchEncoder(Replacement):
+    """``encode_dense_batch`` of an accelerated SentenceTransformer."""
+
+    def stream(
+        self,
+        windows: Iterable[Window],
+        *,
+        task: str,
+        storage: str,
+        dimension: int,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+    ) -> Generator[Item, None, None]:
+        """Encode many texts to dense vectors in a number type for storage.
+
+        Vectors are scaled to length 1 if the model uses cosine similarity.
+
+        Args:
+            windows: windows of texts. Each is tokenised as one, and divided into batches.
+            task: ``"query"`` or ``"document"``.
+            storage: the number type, ``"fp32"``, ``"fp16"`` or ``"int8"``.
+            dimension: the number of leading entries of a vector that are stored.
+            batch_tokens: tokens per batch; by default chosen for the device.
+            batch_size: texts per batch; by default not limited.
+
+        Yields:
+            A :class:`StreamStart`, then the batches of each window and a :class:`WindowEnd`.
+        """
+        with in_eval_mode(self.owner):
+            stream = streams.DenseStorageStream(
+                self.owner,
+                storage,
+                dimension=dimension,
+                normalize=self.owner.similarity_fn_name == "cosine",
+                task=task,
+                prompt=prompt_of(self.owner, task),
+                batch_tokens=batch_tokens,
+                batch_size=batch_size,
+            )
+            yield from stream(windows)
+
+
 class FusedEncode(Replacement):
     """Replaces ``encode`` of one model.
 
     A CUDA graph encodes the texts of a single batch, and a stream encodes more texts. The stock
     method runs for everything else, such as inputs that are not strings, several processes, or
-    options of the processor.
+    options of the processor. A SentenceTransformer has no such graph.
 
     A ``batch_size`` below 32 limits the texts of a batch. Otherwise batches are limited by a number
     of tokens that is chosen for the device.
@@ -303,7 +352,13 @@ class FusedEncode(Replacement):
             result = None if show_progress else _encode_one_batch(model, arguments)
             if result is not None:
                 return result
-        with packed_inputs():
+        # Outputs of a SentenceTransformer other than its vectors have the padding of the stock one.
+        returns_tokens = (
+            is_dense(model)
+            and arguments is not None
+            and arguments["output_value"] != "sentence_embedding"
+        )
+        with padded_inputs() if returns_tokens else packed_inputs():
             return stock(model, *args, **kwargs)
 
 
@@ -349,6 +404,8 @@ def _encode_stream(model: Model, arguments: Options, show_progress: bool) -> obj
     batch_size = arguments["batch_size"]
     # The default size and larger ones leave the limit to the number of tokens.
     limit = batch_size if batch_size < _DEFAULT_BATCH_SIZE else None
+    if is_dense(model):
+        return _encode_many_dense(model, arguments, limit, show_progress)
     encode = _encode_many_tokens if is_multi_vector(model) else _encode_many_sparse
     return encode(model, arguments, limit, show_progress)
 
@@ -363,6 +420,8 @@ def _encode_one_batch(model: Model, arguments: Options) -> Any:
     Returns:
         The result of the call, or None if the stock method must run.
     """
+    if is_dense(model):
+        return None
     encode = _encode_few_tokens if is_multi_vector(model) else _encode_few_sparse
     rows = encode(model, arguments)
     is_single_input = isinstance(arguments["inputs"], str)
@@ -456,6 +515,18 @@ def _is_supported(model: Model, arguments: Options) -> bool:
         return False
     if not all(isinstance(text, str) for text in _texts_of(arguments)):
         return False
+    return _returns_vectors_of_kind(model, arguments)
+
+
+def _returns_vectors_of_kind(model: Model, arguments: Options) -> bool:
+    """Whether a call of ``encode`` returns what the streams of the model's kind compute.
+
+    Args:
+        model: an accelerated model.
+        arguments: the arguments of ``encode`` by name.
+    """
+    if is_dense(model):
+        return _returns_dense_vectors(arguments)
     if is_multi_vector(model):
         return _returns_token_vectors(arguments)
     return _returns_splade_scores(model, arguments)
@@ -475,6 +546,13 @@ def _returns_token_vectors(arguments: Options) -> bool:
     returns_tokens = arguments.get("output_value") == "token_embeddings"
     pools_tokens = arguments.get("token_pooling") is not None
     return returns_tokens and not pools_tokens and not arguments["kwargs"]
+
+
+def _returns_dense_vectors(arguments: Options) -> bool:
+    """Whether a call of ``SentenceTransformer.encode`` returns vectors that are not quantized."""
+    returns_vectors = arguments["output_value"] == "sentence_embedding"
+    is_quantized = arguments["precision"] not in (None, "float32")
+    return returns_vectors and not is_quantized and arguments["kwargs"].keys() <= {"task"}
 
 
 def _returns_splade_scores(model: Model, arguments: Options) -> bool:
@@ -647,6 +725,44 @@ def _encode_many_tokens(
         for position, vectors in zip(batch.positions, batch.rows, strict=True):
             all_vectors[position] = _as_numpy(vectors) if to_numpy else vectors
     return all_vectors
+
+
+def _encode_many_dense(
+    model: Model,
+    arguments: Options,
+    batch_size: int | None,
+    show_progress: bool,
+) -> object:
+    """Encode many texts to dense vectors; same result as ``SentenceTransformer.encode``.
+
+    Args:
+        model: an accelerated SentenceTransformer in eval mode.
+        arguments: the arguments of ``encode`` by name.
+        batch_size: the largest number of texts per batch; None for no limit.
+        show_progress: whether a progress bar is shown.
+
+    Returns:
+        The vectors as an array, a tensor or a list, as the arguments ask for.
+    """
+    texts = arguments["inputs"]
+    to_numpy = bool(arguments["convert_to_numpy"]) and not arguments["convert_to_tensor"]
+    dimension = arguments["truncate_dim"]
+    stream = streams.DenseStream(
+        model,
+        to_host=to_numpy,
+        normalize=bool(arguments["normalize_embeddings"]),
+        dimension=model.truncate_dim if dimension is None else dimension,
+        task=arguments["kwargs"].get("task"),
+        prompt=_prompt_of_call(model, arguments),
+        batch_size=batch_size,
+    )
+    batches = list(_batches_with_progress(stream, texts, show_progress, "Batches"))
+    positions = torch.tensor([position for batch in batches for position in batch.positions])
+    rows = torch.cat([row for batch in batches for row in batch.rows])  # [N, D]
+    vectors = rows[positions.argsort().to(rows.device)]
+    if to_numpy:
+        return _as_numpy(vectors)
+    return vectors if arguments["convert_to_tensor"] else list(vectors)
 
 
 def _convert_rows(rows: Tensor, arguments: Options) -> object:

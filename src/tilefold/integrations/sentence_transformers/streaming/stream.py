@@ -860,15 +860,17 @@ class TokenStream(TextStream):
             )
 
     def _to_stored(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """Convert token vectors to the stored number type.
+        """Convert vectors to the stored number type.
 
         Args:
-            vectors: the token vectors, fp32 ``[T, D]``.
+            vectors: the vectors, fp32 ``[T, D]``.
 
         Returns:
             The columns of :class:`PendingTokenRows`: whether each vector is finite ``[T]``, the
             values ``[T, D]``, and for int8 the scales ``[T]``.
         """
+        if self.storage == "fp32":
+            return vectors.isfinite().all(dim=1), vectors
         if self.storage == "fp16":
             half = vectors.half()
             return half.isfinite().all(dim=1), half  # after the conversion, which can overflow
@@ -924,3 +926,112 @@ class VectorStream(TextStream):
             if self.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
             return PendingTokenVectors(vectors, outputs["attention_mask"], self.to_host)
+
+
+class DenseStorageStream(TokenStream):
+    """Encodes windows of texts to dense vectors in the number type of a vectors folder.
+
+    A vector is stored as the only token vector of its text.
+
+    Attributes:
+        dimension: the number of leading entries of a vector that are stored.
+        normalize: whether vectors are scaled to length 1, after other entries were dropped.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        storage: str,
+        *,
+        dimension: int,
+        normalize: bool,
+        task: str | None,
+        prompt: str | None,
+        batch_tokens: int | None = None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Prepare a stream of dense vectors for storage.
+
+        Args:
+            model: an accelerated SentenceTransformer.
+            storage: the number type of stored vectors, ``"fp32"``, ``"fp16"`` or ``"int8"``.
+            dimension: the number of leading entries of a vector that are stored.
+            normalize: whether vectors are scaled to length 1, after other entries were dropped.
+            task: ``"query"``, ``"document"`` or None.
+            prompt: text that is put before every text.
+            batch_tokens: tokens per batch of packed texts; by default chosen for the device.
+            batch_size: texts per batch; by default not limited for packed texts.
+        """
+        super().__init__(
+            model,
+            storage,
+            task=task,
+            prompt=prompt,
+            batch_tokens=batch_tokens,
+            batch_size=batch_size,
+        )
+        self.dimension = dimension
+        self.normalize = normalize
+
+    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenRows:
+        """Run the model on features and start copying its stored vectors to the CPU."""
+        with torch.inference_mode():
+            outputs = _run_model(self.model, features, self.task_kwargs)
+            vectors = outputs["sentence_embedding"][:, : self.dimension].float()
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors)
+            return PendingTokenRows(vectors[:, None], _one_token_mask(vectors), self._to_stored)
+
+
+class DenseStream(VectorStream):
+    """Encodes windows of texts to dense vectors, a tensor ``[1, D]`` of each text.
+
+    Attributes:
+        dimension: the number of leading entries of a vector that are returned; ``None`` for all.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        to_host: bool,
+        normalize: bool,
+        dimension: int | None,
+        task: str | None,
+        prompt: str | None,
+        batch_size: int | None = None,
+    ) -> None:
+        """Prepare a stream of dense vectors.
+
+        Args:
+            model: an accelerated SentenceTransformer.
+            to_host: whether vectors are copied to the CPU instead of staying on the device.
+            normalize: whether vectors are scaled to length 1, after other entries were dropped.
+            dimension: the number of leading entries of a vector that are returned; None for all.
+            task: ``"query"``, ``"document"`` or None.
+            prompt: text that is put before every text.
+            batch_size: texts per batch; by default not limited for packed texts.
+        """
+        super().__init__(
+            model,
+            to_host=to_host,
+            normalize=normalize,
+            task=task,
+            prompt=prompt,
+            batch_size=batch_size,
+        )
+        self.dimension = dimension
+
+    def _launch(self, features: Features, *, is_retry: bool = False) -> PendingTokenVectors:
+        """Run the model on features and, with ``to_host``, start copying its vectors."""
+        with torch.inference_mode():
+            outputs = _run_model(self.model, features, self.task_kwargs)
+            vectors = outputs["sentence_embedding"][:, : self.dimension]
+            if self.normalize:
+                vectors = torch.nn.functional.normalize(vectors, p=2, dim=1)
+            return PendingTokenVectors(vectors[:, None], _one_token_mask(vectors), self.to_host)
+
+
+def _one_token_mask(vectors: Tensor) -> Tensor:
+    """Return the mask ``[B, 1]`` of dense vectors ``[B, D]`` as one token vector of each text."""
+    return torch.ones(len(vectors), 1, dtype=torch.bool, device=vectors.device)
