@@ -19,7 +19,6 @@ from tilefold.cli.mine import MineRequest, ScoreRequest
 from tilefold.cli.search import SearchCommandRequest
 from tilefold.cli.serve import ServeRequest, _load
 from tilefold.retrieval import read_manifest, read_training_rows
-from tilefold.serve.service import Service
 
 needs_cpu = pytest.mark.skipif(
     torch.cuda.is_available(),
@@ -215,10 +214,11 @@ def test_a_server_computes_in_the_dtype_and_shows_that_of_its_index(
         model=str(work / "model"),
         index=in_bf16 / "index",
         dtype=dtype,
+        default_side="query",
     )
-    models, searchable = _load(request)
-    assert inference_precision(models[0].model) == dtype
-    with serving(Service(models, request.limits(), "query", searchable)) as client:
+    service = _load(request, request.limits())
+    assert inference_precision(service.first_model.model) == dtype
+    with serving(service) as client:
         info = client.get("/info").json
     assert info["precision"] == {"sparse": dtype}
     assert info["search_precision"] == {"index": "bf16", "queries": dtype}

@@ -23,6 +23,9 @@ from tests.processes import environment
 from tests.serve.running import Client, served, wait_until
 from tests.test_imports import HIDE, run_python
 from tilefold.retrieval.data.collection import Collection, Document
+from tilefold.retrieval.index.generations import read_generation
+from tilefold.retrieval.index.merging import update_index
+from tilefold.retrieval.index.opening import open_index
 
 
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(
@@ -166,6 +169,26 @@ def test_a_served_index_answers_and_ends_at_a_signal_with_code_0(
             [client.get("/info").json, client.get("/v1/indexes").json, answer.json],
         )
         process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+def test_a_hangup_lets_a_server_open_the_changed_index(
+    shared: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "index"
+    shutil.copytree(shared / "index", path)
+    options = ("--model", masked_lm, "--index", path, "--watch-seconds", "0")
+    with served(*options) as (process, client, _):
+        first_id = str(open_index(path).ids[0])
+        update_index(path, delete=[first_id])
+        process.send_signal(signal.SIGHUP)
+        generation = read_generation(path).id
+        wait_until(lambda: client.get("/info").json["index"]["generation"] == generation)
+        (index,) = client.get("/v1/indexes").json["indexes"]
+        assert index["documents"] == open_index(path).n_documents
+        process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
 
 

@@ -344,7 +344,8 @@ def encode_together(service: Service, texts: list[str]) -> list[Any]:
 
     async def encode_texts() -> list[Any]:
         service.start()
-        calls = [service.encode("sparse", [text], EncodeOptions("query")) for text in texts]
+        model = service.model("sparse")
+        calls = [service.encode(model, [text], EncodeOptions("query")) for text in texts]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     return asyncio.run(encode_texts())

@@ -40,9 +40,9 @@ from tilefold.cli import serve
 load = serve._load
 pipe = Path(sys.argv[1])
 
-def load_after_release(request):
+def load_after_release(request, limits):
     pipe.read_bytes()
-    return load(request)
+    return load(request, limits)
 
 serve._load = load_after_release
 cli.main(sys.argv[2:])

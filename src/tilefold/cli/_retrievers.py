@@ -468,6 +468,20 @@ def load_index(request: IndexOptions) -> LoadedIndex:
     return LoadedIndex(index, encoder, request.search_options(index.backend))
 
 
+def reopen_index(request: IndexOptions) -> LoadedIndex:
+    """Open the index of ``--index`` again, without its model, after the folder has changed.
+
+    Args:
+        request: the options that name the index and the model.
+
+    Raises:
+        UsageError: if options do not fit the index.
+    """
+    index = move_to_device(_open_index(request), request.device, request.searched_folder)
+    check_index_options(request, index.backend)
+    return LoadedIndex(index, None, request.search_options(index.backend))
+
+
 def check_index_options(request: IndexOptions, backend: str) -> None:
     """Check that options fit the backend of the index that they name.
 

@@ -18,6 +18,7 @@ from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, option, positive, refuse_options
+from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.datasets import check_collection_exists
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.index.protocol import read_description
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from tilefold.serve.service import Service
 
 KEY_VARIABLE = "TILEFOLD_API_KEY"
+ADMIN_KEY_VARIABLE = "TILEFOLD_ADMIN_KEY"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGES = ("fastapi", "prometheus_client", "uvicorn")  # that the server needs
 
@@ -98,6 +100,14 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             panel="Index",
         ),
     ] = None
+    watch_seconds: Annotated[
+        float,
+        option(
+            "Seconds between two looks for a change of --index, which then takes over; 0 for none.",
+            min=0,
+            panel="Index",
+        ),
+    ] = 1.0
     max_length: Annotated[
         int | None,
         positive(
@@ -131,6 +141,14 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
         option(
             "File with the API key that requests must carry; by default the environment variable "
             f"{KEY_VARIABLE}, if it is set.",
+            panel="Access",
+        ),
+    ] = None
+    admin_key_file: Annotated[
+        Path | None,
+        option(
+            "File with the key of requests that change the index; by default the environment "
+            f"variable {ADMIN_KEY_VARIABLE}. Without a key, they are refused.",
             panel="Access",
         ),
     ] = None
@@ -208,6 +226,8 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
                     "--vectors": self.vectors,
                     "--bm25": self.bm25,
                     "--name": self.name,
+                    "--watch-seconds": self.watch_seconds != 1.0,
+                    "--admin-key-file": self.admin_key_file,
                 },
                 "requires --index",
             )
@@ -277,7 +297,8 @@ def serve(request: ServeRequest) -> None:
     """
     _check_packages()
     limits = request.limits()
-    key = _read_key(request.api_key_file)
+    key = _read_key(request.api_key_file, "--api-key-file", KEY_VARIABLE)
+    admin_key = _read_key(request.admin_key_file, "--admin-key-file", ADMIN_KEY_VARIABLE)
     origins = request.cors_allow_origin or []
     with _options.option_errors(origins="--cors-allow-origin"):
         check_origins(origins)
@@ -295,7 +316,21 @@ def serve(request: ServeRequest) -> None:
                 f"--host: anyone who can reach {request.host} may use this server; set "
                 "--api-key-file to require a key",
             )
-        _run(request, limits, key, origins, listening_socket)
+        _run(request, limits, _Access(key, admin_key, origins), listening_socket)
+
+
+class _Access(NamedTuple):
+    """Who may send requests.
+
+    Attributes:
+        key: the key that requests must carry; None if they need no key.
+        admin_key: the key of requests that change the index; None if they are refused.
+        origins: the sites whose pages may send requests.
+    """
+
+    key: str | None
+    admin_key: str | None
+    origins: Sequence[str]
 
 
 def _check_packages() -> None:
@@ -355,8 +390,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _run(
     request: ServeRequest,
     limits: Limits,
-    key: str | None,
-    origins: Sequence[str],
+    access: _Access,
     listening_socket: socket.socket,
 ) -> None:
     """Listen, load the models and the index, and serve until Ctrl-C or SIGTERM.
@@ -364,8 +398,7 @@ def _run(
     Args:
         request: the options of the command.
         limits: the limits of the service.
-        key: the API key that requests must carry; None if they need no key.
-        origins: the sites whose pages may send requests.
+        access: who may send requests.
         listening_socket: the socket of ``--host`` and ``--port``.
     """
     from tilefold.serve.server import load_and_run
@@ -377,14 +410,20 @@ def _run(
     address = f"{host_in_url}:{port}"
     # Without a key, a private server refuses requests for the name of any other host. A page of
     # another site could otherwise reach it by DNS rebinding.
-    is_private = host in _LOOPBACK and key is None
+    is_private = host in _LOOPBACK and access.key is None
 
     def load(report: Report) -> FastAPI:
         """Load the models and the index in a thread of the server."""
         from tilefold.serve.app import create_app
 
         service = _load_service(request, limits, report)
-        return create_app(service, key, local=is_private, origins=origins)
+        return create_app(
+            service,
+            access.key,
+            admin_key=access.admin_key,
+            local=is_private,
+            origins=access.origins,
+        )
 
     def announce_listening() -> None:
         # Without "http://": programs that wait for the address begin their requests with it.
@@ -427,11 +466,8 @@ def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Serv
     Raises:
         CommandError: if a model cannot encode.
     """
-    from tilefold.serve.service import Service
-
     report("loading the model" if request.index is None else "loading the index and its model")
-    models, searchable = _load(request)
-    service = Service(models, limits, request.default_side, searchable)
+    service = _load(request, limits)
     report("encoding a first word")
     try:
         service.warm_up()
@@ -451,22 +487,24 @@ def _served_names(service: Service) -> str:
     return " and ".join(names)
 
 
-def _read_key(file: Path | None) -> str | None:
-    """Return the API key that requests must carry, or None if no key is set.
+def _read_key(file: Path | None, option_name: str, variable: str) -> str | None:
+    """Return a key that requests must carry, or None if no key is set.
 
     Args:
-        file: the value of ``--api-key-file``; None reads the key from an environment variable.
+        file: the value of the option; None reads the key from an environment variable.
+        option_name: the option that names the file.
+        variable: the environment variable.
 
     Raises:
         UsageError: unless the file has exactly one line.
     """
     if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    key = _options.read_text(file, "--api-key-file").strip()
+        return os.environ.get(variable) or None
+    key = _options.read_text(file, option_name).strip()
     n_lines = len(key.splitlines())
     if n_lines != 1:
         got = f"{n_lines} lines" if key else "an empty file"
-        raise UsageError(f"--api-key-file: expected one line with the key in {file}, got {got}.")
+        raise UsageError(f"{option_name}: expected one line with the key in {file}, got {got}.")
     return key
 
 
@@ -474,26 +512,70 @@ class _Reranker(NamedTuple):
     """The multi-vector model of ``--tokens``, as it is served.
 
     Attributes:
-        model: the served model.
+        model: the served model; None without ``--tokens``.
         tokens: the stored token vectors of the documents; None if the model encodes their texts.
     """
 
-    model: Served
+    model: Served | None
     tokens: TokenStore | None
 
 
-def _load(request: ServeRequest) -> tuple[list[Served], Searchable | None]:
+def _load(request: ServeRequest, limits: Limits) -> Service:
     """Load the models and the index of a server.
 
     Args:
         request: the options of the command.
-
-    Returns:
-        The models, at most one of each kind, and the index; None without ``--index``.
+        limits: the limits of the service.
     """
+    from tilefold.serve.service import Service
+
     if request.index is None:
-        return _load_models(request), None
-    return _load_with_index(request, request.index)
+        return Service(_load_models(request), limits, request.default_side)
+    return _load_index_service(request, request.index, limits)
+
+
+def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits) -> Service:
+    """Load an index with its models, and follow the changes of its folder.
+
+    Args:
+        request: the options of the command.
+        index_path: the value of ``--index``.
+        limits: the limits of the service.
+    """
+    from tilefold.retrieval.index.generations import read_generation
+    from tilefold.serve.following import IndexFollower, IndexSource
+    from tilefold.serve.service import Service
+
+    # If the folder changes while the model is loaded, the follower opens it again.
+    generation = read_generation(index_path)
+    searchable = _load_with_index(request, index_path, generation.id)
+
+    def reopen(served: Searchable, generation_id: str) -> Searchable:
+        return _open_generation(request, index_path, generation_id, served)
+
+    service = Service(searchable.models, limits, request.default_side, searchable)
+    source = IndexSource(
+        index_path,
+        reopen,
+        request.watch_seconds,
+        _searching_gpu(request.device, generation.backend),
+    )
+    IndexFollower(service, source, generation)
+    return service
+
+
+def _searching_gpu(device: str | None, backend: str) -> str | None:
+    """Return the GPU that searches an index, or None if the CPU does.
+
+    Args:
+        device: the value of ``--device``.
+        backend: the backend of the index.
+    """
+    import torch
+
+    if device is None and backend in (DENSE, LATE) and torch.cuda.is_available():
+        return "cuda"
+    return device if device is not None and device.startswith("cuda") else None
 
 
 def _load_models(request: ServeRequest) -> list[Served]:
@@ -517,7 +599,8 @@ def _load_models(request: ServeRequest) -> list[Served]:
     if request.tokens is not None:
         # Stored token vectors need an index: here only their model is served.
         reranker = _load_reranker(request, request.tokens, encodes_texts=True)
-        models.append(reranker.model)
+        if reranker.model is not None:
+            models.append(reranker.model)
     if len({model.kind for model in models}) < len(models):
         raise UsageError(
             "--tokens already loads a multi-vector model, and so does --model: leave one out.",
@@ -528,29 +611,22 @@ def _load_models(request: ServeRequest) -> list[Served]:
 def _load_with_index(
     request: ServeRequest,
     index_path: Path,
-) -> tuple[list[Served], Searchable]:
+    generation_id: str,
+) -> Searchable:
     """Load an index with its model, documents, vectors, second ranking and reranker.
 
     Args:
         request: the options of the command.
         index_path: the value of ``--index``.
-
-    Returns:
-        The models of the index and of ``--tokens``, and the index.
+        generation_id: id of the generation of the index.
     """
-    from tilefold.serve.searchable import Searchable
-
     loaded = _retrievers.load_index(request)
     index = loaded.index
     _refuse_unused_options(request, index_path, index.backend)
-    documents: Mapping[str, Document] = {}
-    if request.data is not None:
-        documents = _scores.open_documents(request.data, index_path, index.provenance)
     encoder = None
     if loaded.model is not None:
         _limit_length(loaded.model, request.max_length)
         encoder = _served_encoder(loaded.model, index.backend, str(request.model))
-    vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
     reranking_model = None
     tokens = None
     if request.tokens is not None:
@@ -565,6 +641,81 @@ def _load_with_index(
                 "has no effect with stored token vectors, whose model has a fixed query length: "
                 "leave it out",
             )
+    return _searchable(
+        request,
+        index_path,
+        generation_id,
+        loaded,
+        encoder,
+        _Reranker(reranking_model, tokens),
+    )
+
+
+def _open_generation(
+    request: ServeRequest,
+    index_path: Path,
+    generation_id: str,
+    served: Searchable,
+) -> Searchable:
+    """Open another generation of a served index, with the models that are loaded.
+
+    If another model encoded its documents, ``--model`` is loaded again, since its folder may have
+    been replaced, too.
+
+    Args:
+        request: the options of the command.
+        index_path: the value of ``--index``.
+        generation_id: id of the new generation of the index.
+        served: the served generation.
+
+    Raises:
+        CommandError: if the index was made by another model than ``--model``.
+        DataError: if a file is damaged, or the documents do not fit the index.
+    """
+    recorded = Provenance.from_dict(read_description(index_path))
+    served_provenance = served.index.provenance
+    has_same_model = "model_fingerprint" not in served_provenance.differing_fields(recorded)
+    if not has_same_model and not request.other_model:
+        return _load_with_index(request, index_path, generation_id)
+    loaded = _retrievers.reopen_index(request)
+    if loaded.index.backend != served.index.backend:
+        return _load_with_index(request, index_path, generation_id)
+    tokens = None if served.store is None else retrieval.open_tokens(Path(str(request.tokens)))
+    return _searchable(
+        request,
+        index_path,
+        generation_id,
+        loaded,
+        served.encoder,
+        _Reranker(served.late, tokens),
+    )
+
+
+def _searchable(
+    request: ServeRequest,
+    index_path: Path,
+    generation_id: str,
+    loaded: _retrievers.LoadedIndex,
+    encoder: Served | None,
+    reranker: _Reranker,
+) -> Searchable:
+    """Open the documents, vectors and second ranking of an index, and put all parts together.
+
+    Args:
+        request: the options of the command.
+        index_path: the value of ``--index``.
+        generation_id: id of the generation of the index.
+        loaded: the index, with the options of its search.
+        encoder: the model that encodes queries; None for a BM25 index.
+        reranker: the model and token vectors of ``--tokens``.
+    """
+    from tilefold.serve.searchable import Searchable
+
+    index = loaded.index
+    documents: Mapping[str, Document] = {}
+    if request.data is not None:
+        documents = _scores.open_documents(request.data, index_path, index.provenance)
+    vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
     words = None if request.bm25 is None else _load_bm25(request.bm25)
     option_errors = _options.option_errors(
         vectors=f"--vectors: {request.vectors}",
@@ -573,20 +724,19 @@ def _load_with_index(
         model="--tokens-model",
     )
     with option_errors, _common.precision_warnings_as_notes():
-        searchable = Searchable(
+        return Searchable(
             request.index_name,
             index,
             encoder=encoder,
             documents=documents,
             vectors=vectors,
             words=words,
-            late=reranking_model,
-            store=tokens,
+            late=reranker.model,
+            store=reranker.tokens,
             query_top_k=request.query_top_k,
             options=loaded.search_options,
+            generation=generation_id,
         )
-    models = [served for served in (encoder, reranking_model) if served is not None]
-    return models, searchable
 
 
 def _refuse_unused_options(request: ServeRequest, index_path: Path, backend: str) -> None:

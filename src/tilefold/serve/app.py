@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._version import __version__
+from tilefold.serve.admin import ADMIN_PATHS, admin_router
 from tilefold.serve.bodies import ServeError, to_json
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.models import SIDES
@@ -85,6 +86,7 @@ def create_app(
     service: Service,
     api_key: str | None = None,
     *,
+    admin_key: str | None = None,
     local: bool = False,
     origins: Sequence[str] = (),
 ) -> FastAPI:
@@ -97,6 +99,8 @@ def create_app(
         service: service that answers requests.
         api_key: key that requests must have as ``Authorization: Bearer KEY``, except health checks,
             metrics, the page and the description of the routes.
+        admin_key: key that requests must have to change what is served, such as ``/admin/reload``;
+            ``None`` refuses them all. The other key is no substitute.
         local: whether to refuse requests whose header Host is another machine's domain name. A
             server without a key on the loopback address needs it: a page of another site could
             otherwise reach the server by a domain name of that site.
@@ -104,20 +108,28 @@ def create_app(
             ``https://example.org``. ``*`` means all sites.
 
     Raises:
-        ValueError: if the key is empty, or an origin is invalid.
+        ValueError: if a key is empty, or an origin is invalid.
     """
     check_origins(origins)
-    if api_key is not None and not api_key.strip():
-        raise ArgumentError(
-            "api_key",
-            "expected some text, got an empty one; leave it out for a server without a key.",
-        )
+    for name, key in (("api_key", api_key), ("admin_key", admin_key)):
+        if key is not None and not key.strip():
+            raise ArgumentError(
+                name,
+                "expected some text, got an empty one; leave it out for a server without a key.",
+            )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
         with closing(service):
-            yield
+            if service.follower is None:
+                yield
+                return
+            service.follower.start()
+            try:
+                yield
+            finally:
+                await service.follower.stop()
 
     app = _App(
         title="tilefold",
@@ -136,6 +148,7 @@ def create_app(
         ("", _page_router(service)),
         ("", Routes(service, service.default_side).router()),
         ("", search_router(service)),
+        ("", admin_router(service)),
         *((f"/{side}", Routes(service, side).router()) for side in SIDES),
     ]
     endpoints: dict[str, Endpoint] = {}
@@ -150,6 +163,7 @@ def create_app(
         endpoints,
         service,
         api_key,
+        admin_key,
         local=local,
     )
     if origins:  # outside the guard: a browser asks whether it may send a request without the key
@@ -238,6 +252,7 @@ class _Guard:
         endpoints: Mapping[str, Endpoint],
         service: Service,
         api_key: str | None,
+        admin_key: str | None,
         *,
         local: bool,
     ) -> None:
@@ -249,6 +264,7 @@ class _Guard:
                 FastAPI's routing takes longer than encoding a short text.
             service: service of the application.
             api_key: key that requests must have; ``None`` for no key.
+            admin_key: key that requests to :data:`ADMIN_PATHS` must have; ``None`` refuses them.
             local: whether the header ``Host`` must name this machine.
         """
         self._app = app
@@ -256,6 +272,7 @@ class _Guard:
         self._service = service
         self._must_name_this_machine = local
         self._key = None if api_key is None else _digest(api_key.encode())
+        self._admin_key = None if admin_key is None else _digest(admin_key.encode())
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Refuse a request, or pass it to its route.
@@ -335,6 +352,13 @@ class _Guard:
         if scope["http_version"] not in _HTTP_VERSIONS:
             error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
             return error, {"connection": "close"}
+        if scope["path"] in ADMIN_PATHS and self._admin_key is None:
+            error = ServeError(
+                "Validation",
+                "this server takes no changes: start it with --admin-key-file",
+                status=403,
+            )
+            return error, {}
         if not self._has_access(scope):
             error = ServeError(
                 "Validation",
@@ -354,11 +378,13 @@ class _Guard:
 
     def _has_access(self, scope: Message) -> bool:
         """Return whether a request has the key, or does not need it."""
-        if self._key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
+        expected_key = self._admin_key if scope["path"] in ADMIN_PATHS else self._key
+        if expected_key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
             return True
         scheme, _, key = _header(scope["headers"], b"authorization").partition(b" ")
         # Digests have equal lengths, so that the time of the comparison does not depend on the key.
-        return hmac.compare_digest(_digest(key.strip()), self._key) and scheme.lower() == b"bearer"
+        is_equal = hmac.compare_digest(_digest(key.strip()), expected_key)
+        return is_equal and scheme.lower() == b"bearer"
 
 
 def _digest(key: bytes) -> bytes:

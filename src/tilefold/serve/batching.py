@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge, Metric, generate_latest
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.utils import floatToGoString
 
 from tilefold.serve.bodies import ServeError
@@ -312,10 +312,24 @@ class BatchWorker:
 
     def _work(self) -> None:
         """Run batches until the worker is closed."""
-        while batch := self._next_batch():
-            outcomes = self._run_batch(batch, self._last_batch_was_multi)
-            self._device_lock.release()
-            _resolve_on_loops(outcomes)
+        while self._run_next_batch():
+            pass
+
+    def _run_next_batch(self) -> bool:
+        """Wait for a batch and run it.
+
+        No reference to the batch remains, so that a model or an index that it used can be released.
+
+        Returns:
+            Whether there was a batch; False if the worker is closed.
+        """
+        batch = self._next_batch()
+        if not batch:
+            return False
+        outcomes = self._run_batch(batch, self._last_batch_was_multi)
+        self._device_lock.release()
+        _resolve_on_loops(outcomes)
+        return True
 
     def _run_batch(self, batch: list[_QueueEntry], multi_input: bool) -> list[_Outcome]:
         """Run a batch, and record its size and duration.
@@ -495,6 +509,8 @@ _COUNTERS = {
     "tilefold_dropped_count": ("Inputs whose client had gone before they were encoded", []),
     "tilefold_cached_count": ("Queries whose answer was kept from before (--cached-queries)", []),
     "tilefold_search_count": ("Searches that were answered", []),
+    "tilefold_index_reload_count": ("Generations of the index that took over", []),
+    "tilefold_index_refused_count": ("Generations of the index that were refused", []),
 }
 # Histogram -> its help, and the upper bounds of its buckets.
 _HISTOGRAMS = {
@@ -512,6 +528,10 @@ _GAUGES = {
     "te_queue_size": "Inputs that wait for a batch",
     "tilefold_inputs_in_flight": (
         "Inputs in work or waiting; at max_concurrent_requests further ones get a 429"
+    ),
+    "tilefold_index_generation": "1 for the generation of the index that answers new requests",
+    "tilefold_index_open_generations": (
+        "Generations of the index in memory; more than one while requests of an old one run"
     ),
     "tilefold_ready": "1 if the server is ready for requests; 0 while it loads, or is going to end",
 }
@@ -534,6 +554,22 @@ class _Histogram:
         """Add a value to the histogram."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+
+class _LabelCollector:
+    """Gauge with the value 1, whose label changes; for prometheus_client."""
+
+    def __init__(self, name: str, label: str, value: Callable[[], str]) -> None:
+        """Create a gauge; see :meth:`Metrics.label`."""
+        self._name = name
+        self._label = label
+        self._value = value
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the gauge with the current value of its label."""
+        gauge = GaugeMetricFamily(self._name, _GAUGES[self._name], labels=[self._label])
+        gauge.add_metric([self._value()], 1.0)
+        yield gauge
 
 
 class Metrics:
@@ -587,6 +623,16 @@ class Metrics:
     def gauge(self, name: str, value: Callable[[], float]) -> None:
         """Register a gauge with a function that returns its current value."""
         Gauge(name, _GAUGES[name], registry=self._registry).set_function(value)
+
+    def label(self, name: str, label: str, value: Callable[[], str]) -> None:
+        """Register a gauge that is 1, and whose label has the current value of a function.
+
+        Args:
+            name: name of the gauge.
+            label: name of the label.
+            value: function that returns the value of the label.
+        """
+        self._registry.register(_LabelCollector(name, label, value))
 
     def collect(self) -> Iterator[Metric]:
         """Yield the counters and histograms for prometheus_client.

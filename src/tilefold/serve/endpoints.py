@@ -100,8 +100,10 @@ def add_route(
     summary: str,
     body: type[BaseModel] | None = None,
     error_body: Callable[[ServeError], bytes] = ServeError.body,
+    *,
+    method: str | None = None,
 ) -> None:
-    """Add a GET route, or a POST route with a validated body.
+    """Add a route, with a validated body or without a body.
 
     Args:
         router: router to which the route is added.
@@ -109,8 +111,9 @@ def add_route(
         path: path of the route.
         handler: function that answers a request. It is cancelled if the client disconnects.
         summary: summary of the route for OpenAPI.
-        body: class of the body of a POST; ``None`` for a GET.
+        body: class of the body; ``None`` reads no body.
         error_body: function that returns the JSON of an error.
+        method: HTTP method; ``None`` for a POST with a body, or a GET without one.
     """
 
     async def endpoint(request: Request) -> Response:
@@ -137,7 +140,7 @@ def add_route(
     router.add_api_route(
         path,
         endpoint,
-        methods=["GET" if body is None else "POST"],
+        methods=[method or ("GET" if body is None else "POST")],
         summary=summary,
         response_class=Response,
         openapi_extra=openapi,

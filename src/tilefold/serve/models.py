@@ -223,7 +223,7 @@ class BatchKey(NamedTuple):
     """How an input is encoded. Inputs with equal keys may share a batch.
 
     Attributes:
-        kind: kind of the model.
+        model: the model. While a model is replaced, batches of the old and the new one may wait.
         side: whether inputs are encoded as queries or as documents.
         prompt_name: name of a prompt that replaces the prompt of the side.
         truncation_side: end from which an input that is too long is truncated.
@@ -232,7 +232,7 @@ class BatchKey(NamedTuple):
             tokens. Otherwise inputs are texts.
     """
 
-    kind: Kind
+    model: Served
     side: Side
     prompt_name: str | None = None
     truncation_side: Literal["left", "right"] = "right"
@@ -240,7 +240,7 @@ class BatchKey(NamedTuple):
     has_token_ids: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class Served:
     """Model of a service.
 
@@ -334,7 +334,7 @@ class Served:
             names = ", ".join(dict.fromkeys([*SIDES, *self.prompts]))
             raise invalid(f"`prompt_name` expected one of {names}; got {prompt_name!r}")
         return BatchKey(
-            self.kind,
+            self,
             side,
             prompt_name=prompt_name,
             truncation_side=truncation_side,

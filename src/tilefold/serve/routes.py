@@ -201,7 +201,7 @@ class Routes:
                     inputs,
                     has_prompt,
                 )
-            return await service.encode(kind, inputs, options)
+            return await service.encode(model, inputs, options)
 
     def _record_and_respond(
         self,
@@ -389,8 +389,8 @@ class Routes:
                 counted=None,
             )
             document_options = replace(query_options, side="document", counted="predict")
-            query_outcome = await service.encode("multi-vector", queries, query_options)
-            outcome = await service.encode("multi-vector", texts, document_options)
+            query_outcome = await service.encode(model, queries, query_options)
+            outcome = await service.encode(model, texts, document_options)
             # text-embeddings-inference counts the characters of pairs of a query and a text, so
             # that a single query is counted for every text.
             outcome.characters += query_outcome.characters * len(texts) // len(queries)
@@ -536,6 +536,8 @@ class Routes:
         }
         if self.service.searchable is not None:
             content["search_precision"] = self.service.searchable.searcher.precisions
+        if self.service.follower is not None:
+            content["index"] = self.service.follower.info()
         return Response(bodies.to_json(content), media_type=JSON)
 
     async def metrics(self, request: Request) -> Response:

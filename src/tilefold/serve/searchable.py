@@ -33,7 +33,7 @@ _MAX_MARKED_CHARACTERS = 4000  # number of characters of a text in which terms a
 _MAX_EXPLAINED_TERMS = 512  # largest number of terms of a query that an explanation lists
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Searchable:
     """An index to serve, with its models, documents and vectors.
 
@@ -52,6 +52,7 @@ class Searchable:
         query_top_k: number of largest weights that a query keeps; ``None`` keeps all.
         options: options of the search in the index, such as Seismic's ``heap_factor``.
         dense: model of the dense vectors of a Qdrant collection.
+        generation: id of the generation of the index folder; ``None`` for an index in memory.
 
     Raises:
         DataError: if a part was made from other documents than the index, or by another model.
@@ -68,6 +69,7 @@ class Searchable:
     query_top_k: int | None = None
     options: Options = field(default_factory=dict)
     dense: Served | None = None
+    generation: str | None = None
 
     def __post_init__(self) -> None:
         # Created by the thread that loads the index, because a check may encode.
@@ -92,6 +94,12 @@ class Searchable:
             options=self.options,
             other_model=True,
         )
+
+    @property
+    def models(self) -> list[Served]:
+        """The models that encode queries or candidates."""
+        models = (self.encoder, self.late, self.dense)
+        return [model for model in models if model is not None]
 
     @property
     def features(self) -> dict[str, bool]:

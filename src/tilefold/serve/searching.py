@@ -6,6 +6,7 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenVectors
 from tilefold.serve.bodies import Body, ServeError, invalid, to_json
 from tilefold.serve.endpoints import JSON, add_route
+from tilefold.serve.models import Served
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import EncodeOptions, Service
 
@@ -122,7 +124,7 @@ class SearchBody(_Strict):
 def search_router(service: Service) -> APIRouter:
     """Create the search routes of a service. Without an index, there is only ``/v1/indexes``."""
     if service.searchable is not None:
-        return _SearchRoutes(service, service.searchable).router()
+        return _SearchRoutes(service).router()
     router = APIRouter(prefix="/v1")
 
     async def no_indexes(request: Request) -> Response:
@@ -151,19 +153,67 @@ def _check_parameters(request: Request, accepted: Sequence[str]) -> None:
         raise invalid(message)
 
 
-class _SearchRoutes:
-    """Routes that search an index."""
+class _IndexReader:
+    """Runs functions that read an index in threads; the index may be on a server."""
 
-    def __init__(self, service: Service, searchable: Searchable) -> None:
+    def __init__(self, service: Service) -> None:
+        """Create a reader that uses the search threads of a service."""
+        self._service = service
+        self._last_failure = 0.0  # time.monotonic() when the index's server did not answer
+
+    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that reads the index in a thread.
+
+        When a request finds that the server of the index does not answer, all requests that wait
+        for a thread at that time fail, too. Otherwise each of them would wait until its own
+        time-out.
+
+        Args:
+            function: function that reads the index.
+            arguments: positional arguments of the function.
+
+        Raises:
+            ServeError: if the index is on a server that does not answer.
+        """
+        arrived = time.monotonic()
+
+        def run() -> T:
+            if self._last_failure > arrived:  # while this request waited for a thread
+                raise _unreachable_error()
+            try:
+                return function(*arguments)
+            # Qdrant's client raises a PermissionError if the server refuses the key.
+            except (ConnectionError, PermissionError) as error:
+                self._last_failure = time.monotonic()
+                self._service.log_failure(error)
+                raise _unreachable_error() from error
+
+        return await self._service.run_search(run)
+
+
+class _SearchRoutes:
+    """Routes that search the index of a service.
+
+    Each request is answered from one generation of the index, even if another one takes over before
+    the request ends.
+    """
+
+    def __init__(self, service: Service) -> None:
         """Prepare the routes.
 
         Args:
-            service: service that encodes queries.
-            searchable: index with its models and documents.
+            service: service with an index, which encodes queries.
         """
         self.service = service
-        self.searchable = searchable
-        self._last_failure = 0.0  # time.monotonic() when the index's server did not answer
+        self._reader = _IndexReader(service)
+
+    @property
+    def searchable(self) -> Searchable:
+        """The generation of the index that answers new requests."""
+        searchable = self.service.searchable
+        if searchable is None:  # the routes exist only for a service with an index
+            raise ServeError("Backend", "this server has no index")
+        return searchable
 
     def router(self) -> APIRouter:
         """Create the router with the routes for searches, documents and ``/v1/indexes``."""
@@ -184,7 +234,8 @@ class _SearchRoutes:
         description = {
             "name": searchable.name,
             "backend": index.backend,
-            "documents": await self._query_index(lambda: index.n_documents),
+            "generation": searchable.generation,
+            "documents": await self._reader.run(lambda: index.n_documents),
             "features": searchable.features,
         }
         return Response(to_json({"indexes": [description]}), media_type=JSON)
@@ -212,35 +263,35 @@ class _SearchRoutes:
             )
         if parse not in ("true", "false"):
             raise ServeError("Validation", "Parameter 'parse' must be true or false", status=400)
-        return await self._answer(
-            SearchBody(query=query, hits=int(hits), parse=parse == "true"),
-            request,
-        )
+        body = SearchBody(query=query, hits=int(hits), parse=parse == "true")
+        # Anserini's format has no durations.
+        return await self._search().answer(body, with_durations=False)
 
     async def post_search(self, body: SearchBody, request: Request) -> Response:
         """Answer a search with fusion, feedback, reranking or explanations."""
         self._check_index(request)
         if not body.query.strip():
             raise ServeError("Empty", "`query` cannot be empty")
-        return await self._answer(body, request)
+        return await self._search().answer(body, with_durations=True)
 
     async def get_document(self, request: Request) -> Response:
         """Answer with the document of an id, in Anserini's format."""
         self._check_index(request)
         _check_parameters(request, [])
         document_id = request.path_params["docid"]
-        if not self.searchable.documents:
+        searchable = self.searchable
+        if not searchable.documents:
             raise ServeError(
                 "Validation",
                 "this server shows no documents: start it with --data",
                 status=404,
             )
-        document = await self.service.run_in_thread(self.searchable.documents.get, document_id)
+        document = await self.service.run_in_thread(searchable.documents.get, document_id)
         if document is None:
             raise ServeError("Validation", f"there is no document {document_id!r}", status=404)
         answer = {
             "api": "v1",
-            "index": self.searchable.name,
+            "index": searchable.name,
             "docid": document_id,
             "doc": _document_json(document, parse=True),
         }
@@ -254,6 +305,27 @@ class _SearchRoutes:
                 f"the index of this server is {self.searchable.name!r}",
                 status=404,
             )
+
+    def _search(self) -> _Search:
+        """Create the search of a request, in the current generation of the index."""
+        return _Search(self.service, self.searchable, self._reader)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Search of one request in one generation of an index.
+
+    The generation is released when no request refers to it any more.
+
+    Attributes:
+        service: service that encodes queries.
+        searchable: index with its models and documents.
+        reader: runs functions that read the index.
+    """
+
+    service: Service
+    searchable: Searchable
+    reader: _IndexReader
 
     def _check_options(self, body: SearchBody, reranking: Reranking | None) -> None:
         """Refuse too many documents, and features that this server does not support.
@@ -280,12 +352,12 @@ class _SearchRoutes:
             if is_requested and not features[name]:
                 raise invalid(f"`{name}`: this server was started without what it needs: {options}")
 
-    async def _answer(self, body: SearchBody, request: Request) -> Response:
+    async def answer(self, body: SearchBody, *, with_durations: bool) -> Response:
         """Parse and check the options of a search, and answer it.
 
         Args:
             body: body of a POST, or the same fields from the query parameters of a GET.
-            request: the request.
+            with_durations: whether the response has the duration of each stage.
 
         Raises:
             ServeError: if options are invalid, or the server lacks the text or vector of a
@@ -304,8 +376,7 @@ class _SearchRoutes:
         )
         self._check_options(body, reranking)
         try:
-            # Anserini's format, which a GET gets, has no durations.
-            return await self._search(body, search, with_durations=request.method != "GET")
+            return await self._search(body, search, with_durations)
         except MissingDocumentError as error:  # the document was added to the index later
             option = "--vectors" if error.arguments == ("vectors",) else "--data"
             message = (
@@ -333,7 +404,7 @@ class _SearchRoutes:
             vector = None
             if self.searchable.encoder is not None:
                 outcome = await service.encode(
-                    self.searchable.encoder.kind,
+                    self.searchable.encoder,
                     [body.query],
                     EncodeOptions("query"),
                 )
@@ -372,7 +443,7 @@ class _SearchRoutes:
             MissingDocumentError: if the server lacks the text or vector of a document.
         """
         try:
-            return await self._query_index(
+            return await self.reader.run(
                 self.searchable.searcher.rank,
                 {QUERY: text},
                 request,
@@ -387,35 +458,6 @@ class _SearchRoutes:
                 raise invalid(f"`prf`: {error}") from error
             raise invalid(str(error)) from error
 
-    async def _query_index(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function that reads the index in a thread.
-
-        The index may be on a server. When a request finds that this server does not answer, all
-        requests that wait for a thread at that time fail, too. Otherwise each of them would wait
-        until its own time-out.
-
-        Args:
-            function: function that reads the index.
-            arguments: positional arguments of the function.
-
-        Raises:
-            ServeError: if the index is on a server that does not answer.
-        """
-        arrived = time.monotonic()
-
-        def run() -> T:
-            if self._last_failure > arrived:  # while this request waited for a thread
-                raise _unreachable_error()
-            try:
-                return function(*arguments)
-            # Qdrant's client raises a PermissionError if the server refuses the key.
-            except (ConnectionError, PermissionError) as error:
-                self._last_failure = time.monotonic()
-                self.service.log_failure(error)
-                raise _unreachable_error() from error
-
-        return await self.service.run_search(run)
-
     @property
     def _max_encoded(self) -> int:
         """Largest number of candidates that a search may encode.
@@ -423,6 +465,12 @@ class _SearchRoutes:
         It is one less than the limit on inputs, because the query has a permit, too.
         """
         return self.service.input_limit.total - 1
+
+    @property
+    def _reranking_model(self) -> Served:
+        """The multi-vector model of the index, or of the service."""
+        late = self.searchable.late
+        return self.service.model("multi-vector") if late is None else late
 
     async def _rerank(self, reranking: Reranking, text: str, ranking: Ranking) -> Ranking:
         """Rerank the best candidates of a ranking by MaxSim.
@@ -437,7 +485,8 @@ class _SearchRoutes:
         """
         service = self.service
         searchable = self.searchable
-        outcome = await service.encode("multi-vector", [text], EncodeOptions("query"))
+        model = self._reranking_model
+        outcome = await service.encode(model, [text], EncodeOptions("query"))
         (query_vectors,) = outcome.rows
         dimension = query_vectors.size(1)
         packed_query = TokenVectors.pack([QUERY], [query_vectors], dimension, "fp32")
@@ -454,7 +503,7 @@ class _SearchRoutes:
                 candidates,
             )
 
-        return await service.run_on_device(service.model("multi-vector"), rerank)
+        return await service.run_on_device(model, rerank)
 
     async def _encode_candidates(
         self,
@@ -488,7 +537,7 @@ class _SearchRoutes:
         texts = [text or " " for text in text_of_id.values()]
         with service.input_limit.acquire(len(texts)):
             outcome = await service.encode(
-                "multi-vector",
+                self._reranking_model,
                 texts,
                 EncodeOptions("document", truncate=True),
             )
@@ -519,15 +568,19 @@ class _SearchRoutes:
         ranking = await self._rank(body.query, vector, search)
         runs_by_method = dict(ranking.stages)
         if searchable.words is not None:
-            runs_by_method["words"] = await self._query_index(
+            runs_by_method["words"] = await self.reader.run(
                 searchable.searcher.second_run,
                 {QUERY: body.query},
                 depth,
                 request,
             )
         if searchable.dense is not None:
-            outcome = await self.service.encode("dense", [body.query], EncodeOptions("query"))
-            scores = await self._query_index(
+            outcome = await self.service.encode(
+                searchable.dense,
+                [body.query],
+                EncodeOptions("query"),
+            )
+            scores = await self.reader.run(
                 searchable.search_dense,
                 outcome.rows[0],
                 depth,

@@ -11,6 +11,7 @@ import math
 import re
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from tilefold.serve.settings import Limits
 if TYPE_CHECKING:  # the service needs torch, which the server does not wait for
     from fastapi import FastAPI
 
-    from tilefold.serve.service import Service
+    from tilefold.serve.service import Follower, Service
 
 _BACKLOG = 512  # largest number of connections that wait to be accepted
 # Largest number of connections that asyncio accepts in one iteration of its event loop.
@@ -462,6 +463,25 @@ class Server(uvicorn.Server):
         service.is_only_request = lambda: len(self.server_state.tasks) == 1
         self._connection_limits.limits = service.limits
         self._connection_limits.service = service
+        if service.follower is not None:
+            self._reload_on_hangup(service.follower)
+
+    def _reload_on_hangup(self, follower: Follower) -> None:
+        """Let the index be opened again when the process gets a SIGHUP.
+
+        Windows has no such signal, and only the main thread can handle signals.
+
+        Args:
+            follower: opens the generations of the index.
+        """
+        hangup = getattr(signal, "SIGHUP", None)
+        if hangup is None or threading.current_thread() is not threading.main_thread():
+            return
+
+        def reload(sig: int, frame: FrameType | None) -> None:
+            follower.request_reload()
+
+        signal.signal(hangup, reload)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen on bound sockets."""

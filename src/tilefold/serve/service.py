@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
@@ -25,7 +25,14 @@ from tilefold.serve.settings import Limits
 if TYPE_CHECKING:
     from tilefold.serve.searchable import Searchable
 
-__all__ = ["EncodeOptions", "Outcome", "Service", "gather_or_cancel", "truncation_counts"]
+__all__ = [
+    "EncodeOptions",
+    "Follower",
+    "Outcome",
+    "Service",
+    "gather_or_cancel",
+    "truncation_counts",
+]
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -131,6 +138,25 @@ class Outcome:
             (b"x-queue-time", b"%.0f" % (1000 * self.queue)),
             (b"x-inference-time", b"%.0f" % (1000 * self.inference)),
         ]
+
+
+class Follower(Protocol):
+    """Opens further generations of the index that a service searches."""
+
+    def start(self) -> None:
+        """Start to watch the index, on the event loop of the server."""
+
+    async def stop(self) -> None:
+        """Stop to watch the index."""
+
+    async def reload(self) -> Searchable:
+        """Open the current generation, and let it take over."""
+
+    def request_reload(self) -> None:
+        """Let the current generation be opened soon; a signal handler may call this."""
+
+    def info(self) -> dict[str, object]:
+        """Describe the served generation, for ``/info``."""
 
 
 class _AnswerCache:
@@ -243,7 +269,8 @@ class Service:
         limits: limits of requests.
         default_side: whether routes such as ``/embed`` encode queries or documents, if their path
             does not begin with ``/query`` or ``/document``.
-        searchable: the index to search; ``None`` without an index.
+        searchable: the index to search, of one generation; ``None`` without an index.
+        follower: opens further generations of the index; ``None`` if the index is not followed.
         metrics: metrics of the service.
         input_limit: limit on the number of inputs that are encoded or wait.
         closing: whether the service refuses all work, because it ends or has ended.
@@ -285,6 +312,7 @@ class Service:
         self.limits = Limits() if limits is None else limits
         self.default_side = default_side
         self.searchable = searchable
+        self.follower: Follower | None = None
         self.metrics = Metrics()
         self.input_limit = InputLimit(self.limits.max_concurrent_requests)
         self.closing = False
@@ -333,7 +361,12 @@ class Service:
             "tokenizers": ThreadPoolExecutor(n_threads, "tilefold-tokenizer"),
         }
         self._search_slots = self._new_search_slots()
-        for device in {model.device for model in self.models.values()}:
+        self._workers.clear()
+        self._start_workers()
+
+    def _start_workers(self) -> None:
+        """Start a batch worker for each device of a model that has none."""
+        for device in {model.device for model in self.models.values()} - set(self._workers):
             worker = BatchWorker(
                 device,
                 self._run_batch,
@@ -483,23 +516,46 @@ class Service:
         if not self._is_open:
             slots.release()
             raise _closing_error()
-        result = Future[T]()
-        # A running future cannot be cancelled, so that run() can always set its result.
-        result.set_running_or_notify_cancel()
 
-        def run() -> None:
-            try:
-                result.set_result(search(*arguments))
-            except BaseException as error:  # raised at the `await` below
-                result.set_exception(error)
+        def end(thread: threading.Thread) -> None:
             self._search_threads.discard(thread)
             with suppress(RuntimeError):  # the event loop has closed
                 loop.call_soon_threadsafe(slots.release)
 
-        thread = threading.Thread(target=run, name="tilefold-searcher", daemon=True)
+        thread, result = _daemon_thread("tilefold-searcher", search, arguments, end)
         self._search_threads.add(thread)
         thread.start()
         return await asyncio.wrap_future(result)
+
+    async def run_in_background(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a function that may take long in a new daemon thread, without a limit of threads.
+
+        Args:
+            function: the function.
+            arguments: positional arguments of the function.
+        """
+        thread, result = _daemon_thread("tilefold-background", function, arguments)
+        thread.start()
+        return await asyncio.wrap_future(result)
+
+    def replace_searchable(self, searchable: Searchable) -> None:
+        """Let another generation of the index, with its models, answer new requests.
+
+        Running requests keep the old one, which is released when the last of them ends. Called on
+        the event loop.
+
+        Args:
+            searchable: the new generation.
+        """
+        old = self.searchable
+        old_models = [] if old is None else old.models
+        for model in searchable.models:
+            self.models[model.kind] = model
+        if set(searchable.models) != set(old_models):
+            # The answers of another model would keep the old one in memory.
+            self._cache = _AnswerCache(self.limits.cached_queries)
+            self._start_workers()
+        self.searchable = searchable
 
     async def run_on_device(self, model: Served, function: Callable[[], T]) -> T:
         """Run a function in the batch worker of a model's device."""
@@ -535,7 +591,7 @@ class Service:
 
     async def encode(
         self,
-        kind: Kind,
+        model: Served,
         inputs: Sequence[Input],
         options: EncodeOptions,
     ) -> Outcome:
@@ -544,14 +600,13 @@ class Service:
         The caller must hold permits for the inputs. Cancelling drops the inputs that still wait.
 
         Args:
-            kind: kind of the model.
+            model: the model.
             inputs: texts or token ids.
             options: how the inputs are encoded.
 
         Returns:
             The encoded inputs, with counts and durations.
         """
-        model = self.model(kind)
         key = model.batch_key(
             options.side,
             options.prompt_name,
@@ -764,7 +819,7 @@ class Service:
         """
         if isinstance(key, str):
             return [function() for function in payloads]
-        return self.models[key.kind].encode(key, payloads)
+        return key.model.encode(key, payloads)
 
     def record(self, outcome: Outcome, method: str) -> None:
         """Add an answered request and its durations to the metrics.
@@ -785,6 +840,42 @@ class Service:
     def log_failure(self, error: BaseException) -> None:
         """Log an unexpected error with its traceback."""
         _logger.error("a request failed: %s", type(error).__name__, exc_info=error)
+
+
+def _daemon_thread(
+    name: str,
+    function: Callable[..., T],
+    arguments: tuple[Any, ...],
+    end: Callable[[threading.Thread], None] | None = None,
+) -> tuple[threading.Thread, Future[T]]:
+    """Create a thread that calls a function; it does not block the end of the process.
+
+    Args:
+        name: name of the thread.
+        function: the function.
+        arguments: positional arguments of the function.
+        end: function that is called at last, in the thread.
+
+    Returns:
+        The thread, which is not started, and the result of the function.
+    """
+    result = Future[T]()
+    # A running future cannot be cancelled, so that run() can always set its result.
+    result.set_running_or_notify_cancel()
+
+    def run() -> None:
+        nonlocal function, arguments
+        try:
+            result.set_result(function(*arguments))
+        except BaseException as error:  # raised where the result is awaited
+            result.set_exception(error)
+        # They may refer to a generation of the index, which must be released.
+        del function, arguments
+        if end is not None:
+            end(thread)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    return thread, result
 
 
 def _closing_error() -> ServeError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_with_segments
 from tilefold.retrieval.index.bm25 import BM25Index
-from tilefold.retrieval.index.protocol import read_description
+from tilefold.retrieval.index.generations import open_current
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
@@ -19,13 +19,28 @@ __all__ = ["open_index"]
 def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
     """Open a saved index of any backend: sparse, BM25, dense or late interaction.
 
+    If an update or a merge commits another generation meanwhile, the index is opened again, so that
+    all its files are of one generation.
+
     Args:
         path: the folder of the index.
 
     Raises:
         DataError: if the folder is not an index, is damaged, or was written by a newer release.
     """
-    backend = read_description(path)["backend"]
+    return open_current(path, lambda generation: _open(path, generation.backend))
+
+
+def _open(
+    path: str | Path,
+    backend: str,
+) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
+    """Open a saved index.
+
+    Args:
+        path: the folder of the index.
+        backend: the backend of the index.
+    """
     if backend in (DENSE, LATE):
         return cast("DenseIndex | LateIndex", open_with_segments(path, backend))
     if backend == BM25Index.backend:

@@ -1,0 +1,379 @@
+"""Following an index folder: another generation is opened next to the served one and takes over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tilefold._internal.memory import memory_left
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.generations import (
+    FileIdentity,
+    IndexGeneration,
+    OpeningMemory,
+    open_current,
+    opening_memory,
+    read_generation,
+    verify_files,
+)
+from tilefold.retrieval.search.searcher import SearchRequest
+from tilefold.serve.bodies import ServeError
+from tilefold.serve.searchable import QUERY, Searchable
+from tilefold.serve.service import Service
+
+__all__ = ["IndexFollower", "IndexSource", "Refusal"]
+
+# Time after which a refused generation is tried again: memory may be free by then.
+_RETRY_SECONDS = 30.0
+# Share of the free memory that a new generation may take.
+_MEMORY_SHARE = 0.9
+# Dense indexes of which a copy takes half of the GPU's free memory stay on the CPU.
+_DEVICE_MEMORY_SHARE = 0.5
+# Time between two looks for a requested reload, if the folder is not watched.
+_REQUEST_SECONDS = 1.0
+_PROBE_TEXT = "a"
+
+_logger = logging.getLogger("tilefold.serve")
+
+
+@dataclass(frozen=True)
+class IndexSource:
+    """Where the generations of a served index come from.
+
+    Attributes:
+        path: the folder of the index.
+        open: function that opens the current generation with everything that belongs to it. It gets
+            the served generation, whose models it may reuse, and the id of the new generation. It
+            is called in a thread.
+        watch_seconds: time between two looks at the folder; 0 opens another generation on request
+            only.
+        gpu: GPU that searches, such as ``"cuda"``; ``None`` for a search on the CPU.
+    """
+
+    path: Path
+    open: Callable[[Searchable, str], Searchable]
+    watch_seconds: float = 1.0
+    gpu: str | None = None
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A generation that did not take over.
+
+    Attributes:
+        generation: id of the generation; ``None`` if it could not be read.
+        reason: what was wrong.
+        time: ``time.monotonic()`` of the refusal.
+    """
+
+    generation: str | None
+    reason: str
+    time: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A generation that was opened and is not served yet.
+
+    Attributes:
+        generation: the generation.
+        searchable: the index with everything that belongs to it.
+        files: its files, whose checksums were compared.
+    """
+
+    generation: IndexGeneration
+    searchable: Searchable
+    files: set[FileIdentity]
+
+
+class IndexFollower:
+    """Keeps a service at the current generation of its index folder.
+
+    Another generation is opened in a thread, with its checksums compared and a first search. Then
+    it replaces the served one between two requests. A generation that cannot be opened, or for
+    which there is no memory, is refused, and the served one stays.
+
+    Attributes:
+        service: the service. Its ``searchable`` is the served generation.
+        source: where generations come from.
+        n_segments: number of segments of the served generation.
+        refusal: the last refusal; ``None`` once a generation has taken over since.
+    """
+
+    def __init__(self, service: Service, source: IndexSource, generation: IndexGeneration) -> None:
+        """Prepare to follow an index; :meth:`start` starts to watch the folder.
+
+        Args:
+            service: service whose ``searchable`` was opened from the source.
+            source: where generations come from.
+            generation: the generation that the service has opened.
+        """
+        self.service = service
+        self.source = source
+        self.n_segments = generation.n_segments
+        self.refusal: Refusal | None = None
+        self._verified_files: set[FileIdentity] = set()
+        self._memory = OpeningMemory(0, 0)
+        with suppress(OSError, DataError):  # the folder may have been replaced or removed meanwhile
+            self._memory = opening_memory(source.path, on_gpu=source.gpu is not None)
+        self._open_generations: weakref.WeakSet[Searchable] = weakref.WeakSet()
+        if service.searchable is not None:
+            self._open_generations.add(service.searchable)
+        self._lock = asyncio.Lock()
+        self._is_reload_requested = False
+        self._watching: asyncio.Task[None] | None = None
+        service.follower = self
+        metrics = service.metrics
+        metrics.label("tilefold_index_generation", "generation", lambda: self.generation or "")
+        metrics.gauge(
+            "tilefold_index_open_generations",
+            lambda: float(len(self._open_generations)),
+        )
+
+    @property
+    def served(self) -> Searchable:
+        """The served generation of the index."""
+        searchable = self.service.searchable
+        if searchable is None:
+            raise ServeError("Backend", "this server has no index")
+        return searchable
+
+    @property
+    def generation(self) -> str | None:
+        """Id of the served generation."""
+        return self.served.generation
+
+    def info(self) -> dict[str, object]:
+        """Describe the served generation and the refused one, for ``/info``."""
+        return {
+            "name": self.served.name,
+            "generation": self.generation,
+            "segments": self.n_segments,
+            "refused_generation": None if self.refusal is None else self.refusal.generation,
+        }
+
+    def start(self) -> None:
+        """Start to watch the folder, on the event loop of the server."""
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stop to watch the folder. A generation that is being opened is abandoned."""
+        if self._watching is not None:
+            self._watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watching
+            self._watching = None
+
+    def request_reload(self) -> None:
+        """Let the watching task open the current generation now; a signal handler may call this."""
+        self._is_reload_requested = True
+
+    async def reload(self) -> Searchable:
+        """Open the current generation, and let it take over.
+
+        It is opened even if it is the served one, because the documents and vectors that belong to
+        the index may have changed.
+
+        Returns:
+            The generation that has taken over.
+
+        Raises:
+            ServeError: if the generation is refused. The served generation stays.
+        """
+        async with self._lock:
+            return await self._open_and_replace()
+
+    async def _watch(self) -> None:
+        """Look at the folder again and again, and follow its changes and requests to reload."""
+        interval = self.source.watch_seconds
+        while True:
+            await asyncio.sleep(interval if interval > 0 else _REQUEST_SECONDS)
+            must_open = self._is_reload_requested
+            self._is_reload_requested = False
+            if not must_open and interval > 0:
+                must_open = await self.service.run_in_background(self._has_news)
+            if must_open:
+                with suppress(ServeError):  # the refusal was logged
+                    await self.reload()
+
+    def _has_news(self) -> bool:
+        """Return whether the folder has another generation than the served and the refused one.
+
+        A refused generation is tried again after some time.
+        """
+        try:
+            current = read_generation(self.source.path).id
+        except (OSError, DataError) as error:
+            # On some systems the folder is missing for a moment while it is replaced.
+            self._refuse(None, error)
+            return False
+        if current == self.generation:
+            self.refusal = None
+            return False
+        refusal = self.refusal
+        is_refused = refusal is not None and refusal.generation == current
+        return not is_refused or time.monotonic() - refusal.time > _RETRY_SECONDS  # type: ignore[union-attr]
+
+    async def _open_and_replace(self) -> Searchable:
+        """Open the current generation, search it once, and let it take over.
+
+        Raises:
+            ServeError: if the generation is refused.
+        """
+        service = self.service
+        started = time.perf_counter()
+        generation: IndexGeneration | None = None
+        try:
+            generation = await service.run_in_background(read_generation, self.source.path)
+            opened = await service.run_in_background(self._open)
+            generation = opened.generation
+            await self._search_once(opened.searchable)
+        except Exception as error:  # of files, of memory, of the model, or of the device
+            self._refuse(generation, error)
+            raise ServeError(
+                "Backend",
+                f"the index was not replaced: {_first_line(error)}; the server still answers from "
+                f"generation {self.generation}",
+                status=409,
+                label="reload",
+            ) from error
+        old_generation = self.generation
+        self._open_generations.add(opened.searchable)
+        service.replace_searchable(opened.searchable)
+        self.n_segments = opened.generation.n_segments
+        self._verified_files = opened.files
+        self.refusal = None
+        service.metrics.count("tilefold_index_reload_count")
+        _logger.info(
+            "generation %s of the index replaced %s after %.1f s",
+            generation.id,
+            old_generation,
+            time.perf_counter() - started,
+        )
+        return opened.searchable
+
+    def _open(self) -> _Opened:
+        """Open the current generation completely; runs in a thread."""
+        return open_current(self.source.path, self._check_and_open)
+
+    def _check_and_open(self, generation: IndexGeneration) -> _Opened:
+        """Check the memory and the checksums of a generation, and open it.
+
+        Args:
+            generation: the current generation.
+        """
+        self._check_memory()
+        files = verify_files(self.source.path, self._verified_files)
+        searchable = self.source.open(self.served, generation.id)
+        return _Opened(generation, searchable, files)
+
+    def _check_memory(self) -> None:
+        """Raise ``MemoryError`` if the memory is too small for two generations.
+
+        The served generation stays in memory until its last request ends.
+        """
+        needed = opening_memory(self.source.path, on_gpu=self.source.gpu is not None)
+        free_bytes = memory_left()
+        if free_bytes is not None and needed.cpu_bytes > _MEMORY_SHARE * free_bytes:
+            raise MemoryError(_memory_message("memory", needed.cpu_bytes, free_bytes))
+        if self.source.gpu is None:
+            return
+        free_bytes = _free_device_bytes(self.source.gpu)
+        fits_next_to_served = needed.device_bytes <= _DEVICE_MEMORY_SHARE * free_bytes
+        free_without_served = free_bytes + self._memory.device_bytes
+        fits_by_itself = needed.device_bytes <= _DEVICE_MEMORY_SHARE * free_without_served
+        # An index that is too large for the GPU in any case is searched block by block.
+        if fits_by_itself and not fits_next_to_served:
+            raise MemoryError(_memory_message("GPU memory", needed.device_bytes, free_bytes))
+        self._memory = needed
+
+    async def _search_once(self, searchable: Searchable) -> None:
+        """Search a generation once, so that no request waits for its initialisation.
+
+        Args:
+            searchable: the generation, which is not served yet.
+        """
+        service = self.service
+        vector = None
+        encoder = searchable.encoder
+        if encoder is not None:
+            key = encoder.batch_key("query", prompt_name=None)
+
+            def encode() -> object:
+                return encoder.encode(key, [_PROBE_TEXT])[0]
+
+            if encoder in self.served.models:
+                row = await service.run_on_device(encoder, encode)
+            else:
+                row = await service.run_in_background(encode)
+            vector = searchable.query_vector(row)
+        await service.run_search(
+            searchable.searcher.rank,
+            {QUERY: _PROBE_TEXT},
+            SearchRequest(1),
+            vector,
+        )
+
+    def _refuse(self, generation: IndexGeneration | None, error: BaseException) -> None:
+        """Record that a generation does not take over, and log it the first time.
+
+        Args:
+            generation: the generation; ``None`` if it could not be read.
+            error: what was wrong.
+        """
+        refusal = Refusal(None if generation is None else generation.id, _first_line(error))
+        previous = self.refusal
+        self.refusal = refusal
+        is_repeated = (
+            previous is not None
+            and previous.generation == refusal.generation
+            and previous.reason == refusal.reason
+        )
+        if is_repeated:
+            return
+        self.service.metrics.count("tilefold_index_refused_count")
+        _logger.warning(
+            "the index was not replaced: %s; generation %s still answers",
+            refusal.reason,
+            self.generation,
+        )
+
+
+def _memory_message(memory: str, needed_bytes: int, free_bytes: int) -> str:
+    """Describe that a generation does not fit next to the served one.
+
+    Args:
+        memory: name of the memory, such as ``"GPU memory"``.
+        needed_bytes: number of bytes that the generation takes.
+        free_bytes: number of free bytes.
+    """
+    return (
+        f"the new generation takes {needed_bytes / 1e6:,.0f} MB of {memory} next to the served "
+        f"one, and {free_bytes / 1e6:,.0f} MB are free. Free memory, or restart the server"
+    )
+
+
+def _free_device_bytes(device: str) -> int:
+    """Return the number of bytes of a GPU that this process can still use.
+
+    Args:
+        device: device such as ``"cuda"`` or ``"cuda:1"``.
+    """
+    import torch
+
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    # torch keeps freed memory, which new tensors can use.
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free_bytes + cached_bytes)
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class if it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
