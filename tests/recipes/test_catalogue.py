@@ -294,6 +294,10 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"bf16": "yes"}, "bf16: expected True or False or None"),
     ({"graphs": 1}, "graphs: expected True or False, got 1"),
     ({"graphs": True, "fused": False}, "graphs, fused: graphs need the fused forward"),
+    (
+        {"graphs": True, "gradient_checkpointing": True},
+        "graphs, gradient_checkpointing: expected one of them, got both",
+    ),
     ({"save_steps": True}, "save_steps: expected a whole number"),
     ({"save_minutes": -1}, "save_minutes: expected a number of at least 0"),
     ({"seed": 2**32}, r"seed: expected a whole number of at least 0 and below 2\^32"),
@@ -327,6 +331,12 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (LsrRecipe, {"start_percentile": 100}, r"start_percentile: expected a number in \(0, 100\)"),
     (LsrRecipe, {"group_by_length": 1}, "group_by_length: expected True or False"),
+    (LsrRecipe, {"fsdp": True, "graphs": True}, "fsdp, graphs: expected one of them, got both"),
+    (
+        LsrRecipe,
+        {"fsdp": True, "evaluate_steps": 5},
+        "fsdp, evaluate_steps: expected one of them, got both; rank 0 evaluates",
+    ),
     (
         ColbertRecipe,
         {"dimension": 12},

@@ -194,6 +194,8 @@ class TrainingSettings(Settings):
         bf16: whether to train with bf16 autocast; ``None`` uses it if the hardware supports it.
         fused: whether to train with the fused head, or with the fused similarity on packed tokens,
             if the model supports it.
+        gradient_checkpointing: whether the backward pass computes the activations of each layer
+            again, so that a step takes less memory and more time. The losses are the same.
         graphs: whether to run forward and backward of the encoder as CUDA graphs, see
             :func:`tilefold.integrations.sentence_transformers.accelerate`. Needs a GPU and
             ``fused``. A resumed run draws other numbers for
@@ -233,6 +235,7 @@ class TrainingSettings(Settings):
     train_max_length: int | None = checked(None, integer())
     bf16: bool | None = checked(None, BOOLEAN)
     fused: bool = checked(True, BOOLEAN)
+    gradient_checkpointing: bool = checked(False, BOOLEAN)
     graphs: bool = checked(False, BOOLEAN)
     save_steps: int | None = checked(None, integer())
     save_minutes: float = checked(5.0, NOT_NEGATIVE)
@@ -265,6 +268,12 @@ class TrainingSettings(Settings):
             raise ArgumentError(
                 ("graphs", "mini_batch_size"),
                 "expected one of them, got both; mini-batches run without graphs.",
+            )
+        if self.graphs and self.gradient_checkpointing:
+            raise ArgumentError(
+                ("graphs", "gradient_checkpointing"),
+                "expected one of them, got both; layers that are computed again run without "
+                "graphs.",
             )
 
     @property

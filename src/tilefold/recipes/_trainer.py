@@ -6,7 +6,8 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from tilefold.distributed.ranks import has_other_ranks
 from tilefold.distributed.world import World
 from tilefold.recipes._rows import BalancedBatches, Column, Reader
 from tilefold.recipes._run import COMPLETE_FILE, NDCG, TrainingError, TrainingRun
+from tilefold.recipes._sharding import ShardedModel
 from tilefold.recipes._steps import PairCounts, expected_pairs, step_warnings
 from tilefold.recipes._training import DEFAULT_ALPHA, TrainingJob, TrainResult
 from tilefold.recipes.adapters import count_weights
@@ -137,6 +139,25 @@ def _ddp_options(graphs: Any, n_weights: int) -> Any:
     )
 
 
+@contextmanager
+def sharded_job(job: TrainingJob) -> Iterator[TrainingJob]:
+    """Return a job that trains a sharded copy of its model, if the recipe asks for it.
+
+    The copy has no shards until :meth:`ShardedModel.shard`, so that it can be accelerated before.
+    At the end, the job's own model has the trained weights, on the CPU of rank 0. One process has
+    nothing to divide, and trains the model itself.
+
+    Args:
+        job: the training job. Its recipe has the field ``fsdp``.
+    """
+    if not job.recipe.fsdp or job.world.size == 1:
+        yield job
+        return
+    sharded = ShardedModel(job.model, job.world)
+    yield replace(job, model=sharded.model, sharded=sharded)
+    sharded.gather()
+
+
 def run_trainer(
     job: TrainingJob,
     trainer_class: Callable[..., Trainer],
@@ -188,6 +209,8 @@ def run_trainer(
         reader,
         job.world,
     )
+    if job.sharded is not None:
+        job.sharded.attach(trainer)
     stopped_early = _train_or_restore(trainer, watcher, job, graphs)
     _check_all_steps(trainer.state.global_step, job.result.steps, stopped_early=stopped_early)
     _record_history(trainer, job, metric)
@@ -567,6 +590,8 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "warmup_steps": int(recipe.warmup_ratio * steps),
         "weight_decay": 0.0,
         "bf16": job.result.bf16,
+        "gradient_checkpointing": recipe.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
         "eval_strategy": "steps" if job.evaluator else "no",

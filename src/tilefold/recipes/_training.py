@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tilefold._internal.arguments import ArgumentError, check_instance
 from tilefold._internal.files import naming_full_disk
@@ -32,6 +32,9 @@ from tilefold.recipes.loading import quiet_libraries, supports_bf16
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.training_data.rows import RowsAhead
+
+if TYPE_CHECKING:
+    from tilefold.recipes._sharding import ShardedModel
 
 DEFAULT_ALPHA = 1.5  # alpha of entmax attention, if the recipe sets none
 EXPLODED = 4.0  # a ranking loss that grew by this factor means a model worse than at the start
@@ -131,6 +134,7 @@ class TrainingJob:
         world: all ranks.
         call: arguments of :func:`train` that do not change the model.
         evaluator: evaluator of sentence-transformers; ``None`` without evaluations.
+        sharded: the model with parameters divided among ranks; ``None`` if each rank has all.
     """
 
     recipe: Recipe
@@ -142,6 +146,7 @@ class TrainingJob:
     world: World
     call: Call
     evaluator: Any
+    sharded: ShardedModel | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from tilefold.recipes._rows import (
     training_pairs,
 )
 from tilefold.recipes._settings import REGULARIZERS, RegularizerSpec
-from tilefold.recipes._trainer import run_trainer
+from tilefold.recipes._trainer import run_trainer, sharded_job
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.backbone import freeze_lower_layers
 from tilefold.recipes.encoders import (
@@ -89,6 +89,9 @@ class LsrRecipe(Recipe):
         start_percentile: initial decoder bias of ``"minilm"``, see
             :func:`tilefold.recipes.minilm_splade`.
         group_by_length: whether batches have documents of similar length, with little padding.
+        fsdp: whether several ranks divide weights, gradients and optimiser state among them (FSDP2
+            of torch), for models that do not fit on one GPU. Otherwise each rank has a copy. The
+            losses are the same, and one rank has nothing to divide.
 
     The other fields are described in :class:`TrainingSettings`.
     """
@@ -111,6 +114,7 @@ class LsrRecipe(Recipe):
         rules.finite_number(lambda value: 0 < value < 100, "in (0, 100)"),
     )
     group_by_length: bool = rules.checked(False, rules.BOOLEAN)
+    fsdp: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
         """Convert encoders and regularizers from their JSON form, and check all fields."""
@@ -130,6 +134,7 @@ class LsrRecipe(Recipe):
         self._check_loss()
         self._check_negatives()
         self._check_encoders()
+        self._check_fsdp()
 
     def _check_encoders(self) -> None:
         """Raise an error for options that the encoders of the recipe do not have.
@@ -154,6 +159,27 @@ class LsrRecipe(Recipe):
                 "frozen_layers",
                 "must be 0 with a query encoder, which has its own layers, got "
                 f"{self.frozen_layers}; leave one of the two out.",
+            )
+
+    def _check_fsdp(self) -> None:
+        """Raise an error for options that a model with divided weights does not support.
+
+        Raises:
+            ValueError: if the model is evaluated while it trains, or runs as CUDA graphs.
+        """
+        if not self.fsdp:
+            return
+        if self.graphs:
+            raise ArgumentError(
+                ("fsdp", "graphs"),
+                "expected one of them, got both; layers that gather their weights run without "
+                "graphs.",
+            )
+        if self.evaluate_steps is not None:
+            raise ArgumentError(
+                ("fsdp", "evaluate_steps"),
+                "expected one of them, got both; rank 0 evaluates, and has only a part of the "
+                "weights. Evaluate the saved model instead: tilefold evaluate.",
             )
 
     def _check_loss(self) -> None:
@@ -279,10 +305,14 @@ class LsrRecipe(Recipe):
     def fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place, and return its result with losses and warnings."""
         from tilefold.modules import to_stock
+        from tilefold.recipes.adapters import merge_adapters
 
         if self.frozen_layers:
             freeze_lower_layers(job.model, self.frozen_layers)
-        result = _fit(self, job)
+        with sharded_job(job) as training_job:
+            result = _fit(self, training_job)
+        if self.adds_adapters:
+            merge_adapters(job.model)
         to_stock(job.model)
         return result
 
@@ -353,7 +383,6 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
     )
 
     from tilefold.recipes._watch import SparseWatch
-    from tilefold.recipes.adapters import merge_adapters
 
     model = job.model
     max_length = model.max_seq_length
@@ -376,6 +405,8 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
     # Whether a saved SparseEncoder has a head to fuse is known only now.
     must_fuse = isinstance(recipe.document, SparseEncoderSpec)
     with fused_head(model, required=must_fuse) if recipe.fused else nullcontext():
+        if job.sharded is not None:
+            job.sharded.shard(bf16=job.result.bf16)
         result = run_trainer(
             job,
             SparseEncoderTrainer,
@@ -386,8 +417,6 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
             **_route_settings(recipe, job),
         )
     model.max_seq_length = max_length
-    if recipe.adds_adapters:
-        merge_adapters(model)
     return replace(result, warnings=result.warnings + watcher.warnings())
 
 

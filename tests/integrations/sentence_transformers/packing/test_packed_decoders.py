@@ -18,6 +18,7 @@ from sentence_transformers.multi_vector_encoder.losses import (
 )
 from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
 from sentence_transformers.sentence_transformer.modules import Normalize
+from sentence_transformers.sparse_encoder.losses import CachedSpladeLoss
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -202,9 +203,11 @@ def test_a_training_step_has_the_stock_loss_and_gradients(
 
 
 def add_lora(model: SparseEncoder) -> None:
-    """Add an adapter to attention, MLP and the LM head of a model."""
+    """Add an adapter to attention, MLP and, if it has a weight of its own, the LM head."""
     torch.manual_seed(1)
-    targets = ["q_proj", "v_proj", "down_proj", "lm_head"]
+    targets = ["q_proj", "v_proj", "down_proj"]
+    if not model[0].model.config.tie_word_embeddings:
+        targets.append("lm_head")
     model.add_adapter(
         LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False),
     )
@@ -218,6 +221,12 @@ def add_lora(model: SparseEncoder) -> None:
         pytest.param({"gradient_accumulation_steps": 2}, False, None, id="accumulation"),
         pytest.param({}, True, None, id="cached loss"),
         pytest.param({}, False, add_lora, id="lora"),
+        pytest.param(
+            {"gradient_checkpointing": True},
+            True,
+            add_lora,
+            id="cached loss, checkpointing and lora",
+        ),
         pytest.param({"bf16": True}, False, None, id="bf16"),
     ],
 )
@@ -246,6 +255,33 @@ def test_a_training_has_the_stock_losses(
         losses.append(logged_losses(trainer))
     tolerance = 2e-2 if "bf16" in settings else 1e-4
     assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_class"),
+    [
+        pytest.param("llama", CachedSpladeLoss, id="llama, stock loss"),
+        pytest.param("llama", JoinedSpladeLoss, id="llama, joined columns"),
+        pytest.param("qwen3", JoinedSpladeLoss, id="qwen3, joined columns"),
+        pytest.param("gemma3", JoinedSpladeLoss, id="gemma3, joined columns"),
+    ],
+)
+def test_cached_losses_with_checkpointing_and_lora_have_the_gradients_of_the_stock_batch(
+    kind: str,
+    loss_class: type,
+    folders: Callable[..., str],
+) -> None:
+    stock = splade(folders(kind))
+    add_lora(stock)
+    packed = copy.deepcopy(stock)
+    assert accelerate(packed).padded == {}
+    packed[0].model.gradient_checkpointing_enable({"use_reentrant": False})
+    texts = [list(PAIRS[name]) for name in ("anchor", "positive")]
+    columns = [stock.preprocess(column) for column in texts]
+    expected = gradients_of(stock, splade_loss(stock), columns)
+    assert any("lora" in name for name in expected[1])
+    loss = splade_loss(packed, kind=loss_class, mini_batch_size=2)
+    assert_same_step(gradients_of(packed, loss, joined(packed, texts)), expected)
 
 
 @pytest.mark.parametrize("kind", DECODERS)

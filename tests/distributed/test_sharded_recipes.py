@@ -1,0 +1,186 @@
+"""Recipes on decoders whose weights are divided among ranks train like one process.
+
+Functions that take a :class:`Rank` run in every process of a group.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from sentence_transformers import SparseEncoder
+from transformers import AutoModelForCausalLM
+
+from tests.distributed.ranks import Rank, Ranks
+from tests.distributed.test_recipes import (
+    SMALL,
+    assert_near,
+    assert_same_losses,
+    logged_losses,
+    run_recipe,
+    run_with_killed_rank,
+    train_until_interrupted,
+)
+from tests.recipes.small import small_collection, tiny_causal_lm
+from tilefold.distributed.world import RESUME_HINT
+from tilefold.recipes import decoders, get_recipe, train
+from tilefold.recipes._run import newest_step
+from tilefold.recipes._sharding import ShardedModel
+
+pytest.importorskip("datasets")
+TIED: dict[str, Any] = {"family": "gemma3_text", "head_dim": 16, "tie_word_embeddings": True}
+UNTIED: dict[str, Any] = {"family": "llama", "tie_word_embeddings": False}
+
+
+@pytest.fixture(scope="session")
+def untied_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Llama in fp64, whose LM head has a weight of its own."""
+    return exact_causal_lm(tmp_path_factory.mktemp("untied-decoder"), **UNTIED)
+
+
+@pytest.fixture(scope="session")
+def tied_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Gemma 3 in fp64, whose LM head has the weight of the embeddings."""
+    return exact_causal_lm(tmp_path_factory.mktemp("tied-decoder"), **TIED)
+
+
+def exact_causal_lm(folder: Path, **options: Any) -> str:
+    """Save a tiny causal language model in fp64, and return its folder.
+
+    In fp32 the gradients of some terms are nothing but rounding, and Adam makes whole steps of
+    them.
+    """
+    tiny_causal_lm(folder, **options)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    network.save_pretrained(folder)
+    return str(folder)
+
+
+def causal_recipe(base: str, *, lora: int | None = None, **options: Any) -> Any:
+    """Return a short training run of SPLADE on a decoder."""
+    settings = {**SMALL, "query_regularizer": 0.3, "document_regularizer": 0.2, **options}
+    recipe = get_recipe("causal-splade", base_model=base, **settings)
+    return replace(recipe, document=replace(recipe.document, lora=lora))
+
+
+def run_without_lora_dropout(rank: Rank, recipe: Any, folder: Path) -> Any:
+    """:func:`run_recipe` without dropout, which would differ between ranks."""
+    with without_lora_dropout():
+        return run_recipe(rank, recipe, folder)
+
+
+def run_and_measure_share(rank: Rank, recipe: Any, folder: Path) -> tuple[Any, float]:
+    """:func:`run_recipe`, and the share of the trained weights that this rank stores."""
+    shares = []
+    attach = ShardedModel.attach
+
+    def attach_and_measure(self: Any, trainer: Any) -> None:
+        attach(self, trainer)
+        parameters = list(self.model.parameters())
+        n_stored = sum(parameter.to_local().numel() for parameter in parameters)
+        shares.append(n_stored / sum(parameter.numel() for parameter in parameters))
+
+    with mock.patch.object(ShardedModel, "attach", attach_and_measure):
+        result = run_recipe(rank, recipe, folder)
+    return result, shares[0]
+
+
+def without_lora_dropout() -> Any:
+    """Create a context in which recipes add LoRA updates without dropout."""
+    return mock.patch.object(decoders, "add_lora", partial(decoders.add_lora, dropout=0.0))
+
+
+def assert_loads_with_the_weights_of(folder: Path, expected_folder: Path) -> None:
+    """Check that sentence-transformers loads a trained model, and that another one equals it."""
+    texts = list(small_collection().queries.values())[:3]
+    vectors, expected_vectors = (
+        SparseEncoder(str(path), device="cpu").encode(texts).to_dense()
+        for path in (folder, expected_folder)
+    )
+    assert (expected_vectors > 0).any()
+    torch.testing.assert_close(vectors, expected_vectors)
+    assert_near(folder, expected_folder)
+
+
+def test_sharded_ranks_resume_where_one_process_stopped_and_end_with_its_model(
+    two_ranks: Ranks,
+    untied_base: str,
+    tmp_path: Path,
+) -> None:
+    recipe = causal_recipe(untied_base, log_steps=1)
+    train(recipe, small_collection(), tmp_path / "one")
+    train_until_interrupted(recipe, tmp_path / "two", last_step=3)
+    sharded_recipe = replace(recipe, fsdp=True)
+    for result, share in two_ranks.run(run_and_measure_share, sharded_recipe, tmp_path / "two"):
+        assert (result["ranks"], result["resumed_from"], result["steps"]) == (2, 2, 6)
+        assert share == pytest.approx(1 / 2, abs=0.01)
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
+
+
+def test_sharded_lora_with_mini_batches_and_checkpointing_has_the_losses_of_one_batch(
+    two_ranks: Ranks,
+    tied_base: str,
+    tmp_path: Path,
+) -> None:
+    recipe = causal_recipe(tied_base, lora=2)
+    with without_lora_dropout():
+        train(recipe, small_collection(), tmp_path / "one")
+    smaller_steps = replace(recipe, mini_batch_size=2, gradient_checkpointing=True, fsdp=True)
+    results = two_ranks.run(run_without_lora_dropout, smaller_steps, tmp_path / "two")
+    assert [result["ranks"] for result in results] == [2, 2]
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [pytest.param(None, id="all weights"), pytest.param(2, id="LoRA")])
+def test_a_killed_rank_ends_the_others_and_one_process_resumes(
+    two_ranks: Ranks,
+    lora: int | None,
+    untied_base: str,
+    tmp_path: Path,
+) -> None:
+    recipe = causal_recipe(untied_base, lora=lora, fsdp=True)
+    output = tmp_path / "m"
+    with without_lora_dropout():
+        train(recipe, small_collection(), tmp_path / "one")
+    futures = two_ranks.start(run_with_killed_rank_without_lora_dropout, recipe, output)
+    error, message = futures[0].result(timeout=100)
+    with pytest.raises(BrokenProcessPool, match="terminated abruptly"):
+        futures[1].result()
+    two_ranks.close()
+    assert error == "RankError"
+    assert message.startswith("rank 0: another rank ended, or")
+    assert RESUME_HINT in message
+    assert newest_step(output) == 4
+    SparseEncoder(str(output.with_name("m.training") / "checkpoint-4"), device="cpu")
+    with without_lora_dropout():
+        assert train(recipe, small_collection(), output).resumed_from == 4
+    assert_loads_with_the_weights_of(output, tmp_path / "one")
+
+
+def run_with_killed_rank_without_lora_dropout(rank: Rank, recipe: Any, folder: Path) -> Any:
+    """:func:`run_with_killed_rank`, in which rank 1 dies after step 5, without dropout."""
+    with without_lora_dropout():
+        return run_with_killed_rank(rank, recipe, folder, killed_rank=1, step=5)
+
+
+@pytest.mark.slow
+def test_sharded_weights_in_bf16_have_about_the_losses_of_one_process(
+    two_ranks: Ranks,
+    untied_base: str,
+    tmp_path: Path,
+) -> None:
+    recipe = causal_recipe(untied_base, bf16=True)
+    train(recipe, small_collection(), tmp_path / "one")
+    two_ranks.run(run_recipe, replace(recipe, fsdp=True), tmp_path / "two")
+    pairs = zip(logged_losses(tmp_path / "two"), logged_losses(tmp_path / "one"), strict=True)
+    for step, expected in pairs:
+        assert step["loss"] == pytest.approx(expected["loss"], rel=5e-2)
