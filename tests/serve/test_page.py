@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.serve.page_service import PageParts, make_page_parts
 from tests.serve.running import Client, serving
 from tilefold import retrieval as r
 from tilefold.retrieval.data.collection import Collection, Document
@@ -411,3 +412,65 @@ def test_what_failed_is_said_and_by_whom(page: Any, client: Client) -> None:
     assert any(
         "TypeError" in said for said in page.said
     )  # the console says where the page itself failed
+
+
+@pytest.fixture(scope="module")
+def page_parts(tmp_path_factory: pytest.TempPathFactory) -> PageParts:
+    return make_page_parts(tmp_path_factory.mktemp("page-images"))
+
+
+def image_color(page: Any, selector: str) -> list[int]:
+    """Return the mean color of an image that the browser has decoded."""
+    return page.evaluate(
+        """async (selector) => {
+            const image = document.querySelector(selector);
+            await image.decode();
+            const canvas = document.createElement("canvas");
+            canvas.width = canvas.height = 1;
+            const context = canvas.getContext("2d");
+            context.drawImage(image, 0, 0, 1, 1);
+            return Array.from(context.getImageData(0, 0, 1, 1).data);
+        }""",
+        selector,
+    )
+
+
+@pytest.mark.parametrize("api_key", [None, "sesam"], ids=["open", "with a key"])
+def test_page_images_have_thumbnails_and_open_with_their_heat_maps(
+    page: Any,
+    page_parts: PageParts,
+    api_key: str | None,
+) -> None:
+    with serving(page_parts.service(), api_key=api_key) as client:
+        page.goto(f"http://127.0.0.1:{client.port}/?q=some+words")
+        if api_key is not None:
+            page.fill("#key", api_key)
+            page.click("#go")
+        page.wait_for_selector("#results article .thumbnail img[src^='blob:']")
+        assert page.locator("#results article .thumbnail").count() == 7
+        thumbnail = image_color(page, ".thumbnail img")
+        page.locator(".thumbnail").first.click()
+        page.wait_for_selector("#viewer[open] #viewer-image[src^='blob:']")
+        title = page.locator("#results article h3").first.inner_text()
+        assert page.inner_text("#viewer-title") == title.removeprefix("1. ")
+        labels = page.locator("#viewer-tokens button").all_inner_texts()
+        assert labels[:2] == ["Heat map", "Page"]
+        assert "".join(label.removeprefix("##") for label in labels[2:]) == "somewords"
+        colors = {}
+        for label in ("Page", labels[2]):
+            address = page.get_attribute("#viewer-image", "src")
+            page.locator("#viewer-tokens button", has_text=label).first.click()
+            page.wait_for_function(
+                "(address) => document.querySelector('#viewer-image').src !== address",
+                arg=address,
+            )
+            colors[label] = image_color(page, "#viewer-image")
+        assert colors["Page"] == pytest.approx(thumbnail, abs=12)
+        difference = sum(abs(a - b) for a, b in zip(colors["Page"], colors[labels[2]], strict=True))
+        assert difference > 60, "the heat map colors the page"
+        page.click("#viewer-close")
+        assert page.locator("#viewer").is_hidden()
+        expected = ["401"] if api_key else []
+        assert [
+            message for message in page.said if not any(code in message for code in expected)
+        ] == []

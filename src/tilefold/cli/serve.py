@@ -195,6 +195,13 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             panel="Limits",
         ),
     ] = Limits.payload_limit
+    max_image_pixels: Annotated[
+        int,
+        option(
+            "Maximum pixels of an image.",
+            panel="Limits",
+        ),
+    ] = Limits.max_image_pixels
     auto_truncate: Annotated[
         bool,
         option(
@@ -278,6 +285,7 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             max_client_batch_size=self.max_client_batch_size,
             cached_queries=self.cached_queries,
             payload_limit=self.payload_limit,
+            max_image_pixels=self.max_image_pixels,
             auto_truncate=self.auto_truncate,
             grace_seconds=self.grace_seconds,
         )

@@ -57,8 +57,8 @@ OPENAPI_PATHS = (_FASTAPI_SCHEMA_PATH, _TEI_SCHEMA_PATH)
 _COMMON_POLICY = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 _DOCS_POLICY = f"default-src 'none'; style-src 'self'; {_COMMON_POLICY}"
 _PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
-    f"{_COMMON_POLICY}"
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    f"img-src data: blob:; {_COMMON_POLICY}"
 )
 _SIDE_PREFIXES = tuple(f"/{side}/" for side in SIDES)
 _OPENAI_PATHS = frozenset(

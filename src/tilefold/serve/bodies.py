@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
 import itertools
 import json
+import re
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -32,6 +36,42 @@ class Row(NamedTuple):
     json: bytes = b""
 
 
+@dataclass(frozen=True)
+class ImageData:
+    """An image of a request in the bytes of its file.
+
+    Attributes:
+        content: the file, such as a PNG.
+    """
+
+    content: bytes
+
+    @classmethod
+    def parse(cls, text: str) -> ImageData:
+        """Read base64, or a data URL with base64.
+
+        Raises:
+            ValueError: if the text is something else, such as a URL. A server fetches nothing.
+        """
+        prefix = _DATA_URL.match(text)
+        encoded = text if prefix is None else text[prefix.end() :]
+        try:
+            content = base64.b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            raise ValueError(
+                "expected an image in base64, or as data:image/png;base64,...; URLs are not "
+                "fetched",
+            ) from None
+        if not content:
+            raise ValueError("expected an image in base64, got an empty text")
+        return cls(content)
+
+    def __len__(self) -> int:
+        """Return the number of bytes of the file."""
+        return len(self.content)
+
+
+_DATA_URL = re.compile(r"data:[\w.+/-]*;base64,")
 # Kind of an error -> its HTTP status, and its label in the metric te_request_failure.
 _STATUS_AND_LABEL = {
     "Unhealthy": (503, "unhealthy"),
@@ -42,8 +82,17 @@ _STATUS_AND_LABEL = {
     "Empty": (400, "validation"),
 }
 _MAX_MESSAGE_CHARACTERS = 300
+_IMAGE = {
+    "type": "object",
+    "properties": {"image": {"type": "string", "contentEncoding": "base64"}},
+    "required": ["image"],
+}
 _TEXT_OR_IDS = {
-    "oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer", "minimum": 0}}],
+    "oneOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}},
+        _IMAGE,
+    ],
 }
 _INPUTS_SCHEMA = {"oneOf": [*_TEXT_OR_IDS["oneOf"], {"type": "array", "items": _TEXT_OR_IDS}]}
 _TEXTS_SCHEMA = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -69,14 +118,24 @@ def _is_nonempty_ids(value: object) -> bool:
     return bool(value) and _is_ids(value)
 
 
-def _is_text_or_ids(value: object) -> bool:
-    """Return whether a value is a text or a list of token ids."""
-    return _is_text(value) or _is_ids(value)
+def _is_image(value: object) -> bool:
+    """Return whether a value is an object with an image, ``{"image": base64}``."""
+    return isinstance(value, dict) and value.keys() == {"image"} and _is_text(value["image"])
 
 
-def _is_text_or_nonempty_ids(value: object) -> bool:
-    """Return whether a value is a text or a list of at least one token id."""
-    return _is_text(value) or _is_nonempty_ids(value)
+def _is_item(value: object) -> bool:
+    """Return whether a value is a text, a list of token ids or an image."""
+    return _is_text(value) or _is_ids(value) or _is_image(value)
+
+
+def _is_input(value: object) -> bool:
+    """Return whether a value is a text, a list of at least one token id or an image."""
+    return _is_text(value) or _is_nonempty_ids(value) or _is_image(value)
+
+
+def _with_image_data(value: Any) -> Any:
+    """Return the image of an object with one, and any other value as it is."""
+    return ImageData.parse(value["image"]) if _is_image(value) else value
 
 
 class Single(list[Any]):
@@ -104,27 +163,32 @@ def _one_or_list(
     def check(value: object) -> list[Any]:
         """Return the inputs, or raise ``ValueError``."""
         if is_input(value):
-            return Single([value])
+            return Single([_with_image_data(value)])
         if isinstance(value, list) and all(map(is_item, value)):
-            return value
+            return [_with_image_data(item) for item in value]
         raise ValueError(f"expected {expected}")
 
     return PlainValidator(check)
 
 
-def _document_texts(value: object) -> list[Any]:
-    """Return the texts of the field ``documents``, a list of texts or of objects with a text.
+def _parse_documents(value: object) -> list[Any]:
+    """Return the texts and images of the field ``documents``.
+
+    The field is a list of texts, or of objects with a text or an image.
 
     Raises:
         ValueError: if the value is anything else.
     """
-    expected = "expected a list of texts, or of objects with a text"
+    expected = "expected a list of texts, or of objects with a text or an image"
     if not isinstance(value, list):
         raise ValueError(expected)
-    texts = [item.get("text") if isinstance(item, dict) else item for item in value]
-    if not all(map(_is_text, texts)):
+    documents = []
+    for item in value:
+        has_text = isinstance(item, dict) and "text" in item
+        documents.append(_with_image_data(item["text"] if has_text else item))
+    if not all(isinstance(document, (str, ImageData)) for document in documents):
         raise ValueError(expected)
-    return texts
+    return documents
 
 
 def _check_direction(value: object) -> str:
@@ -137,9 +201,9 @@ def _check_direction(value: object) -> str:
 Inputs = Annotated[
     list[Any],
     _one_or_list(
-        _is_text_or_nonempty_ids,
-        _is_text_or_ids,
-        "a text, a list of texts, or lists of token ids",
+        _is_input,
+        _is_item,
+        'a text, a list of texts, lists of token ids, or images as {"image": base64}',
     ),
     WithJsonSchema(_INPUTS_SCHEMA),
 ]
@@ -156,7 +220,7 @@ IdLists = Annotated[
         "a list of token ids, or a list of such lists",
     ),
 ]
-Contents = Annotated[list[Any], PlainValidator(_document_texts)]
+Contents = Annotated[list[Any], PlainValidator(_parse_documents)]
 Direction = Annotated[
     Any,
     PlainValidator(_check_direction),

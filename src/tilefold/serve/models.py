@@ -37,6 +37,7 @@ from tilefold.serve.bodies import (
     keep_largest,
     split_rows,
 )
+from tilefold.serve.images import ImageInput, takes_images
 
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
@@ -229,7 +230,8 @@ class BatchKey(NamedTuple):
         truncation_side: end from which an input that is too long is truncated.
         normalize: whether a dense model normalises its vectors, if it does so by default.
         has_token_ids: whether inputs are token ids, which are encoded without a prompt and special
-            tokens. Otherwise inputs are texts.
+            tokens. Otherwise inputs are texts or images.
+        has_images: whether inputs are images.
     """
 
     model: Served
@@ -238,6 +240,7 @@ class BatchKey(NamedTuple):
     truncation_side: Literal["left", "right"] = "right"
     normalize: bool = True
     has_token_ids: bool = False
+    has_images: bool = False
 
 
 @dataclass(eq=False)
@@ -294,6 +297,20 @@ class Served:
         if limit is None or not 0 < limit < _UNLIMITED:
             return _DEFAULT_LIMIT
         return limit
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model encodes images to token vectors."""
+        return self.kind == "multi-vector" and takes_images(self.model)
+
+    def image_tokens(self, image: ImageInput) -> int:
+        """Return the number of tokens of an image, without preprocessing it. Any thread may call.
+
+        transformers computes it for vLLM, from the size of the image.
+        """
+        size = (image.image.height, image.image.width)
+        counts = self.model.processor._get_num_multimodal_tokens(image_sizes=[size])
+        return int(counts["num_image_tokens"][0])
 
     def is_quick(self, tokens: int) -> bool:
         """Return whether a CUDA graph encodes a text of this length in about a millisecond."""
@@ -370,7 +387,8 @@ class Served:
 
         Args:
             key: how all inputs are encoded.
-            inputs: texts, or lists of token ids if ``key.has_token_ids``.
+            inputs: texts, lists of token ids if ``key.has_token_ids``, or instances of
+                :class:`ImageInput` if ``key.has_images``.
 
         Returns:
             For each input on the CPU, a sparse :class:`Row`, token vectors ``[tokens, D]``, or a
@@ -447,9 +465,18 @@ class Served:
 
         Args:
             key: how all inputs are encoded.
-            inputs: texts, or lists of token ids if ``key.has_token_ids``.
+            inputs: texts, lists of token ids, or images, as `key` says.
         """
-        if key.has_token_ids:
+        if key.has_images:
+            encode = (
+                self.model.encode_document if key.side == "document" else self.model.encode_query
+            )
+            encoded = encode(
+                [item.image for item in inputs],
+                batch_size=len(inputs),
+                show_progress_bar=False,
+            )
+        elif key.has_token_ids:
             features = self._forward_token_ids(key, inputs)
             masks = features["attention_mask"].bool()
             encoded = [

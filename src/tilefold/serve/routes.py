@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from tilefold._version import __version__
 from tilefold.ops import maxsim
 from tilefold.serve import bodies
-from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
+from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
 from tilefold.serve.endpoints import JSON, add_route, describe_error
 from tilefold.serve.models import Kind, Side, TextTokens
 from tilefold.serve.service import EncodeOptions, Outcome, Service, gather_or_cancel
@@ -169,14 +169,14 @@ class Routes:
         options: EncodeOptions,
         name: str = "inputs",
     ) -> Outcome:
-        """Encode texts and lists of token ids.
+        """Encode texts, lists of token ids and images.
 
         Token ids are encoded without a prompt and special tokens. If the request names a prompt,
         they are decoded instead, and their text is encoded with the prompt.
 
         Args:
             kind: kind of the model.
-            inputs: texts or lists of token ids.
+            inputs: texts, lists of token ids or images.
             options: how the inputs are encoded.
             name: field of the request, for error messages.
 
@@ -191,7 +191,7 @@ class Routes:
         model = service.model(kind)
         service.metrics.count("te_request_count", method=_method(inputs))
         with service.acquire_inputs(inputs, name):
-            if not all(isinstance(item, str) for item in inputs):
+            if any(isinstance(item, list) for item in inputs):
                 key = model.batch_key(options.side, options.prompt_name)
                 has_prompt = options.prompt_name is not None and model.prompt(key) != ""
                 # A large request would block the event loop for long.
@@ -201,7 +201,7 @@ class Routes:
                     inputs,
                     has_prompt,
                 )
-            return await service.encode(model, inputs, options)
+            return await service.encode_all(model, inputs, options)
 
     def _record_and_respond(
         self,
@@ -318,7 +318,11 @@ class Routes:
         ranked = _ranked_texts(texts, scores, _ranking(scores), body.return_text)
         return self._record_and_respond(bodies.to_json(ranked), outcome, "multi-vector")
 
-    async def _rerank_documents(self, body: bodies.Rerank, documents: list[str]) -> Response:
+    async def _rerank_documents(
+        self,
+        body: bodies.Rerank,
+        documents: list[str | ImageData],
+    ) -> Response:
         """Answer with the ranking of documents in Cohere's format."""
         scores, outcome = await self._score_texts([body.query], documents, body, "documents")
         ranking = _ranking(scores)[: body.top_n]
@@ -363,7 +367,7 @@ class Routes:
     async def _score_texts(
         self,
         queries: list[str],
-        texts: list[str],
+        texts: Sequence[str | ImageData],
         body: bodies.Rerank | bodies.Score,
         name: str,
     ) -> tuple[list[float], Outcome]:
@@ -371,7 +375,7 @@ class Routes:
 
         Args:
             queries: one query, or a query for each text.
-            texts: the documents.
+            texts: the documents, texts or page images.
             body: body of the request, with the options of truncation and scores.
             name: field of the texts, for error messages.
 
@@ -390,7 +394,7 @@ class Routes:
             )
             document_options = replace(query_options, side="document", counted="predict")
             query_outcome = await service.encode(model, queries, query_options)
-            outcome = await service.encode(model, texts, document_options)
+            outcome = await service.encode_all(model, texts, document_options)
             # text-embeddings-inference counts the characters of pairs of a query and a text, so
             # that a single query is counted for every text.
             outcome.characters += query_outcome.characters * len(texts) // len(queries)
@@ -590,7 +594,7 @@ def _ranked_texts(
 
 
 def _ranked_documents(
-    texts: Sequence[str],
+    documents: Sequence[str | ImageData],
     scores: Sequence[float],
     ranking: Sequence[int],
     return_documents: bool,
@@ -598,10 +602,10 @@ def _ranked_documents(
     """Describe ranked documents in Cohere's response format.
 
     An entry is ``{"index": position, "relevance_score": score}``, with ``"document"`` if
-    `return_documents`.
+    `return_documents` and the document is a text. Images are not sent back.
 
     Args:
-        texts: the texts of the request's documents.
+        documents: the texts and images of the request's documents.
         scores: the score of each document.
         ranking: positions of the documents, highest score first.
         return_documents: whether entries contain the document.
@@ -609,8 +613,9 @@ def _ranked_documents(
     ranked = []
     for position in ranking:
         entry: dict[str, Any] = {"index": position, "relevance_score": scores[position]}
-        if return_documents:
-            entry["document"] = {"text": texts[position]}
+        document = documents[position]
+        if return_documents and isinstance(document, str):
+            entry["document"] = {"text": document}
         ranked.append(entry)
     return ranked
 
@@ -653,25 +658,25 @@ def _decode_or_check_token_ids(
     tokenizer: TextTokens,
     inputs: list[Any],
     has_prompt: bool,
-) -> list[str | tuple[int, ...]]:
+) -> list[Any]:
     """Replace each list of token ids by its text if there is a prompt, or else by a tuple.
 
     A prompt can only be put before a text.
 
     Args:
         tokenizer: the model's tokenizer.
-        inputs: texts, which are returned unchanged, or lists of token ids.
+        inputs: texts and images, which are returned unchanged, or lists of token ids.
         has_prompt: whether the model puts a prompt before each input.
 
     Returns:
-        A text or a tuple of token ids for each input.
+        A text, an image or a tuple of token ids for each input.
 
     Raises:
         ServeError: if no token of the model has one of the ids.
     """
-    encodable: list[str | tuple[int, ...]] = []
+    encodable: list[Any] = []
     for item in inputs:
-        if isinstance(item, str):
+        if not isinstance(item, list):
             encodable.append(item)
         elif has_prompt:
             # The tokenizer adds special tokens such as [CLS] again, together with the prompt.

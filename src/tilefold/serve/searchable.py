@@ -16,7 +16,7 @@ from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Where
 from tilefold.retrieval.data.passages import Passage
-from tilefold.retrieval.index import DENSE, SparseIndex
+from tilefold.retrieval.index import DENSE, LATE, SparseIndex
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.dense import DenseIndex
 from tilefold.retrieval.index.late import LateIndex
@@ -105,14 +105,16 @@ class Searchable:
     def features(self) -> dict[str, bool]:
         """Name of each feature of a search -> whether this index supports it.
 
-        ``prf`` is feedback, which reads the vectors of documents. ``where`` means filters by
-        metadata.
+        ``explain`` means the terms of a sparse index that match, or the tokens of an index of token
+        vectors. ``images`` means that documents are page images, which the server shows. ``prf`` is
+        feedback, which reads the vectors of documents. ``where`` means filters by metadata.
         """
         has_sparse_vectors = self.vectors is not None and self.encoder is not None
         can_read_candidates = self.store is not None or bool(self.documents)
         return {
             "documents": bool(self.documents),
-            "explain": has_sparse_vectors,
+            "explain": has_sparse_vectors or self.explains_tokens,
+            "images": self.has_images,
             "prf": has_sparse_vectors or self.index.backend == DENSE,
             "fusion": self.words is not None,
             "dense": self.dense is not None,
@@ -120,6 +122,19 @@ class Searchable:
             "passages": self.searcher.passages is not None,
             "where": self.index.metadata is not None or self.index.backend == "qdrant",
         }
+
+    @property
+    def explains_tokens(self) -> bool:
+        """Whether hits are explained by the tokens that match, which late interaction has."""
+        is_late = self.index.backend == LATE and self.encoder is not None
+        return is_late and bool(self.documents)
+
+    @cached_property
+    def has_images(self) -> bool:
+        """Whether a document is a page image."""
+        if not isinstance(self.documents, dict):  # documents that are read one by one are texts
+            return False
+        return any(document.page is not None for document in self.documents.values())
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """Convert an encoded query to the form in which the index searches with it.
@@ -189,9 +204,9 @@ class Searchable:
         Returns:
             The terms with the largest weights, the number of all terms, and the positions of the
             terms in the text. A term is ``expanded`` if it is not a token of the text, and
-            ``feedback`` if feedback added it. Empty for a BM25 index.
+            ``feedback`` if feedback added it. Empty for an index without sparse vectors.
         """
-        if self.encoder is None:
+        if self.encoder is None or self.explains_tokens:
             return {}
         tokenizer = self.encoder.tokenizer
         marked_query = query[:_MAX_MARKED_CHARACTERS]

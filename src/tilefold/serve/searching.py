@@ -6,8 +6,9 @@ import functools
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from urllib.parse import quote
 
 import torch
 from fastapi import APIRouter, Request, Response
@@ -18,7 +19,8 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Filter
 from tilefold.retrieval.data.passages import document_of
-from tilefold.retrieval.errors import MissingDocumentError
+from tilefold.retrieval.encoding.scored_tokens import query_tokens
+from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.search.feedback import Feedback
 from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.search.reranking import Reranking
@@ -27,15 +29,25 @@ from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenVectors
 from tilefold.serve.bodies import Body, ServeError, invalid, to_json
 from tilefold.serve.endpoints import JSON, add_route
+from tilefold.serve.images import ImageInput, jpeg_of
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import QUERY, Explanation, Searchable
 from tilefold.serve.service import EncodeOptions, Service
 
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from tilefold.retrieval.search.token_matches import Explanation as TokenExplanation
+
+# Largest width of an image that is shown, in pixels.
+MAX_IMAGE_WIDTH = 4000
+# Largest position of a token of a query; longer queries are refused before.
+MAX_TOKEN_POSITION = 100_000
 # Largest weight of a part of the query in feedback. Only the proportions of weights matter.
 MAX_WEIGHT = 1000.0
 # Field of a body -> options with which the server must be started to support it.
 _REQUIRED_OPTIONS = {
-    "explain": "--vectors, and an index of vectors",
+    "explain": "--vectors and an index of sparse vectors, or --data and one of token vectors",
     "prf": "--vectors, and an index of vectors, or one of dense vectors",
     "fusion": "--bm25, and an index of vectors",
     "rerank": "--tokens (and --data, if that is a model)",
@@ -62,6 +74,20 @@ class _Stopwatch:
         now = time.perf_counter()
         self.seconds[stage] = now - self._stage_started
         self._stage_started = now
+
+
+@dataclass(frozen=True)
+class _TokenMatches:
+    """Tokens of a query, and the tokens of documents that they match.
+
+    Attributes:
+        tokens: for each token of the query, the ``token`` and whether it is ``content``, that is,
+            spells a word.
+        matches: id of a hit -> one record per token of the query.
+    """
+
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+    matches: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 class _Strict(Body):
@@ -222,6 +248,7 @@ class _SearchRoutes:
         add("/indexes", self.indexes, "The index, and what it can be asked for")
         add("/{index}/search", self.get_search, "Ranked documents, as Anserini answers")
         add("/{index}/doc/{docid:path}", self.get_document, "A document, as Anserini answers")
+        add("/{index}/image/{docid:path}", self.get_image, "A page image, or its heat map")
         summary = "Ranked documents, with fusion, feedback, reranking and explanations"
         add("/{index}/search", self.post_search, summary, SearchBody)
         return router
@@ -297,6 +324,30 @@ class _SearchRoutes:
         }
         return Response(to_json(answer), media_type=JSON)
 
+    async def get_image(self, request: Request) -> Response:
+        """Answer with the image of a page of the collection as JPEG.
+
+        The URL may have the parameters ``width`` (the largest width in pixels), ``query`` (a text,
+        for the heat map of the page) and ``token`` (the position of a token of the query; without
+        it, the heat map is that of all words of the query).
+        """
+        self._check_index(request)
+        _check_parameters(request, ["width", "query", "token"])
+        width = _positive_parameter(request, "width", MAX_IMAGE_WIDTH)
+        token = _positive_parameter(request, "token", MAX_TOKEN_POSITION, smallest=0)
+        query = request.query_params.get("query", "")
+        if token is not None and not query.strip():
+            raise invalid("`token` requires `query`")
+        search = self._search()
+        with self.service.input_limit.acquire(1):
+            content = await search.page_image(
+                request.path_params["docid"],
+                width or MAX_IMAGE_WIDTH,
+                query,
+                token,
+            )
+        return Response(content, media_type="image/jpeg")
+
     def _check_index(self, request: Request) -> None:
         """Raise ``ServeError`` if the URL of a request names another index."""
         if request.path_params["index"] != self.searchable.name:
@@ -326,6 +377,138 @@ class _Search:
     service: Service
     searchable: Searchable
     reader: _IndexReader
+
+    async def page_image(
+        self,
+        document_id: str,
+        width: int,
+        query: str = "",
+        token: int | None = None,
+    ) -> bytes:
+        """Return a page, or its heat map, as JPEG.
+
+        Args:
+            document_id: id of the page.
+            width: largest width in pixels.
+            query: text of the query of the heat map; empty for the page itself.
+            token: position of a token of the query; ``None`` for all words of the query.
+        """
+        service = self.service
+        image = await service.run_in_thread(self._read_page, document_id)
+        if query.strip():
+            explanation = await self._explain_page(query, document_id, image)
+            if token is not None and token >= len(explanation.matches):
+                raise invalid(
+                    f"`token` expected a position below {len(explanation.matches)}, the tokens of "
+                    f"the query; got {token}",
+                )
+            image = await service.run_in_thread(explanation.draw, image, token)
+        return await service.run_in_thread(jpeg_of, image, width)
+
+    def _read_page(self, document_id: str) -> Image:
+        """Decode or render a page of the collection; runs in a helper thread.
+
+        Args:
+            document_id: id of the document.
+
+        Raises:
+            ServeError: if there is no such document, it is a text, or its file cannot be read.
+        """
+        document = self.searchable.documents.get(document_id)
+        if document is None:
+            raise ServeError("Validation", f"there is no document {document_id!r}", status=404)
+        if document.page is None:
+            raise ServeError(
+                "Validation",
+                f"the document {document_id!r} is a text, and has no image",
+                status=404,
+            )
+        try:
+            return document.page.image(max_pixels=self.service.limits.max_image_pixels)
+        except DataError as error:  # its message has the path of the file, which stays in the log
+            self.service.log_failure(error)
+            message = f"the page {document_id!r} cannot be read; the log says why"
+            raise ServeError("Backend", message) from error
+
+    async def _explain_page(
+        self,
+        query: str,
+        document_id: str,
+        image: Image,
+    ) -> TokenExplanation:
+        """Explain the score of a page.
+
+        Args:
+            query: text of the query.
+            document_id: id of the document.
+            image: the page.
+
+        Raises:
+            ServeError: if the index has no token vectors, or not those of the page.
+        """
+        searchable = self.searchable
+        encoder = searchable.encoder
+        if encoder is None or not searchable.explains_tokens:
+            raise invalid("`query`: heat maps need an index of token vectors")
+        self.service.check_size([query], encoder, "query", "query")
+
+        def explain() -> TokenExplanation:
+            explained = searchable.searcher.explain_items(query, {document_id: image})
+            return explained[document_id]
+
+        return await self._run_explanation(encoder, explain)
+
+    async def _run_explanation(self, encoder: Served, explain: Callable[[], T]) -> T:
+        """Run a function that explains scores by tokens, in the batch worker of a model.
+
+        Args:
+            encoder: the model, whose tokenizer only one thread may use.
+            explain: the function.
+
+        Raises:
+            ServeError: if the index does not have the vectors of a document's tokens.
+        """
+        try:
+            return await self.service.run_on_device(encoder, explain)
+        except MissingDocumentError:
+            raise
+        except DataError as error:
+            raise ServeError("Backend", str(error)) from error
+
+    async def _match_tokens(self, query: str, ranking: Ranking, n_hits: int) -> _TokenMatches:
+        """Return the tokens of the query, and the matches of the best hits that are texts.
+
+        The matches of a page are drawn by its heat map, which is a request of its own.
+
+        Args:
+            query: text of the query.
+            ranking: the ranking.
+            n_hits: number of hits that are shown.
+        """
+        searchable = self.searchable
+        encoder = searchable.encoder
+        if encoder is None:
+            return _TokenMatches()
+
+        def match() -> _TokenMatches:
+            tokens = query_tokens(encoder.model, query)
+            stage = searchable.searcher.stage
+            scores = ranking.stages[stage][QUERY]
+            passage_of = ranking.passages.get(stage, {}).get(QUERY, {})
+            vector_ids = {}
+            for hit_id in list(ranking.run[QUERY])[:n_hits]:
+                document, _ = searchable.document_and_passage(ranking, hit_id)
+                is_text = document is not None and document.page is None
+                if is_text and hit_id in scores:
+                    vector_ids[hit_id] = passage_of.get(hit_id, hit_id)
+            explained = searchable.searcher.explain(query, vector_ids.values())
+            matches = {
+                hit_id: [match.as_json() for match in explained[vector_id].matches]
+                for hit_id, vector_id in vector_ids.items()
+            }
+            return _TokenMatches(tokens, matches)
+
+        return await self._run_explanation(encoder, match)
 
     def _check_options(self, body: SearchBody, reranking: Reranking | None) -> None:
         """Refuse too many documents, and features that this server does not support.
@@ -419,11 +602,16 @@ class _Search:
             if body.columns:  # the page shows the ranking of each method in a column
                 runs_by_method = await self._rank_by_each_method(body, request, vector)
                 stopwatch.end_stage("columns")
+            token_matches = _TokenMatches()
+            if body.explain and self.searchable.explains_tokens:
+                token_matches = await self._match_tokens(body.query, ranking, body.hits)
+                stopwatch.end_stage("explain")
             content = await service.run_in_thread(
                 self._render,
                 body,
                 ranking,
                 runs_by_method,
+                token_matches,
                 stopwatch.seconds if with_durations else None,
             )
         service.metrics.count("tilefold_search_count")
@@ -511,7 +699,7 @@ class _Search:
         ranking: Ranking,
         dimension: int,
     ) -> TokenVectors:
-        """Encode the texts of the candidates that will be reranked.
+        """Encode the texts and the pages of the candidates that will be reranked.
 
         Args:
             reranking: options with the number of candidates.
@@ -533,12 +721,19 @@ class _Search:
             ranking,
             reranking,
         )
-        # The service refuses empty texts, but encodes a space.
-        texts = [text or " " for text in text_of_id.values()]
-        with service.input_limit.acquire(len(texts)):
-            outcome = await service.encode(
+        with service.input_limit.acquire(len(text_of_id)):
+            inputs: list[str | ImageInput] = []
+            for document_id, text in text_of_id.items():
+                document = self.searchable.documents.get(document_id)
+                if document is not None and document.page is not None:
+                    image = await service.run_in_thread(self._read_page, document_id)
+                    inputs.append(ImageInput(image, document_id.encode()))
+                else:
+                    # The service refuses empty texts, but encodes a space.
+                    inputs.append(text or " ")
+            outcome = await service.encode_all(
                 self._reranking_model,
-                texts,
+                inputs,
                 EncodeOptions("document", truncate=True),
             )
         return TokenVectors.pack(list(text_of_id), outcome.rows, dimension, "fp32")
@@ -601,6 +796,7 @@ class _Search:
         body: SearchBody,
         ranking: Ranking,
         runs_by_method: dict[str, Run],
+        token_matches: _TokenMatches,
         seconds: dict[str, float] | None,
     ) -> bytes:
         """Return the JSON of a response; runs in a helper thread, because it reads documents.
@@ -610,18 +806,21 @@ class _Search:
             ranking: the final ranking.
             runs_by_method: the run of each method, for the page's columns; empty if the request
                 does not ask for them.
+            token_matches: tokens that matched, if the index explains hits by them.
             seconds: duration of each stage; ``None`` to leave them out.
         """
         query: Explanation = {"text": body.query}
         if body.explain:
             query.update(self.searchable.explain_query(ranking, body.query))
+        if token_matches.tokens:
+            query["tokens"] = token_matches.tokens
         hits = list(ranking.run[QUERY].items())[: body.hits]
         answer: Explanation = {
             "api": "v1",
             "index": self.searchable.name,
             "query": query,
             "candidates": [
-                self._candidate(body, ranking, hit_id, score, rank)
+                self._candidate(body, ranking, token_matches, hit_id, score, rank)
                 for rank, (hit_id, score) in enumerate(hits, start=1)
             ],
         }
@@ -640,6 +839,7 @@ class _Search:
         self,
         body: SearchBody,
         ranking: Ranking,
+        token_matches: _TokenMatches,
         hit_id: str,
         score: float,
         rank: int,
@@ -649,6 +849,7 @@ class _Search:
         Args:
             body: the validated JSON of the request.
             ranking: the ranking.
+            token_matches: tokens that matched, if the index explains hits by them.
             hit_id: id of a document, or of a passage if passages are ranked.
             score: score of the hit.
             rank: rank of the hit, from 1.
@@ -662,8 +863,14 @@ class _Search:
         }
         if passage:
             candidate["passage"] = passage.shown(document)
+        if document is not None and document.page is not None:
+            name = quote(self.searchable.name, safe="")
+            candidate["image"] = f"/v1/{name}/image/{quote(document.id, safe='')}"
         if body.explain:
-            candidate["explanation"] = self.searchable.explain_document(ranking, hit_id)
+            explanation = self.searchable.explain_document(ranking, hit_id)
+            if hit_id in token_matches.matches:
+                explanation["matches"] = token_matches.matches[hit_id]
+            candidate["explanation"] = explanation
         return candidate
 
     def _top_hits(
@@ -691,6 +898,33 @@ class _Search:
             }
             described_hits.append(described_hit)
         return described_hits
+
+
+def _positive_parameter(
+    request: Request,
+    name: str,
+    largest: int,
+    smallest: int = 1,
+) -> int | None:
+    """Return an integer among the parameters of a URL; ``None`` if it is not among them.
+
+    Args:
+        request: the request.
+        name: name of the parameter.
+        largest: largest value.
+        smallest: smallest value.
+
+    Raises:
+        ServeError: if the value is not an integer in this range.
+    """
+    text = request.query_params.get(name)
+    if text is None:
+        return None
+    # Numbers with more digits exceed any limit, and may be too long to convert.
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(largest))
+    if not is_number or not smallest <= int(text) <= largest:
+        raise invalid(f"`{name}` expected an integer from {smallest} to {largest}, got {text!r}")
+    return int(text)
 
 
 def _unreachable_error() -> ServeError:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
-from tilefold.serve.bodies import ServeError, empty, invalid, wrong_model
+from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
+from tilefold.serve.images import ImageInput, decode_image
 from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
 
@@ -639,6 +640,110 @@ class Service:
             self._record_inputs(options.counted, outcome.tokenization, answers)
         return outcome
 
+    async def encode_all(
+        self,
+        model: Served,
+        inputs: Sequence[Input | ImageData | ImageInput],
+        options: EncodeOptions,
+    ) -> Outcome:
+        """Encode texts, token ids and images; equal inputs are encoded once.
+
+        Args:
+            model: the model.
+            inputs: texts, token ids or images.
+            options: how the inputs are encoded.
+
+        Returns:
+            The encoded inputs in their order, with counts and durations.
+
+        Raises:
+            ServeError: if there is an image, and the model reads texts only.
+        """
+        images = [item for item in inputs if isinstance(item, ImageData | ImageInput)]
+        others = [item for item in inputs if not isinstance(item, ImageData | ImageInput)]
+        if not images:
+            return await self.encode(model, others, options)
+        image_outcome = await self.encode_images(model, images, options)
+        if not others:
+            return image_outcome
+        outcome = await self.encode(model, others, options)
+        image_rows = iter(image_outcome.rows)
+        other_rows = iter(outcome.rows)
+        rows = [
+            next(image_rows) if isinstance(item, ImageData) else next(other_rows) for item in inputs
+        ]
+        return Outcome(
+            rows=rows,
+            characters=outcome.characters,
+            tokens=outcome.tokens + image_outcome.tokens,
+            started=image_outcome.started,
+            tokenization=outcome.tokenization + image_outcome.tokenization,
+            queue=_weighted_mean(image_outcome.queue, len(images), outcome.queue, len(others)),
+            inference=_weighted_mean(
+                image_outcome.inference,
+                len(images),
+                outcome.inference,
+                len(others),
+            ),
+        )
+
+    async def encode_images(
+        self,
+        model: Served,
+        images: Sequence[ImageData | ImageInput],
+        options: EncodeOptions,
+    ) -> Outcome:
+        """Decode and encode images; equal images are encoded once.
+
+        Images are decoded in helper threads, so that neither other requests nor the device wait.
+        The caller must hold permits for the images.
+
+        Args:
+            model: the model.
+            images: the images, which may have been decoded before.
+            options: how the images are encoded.
+
+        Returns:
+            Token vectors of each image, with counts and durations.
+
+        Raises:
+            ServeError: if the model reads texts only, or an image cannot be decoded.
+        """
+        if not model.takes_images:
+            raise wrong_model(
+                f"the model {model.name} ({model.kind}) reads texts, and no images: start the "
+                "server with a model of page images, such as ColPali, as --model",
+            )
+        key = model.batch_key(options.side, options.prompt_name)._replace(has_images=True)
+        outcome = Outcome()
+        if options.counted:
+            self.metrics.count(f"te_{options.counted}_count", len(images))
+        inputs: list[ImageInput] = []
+        for image in images:
+            if isinstance(image, ImageData):
+                limit = self.limits.max_image_pixels
+                inputs.append(await self.run_in_thread(decode_image, image, limit))
+            else:
+                inputs.append(image)
+        lengths = {item: model.image_tokens(item) for item in inputs}
+        outcome.tokens = sum(lengths[item] for item in inputs)
+        outcome.tokenization = time.perf_counter() - outcome.started
+        worker = self._workers[model.device]
+        futures = [
+            worker.submit(key, item, length, position, multi_input=len(lengths) > 1)
+            for position, (item, length) in enumerate(lengths.items())
+        ]
+        answers_by_image: dict[ImageInput, Answer] = dict(
+            zip(lengths, await gather_or_cancel(futures), strict=True),
+        )
+        answers = [answers_by_image[item] for item in inputs]
+        outcome.rows = [answer.value for answer in answers]
+        outcome.queue = sum(answer.queue for answer in answers) / len(answers)
+        outcome.inference = sum(answer.inference for answer in answers) / len(answers)
+        if options.counted:
+            self._record_inputs(options.counted, outcome.tokenization, answers)
+        return outcome
+
     async def _encode_distinct(
         self,
         model: Served,
@@ -876,6 +981,18 @@ def _daemon_thread(
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     return thread, result
+
+
+def _weighted_mean(first: float, n_first: int, second: float, n_second: int) -> float:
+    """Return the mean over the inputs of two groups.
+
+    Args:
+        first: mean of the first group.
+        n_first: number of inputs of the first group.
+        second: mean of the second group.
+        n_second: number of inputs of the second group.
+    """
+    return (first * n_first + second * n_second) / (n_first + n_second)
 
 
 def _closing_error() -> ServeError:

@@ -39,6 +39,8 @@ class Limits:
         tokenization_workers: number of threads that count tokens and serialize responses. The same
             number of other threads serves ``/tokenize`` and ``/decode``.
         max_hits: largest number of documents that a search may ask for.
+        max_image_pixels: largest number of pixels of an image of a request or of a page that is
+            shown.
         max_connections: largest number of open connections. A connection over the limit gets
             status 429 and is closed.
         header_seconds: time for the head of a request, from its first byte or from the opening of
@@ -63,6 +65,7 @@ class Limits:
     cached_queries: int = 0
     tokenization_workers: int = 2
     max_hits: int = 1000
+    max_image_pixels: int = 50_000_000
     max_connections: int = 1024
     header_seconds: float = 10.0
     body_seconds: float = 30.0

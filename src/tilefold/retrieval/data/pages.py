@@ -29,7 +29,7 @@ TIFF_SUFFIXES = (".tif", ".tiff")
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", *TIFF_SUFFIXES)
 PAGE_SUFFIXES = (PDF_SUFFIX, *IMAGE_SUFFIXES)
 # Decoders that Pillow may use. Others, such as the one of EPS, start programs.
-_IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
 _PAGE_RANGE = re.compile(r"(\d+)(-(\d*))?")
 _PAGE_RANGE_FORMS = "'3', '1-10', '20-' or several of them, such as '1-10,15'"
 # PDFium must not be called by two threads at the same time.
@@ -225,7 +225,7 @@ def _open_image(file: Path) -> Iterator[Any]:
     """
     pillow = require("PIL.Image", "Pillow", "an image", extra="pages")
     try:
-        with pillow.open(file, formats=_IMAGE_FORMATS) as image:
+        with pillow.open(file, formats=IMAGE_FORMATS) as image:
             yield image
     except (DataError, MemoryError, KeyboardInterrupt):
         raise
@@ -256,7 +256,7 @@ def _decode_image(file: Path, number: int, max_pixels: int) -> Image:
             image.seek(number - 1)
         _check_pixels(file, image.width, image.height, max_pixels)
         upright_image = image_ops.exif_transpose(image)
-        return _as_rgb(upright_image)
+        return as_rgb(upright_image)
 
 
 def _verify_png(file: Path) -> None:
@@ -266,7 +266,7 @@ def _verify_png(file: Path) -> None:
             image.verify()  # reads the file, so that it must be opened again
 
 
-def _as_rgb(image: Any) -> Image:
+def as_rgb(image: Any) -> Image:
     """Convert an image of any mode to RGB, on white where it is transparent."""
     pillow = require("PIL.Image", "Pillow", "an image", extra="pages")
     if image.mode.startswith("I;16"):

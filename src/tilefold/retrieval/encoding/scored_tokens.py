@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tilefold._internal.arguments import check_choice, check_encoder
 from tilefold._internal.vocabulary import term_names_of
+from tilefold.retrieval.common.files import Json
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from tilefold._internal.typing import Model
 
-__all__ = ["ScoredTokens", "scored_tokens"]
+__all__ = ["ScoredTokens", "content_positions", "query_tokens", "scored_tokens"]
 
 _KINDS = ("document", "query")
 # Prompts that `encode_document` looks for, in this order.
@@ -133,3 +134,21 @@ def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[in
     # A model with routes renders queries in one of them, which the helper does not look into.
     special_ids = set(tokens.tokenizer.all_special_ids)
     return [position for position, token in enumerate(tokens.ids) if token not in special_ids]
+
+
+def query_tokens(model: Model, query: str) -> list[Json]:
+    """Return the scored tokens of a query, without encoding it.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        query: text of the query.
+
+    Returns:
+        For each token, the ``token`` and whether it is ``content``: part of a word of the query.
+    """
+    tokens = scored_tokens(model, query, "query")
+    content = set(content_positions(model, query, tokens))
+    return [
+        {"token": name, "content": position in content}
+        for position, name in enumerate(tokens.names)
+    ]

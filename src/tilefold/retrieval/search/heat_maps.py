@@ -176,7 +176,7 @@ def _cells_of_patches(
     Returns:
         Number of rows, number of columns, and the cells of the patches, ``[n_patches, 4]``.
     """
-    image_processor = getattr(model.processor, "image_processor", None)
+    image_processor: Any = getattr(model.processor, "image_processor", None)
     if getattr(image_processor, "do_image_splitting", None) is not None:
         n_tile_rows, n_tile_columns = _tiles_of_image(model, image)
         n_tiles = n_tile_rows * n_tile_columns + 1
@@ -267,12 +267,13 @@ def draw_heat_map(image: Image, heat: Tensor) -> Image:
         return image.convert("RGB")
     coolest = float(heat[is_covered].min())
     hottest = float(heat[is_covered].max())
-    return render_similarity_map_on_image(
+    drawn: Image = render_similarity_map_on_image(
         image.convert("RGB"),
         heat.clamp(min=coolest),
         alpha=_OPACITY,
         normalization_range=(coolest, hottest),
     ).convert("RGB")
+    return drawn
 
 
 def draw_matches(image: Image, boxes: Sequence[tuple[str, Box]]) -> Image:

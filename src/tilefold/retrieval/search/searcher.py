@@ -50,6 +50,8 @@ from tilefold.retrieval.search.retrievers import (
 from tilefold.retrieval.vectors.sparse import Row, SparseVectors
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.search.reranking import Reranking
@@ -549,20 +551,39 @@ class Searcher:
                 as pooled vectors.
         """
         self._check_can_explain(with_reranker=with_reranker)
+        items = {vector_id: self.encoded_item(vector_id) for vector_id in ids}
+        return self.explain_items(query, items, with_reranker=with_reranker)
+
+    def explain_items(
+        self,
+        query: str,
+        items: Mapping[str, str | Image],
+        *,
+        with_reranker: bool = False,
+    ) -> dict[str, Explanation]:
+        """Explain scores of late interaction, like :meth:`explain`, of documents that were read.
+
+        Args:
+            query: text of the query.
+            items: id of a document or passage -> its text or page image, as it was encoded.
+            with_reranker: whether to explain the scores of the model that reranks.
+
+        Returns:
+            Id -> explanation.
+        """
         from tilefold.retrieval.encoding.tokens import encode_texts
         from tilefold.retrieval.search.token_matches import ExplainedQuery
 
         model: Any
-        items = {vector_id: self._encoded_item(vector_id) for vector_id in ids}
         if with_reranker:
             reranker: Any = self.reranker
             model = reranker.model
             query_vectors = encode_texts(model, {_QUERY: query}, kind="query")
             if reranker.tokens is None:
-                stored = encode_texts(model, items, kind="document") if items else None
+                vectors = model.encode_document(list(items.values()), show_progress_bar=False)
             else:
                 stored = reranker.tokens.read(list(items))
-            vectors = [] if stored is None else [stored.rows(row) for row in range(len(stored))]
+                vectors = [stored.rows(row) for row in range(len(stored))]
         else:
             retriever: Any = self.retriever
             model = retriever.model
@@ -595,15 +616,19 @@ class Searcher:
                 "them as documents (--data).",
             )
 
-    def _encoded_item(self, vector_id: str) -> Any:
-        """Return the text that a vector was encoded from.
+    def encoded_item(self, vector_id: str) -> str | Image:
+        """Return the text or the page image that a vector was encoded from.
 
         Args:
             vector_id: id of a document, or of a passage.
+
+        Raises:
+            MissingDocumentError: if `documents` lacks the document.
+            DataError: if the page cannot be read.
         """
         document = self.documents.get(vector_id)
         if document is not None:
-            return document.contents
+            return document.contents if document.page is None else document.page.image()
         token_passages = None if self.reranker is None else self.reranker.passages
         if self.passages is None and token_passages is None:
             raise MissingDocumentError("documents", vector_id)

@@ -3,6 +3,9 @@
 
 const FIRST_TERMS = 16;
 const FIRST_CHARACTERS = 420;
+const FIRST_MATCHES = 12;
+const THUMBNAIL_WIDTH = 220; // pixels
+const VIEWER_WIDTH = 1400; // pixels
 const STAGES = { sparse: "learned sparse", words: "BM25", dense: "dense", fusion: "fused", late: "late interaction" };
 const COMPARED = ["fusion", "rerank", "dense"]; // what gives a second ranking
 const $ = (id) => document.getElementById(id);
@@ -11,6 +14,7 @@ let index = null; // what the service searches, or null
 let running = null; // the AbortController of the search that runs
 let terms = []; // of the query that is shown
 let kinds = new Map(); // id -> "own", "expanded" or "feedback"
+let shownQuery = { text: "", tokens: [] }; // the query of the results, with its tokens for late interaction
 
 function element(name, className, text) {
   const made = document.createElement(name);
@@ -34,23 +38,49 @@ class ServiceError extends Error {
 async function ask(path, body, signal) {
   const headers = { accept: "application/json" };
   if (body) headers["content-type"] = "application/json";
-  if ($("key").value) headers.authorization = "Bearer " + $("key").value;
   const options = { method: body ? "POST" : "GET", headers, signal };
   if (body) options.body = JSON.stringify(body);
-  let reply, text, answer;
+  const { reply, content } = await request(path, options, (received) => received.text());
+  const answer = parsed(content, reply.status);
+  if (reply.ok) return answer;
+  throw failure(answer, reply.status);
+}
+
+/** Sends a request with the key of the server, if there is one; `read` reads the content of the reply. */
+async function request(path, options, read) {
+  if ($("key").value) options.headers.authorization = "Bearer " + $("key").value;
   try {
-    reply = await fetch(path, options);
-    text = await reply.text();
+    const reply = await fetch(path, options);
+    return { reply, content: await read(reply) };
   } catch (error) {
     throw error.name === "AbortError" ? error : new ServiceError("The service does not answer.");
   }
+}
+
+function parsed(text, status) {
   try {
-    answer = JSON.parse(text);
+    return JSON.parse(text);
   } catch (error) {
-    throw new ServiceError(`The service answered ${reply.status}, and not in JSON.`, reply.status);
+    throw new ServiceError(`The service answered ${status}, and not in JSON.`, status);
   }
-  if (reply.ok) return answer;
-  throw new ServiceError((answer && answer.error) || `The service answered ${reply.status}.`, reply.status);
+}
+
+function failure(answer, status) {
+  return new ServiceError((answer && answer.error) || `The service answered ${status}.`, status);
+}
+
+/** The address of an image that was loaded with the key of the server, which an address in `src` would not carry. */
+async function loadImage(path, parameters) {
+  const address = `${path.replace(/^\//, "")}?${new URLSearchParams(parameters)}`;
+  const options = { method: "GET", headers: { accept: "image/jpeg" } };
+  const { reply, content } = await request(address, options, (received) => received.blob());
+  if (!reply.ok) throw failure(parsed(await content.text(), reply.status), reply.status);
+  return URL.createObjectURL(content);
+}
+
+function showImage(target, address) {
+  if (target.src.startsWith("blob:")) URL.revokeObjectURL(target.src);
+  target.src = address;
 }
 
 // ---- text with marks -------------------------------------------------------------------------------------------
@@ -82,6 +112,7 @@ function marked(target, text, marks = [], byId, limit) {
 // ---- the query -------------------------------------------------------------------------------------------------
 
 function showQuery(query) {
+  shownQuery = { text: query.text, tokens: query.tokens || [] };
   terms = query.terms || [];
   kinds = new Map(terms.map((term) => [term.id, kindOf(term)]));
   $("vector").hidden = terms.length === 0;
@@ -122,7 +153,8 @@ function showResult(found) {
   card.dataset.document = found.docid;
   const top = element("div", "top");
   const doc = found.doc || {};
-  const { terms: shared = [], stages = {}, marks = {} } = found.explanation || {}; // not every index explains itself
+  // Not every index explains itself.
+  const { terms: shared = [], stages = {}, marks = {}, matches = [] } = found.explanation || {};
   const strongest = Math.max(...shared.map((term) => term.contribution), 1e-9);
   const byId = new Map(shared.map((term) => [term.id, {
     part: term.contribution / strongest,
@@ -138,7 +170,9 @@ function showResult(found) {
   if (doc.title || place) card.append(element("div", "id", [doc.title && found.docid, place].filter(Boolean).join(", ")));
   const text = found.passage ? found.passage.text : doc.text;
   if (text) card.append(...textOf(text, marks.text, byId));
+  if (found.image) card.append(thumbnailOf(found));
   if (shared.length) card.append(termsOf(shared));
+  if (matches.length) card.append(matchesOf(matches));
   if (Object.keys(stages).length > 1) card.append(stagesOf(stages));
   item.append(card);
   return item;
@@ -176,6 +210,71 @@ function termsOf(found) {
   }
   if (found.length > 12) list.append(element("li", "", `and ${found.length - 12} more`));
   return list;
+}
+
+/** For each word of the query, the token of the document that late interaction has matched it with. */
+function matchesOf(matches) {
+  const list = element("ul", "terms");
+  list.setAttribute("aria-label", "Matched tokens");
+  const words = matches.filter((match) => match.content);
+  for (const match of (words.length ? words : matches).slice(0, FIRST_MATCHES)) {
+    const entry = element("li", "", `${match.query_token} → ${match.document_token} ${match.similarity.toFixed(2)}`);
+    entry.title = `The token of the document that is most similar to ${match.query_token}`;
+    list.append(entry);
+  }
+  return list;
+}
+
+// ---- pages -----------------------------------------------------------------------------------------------------
+
+function thumbnailOf(found) {
+  const button = element("button", "thumbnail");
+  button.type = "button";
+  const picture = element("img");
+  picture.alt = `Page ${found.docid}`;
+  button.append(picture);
+  button.addEventListener("click", () => openViewer(found));
+  loadImage(found.image, { width: THUMBNAIL_WIDTH }).then(
+    (address) => showImage(picture, address),
+    (error) => button.replaceChildren(reason(error)),
+  );
+  return button;
+}
+
+/** Shows a page with its heat map, and a button for each word of the query. */
+function openViewer(found) {
+  const { text, tokens } = shownQuery;
+  const views = [{ label: "Page", parameters: {} }];
+  if (index.features.explain) views.unshift({ label: "Heat map", parameters: { query: text } });
+  tokens.forEach((token, position) => {
+    if (token.content) views.push({ label: token.token, parameters: { query: text, token: position } });
+  });
+  $("viewer-title").textContent = found.docid;
+  $("viewer-image").alt = `Page ${found.docid}`;
+  const buttons = views.map((view) => {
+    const button = element("button", "", view.label);
+    button.type = "button";
+    button.addEventListener("click", () => show(view, button));
+    return button;
+  });
+  let latest = null;
+  async function show(view, pressed) {
+    latest = view;
+    for (const button of buttons) button.setAttribute("aria-pressed", String(button === pressed));
+    $("viewer-status").textContent = "Loading …";
+    try {
+      const address = await loadImage(found.image, { width: VIEWER_WIDTH, ...view.parameters });
+      if (latest !== view || $("viewer-title").textContent !== found.docid) return;
+      showImage($("viewer-image"), address);
+      $("viewer-status").textContent = "";
+    } catch (error) {
+      $("viewer-status").textContent = reason(error);
+    }
+  }
+  $("viewer-tokens").replaceChildren(...buttons);
+  $("viewer-image").removeAttribute("src");
+  $("viewer").showModal();
+  show(views[0], buttons[0]);
 }
 
 function stagesOf(stages) {
@@ -290,7 +389,7 @@ async function encodeOnly(query, signal) {
 function summary(answer, total) {
   const parts = [];
   if (index) parts.push(answer.candidates.length === 1 ? "1 result" : `${answer.candidates.length || "no"} results`);
-  const named = { encode: "encoding", search: "search", rerank: "late interaction" };
+  const named = { encode: "encoding", search: "search", rerank: "late interaction", explain: "explanations" };
   for (const [name, value] of Object.entries(answer.milliseconds || {})) {
     parts.push(`${named[name] || name} ${value.toFixed(1)} ms`);
   }
@@ -308,7 +407,8 @@ async function describe() {
     $("for-columns").hidden = !COMPARED.some((name) => index.features[name]);
     const lacks = !index.features.explain && index.backend !== "bm25";
     $("hint").hidden = !lacks;
-    if (lacks) $("hint").textContent = "Matched terms are shown where the server is started with --vectors.";
+    const option = index.backend === "late" ? "tokens are shown where the server is started with --data" : "terms are shown where the server is started with --vectors";
+    if (lacks) $("hint").textContent = `Matched ${option}.`;
     return;
   }
   const info = await ask("info");
@@ -348,6 +448,7 @@ $("form").addEventListener("submit", (event) => {
 });
 $("options").addEventListener("change", search);
 $("more-terms").addEventListener("click", () => showBars(terms.length));
+$("viewer-close").addEventListener("click", () => $("viewer").close());
 document.addEventListener("mouseover", sameTerm);
 document.addEventListener("keydown", keys);
 $("query").value = new URLSearchParams(location.search).get("q") || "";

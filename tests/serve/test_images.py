@@ -1,0 +1,277 @@
+"""Images in requests, page images in searches, and what a server refuses of both."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.serve.page_service import PageParts, make_page_parts
+from tests.serve.running import Client, serving
+from tilefold import retrieval as r
+from tilefold.serve.models import Served
+from tilefold.serve.searchable import Searchable
+from tilefold.serve.service import Service
+
+QUERY = "some words"
+MAX_PIXELS = 200_000
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> PageParts:
+    return make_page_parts(tmp_path_factory.mktemp("pages"))
+
+
+@pytest.fixture(scope="module")
+def client(parts: PageParts) -> Iterator[Client]:
+    with serving(parts.service(max_image_pixels=MAX_PIXELS)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def text_client(late: Any) -> Iterator[Client]:
+    with serving(Service([Served(late, "multi-vector", "colbert")])) as running:
+        yield running
+
+
+def encoded(image: Any, file_format: str = "PNG") -> str:
+    """Return the base64 of an image in a file format."""
+    stream = io.BytesIO()
+    image.save(stream, file_format)
+    return base64.b64encode(stream.getvalue()).decode()
+
+
+def page(color: str = "white", size: tuple[int, int] = (60, 80)) -> Any:
+    """A page with a dark rectangle."""
+    image = Image.new("RGB", size, color)
+    image.paste("black", (10, 10, 30, 20))
+    return image
+
+
+def assert_close_vectors(actual: Any, expected: Any) -> None:
+    """Check vectors of length 1 that a batch may have rounded differently."""
+    np.testing.assert_allclose(np.array(actual), expected.float().numpy(), atol=1e-5)
+
+
+def image_path(document_id: str) -> str:
+    return f"/v1/pages/image/{quote(document_id, safe='')}"
+
+
+def opened(reply: Any) -> Any:
+    """Open the image of a reply."""
+    assert (reply.status, reply.headers["content-type"]) == (200, "image/jpeg")
+    return Image.open(io.BytesIO(reply.raw))
+
+
+def test_token_vectors_of_images_and_texts_are_those_of_the_model(
+    client: Client,
+    parts: PageParts,
+) -> None:
+    inputs = [{"image": encoded(page())}, "lost card", {"image": encoded(page("lightblue"))}]
+    reply = client.post("/query/embed_all", {"inputs": inputs})
+    assert reply.status == 200
+    first, text, second = reply.json
+    model = parts.model
+    images = model.encode_query([page(), page("lightblue")], show_progress_bar=False)
+    assert_close_vectors(first, images[0])
+    assert_close_vectors(second, images[1])
+    assert_close_vectors(text, model.encode_query(["lost card"])[0])
+    assert int(reply.headers["x-compute-tokens"]) > len(first)
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP", "TIFF"])
+def test_formats_and_data_urls_are_read(client: Client, file_format: str) -> None:
+    text = encoded(page(), file_format)
+    for image in (text, f"data:image/{file_format.lower()};base64,{text}"):
+        reply = client.post("/embed_all", {"inputs": {"image": image}})
+        assert (reply.status, len(reply.json)) == (200, 1)
+
+
+def test_images_are_ranked_for_a_query(client: Client, parts: PageParts) -> None:
+    pages = [page("white"), page("navy"), page("maroon")]
+    documents = [{"image": encoded(image)} for image in pages]
+    reply = client.post("/v2/rerank", {"query": QUERY, "documents": documents, "raw_scores": True})
+    model = parts.model
+    expected = model.similarity(
+        model.encode_query([QUERY]),
+        model.encode_document(pages, show_progress_bar=False),
+    )[0].tolist()
+    scores = {entry["index"]: entry["relevance_score"] for entry in reply.json["results"]}
+    assert [scores[position] for position in range(3)] == pytest.approx(expected, abs=1e-3)
+    assert all("document" not in entry for entry in reply.json["results"])
+
+
+@pytest.mark.parametrize(
+    ("image", "status", "message"),
+    [
+        pytest.param(encoded(page(), "GIF"), 415, "PNG, JPEG, WebP or TIFF", id="a GIF"),
+        pytest.param(
+            base64.b64encode(b"%PDF-1.4 ...").decode(), 415, "PNG, JPEG, WebP or TIFF", id="a PDF"
+        ),
+        pytest.param(
+            encoded(Image.new("1", (1000, 201))), 413, "more than the limit of 200000", id="pixels"
+        ),
+        pytest.param(encoded(page())[:120], 422, "an image is damaged", id="half of a PNG"),
+        pytest.param("https://example.org/a.png", 422, "URLs are not fetched", id="a URL"),
+        pytest.param("", 422, "got an empty text", id="an empty text"),
+    ],
+)
+def test_images_that_cannot_be_encoded_are_refused(
+    client: Client,
+    image: str,
+    status: int,
+    message: str,
+) -> None:
+    reply = client.post("/embed_all", {"inputs": [{"image": image}]})
+    assert (reply.status, message in reply.json["error"]) == (status, True), reply.json
+
+
+def test_a_body_over_the_limit_is_refused(parts: PageParts) -> None:
+    with serving(parts.service(payload_limit=500)) as client:
+        noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)
+        image = encoded(Image.fromarray(noise))
+        assert client.post("/embed_all", {"inputs": {"image": image}}).status == 413
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        pytest.param("/embed_all", {"inputs": [{"image": encoded(page())}]}, id="token vectors"),
+        pytest.param(
+            "/rerank", {"query": "a", "documents": [{"image": encoded(page())}]}, id="reranking"
+        ),
+    ],
+)
+def test_a_text_model_says_that_it_reads_no_images(
+    text_client: Client,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    reply = text_client.post(path, body)
+    assert (reply.status, reply.json["error_type"]) == (424, "Backend")
+    assert "reads texts, and no images" in reply.json["error"]
+
+
+def test_a_search_finds_pages_and_names_their_images(client: Client, parts: PageParts) -> None:
+    body = {"query": QUERY, "hits": 3, "explain": True}
+    answer = client.post("/v1/pages/search", body).json
+    words = [token["token"] for token in answer["query"]["tokens"] if token["content"]]
+    assert "".join(word.removeprefix("##") for word in words) == "somewords"
+    assert len(answer["candidates"]) == 3
+    for candidate in answer["candidates"]:
+        assert candidate["image"] == image_path(candidate["docid"])
+        shown = opened(client.get(candidate["image"]))
+        assert shown.size == parts.collection.documents[candidate["docid"]].page.image().size
+    (index,) = client.get("/v1/indexes").json["indexes"]
+    assert index["features"]["images"] and index["features"]["explain"]
+
+
+def test_thumbnails_keep_the_proportions(client: Client, parts: PageParts) -> None:
+    document_id = next(iter(parts.collection.documents))
+    full = opened(client.get(image_path(document_id)))
+    small = opened(client.get(f"{image_path(document_id)}?width=50"))
+    assert small.width == 50
+    assert small.height == round(full.height * 50 / full.width)
+
+
+def test_heat_maps_are_those_of_the_searcher(client: Client, parts: PageParts) -> None:
+    document_id = list(parts.collection.documents)[-1]
+    explanation = parts.service().searchable.searcher.explain(QUERY, [document_id])[document_id]
+    image = parts.collection.documents[document_id].page.image()
+    for token in (None, 3):
+        address = f"{image_path(document_id)}?query={quote(QUERY)}"
+        if token is not None:
+            address += f"&token={token}"
+        actual = np.asarray(opened(client.get(address)), float)
+        expected = np.asarray(explanation.draw(image, token), float)
+        assert np.abs(actual - expected).mean() < 6, "JPEG loses little"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        pytest.param(image_path("no-such-page.png"), 404, "no document", id="unknown id"),
+        pytest.param(image_path("../model/config.json"), 404, "no document", id="path"),
+        pytest.param("/v1/pages/image/%2Fetc%2Fpasswd", 404, "no document", id="absolute path"),
+        pytest.param("FIRST?width=0", 422, "`width` expected an integer", id="width of 0"),
+        pytest.param("FIRST?token=1", 422, "`token` requires `query`", id="token alone"),
+        pytest.param("FIRST?query=a&token=999", 422, "`token` expected a position", id="token"),
+        pytest.param("FIRST?size=9", 422, "unknown query parameter", id="unknown parameter"),
+    ],
+)
+def test_only_pages_of_the_collection_are_shown(
+    client: Client,
+    parts: PageParts,
+    path: str,
+    status: int,
+    message: str,
+) -> None:
+    path = path.replace("FIRST", image_path(next(iter(parts.collection.documents))))
+    reply = client.get(path)
+    assert (reply.status, message in reply.json["error"]) == (status, True), reply.json
+
+
+def test_a_file_that_is_gone_is_an_error_without_its_path(parts: PageParts) -> None:
+    with serving(parts.service()) as client:
+        document_id = next(name for name in parts.collection.documents if name.endswith(".png"))
+        file = parts.collection.documents[document_id].page.file
+        content = file.read_bytes()
+        file.unlink()
+        try:
+            reply = client.get(image_path(document_id))
+        finally:
+            file.write_bytes(content)
+    assert reply.status == 424
+    assert str(file.parent) not in reply.json["error"]
+
+
+def test_hits_of_a_text_index_are_explained_by_the_tokens_that_match(
+    late: Any,
+    collection: r.Collection,
+    tmp_path: Path,
+) -> None:
+    texts = collection.contents()
+    index = r.LateIndex.build(r.encode_texts(late, texts, kind="document"), tmp_path / "index")
+    served = Served(late, "multi-vector", "colbert")
+    searchable = Searchable("texts", index, served, collection.documents)
+    with serving(Service([served], searchable=searchable)) as client:
+        body = {"query": "csv files", "hits": 2, "explain": True}
+        answer = client.post("/v1/texts/search", body).json
+    for candidate in answer["candidates"]:
+        matches = candidate["explanation"]["matches"]
+        total = sum(match["similarity"] for match in matches)
+        assert total == pytest.approx(candidate["score"], abs=len(matches) * 2**-10)
+        assert [match["query_token"] for match in matches] == [
+            token["token"] for token in answer["query"]["tokens"]
+        ]
+    assert "image" not in answer["candidates"][0]
+
+
+def test_pages_that_words_find_are_reranked_by_their_images(parts: PageParts) -> None:
+    """BM25 finds pages by a text that they also have; the model encodes their images."""
+    documents = {
+        name: replace(document, text=f"page {number}")
+        for number, (name, document) in enumerate(parts.collection.documents.items())
+    }
+    index = r.BM25Index.build({name: item.contents for name, item in documents.items()})
+    served = Served(parts.model, "multi-vector", "tiny-colpali")
+    searchable = Searchable("words", index, documents=documents, late=served)
+    with serving(Service([served], searchable=searchable)) as client:
+        body = {"query": "page", "hits": 7, "rerank": True}
+        answer = client.post("/v1/words/search", body).json
+    scores = {candidate["docid"]: candidate["score"] for candidate in answer["candidates"]}
+    images = [documents[name].page.image() for name in scores]
+    model = parts.model
+    expected = model.similarity(
+        model.encode_query(["page"]),
+        model.encode_document(images, show_progress_bar=False),
+    )[0].tolist()
+    assert list(scores.values()) == pytest.approx(expected, abs=1e-3)
