@@ -41,7 +41,7 @@ IMPORT_TORCH := -c "import torch._dynamo, torch.distributed.fsdp, torch.distribu
 UNWANTED := GNU General Public License;GNU Affero;GPL-3.0;GPL-2.0;AGPL;SSPL;Business Source
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-full test-page test-clients test-portable test-triton test-pylate lint dist dist-check sbom coverage format test-gpu \
+.PHONY: help setup demo test test-full test-tutorials test-page test-clients test-portable test-triton test-pylate lint dist dist-check sbom coverage format test-gpu \
 	bench docs clean
 
 help: ## Show this list
@@ -78,6 +78,10 @@ test: $(STAMP) ## Run the tests that need no GPU, but for those marked `slow`
 
 test-full: test ## Run `make test`, then the tests marked `slow`: everything that needs no GPU
 	$(PYTEST) -m "not gpu and not every_build and slow"
+
+test-tutorials: $(STAMP) ## Run tutorials at the sizes of their pages, and compare the numbers that they print (Python 3.11; 20 minutes)
+	TILEFOLD_FULL_TUTORIALS=1 $(BIN)/python -m pytest tests/test_tutorial_training.py tests/test_tutorial_evaluation.py \
+		tests/test_tutorial_late_interaction.py
 
 test-portable: $(STAMP) ## Run the numerics tests with other CPUs' instruction sets: AVX-512, AVX2, AMD, neither (5 to 7 minutes each)
 	$(BIN)/python tests/matrix.py cpus

@@ -34,3 +34,12 @@ def test_output_may_differ_in_numbers_and_data(expected: str, printed: str) -> N
 )
 def test_other_output_is_missing(expected: str, printed: str) -> None:
     assert missing_lines(expected, printed) == [expected]
+
+
+def test_a_page_at_full_size_has_the_numbers_that_are_printed() -> None:
+    shown = "│ dense │ 0.6576 ± 0.0191 │ 0.0008* │\n600 pairs"
+    close = "│ dense │ 0.6571 ± 0.0190 │ 0.0012* │\n600 pairs"
+    stale = "│ dense │ 0.5399 ± 0.0190 │ 0.0008* │\n600 pairs"
+    assert missing_lines(shown, close, same_numbers=True) == []
+    assert missing_lines(shown, stale, same_numbers=True) == [shown.splitlines()[0]]
+    assert missing_lines("loss ...; 3 steps", "loss 1.5; 4 steps", same_numbers=True) != []
