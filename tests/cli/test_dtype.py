@@ -102,6 +102,26 @@ def test_encode_does_not_resume_or_keep_vectors_in_another_dtype(
     assert "has nothing left to do" in done(call(*again, "bf16")).err
 
 
+@needs_cpu
+def test_encode_in_fp8_is_recorded_not_mixed_and_searched_without_a_warning(
+    call: Call,
+    work: Path,
+    tmp_path: Path,
+) -> None:
+    model = work / "model"
+    source = ("--model", model, "--data", work / "data", "--output", tmp_path / "out")
+    outcome = done(call("encode", *source, "--fp8", "--json"))
+    assert outcome.err == f"{model} computes in fp8 on cpu (accelerate(model, fp8=True))\n"
+    assert json.loads(outcome.out)["precision"] == "fp8"
+    assert "has nothing left to do" in done(call("encode", *source, "--fp8")).err
+    outcome = call("encode", *source, "--dtype", "fp32")
+    fails(outcome, 1, "computed in fp8, but here the model computes in fp32", "with --fp8")
+    done(call("index", "--vectors", tmp_path / "out", "--output", tmp_path / "index"))
+    outcome = done(call("search", "csv", "--model", model, "--index", tmp_path / "index", "--json"))
+    assert json.loads(outcome.out)["precision"] == {"index": "fp8", "queries": "fp32"}
+    assert outcome.notes == []
+
+
 def test_a_dry_run_names_the_dtype(call: Call, work: Path, tmp_path: Path) -> None:
     source = ("--model", work / "model", "--data", work / "data")
     estimate = ("encode", *source, "--output", tmp_path / "out", "--dry-run", "--dtype", "bf16")

@@ -26,6 +26,7 @@ from tilefold.ops._shared.internals import (
     int8_products,
     onednn_linear,
     onednn_packed,
+    scaled_fp8_products,
     tf32_allowed,
 )
 from tilefold.ops._shared.offsets import sequences_of_rows

@@ -27,7 +27,8 @@ class Precision:
 
     Attributes:
         dtype: the dtype of the matrix products: ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``;
-            ``"int8"`` for a quantized ONNX graph.
+            ``"fp8"`` if the trunk of a model multiplies in fp8; ``"int8"`` for a quantized ONNX
+            graph.
         device: the type of the model's device, such as ``"cuda"``.
         reason: why this dtype, such as ``"the default on CPUs"``.
     """
@@ -318,7 +319,8 @@ def _precision_of_graph(graph: Any) -> Precision:
 def precision_of(model: Model) -> Precision:
     """Return the dtype in which a model computes its matrix products, with the reason.
 
-    It is the dtype of :func:`set_precision` if that was called. Otherwise it is the dtype of
+    It is fp8 if the trunk multiplies in fp8 (``accelerate(model, fp8=True)``), and else the dtype
+    of :func:`set_precision` if that was called. Otherwise it is the dtype of
     autocast if autocast is on around this call, and else the dtype of the weights.
 
     Args:
@@ -329,10 +331,12 @@ def precision_of(model: Model) -> Precision:
     graph = onnx_graph_of(model)
     if graph is not None:
         return _precision_of_graph(graph)
+    device = _device_of(model)
+    if _multiplies_fp8(model):
+        return Precision("fp8", device, "accelerate(model, fp8=True)")
     forward = vars(model).get("forward")
     if isinstance(forward, ForwardInPrecision):
         return forward.precision()
-    device = _device_of(model)
     dtype = _dtype_of_weights(model)
     # Autocast leaves products of float64 as they are.
     if dtype != "fp64" and torch.is_autocast_enabled(device):
@@ -348,9 +352,20 @@ def inference_precision(model: Model) -> str:
         model: a sentence-transformers model.
 
     Returns:
-        ``"bf16"``, ``"fp16"``, ``"fp32"`` or ``"fp64"``; ``"int8"`` for a quantized ONNX graph.
+        ``"bf16"``, ``"fp16"``, ``"fp32"``, ``"fp64"`` or ``"fp8"``; ``"int8"`` for a quantized ONNX
+        graph.
     """
     return precision_of(model).dtype
+
+
+def _multiplies_fp8(model: Model) -> bool:
+    """Return whether linear layers of a model's trunk multiply in fp8.
+
+    The class that replaces their ``forward`` is above this package and cannot be imported here. It
+    is recognised by its attribute ``precision``.
+    """
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(getattr(forward, "precision", None) == "fp8" for forward in forwards)
 
 
 def onnx_graph_of(model: Model) -> Any | None:

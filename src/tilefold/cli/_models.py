@@ -272,6 +272,8 @@ def load_kind(
     model: str,
     kind: str | None,
     dtype: Dtype = "auto",
+    *,
+    fp8: bool = False,
 ) -> tuple[Any, str]:
     """Load the model that encodes texts to a kind of vectors.
 
@@ -280,6 +282,7 @@ def load_kind(
         kind: the kind of the vectors, a key of ``KINDS``. None takes the kind of the model, and
             ``"sparse"`` for the packaged model.
         dtype: the value of ``--dtype``.
+        fp8: the value of ``--fp8``.
 
     Returns:
         The model and its kind.
@@ -287,14 +290,46 @@ def load_kind(
     if model == PACKAGED and kind is None:
         kind = "sparse"
     kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-    return load_model(absolute(model), kinds=kinds, fast=FUSED, dtype=dtype)
+    loaded, loaded_kind = load_model(absolute(model), kinds=kinds, fast=FUSED, dtype=dtype)
+    if fp8:
+        _use_fp8(loaded)
+    return loaded, loaded_kind
 
 
 @cache
-def load_once(name: str, kinds: tuple[str, ...], dtype: Dtype = "auto") -> Any:
-    """Load a model, or return the one that this process has loaded before."""
+def load_once(
+    name: str,
+    kinds: tuple[str, ...],
+    dtype: Dtype = "auto",
+    *,
+    fp8: bool = False,
+) -> Any:
+    """Load a model, or return the one that this process has loaded before.
+
+    Args:
+        name: a folder, a Hugging Face name, or the name of the packaged model.
+        kinds: the accepted kinds of models.
+        dtype: the value of ``--dtype``.
+        fp8: the value of ``--fp8``.
+    """
     model, _ = load_model(name, kinds=kinds, fast=FUSED, dtype=dtype)
+    if fp8:
+        _use_fp8(model)
     return model
+
+
+def _use_fp8(model: Model) -> None:
+    """Let the trunk of an accelerated model multiply in fp8.
+
+    Raises:
+        UsageError: if its device or its layers do not allow it.
+    """
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    try:
+        accelerate(model, fp8=True)
+    except ValueError as error:
+        raise UsageError(f"--fp8: {error}") from error
 
 
 def absolute(model: str) -> str:

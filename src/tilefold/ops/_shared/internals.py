@@ -413,6 +413,36 @@ def int8_products(rows: Tensor, columns: Tensor) -> Tensor:
     return product
 
 
+def scaled_fp8_products(
+    rows: Tensor,
+    row_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+) -> Tensor:
+    """Return ``(rows @ weight.T) * row_scale * weight_scale + bias`` of fp8 matrices, in bf16.
+
+    ``torch.nn.functional.scaled_mm`` is its public form, which torch 2.8 does not have.
+
+    Args:
+        rows: fp8 ``[N, K]``, with at least one row.
+        row_scale: fp32 ``[N]``.
+        weight: fp8 ``[M, K]``. K and M are multiples of 16.
+        weight_scale: fp32 ``[M]``.
+        bias: bf16 ``[M]``.
+    """
+    product: Tensor = torch._scaled_mm(
+        rows,
+        weight.t(),
+        scale_a=row_scale[:, None],
+        scale_b=weight_scale[None],
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+    return product
+
+
 def _row_major(matrix: Tensor) -> Tensor:
     """Return a matrix ``[M, K]`` with strides ``(K, 1)``, a copy if it has others.
 

@@ -207,13 +207,15 @@ def warn_of_query_precision(
 ) -> None:
     """Warn if a model encodes queries in another precision than the vectors to be searched.
 
+    Vectors in fp8 are exempt: fp8 makes encoding of many documents faster, while queries are few.
+
     Args:
         model: the model that encodes the queries.
         description: description of the searched vectors, for the message.
         precision: the precision in which these vectors were computed; None if it is unknown.
         stacklevel: the argument of ``warnings.warn``, counted from the caller of this function.
     """
-    if precision is None:
+    if precision is None or precision == "fp8":
         return
     query_precision = inference_precision(model)
     if query_precision == precision:

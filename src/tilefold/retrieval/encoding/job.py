@@ -316,7 +316,7 @@ class Job(ABC, Generic[M, V]):
     @property
     def precision_is_requested(self) -> bool:
         """Whether the user has chosen the precision, instead of the default of the device."""
-        return requested_dtype(self.model) not in (None, "auto")
+        return self.precision == "fp8" or requested_dtype(self.model) not in (None, "auto")
 
     def shard_ids(self) -> list[list[str]]:
         """Return the ids of the texts of each shard."""

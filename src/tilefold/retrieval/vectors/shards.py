@@ -530,6 +530,8 @@ class ShardWriter(ABC, Generic[M, V]):
             same_dtype = "on a machine like the earlier one"
             if stored_precision in DTYPES:
                 same_dtype = f"with --dtype {stored_precision} (dtype={stored_precision!r})"
+            elif stored_precision == "fp8":
+                same_dtype = "with --fp8 (accelerate(model, fp8=True))"
             raise DataError(
                 f"{self.path}: holds vectors that were computed in {stored_precision}, but here "
                 f"the model computes in {self.precision}, which gives other scores. Continue "

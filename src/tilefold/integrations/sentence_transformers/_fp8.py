@@ -1,0 +1,190 @@
+"""Linear layers of a model's trunks in fp8, for encoding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sentence_transformers.base.modules import Transformer
+from torch import Tensor, nn
+
+from tilefold._internal.typing import Model
+from tilefold.integrations._patches import Replacement
+from tilefold.nn.fp8_linear import fp8_linear, fp8_rows, has_fp8_sizes
+from tilefold.ops import QuantizedWeight
+from tilefold.ops.fp8_products import check_fp8_device
+
+# Names of layers of one module that read the same hidden states, in transformers' models.
+_SAME_INPUT = (
+    frozenset({"q_proj", "k_proj", "v_proj"}),
+    frozenset({"gate_proj", "up_proj"}),
+    frozenset({"query", "key", "value"}),
+    frozenset({"q_lin", "k_lin", "v_lin"}),
+)
+# Names of layers that choose the experts of a token, which must not change by rounding.
+_EXCLUDED = frozenset({"gate", "router"})
+
+
+class SharedRows:
+    """Hidden states that several layers read, rounded to fp8 once.
+
+    Transformers does not change them between the calls of layers of :data:`_SAME_INPUT`.
+
+    Args:
+        n_layers: the number of layers.
+    """
+
+    def __init__(self, n_layers: int) -> None:
+        self.n_layers = n_layers
+        self._reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"n_layers": self.n_layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.n_layers = state["n_layers"]
+        self._reset()
+
+    def _reset(self) -> None:
+        self._hidden: Tensor | None = None
+        self._rows: QuantizedWeight | None = None
+        self._n_uses = 0
+
+    def rows_of(self, hidden: Tensor) -> QuantizedWeight:
+        """Return rounded hidden states, which are forgotten after the last layer.
+
+        Args:
+            hidden: hidden states ``[..., K]``.
+        """
+        if self.n_layers == 1 or torch.compiler.is_compiling():
+            return fp8_rows(hidden)  # compiled code shares equal expressions itself
+        if self._rows is None or self._hidden is not hidden:
+            self._hidden = hidden
+            self._rows = fp8_rows(hidden)
+            self._n_uses = 0
+        self._n_uses += 1
+        rows = self._rows
+        if self._n_uses == self.n_layers:
+            self._reset()
+        return rows
+
+
+class Fp8Forward(Replacement):
+    """Replaces the forward of one linear layer, which multiplies in fp8 if no gradient is needed.
+
+    The weight is rounded at every call, see :func:`tilefold.nn.fp8_linear.fp8_linear`.
+
+    Args:
+        layer: the layer.
+        shared: the rounded hidden states that it shares with other layers.
+
+    Attributes:
+        precision: the name of the number type in which the layer multiplies, which
+            :func:`tilefold._internal.precision.precision_of` reads.
+    """
+
+    precision = "fp8"
+
+    def __init__(self, layer: nn.Linear, shared: SharedRows) -> None:
+        super().__init__(layer)
+        self.shared = shared
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Compute the layer for hidden states ``[..., K]``.
+
+        Args:
+            hidden: the input of the layer.
+        """
+        layer = self.owner
+        if torch.is_grad_enabled():
+            return nn.Linear.forward(layer, hidden)
+        out_dtype = hidden.dtype
+        device_type = hidden.device.type
+        if torch.is_autocast_enabled(device_type):
+            out_dtype = torch.get_autocast_dtype(device_type)
+        output = fp8_linear(
+            self.shared.rows_of(hidden),
+            layer.weight,
+            layer.bias,
+            out_dtype=out_dtype,
+        )
+        return output.unflatten(0, hidden.shape[:-1])
+
+
+def use_fp8(model: Model) -> None:
+    """Let the linear layers of a model's trunks multiply in fp8, if no gradient is needed.
+
+    LM heads, poolings and projections keep their precision, and so do layers whose sizes are no
+    multiples of 16. ``restore`` undoes this.
+
+    Args:
+        model: an accelerated model.
+
+    Raises:
+        ValueError: if the device cannot multiply fp8, or no layer can.
+    """
+    check_fp8_device(torch.device(model.device))
+    for transformer in _transformers(model):
+        _install_fp8(transformer.model)
+
+
+def _transformers(model: Model) -> list[Transformer]:
+    """Return the Transformers of a model whose networks are torch modules.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    transformers = [
+        module
+        for module in model.modules()
+        if isinstance(module, Transformer) and isinstance(module.model, nn.Module)
+    ]
+    if not transformers:
+        raise ValueError(
+            f"fp8 needs a Transformer on the backend 'torch', and this {type(model).__name__} has "
+            "none; leave fp8 out.",
+        )
+    return transformers
+
+
+def _install_fp8(network: Any) -> None:
+    """Replace the forwards of all linear layers of a network's trunk that can run in fp8.
+
+    Args:
+        network: a transformers model, whose ``base_model`` is the trunk below its head.
+
+    Raises:
+        ValueError: if there is no such layer.
+    """
+    n_layers = 0
+    for parent in network.base_model.modules():
+        for siblings in _layers_by_input(parent):
+            shared = SharedRows(len(siblings))
+            for layer in siblings:
+                if "forward" not in vars(layer):
+                    layer.forward = Fp8Forward(layer, shared)
+                    n_layers += 1
+    if n_layers == 0:
+        raise ValueError(
+            "fp8 needs linear layers whose sizes are multiples of 16, and "
+            f"{type(network).__name__} has none; leave fp8 out.",
+        )
+
+
+def _layers_by_input(parent: nn.Module) -> Iterator[list[nn.Linear]]:
+    """Yield the children of a module that can run in fp8, together if they share their input.
+
+    Args:
+        parent: a module of a trunk.
+    """
+    layers: dict[str, nn.Linear] = {
+        name: child
+        for name, child in parent.named_children()
+        if isinstance(child, nn.Linear) and has_fp8_sizes(child) and name not in _EXCLUDED
+    }
+    for names in _SAME_INPUT:
+        if names <= layers.keys():
+            yield [layers.pop(name) for name in sorted(names)]
+    for layer in layers.values():
+        yield [layer]

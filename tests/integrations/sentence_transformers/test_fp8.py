@@ -1,0 +1,190 @@
+"""Trunks in fp8: what is rounded and what is not, restore, records, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers.base.modules import Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from torch import nn
+
+from tests.integrations.decoder_models import save_tiny_decoder
+from tests.integrations.sentence_transformers.packing.test_packed_decoders import (
+    TEXTS,
+    colbert,
+    splade,
+)
+from tests.refusals import refused
+from tilefold._internal.precision import computing_in, inference_precision
+from tilefold.integrations.sentence_transformers import accelerate, restore
+from tilefold.integrations.sentence_transformers._fp8 import Fp8Forward
+from tilefold.nn import fp8_linear as fp8_module
+from tilefold.nn.fp8_linear import fp8_rows
+from tilefold.retrieval import encode_collection, read_manifest
+from tilefold.retrieval.errors import DataError
+
+TEXTS = TEXTS[1:]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny Llama."""
+    return str(save_tiny_decoder("llama", tmp_path_factory.mktemp("decoders") / "llama"))
+
+
+def rounding_copy(model: Any) -> Any:
+    """Return a copy whose trunk computes in fp8 by the definition: rounded operands in fp32."""
+    copied = copy.deepcopy(model)
+    for layer in copied[0].model.base_model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight.data = fp8_rows(layer.weight).dequantize()
+            layer.register_forward_pre_hook(_round_input)
+    return copied
+
+
+def _round_input(layer: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+    (hidden,) = inputs
+    return fp8_rows(hidden).dequantize().view(hidden.shape)
+
+
+@pytest.mark.parametrize("kind", ["sparse decoder", "late decoder", "dense decoder", "bert"])
+def test_vectors_are_those_of_a_trunk_with_rounded_operands(
+    kind: str,
+    llama: str,
+    model: SparseEncoder,
+) -> None:
+    builders: dict[str, Callable[[], Any]] = {
+        "sparse decoder": lambda: splade(llama),
+        "late decoder": lambda: colbert(llama, "left"),
+        "dense decoder": lambda: SentenceTransformer(
+            modules=[Transformer(llama), Pooling(32, "lasttoken")],
+            device="cpu",
+        ),
+        "bert": lambda: model,
+    }
+    fp8_model = builders[kind]().eval()
+    exact = encoded(fp8_model)
+    expected = encoded(rounding_copy(fp8_model))
+    accelerate(fp8_model, fp8=True)
+    vectors = encoded(fp8_model)
+    rounding = np.linalg.norm(expected - exact)
+    assert 0 < rounding < 0.2 * np.linalg.norm(exact)
+    # without padding, some numbers between two numbers of fp8 are rounded to the other one
+    assert np.linalg.norm(vectors - expected) < 0.1 * rounding
+    restore(fp8_model)
+    assert np.array_equal(encoded(fp8_model), exact)
+    assert not any("forward" in vars(module) for module in fp8_model.modules())
+
+
+def encoded(model: Any) -> Any:
+    """Return the vectors of all texts in one array."""
+    if isinstance(model, SparseEncoder):
+        return model.encode(TEXTS).to_dense().numpy()
+    if isinstance(model, SentenceTransformer):
+        return model.encode(TEXTS)
+    return np.concatenate(model.encode_document(TEXTS))
+
+
+def test_the_head_and_the_projection_are_exact(llama: str) -> None:
+    model = colbert(llama, "left")
+    accelerate(model, fp8=True)
+    assert not isinstance(vars(model[1].linear).get("forward"), Fp8Forward)
+    sparse = splade(llama)
+    accelerate(sparse, fp8=True)
+    assert not isinstance(vars(sparse[0].model.lm_head).get("forward"), Fp8Forward)
+    layer = sparse[0].model.model.layers[0]
+    assert isinstance(vars(layer.mlp.down_proj)["forward"], Fp8Forward)
+
+
+def test_layers_of_one_input_round_it_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = splade(llama)
+    accelerate(model, fp8=True)
+    n_rounded = 0
+    quantize = fp8_module.quantize_weight
+
+    def counting(rows: torch.Tensor) -> Any:
+        nonlocal n_rounded
+        n_rounded += 1
+        return quantize(rows)
+
+    monkeypatch.setattr(fp8_module, "quantize_weight", counting)
+    model.encode(TEXTS)
+    n_layers = model[0].model.config.num_hidden_layers
+    assert n_rounded == n_layers * (7 + 4)  # weights, and inputs of qkv, o, gate and up, and down
+
+
+def test_gradients_are_those_of_the_model_without_fp8(llama: str) -> None:
+    model = splade(llama).train()
+    accelerate(model)
+    expected = gradient_of(model)
+    accelerate(model, fp8=True)
+    assert torch.equal(gradient_of(model), expected)
+
+
+def gradient_of(model: Any) -> torch.Tensor:
+    """Return the gradient of a layer of the trunk."""
+    model.zero_grad()
+    model(model.preprocess(TEXTS))["sentence_embedding"].sum().backward()
+    gradient: torch.Tensor = model[0].model.model.layers[0].mlp.down_proj.weight.grad
+    return gradient
+
+
+def test_changed_weights_and_copies_count(llama: str) -> None:
+    model = colbert(llama, "left")
+    accelerate(model, fp8=True)
+    before = encoded(model)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))  # noqa: S301
+    assert np.array_equal(encoded(copied), before)
+    with torch.no_grad():
+        model[0].model.layers[0].mlp.down_proj.weight.mul_(3)
+    assert not np.array_equal(encoded(model), before)
+    assert np.array_equal(encoded(copied), before)
+
+
+def test_the_precision_is_recorded_and_a_folder_is_not_mixed(llama: str, tmp_path: Path) -> None:
+    model = splade(llama)
+    texts = {f"d{number}": text for number, text in enumerate(TEXTS)}
+    accelerate(model)
+    encode_collection(model, texts, tmp_path / "fp32")
+    accelerate(model, fp8=True)
+    assert inference_precision(model) == "fp8"
+    with computing_in(model, "bf16"):
+        assert inference_precision(model) == "fp8"
+    refused(
+        DataError,
+        "computed in fp32, but here the model computes in fp8",
+        encode_collection,
+        model,
+        texts,
+        tmp_path / "fp32",
+    )
+    encode_collection(model, texts, tmp_path / "fp8")
+    assert read_manifest(tmp_path / "fp8").precision == "fp8"
+    restore(model)
+    assert inference_precision(model) == "fp32"
+
+
+def test_what_cannot_run_in_fp8_is_refused_and_left_stock(
+    llama: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = splade(llama)
+    refused(TypeError, "fp8 must be True or False, got 'yes'", accelerate, model, fp8="yes")
+    for layer in model[0].model.model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.double()
+    refused(ValueError, "LlamaForCausalLM has none", accelerate, model, fp8=True, check=False)
+    assert not any("forward" in vars(module) for module in model.modules())
+    model.float()
+    monkeypatch.setattr(type(model), "device", torch.device("meta"))
+    refused(
+        ValueError, "compute capability 8.9 or higher", accelerate, model, fp8=True, check=False
+    )
