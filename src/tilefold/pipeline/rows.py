@@ -109,7 +109,7 @@ class Window(NamedTuple):
     """Texts that are tokenised together and divided into batches.
 
     Attributes:
-        texts: the texts.
+        texts: the texts; also pages, for a stream that encodes pages.
         skip: positions of texts whose rows an interrupted run has already stored. Batches are
             composed as if these texts were encoded again, so that the other texts get the same
             batches, and so the same bits, as in a run without interruption.

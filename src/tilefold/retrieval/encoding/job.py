@@ -33,11 +33,14 @@ from tilefold.pipeline.rows import (
 )
 from tilefold.pipeline.truncation import Truncation, counting_truncation
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint
+from tilefold.retrieval.data.documents import Content
+from tilefold.retrieval.encoding.pages import contains_pages
 from tilefold.retrieval.vectors.shards import M, ShardWriter, V
 
 __all__ = ["Encoding", "GetProvenance", "Job", "Kind", "Output", "Stream"]
 
 PLAIN_BATCH_SIZE = 32  # texts per batch of a model that is not accelerated
+PAGE_BATCH_SIZE = 8  # pages per batch, each of about a thousand tokens
 
 Kind = Literal["document", "query"]
 # Returns the provenance of the texts. It is called when a folder is opened, because the digest of
@@ -97,6 +100,7 @@ class Encoding(ABC):
     """
 
     MODEL: ClassVar[str] = "SparseEncoder"  # class of the models in sentence-transformers
+    ENCODES_PAGES: ClassVar[bool] = False  # whether documents may be page images
 
     kind: Kind = "document"
     batch_size: int | None = None
@@ -151,9 +155,10 @@ class Job(ABC, Generic[M, V]):
         encoding: options of encoding.
         model: a model of sentence-transformers, plain or accelerated.
         vector_size: length of a vector: the terms of the vocabulary, or the dimension.
-        texts: id -> text.
+        texts: id -> text, or page that is encoded as an image.
         output: the folder of vectors; unused if vectors stay in memory.
         get_provenance: returns the provenance of the texts.
+        contains_pages: whether some of `texts` are pages.
         stream: encodes windows of texts into batches.
         is_streaming: whether threads tokenise and write while the device computes. Otherwise a
             shard is written before the next one is encoded.
@@ -170,7 +175,10 @@ class Job(ABC, Generic[M, V]):
 
     def __post_init__(self) -> None:
         """Choose the stream of an accelerated model, or the one without threads."""
-        model_stream = getattr(getattr(self.model, self.STREAM_OWNER, None), "stream", None)
+        self.contains_pages = contains_pages(self.texts)
+        model_stream = None
+        if self._uses_model_stream():
+            model_stream = getattr(getattr(self.model, self.STREAM_OWNER, None), "stream", None)
         self.is_streaming = model_stream is not None
         self.stream: Stream = self.single_threaded_stream
         if model_stream is not None:
@@ -182,9 +190,17 @@ class Job(ABC, Generic[M, V]):
     def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
         """Return the stream of an accelerated model with the options of this job."""
 
+    def _uses_model_stream(self) -> bool:
+        """Return whether the stream of an accelerated model, which reads texts, fits this job."""
+        return not self.contains_pages
+
     @abstractmethod
-    def encode_batch(self, texts: list[str]) -> Tensor | list[Tensor]:
-        """Return a row for each text, from one forward pass of a model that is not accelerated."""
+    def encode_batch(self, texts: list[Any]) -> Tensor | list[Tensor]:
+        """Return a row for each text, from one forward pass of a model that is not accelerated.
+
+        Args:
+            texts: texts only, or pages only if the job encodes pages.
+        """
 
     @abstractmethod
     def to_vectors(self, ids: list[str], rows: Any) -> V:
@@ -237,17 +253,18 @@ class Job(ABC, Generic[M, V]):
             The batches of the window.
         """
         texts = window.prepared_texts()
-        for positions in self._batches_by_length(texts, window.skip):
-            yield from self._encode_bisecting(number, texts, positions)
+        for positions in self.batches_of(texts, window.skip):
+            yield from self.encode_bisecting(number, texts, positions)
 
-    def _batches_by_length(
+    def batches_of(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Content],
         skipped_positions: frozenset[int],
     ) -> Iterator[list[int]]:
         """Divide the texts of a window into batches of similar length, longest texts first.
 
-        Skipped positions are removed after batches are formed, so that a resumed run has the same
+        Pages follow in their order, in batches of their own, because a processor reads either texts
+        or images. Skipped positions are removed after batches are formed, so that a resumed run has the same
         batches as an uninterrupted run.
 
         Args:
@@ -257,22 +274,25 @@ class Job(ABC, Generic[M, V]):
         Yields:
             Positions of the texts of each batch.
         """
-        batch_size = self.encoding.batch_size or PLAIN_BATCH_SIZE
-        longest_first = sorted(
-            range(len(texts)),
-            key=lambda position: len(texts[position]),
-            reverse=True,
-        )
-        for start in range(0, len(longest_first), batch_size):
-            batch = longest_first[start : start + batch_size]
+        length_of = {
+            position: len(text) for position, text in enumerate(texts) if isinstance(text, str)
+        }
+        longest_first = sorted(length_of, key=length_of.__getitem__, reverse=True)
+        pages = [position for position in range(len(texts)) if position not in length_of]
+        text_batch_size = self.encoding.batch_size or PLAIN_BATCH_SIZE
+        page_batch_size = self.encoding.batch_size or PAGE_BATCH_SIZE
+        for batch in (
+            *_divided(longest_first, text_batch_size),
+            *_divided(pages, page_batch_size),
+        ):
             positions = [position for position in batch if position not in skipped_positions]
             if positions:
                 yield positions
 
-    def _encode_bisecting(
+    def encode_bisecting(
         self,
         window_number: int,
-        texts: Sequence[str],
+        texts: Sequence[Content],
         positions: list[int],
     ) -> Iterator[Batch]:
         """Encode a batch of texts, and halve it while it fails, to isolate the failing texts.
@@ -334,3 +354,8 @@ class Job(ABC, Generic[M, V]):
         folder = self.output.folder
         is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
         return self.is_streaming and is_new
+
+
+def _divided(positions: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Divide positions into consecutive parts of a size; the last one may be shorter."""
+    return [positions[start : start + size] for start in range(0, len(positions), size)]

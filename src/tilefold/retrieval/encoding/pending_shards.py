@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain, islice
-from typing import Any, Generic
+from typing import Any, Generic, cast
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model
@@ -19,7 +19,8 @@ from tilefold.pipeline.rows import Batch, Window, WindowEnd, bisect_failures
 from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.pipeline.truncation import Truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
-from tilefold.retrieval.data.collection import Document
+from tilefold.retrieval.data.documents import Content, Document
+from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.encoding.job import Job
 from tilefold.retrieval.encoding.truncation import cut_texts
 from tilefold.retrieval.errors import DataError
@@ -44,6 +45,18 @@ def _describe_wrong_type(value: object) -> str:
     return reason
 
 
+def _cut_long_texts(model: Model, contents: Sequence[Content]) -> list[Content]:
+    """Cut texts that are much longer than a model reads, and leave pages as they are.
+
+    Args:
+        model: a model of sentence-transformers.
+        contents: texts and pages.
+    """
+    texts = [content for content in contents if isinstance(content, str)]
+    cut = iter(cut_texts(model, texts))
+    return [next(cut) if isinstance(content, str) else content for content in contents]
+
+
 @dataclass
 class PendingShard(Generic[V]):
     """Texts of one shard, and the vectors of those that have been encoded.
@@ -52,7 +65,7 @@ class PendingShard(Generic[V]):
         number: position of the shard in its folder.
         ids: ids of its texts, in their order.
         texts: id -> text. It may have texts of other shards, too.
-        encodable_ids: ids of the texts that are strings. The window has these texts.
+        encodable_ids: ids of the texts and pages. The window has these.
         encoded: vectors of the batches that are done.
         failed: id -> reason for each text that could not be encoded.
         truncation: how many texts were truncated.
@@ -73,10 +86,10 @@ class PendingShard(Generic[V]):
     is_written: bool = False
 
     def __post_init__(self) -> None:
-        """Separate the texts that are strings from values of other types, which fail."""
+        """Separate texts and pages from values of other types, which fail."""
         for text_id in self.ids:
             text = self.texts[text_id]
-            if isinstance(text, str):
+            if isinstance(text, str | Page):
                 self.encodable_ids.append(text_id)
             else:
                 self.failed[text_id] = _describe_wrong_type(text)
@@ -118,9 +131,9 @@ class PendingShard(Generic[V]):
             if text_id in finished_ids
         )
         return Window(
-            texts=[str(self.texts[text_id]) for text_id in self.encodable_ids],
+            texts=cast("list[str]", [self.texts[text_id] for text_id in self.encodable_ids]),
             skip=frozenset(finished_positions),
-            prepare=functools.partial(cut_texts, model),
+            prepare=functools.partial(_cut_long_texts, model),
         )
 
     def add_batch(self, batch: Batch, job: Job[Any, V]) -> None:

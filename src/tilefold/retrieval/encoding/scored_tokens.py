@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from tilefold._internal.typing import Model
 
-__all__ = ["ScoredTokens", "content_positions", "query_tokens", "scored_tokens"]
+__all__ = ["ScoredTokens", "content_positions", "prompt_of", "query_tokens", "scored_tokens"]
 
 _KINDS = ("document", "query")
 # Prompts that `encode_document` looks for, in this order.
@@ -71,7 +71,7 @@ def scored_tokens(
     check_encoder("model", model, "MultiVectorEncoder")
     check_choice("kind", kind, _KINDS)
     encoder: Any = model
-    features = encoder.preprocess([item], prompt=_prompt(encoder, kind), task=kind)
+    features = encoder.preprocess([item], prompt=prompt_of(encoder, kind), task=kind)
     input_ids = features["input_ids"]
     # Packed features of one input have no mask, because none of their tokens is padding.
     mask = features.get("attention_mask")
@@ -94,7 +94,7 @@ def scored_tokens(
     )
 
 
-def _prompt(model: Any, kind: str) -> str | None:
+def prompt_of(model: Any, kind: str) -> str | None:
     """Return the prompt that ``encode_document`` or ``encode_query`` puts before an input."""
     names = _DOCUMENT_PROMPTS if kind == "document" else ("query",)
     for name in names:

@@ -31,8 +31,10 @@ from tilefold.distributed.rank_store import open_rank_store
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.pipeline.rows import SparseRows
 from tilefold.retrieval.common.provenance import provenance_of
+from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.encoding.folder_encoder import FolderEncoder
 from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
+from tilefold.retrieval.encoding.pages import contains_pages
 from tilefold.retrieval.encoding.pending_shards import encode_in_memory
 from tilefold.retrieval.encoding.rank_encoder import RankEncoder
 from tilefold.retrieval.encoding.truncation import cut_texts, limited
@@ -169,7 +171,7 @@ def encode_collection(
 def encode_to_folder(
     encoding: Encoding,
     model: Model,
-    texts: Mapping[str, str],
+    texts: Mapping[str, Content],
     output: Output,
     group: object = None,
     dtype: Dtype | None = None,
@@ -181,7 +183,7 @@ def encode_to_folder(
     Args:
         encoding: options of encoding. Their class selects the kind of vectors.
         model: a model of the class ``encoding.MODEL``.
-        texts: id -> text.
+        texts: id -> text, or page for a ``TokenEncoding``.
         output: the folder, and how it is written.
         group: the ranks that share the work, as in :func:`encode_collection`.
         dtype: the dtype in which the model computes, as in :func:`encode_collection`.
@@ -195,6 +197,12 @@ def encode_to_folder(
     check_mapping("texts", texts, "id -> text")
     if not texts:
         raise ArgumentError("texts", "expected at least one, got an empty mapping.")
+    if not encoding.ENCODES_PAGES and contains_pages(texts):
+        raise ArgumentError(
+            "texts",
+            f"expected texts for a {encoding.MODEL}, got page images. Encode them with a "
+            "MultiVectorEncoder of images, such as ColPali.",
+        )
     with computing_in(model, dtype):
         job = encoding.create_job(model, texts, output, lambda: provenance_of(texts))
         process_group = resolve_group(group)

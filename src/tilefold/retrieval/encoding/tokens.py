@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +16,8 @@ from tilefold._internal.arguments import (
     ArgumentError,
     check_choice,
     check_encoder,
+    check_integer,
+    check_least,
     check_least_count,
     check_mapping,
     check_optional_text,
@@ -22,9 +25,22 @@ from tilefold._internal.arguments import (
 )
 from tilefold._internal.precision import Dtype
 from tilefold._internal.typing import Model
-from tilefold.pipeline.rows import TokenRows
+from tilefold.pipeline.rows import Batch, Item, StreamStart, TokenRows, Window, WindowEnd
 from tilefold.retrieval.common.files import Json
+from tilefold.retrieval.data.documents import Content
+from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
 from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
+from tilefold.retrieval.encoding.pages import (
+    PageBatch,
+    PreparedPages,
+    check_encodes_images,
+    contains_pages,
+    default_page_workers,
+    encode_features,
+    encode_images,
+    pool_tokens,
+    prepare_ahead,
+)
 from tilefold.retrieval.encoding.pending_shards import encode_in_memory
 from tilefold.retrieval.encoding.sparse import (
     encode_to_folder,
@@ -50,11 +66,14 @@ __all__ = [
 
 def encode_tokens(
     model: Model,
-    texts: Mapping[str, str],
+    texts: Mapping[str, Content],
     output_dir: str | Path,
     *,
     kind: Kind = "document",
     storage: str = "fp16",
+    pool_factor: float | None = None,
+    dpi: int = DEFAULT_DPI,
+    page_workers: int | None = None,
     batch_size: int | None = None,
     batch_tokens: int | None = None,
     shard_size: int = 1024,
@@ -66,7 +85,7 @@ def encode_tokens(
     group: object = "world",
     dtype: Dtype | None = None,
 ) -> TokenManifest:
-    """Encode `texts` into a folder of token vectors, shard by shard, resuming an earlier run.
+    """Encode texts or pages into a folder of token vectors, resuming an earlier run.
 
     Shards, failed texts, resuming, ranks and errors are the same as in
     :func:`tilefold.retrieval.encode_collection`.
@@ -74,14 +93,22 @@ def encode_tokens(
     Args:
         model: a ``MultiVectorEncoder``, plain or accelerated.
         texts: id -> text, in a fixed order; or passages of long documents
-            (:class:`tilefold.retrieval.Passages`).
+            (:class:`tilefold.retrieval.Passages`). For a model of images, values may be pages
+            (:class:`tilefold.retrieval.Page`), as of
+            :meth:`tilefold.retrieval.Collection.content`.
         output_dir: the folder.
         kind: ``"document"`` or ``"query"``, which selects the model's prompt, length, expansion and
             skipped words.
         storage: ``"fp16"``; or ``"int8"`` with one scale per token, which takes half the bytes. Its
             error is at most max|x| / 254, for the largest entry max|x| of the token's vector.
-        batch_size: maximum number of texts per batch. By default 32 for a plain model, and as many
-            as `batch_tokens` allows for an accelerated one.
+        pool_factor: the quotient of the numbers of token vectors of a document before and after
+            similar ones are merged (``HierarchicalTokenPooling`` of sentence-transformers); None
+            merges none.
+        dpi: dots per inch at which pages of PDFs are rendered.
+        page_workers: number of processes that decode pages ahead of the model. By default one per
+            spare core, at most 8, and none for fewer than 64 pages. 0 decodes in this process.
+        batch_size: maximum number of texts or pages per batch. By default 8 pages or 32 texts, and
+            for an accelerated model as many texts as `batch_tokens` allows.
         batch_tokens: maximum number of tokens per batch of an accelerated model. By default a
             number that suits the device.
         shard_size: consecutive texts per shard, which is written atomically.
@@ -108,6 +135,9 @@ def encode_tokens(
         max_length=max_length,
         storage=storage,
         source=source,
+        pool_factor=pool_factor,
+        dpi=dpi,
+        page_workers=page_workers,
     )
     output = Output(
         folder=path_of("output_dir", output_dir),
@@ -134,34 +164,55 @@ class TokenEncoding(Encoding):
     Attributes:
         storage: number type of the stored vectors, one of ``STORAGES``.
         source: folder or name that the model was loaded from.
+        pool_factor: the quotient of the numbers of token vectors of a document before and after
+            similar ones are merged; None merges none.
+        dpi: dots per inch at which pages of PDFs are rendered.
+        page_workers: number of processes that decode pages; None chooses it by the number of pages.
     """
 
     MODEL: ClassVar[str] = "MultiVectorEncoder"
+    ENCODES_PAGES: ClassVar[bool] = True
     STORAGES: ClassVar[tuple[str, ...]] = stored.STORAGES
 
     storage: str = "fp16"
     source: str | None = None
+    pool_factor: float | None = None
+    dpi: int = DEFAULT_DPI
+    page_workers: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
         check_optional_text("source", self.source)
+        check_least("pool_factor", self.pool_factor)
+        if self.pool_factor is not None and self.kind == "query":
+            raise ArgumentError(
+                "pool_factor",
+                "expected none for queries, whose token vectors are not merged. Leave it out.",
+            )
+        check_integer("dpi", self.dpi)
+        check_least("dpi", self.dpi)
+        check_least_count("page_workers", self.page_workers, 0)
 
     def create_job(
         self,
         model: Model,
-        texts: Mapping[str, str],
+        texts: Mapping[str, Content],
         output: Output,
         get_provenance: GetProvenance,
     ) -> TokenJob:
         """Return the job of encoding `texts` into token vectors.
 
         The arguments are described in :meth:`Encoding.create_job`.
+
+        Raises:
+            ValueError: if the model does not return token vectors, or there are pages and the model
+                does not encode images.
         """
         return TokenJob(
             encoding=self,
             model=model,
-            vector_size=token_dimension(model, self.kind),
+            vector_size=_dimension_for(model, texts, self.kind),
             texts=texts,
             output=output,
             get_provenance=get_provenance,
@@ -184,10 +235,100 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             storage=self.encoding.storage,
         )
 
-    def encode_batch(self, texts: list[str]) -> list[Tensor]:
-        """Return a tensor ``[tokens, D]`` for each text."""
-        rows: list[Tensor] = encode_with_model_method(self.model, texts, self.encoding.kind)
-        return rows
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.contains_pages:
+            self.stream = self.page_stream
+
+    def _uses_model_stream(self) -> bool:
+        """Return whether the stream of an accelerated model fits this job.
+
+        It reads texts, and returns rows that are quantized, which cannot be merged any more.
+        """
+        return super()._uses_model_stream() and self.encoding.pool_factor is None
+
+    def encode_batch(self, texts: list[Content]) -> list[Tensor]:
+        """Return a tensor ``[tokens, D]`` for each text, or for each page.
+
+        Args:
+            texts: texts only, or pages only.
+        """
+        pages = [page for page in texts if isinstance(page, Page)]
+        rows: list[Tensor]
+        if pages:
+            rows = encode_images(self.model, [page.image(self.encoding.dpi) for page in pages])
+        else:
+            rows = encode_with_model_method(self.model, texts, self.encoding.kind)
+        return pool_tokens(rows, self.encoding.pool_factor)
+
+    def page_stream(self, windows: Iterator[Window | None]) -> Generator[Item, None, None]:
+        """Encode windows with pages, which worker processes prepare ahead of the model.
+
+        Args:
+            windows: contents of one shard each. None means that the next window is not ready yet.
+
+        Yields:
+            ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
+        """
+        yield StreamStart()
+        steps: deque[_Step] = deque()  # the steps that are in preparation
+
+        def pages_of_steps() -> Iterator[PageBatch | None]:
+            for step in self._steps_of(windows):
+                steps.append(step)
+                yield step.pages
+
+        n_workers = self.encoding.page_workers
+        if n_workers is None:
+            n_pages = sum(isinstance(content, Page) for content in self.texts.values())
+            n_workers = default_page_workers(n_pages)
+        prepared_steps = prepare_ahead(
+            self.model,
+            pages_of_steps(),
+            self.encoding.dpi,
+            n_workers,
+        )
+        for prepared in prepared_steps:
+            step = steps.popleft()
+            if prepared is not None:
+                yield from self._encode_prepared(step, prepared)
+            elif step.positions:
+                yield from self.encode_bisecting(step.window, step.contents, step.positions)
+            elif step.ends_window:
+                yield WindowEnd(step.window)
+
+    def _steps_of(self, windows: Iterator[Window | None]) -> Iterator[_Step]:
+        """Yield the batches of each window and its end; an empty step while none is ready."""
+        number = 0
+        for window in windows:
+            if window is None:
+                yield _Step(number)
+                continue
+            contents: list[Any] = window.prepared_texts()
+            for positions in self.batches_of(contents, window.skip):
+                yield _Step(number, contents, positions)
+            yield _Step(number, ends_window=True)
+            number += 1
+
+    def _encode_prepared(self, step: _Step, prepared: PreparedPages) -> Iterator[Batch]:
+        """Encode the pages of a batch that are prepared.
+
+        Args:
+            step: the batch.
+            prepared: the features of its pages.
+
+        Yields:
+            A ``Batch`` for each forward pass, and one for each page that failed.
+        """
+        for position, error in prepared.failures.items():
+            yield Batch(step.window, [position], error)
+        for positions, features in prepared.groups:
+            try:
+                rows = encode_features(self.model, features)
+            except Exception:  # smaller batches may fit into memory, or isolate the page that fails
+                yield from self.encode_bisecting(step.window, step.contents, positions)
+                continue
+            yield Batch(step.window, positions, pool_tokens(rows, self.encoding.pool_factor))
 
     def to_vectors(self, ids: list[str], rows: TokenRows | list[Tensor]) -> TokenVectors:
         """Convert the rows of a batch to token vectors with ids.
@@ -247,7 +388,36 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         """Return the settings that a resumed run must share, in the order of the manifest."""
         settings = self.encoding.settings(self.get_provenance())
         settings["shard_size"] = self.output.shard_size
+        # Not written by default, because older manifests do not have these settings.
+        if self.encoding.pool_factor is not None:
+            settings["pool_factor"] = self.encoding.pool_factor
+        if self.contains_pages:
+            settings["dpi"] = self.encoding.dpi
         return settings
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A batch of a window, the end of a window, or a pause while no window is ready.
+
+    Attributes:
+        window: number of the window.
+        contents: texts and pages of the window.
+        positions: positions of the batch in `contents`; empty for the end and for a pause.
+        ends_window: whether all batches of the window have been encoded.
+    """
+
+    window: int
+    contents: Sequence[Content] = ()
+    positions: Sequence[int] = ()
+    ends_window: bool = False
+
+    @property
+    def pages(self) -> PageBatch | None:
+        """The pages of the batch; None for a batch of texts, and for another step."""
+        contents = [self.contents[position] for position in self.positions]
+        pages = [content for content in contents if isinstance(content, Page)]
+        return PageBatch(self.positions, pages) if pages else None
 
 
 def encode_dense_collection(
@@ -444,7 +614,7 @@ def dense_dimension(model: Model, kind: Kind) -> int:
 
 def encode_texts(
     model: Model,
-    texts: Mapping[str, str],
+    texts: Mapping[str, Content],
     *,
     kind: Kind,
     storage: str = "fp16",
@@ -454,7 +624,7 @@ def encode_texts(
 
     Args:
         model: a ``MultiVectorEncoder``.
-        texts: id -> text.
+        texts: id -> text; also a page, for a model of images.
         kind: ``"document"`` or ``"query"``.
         storage: ``"fp16"``, or ``"int8"`` with one scale per token.
         batch_size: maximum number of texts per batch.
@@ -466,8 +636,27 @@ def encode_texts(
     check_encoder("model", model, TokenEncoding.MODEL)
     check_mapping("texts", texts, "id -> text")
     encoding = TokenEncoding(kind=kind, batch_size=batch_size, storage=storage)
-    job = TokenJob(encoding, model, vector_size=token_dimension(model, kind), texts=texts)
+    dimension = _dimension_for(model, texts, kind)
+    job = TokenJob(encoding, model, vector_size=dimension, texts=texts)
     return encode_in_memory(job, "texts")
+
+
+def _dimension_for(model: Model, texts: Mapping[str, Content], kind: Kind) -> int:
+    """Return the dimension of the model's token vectors, and check that it encodes the inputs.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        texts: id -> text or page.
+        kind: ``"document"`` or ``"query"``.
+
+    Raises:
+        ValueError: if the model does not return token vectors, or there are pages and the model
+            does not encode images.
+    """
+    if contains_pages(texts):
+        check_encodes_images(model)
+        kind = "query"  # a model of images may read texts as queries only
+    return token_dimension(model, kind)
 
 
 def token_dimension(model: Model, kind: Kind) -> int:

@@ -1,0 +1,309 @@
+"""Token vectors of pages: those of sentence-transformers, with damaged pages, pooled and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+pytest.importorskip("pypdfium2")
+pytest.importorskip("sentence_transformers")
+
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+from tests.retrieval.data.broken_pages import BROKEN_PAGES
+from tilefold.retrieval import (
+    Page,
+    encode_collection,
+    encode_texts,
+    encode_tokens,
+    load_beir,
+    open_tokens,
+)
+from tilefold.retrieval.data.collection import Content
+from tilefold.retrieval.encoding import pages as page_encoding
+from tilefold.retrieval.encoding.pages import default_page_workers, encode_images
+from tilefold.retrieval.errors import DataError
+from tilefold.testing.page_models import ARCHITECTURES, save_page_model
+from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
+
+WORDS = random_words(60)
+SIZES = (
+    (120, 160),
+    (200, 90),
+)  # of two groups of pages, which models of dynamic grids divide unlike
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Random models of the three architectures."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        architecture: MultiVectorEncoder(
+            str(save_page_model(root / architecture, architecture, words=WORDS)),
+            device="cpu",
+        )
+        for architecture in ARCHITECTURES
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of eight pages of two sizes."""
+    folder = tmp_path_factory.mktemp("pages")
+    pages = [
+        page
+        for number, size in enumerate(SIZES)
+        for page in random_pages(4, WORDS, words_per_page=6, size=size, seed=number)
+    ]
+    save_page_collection(folder, pages, pages_per_pdf=2)
+    return folder
+
+
+@pytest.fixture
+def contents(folder: Path) -> dict[str, Content]:
+    """Id -> page of the folder."""
+    return dict(load_beir(folder).content())
+
+
+def stock_vectors(model: Any, page: Page) -> torch.Tensor:
+    """The token vectors of a page by sentence-transformers."""
+    image = page.image()
+    if "input_ids" not in model.preprocess([image]):  # see image_features()
+        features = {**model.processor.process_images([image]), "modality": "image"}
+        with torch.inference_mode():
+            output = model(features, task="document")
+        return output["token_embeddings"][0][output["attention_mask"][0].bool()]
+    (vectors,) = model.encode_document([image])
+    return vectors
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_vectors_of_pages_are_those_of_sentence_transformers(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+    architecture: str,
+) -> None:
+    model = models[architecture]
+
+    encode_tokens(model, contents, tmp_path / "vectors", batch_size=3, shard_size=5)
+
+    store = open_tokens(tmp_path / "vectors")
+    vectors = store.read(list(contents))
+    assert vectors.ids == list(contents)
+    for number, page in enumerate(contents.values()):
+        start, end = vectors.offsets[number : number + 2].tolist()
+        expected = stock_vectors(model, page)
+        torch.testing.assert_close(
+            vectors.values[start:end].float(),
+            expected,
+            rtol=2**-10,  # a rounding to fp16
+            atol=1e-5,
+        )
+
+
+def test_dynamic_grids_give_pages_different_numbers_of_vectors(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+) -> None:
+    vectors = encode_texts(models["colqwen2"], contents, kind="document")
+
+    assert len(set(vectors.offsets.diff().tolist())) == len(SIZES)
+
+
+def test_images_are_encoded_alike_in_memory_and_in_a_folder(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+) -> None:
+    model = models["colpali"]
+    in_memory = encode_texts(model, contents, kind="document", batch_size=8)
+
+    rows = encode_images(model, [page.image() for page in contents.values()])
+
+    torch.testing.assert_close(in_memory.values, torch.cat(rows).half(), rtol=2**-10, atol=1e-5)
+
+
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+def test_pages_that_fail_are_recorded_and_the_others_are_encoded(
+    models: dict[str, Any],
+    folder: Path,
+    tmp_path: Path,
+    storage: str,
+) -> None:
+    contents = dict(load_beir(folder).content())
+    broken_file = BROKEN_PAGES["first half of JPEG"](tmp_path)
+    good_ids = list(contents)
+    contents = {"first": Page(broken_file), **contents, "last": Page(tmp_path / "missing.pdf", 3)}
+
+    manifest = encode_tokens(
+        models["colpali"],
+        contents,
+        tmp_path / "vectors",
+        batch_size=4,
+        storage=storage,
+    )
+
+    assert list(manifest.failed) == ["first", "last"]
+    assert "broken.jpg" in manifest.failed["first"]
+    assert "missing.pdf" in manifest.failed["last"]
+    assert open_tokens(tmp_path / "vectors").read(good_ids).ids == good_ids
+
+
+def test_a_page_that_the_processor_refuses_does_not_lose_its_batch(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (1, 1000)).save(tmp_path / "line.png")  # ColQwen2 refuses such a shape
+
+    manifest = encode_tokens(
+        models["colqwen2"],
+        {**contents, "line": Page(tmp_path / "line.png")},
+        tmp_path / "vectors",
+        batch_size=16,
+    )
+
+    assert list(manifest.failed) == ["line"]
+    assert manifest.n_documents == len(contents)
+
+
+def test_worker_processes_give_the_same_bytes(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+) -> None:
+    contents = {**contents, "missing": Page(tmp_path / "missing.png")}
+    for n_workers in (0, 2):
+        encode_tokens(
+            models["colqwen2"],
+            contents,
+            tmp_path / f"{n_workers} workers",
+            batch_size=2,
+            shard_size=4,
+            page_workers=n_workers,
+        )
+
+    files = sorted(file.name for file in (tmp_path / "0 workers").glob("part-*"))
+    assert files
+    for name in files:
+        alone, shared = (tmp_path / f"{n_workers} workers" / name for n_workers in (0, 2))
+        assert alone.read_bytes() == shared.read_bytes()
+
+
+def test_pooled_vectors_are_those_of_sentence_transformers(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+) -> None:
+    model = models["colpali"]
+    images = [page.image() for page in contents.values()]
+    expected = model.encode_document(images, token_pooling=HierarchicalTokenPooling(3))
+
+    manifest = encode_tokens(model, contents, tmp_path / "vectors", pool_factor=3)
+
+    vectors = open_tokens(tmp_path / "vectors").read(list(contents))
+    torch.testing.assert_close(vectors.values.float(), torch.cat(expected), rtol=2e-3, atol=2e-3)
+    assert manifest.settings["pool_factor"] == 3
+
+
+def test_texts_and_pages_share_a_collection(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+) -> None:
+    model = models["colpali"]
+    mixed = {"text": " ".join(WORDS[:3]), **contents}
+
+    vectors = encode_texts(model, mixed, kind="document")
+
+    assert vectors.ids == list(mixed)
+    (expected,) = model.encode_document([mixed["text"]])
+    first_end = int(vectors.offsets[1])
+    torch.testing.assert_close(vectors.values[:first_end].float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_an_interrupted_run_is_resumed(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = models["colpali"]
+    encode_tokens(model, contents, tmp_path / "whole", batch_size=2, shard_size=4)
+    n_encoded = 0
+    encode_features = page_encoding.encode_features
+
+    def interrupt_the_third_batch(*arguments: Any) -> Any:
+        nonlocal n_encoded
+        n_encoded += 1
+        if n_encoded == 3:
+            raise KeyboardInterrupt
+        return encode_features(*arguments)
+
+    monkeypatch.setattr(
+        "tilefold.retrieval.encoding.tokens.encode_features", interrupt_the_third_batch
+    )
+    with pytest.raises(KeyboardInterrupt):
+        encode_tokens(model, contents, tmp_path / "resumed", batch_size=2, shard_size=4)
+    encode_tokens(model, contents, tmp_path / "resumed", batch_size=2, shard_size=4)
+
+    assert n_encoded == 3 + 2  # nothing of the first shard was encoded again
+    for file in (tmp_path / "whole").glob("part-*"):
+        assert (tmp_path / "resumed" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("change", ["dpi", "contents"])
+def test_a_run_with_other_pages_is_refused(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+    change: str,
+) -> None:
+    encode_tokens(models["colpali"], contents, tmp_path / "vectors")
+    dpi = 200 if change == "dpi" else 150
+    if change == "contents":
+        contents = dict(reversed(contents.items()))
+
+    with pytest.raises(DataError, match="dpi" if change == "dpi" else "texts_sha256"):
+        encode_tokens(models["colpali"], contents, tmp_path / "vectors", dpi=dpi)
+
+
+def test_a_model_of_texts_refuses_pages(
+    late: Any,
+    contents: dict[str, Content],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="model: expected a model of images for pages"):
+        encode_tokens(late, contents, tmp_path / "vectors")
+    with pytest.raises(ValueError, match="model: expected a model of images for pages"):
+        encode_texts(late, contents, kind="document")
+
+
+def test_sparse_vectors_of_pages_are_refused(
+    splade: Any,
+    contents: dict[str, Content],
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValueError, match="expected texts for a SparseEncoder, got page images"):
+        encode_collection(splade, contents, tmp_path / "vectors")
+
+
+def test_few_pages_need_no_worker_processes() -> None:
+    assert default_page_workers(63) == 0
+    assert 1 <= default_page_workers(64) <= 8
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread, so that batches have the same bits in all runs."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
