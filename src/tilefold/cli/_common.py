@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import typer
 
 from tilefold.retrieval.data.fields import DocumentFields
+from tilefold.retrieval.data.pages import PageRanges
 from tilefold.retrieval.errors import PrecisionWarning
 
 if TYPE_CHECKING:
@@ -36,8 +37,10 @@ FRESH_HINT = "--fresh starts over"
 DATA_HELP = "A folder in the BEIR layout, or pydocs, the documentation of this Python."
 DOCUMENTS_HELP = (
     "A BEIR folder, documents alone (.jsonl, .csv, .parquet, .tsv or .txt of id and text, all but "
-    ".parquet also .gz; or a saved dataset), or pydocs, the documentation of this Python."
+    ".parquet also .gz; or a saved dataset), a folder of PDFs and images, or pydocs, the "
+    "documentation of this Python."
 )
+SHOWN_UNREAD_FILES = 5
 OVERWRITE_HELP = "Replace existing files; otherwise the command refuses them before any work."
 DROP_UNKNOWN_HELP = (
     "Leave out judgements of queries and documents that the collection, a sample, does not have."
@@ -177,13 +180,15 @@ def next_command(*words: object) -> str:
 
 
 def _field_name_options() -> list[str]:
-    """Return the options of the running command that name fields, such as ``--id-field ID``."""
+    """Return the options of the running command about ``--data``, such as ``--id-field ID``."""
     field_names = current_document_fields()
+    page_ranges = current_page_ranges()
     words: list[str] = []
     for option, name in (
         ("--id-field", field_names.id),
         ("--title-field", field_names.title),
         ("--text-field", field_names.text),
+        ("--pages", None if page_ranges is None else str(page_ranges)),
     ):
         if name:
             words += [option, name]
@@ -392,21 +397,32 @@ resume_notes: list[Callable[[], str]] = []
 
 # Field names of the documents of `--data`; the last entry belongs to the running command.
 _fields: list[DocumentFields] = []
+_page_ranges: list[PageRanges | None] = []
 
 
 @contextmanager
-def document_fields(fields: DocumentFields) -> Iterator[None]:
-    """Read the documents of ``--data`` with these field names in this context."""
+def document_fields(
+    fields: DocumentFields,
+    page_ranges: PageRanges | None = None,
+) -> Iterator[None]:
+    """Read the documents of ``--data`` with these field names, and these pages, in this context."""
     _fields.append(fields)
+    _page_ranges.append(page_ranges)
     try:
         yield
     finally:
         _fields.pop()
+        _page_ranges.pop()
 
 
 def current_document_fields() -> DocumentFields:
     """Return the field names that the running command was given, see :func:`document_fields`."""
     return _fields[-1] if _fields else DocumentFields()
+
+
+def current_page_ranges() -> PageRanges | None:
+    """Return the pages that the running command was given, see :func:`document_fields`."""
+    return _page_ranges[-1] if _page_ranges else None
 
 
 def load_data(
@@ -428,13 +444,27 @@ def load_data(
     """
     from tilefold.retrieval.data.datasets import load_collection
 
-    return load_collection(
+    collection = load_collection(
         name_or_path,
         cache_dir,
         unknown="drop" if drop_unknown else "error",
         fields=current_document_fields(),
+        page_ranges=current_page_ranges(),
         **parts,
     )
+    _note_unread_files(collection.unread_files)
+    return collection
+
+
+def _note_unread_files(unread_files: Mapping[str, str]) -> None:
+    """Print how many files of pages could not be opened, and the first reasons."""
+    if not unread_files:
+        return
+    note(f"--data: {len(unread_files)} files could not be opened, and their pages are left out")
+    for name, reason in list(unread_files.items())[:SHOWN_UNREAD_FILES]:
+        note(f"not opened: {name}: {reason}")
+    if len(unread_files) > SHOWN_UNREAD_FILES:
+        note(f"and {len(unread_files) - SHOWN_UNREAD_FILES} more")
 
 
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:

@@ -213,7 +213,10 @@ def load_model(
             ) from error
         except ValueError as error:
             raise CommandError(f"{option}: {error}") from error
-        if kind in fast:
+        from tilefold.retrieval.encoding.pages import encodes_images
+
+        # Models of images run on padded batches, which acceleration would warn about.
+        if kind in fast and not encodes_images(model):
             _accelerate(model)
     return model, kind
 

@@ -32,6 +32,7 @@ from tilefold.cli._common import (
 )
 from tilefold.distributed.ranks import INTERRUPTED, RENDEZVOUS, is_rank, run_ranks
 from tilefold.retrieval.data.fields import DocumentFields
+from tilefold.retrieval.data.pages import PageRanges
 from tilefold.retrieval.errors import DataError
 
 OPTION_COLUMNS = 26  # width of the column of option names in --help
@@ -215,6 +216,10 @@ class DocumentFieldOptions(Options):
         None
     )
     text_field: Annotated[str | None, option("Field of the documents that holds the text.")] = None
+    page_ranges: Annotated[
+        str | None,
+        option("Pages of each PDF and TIFF in a folder of them, such as 1-10,15.", "--pages"),
+    ] = None
 
     def validate(self) -> None:
         """Raise ``UsageError`` for field names without ``--data``, or if it has no files."""
@@ -223,16 +228,23 @@ class DocumentFieldOptions(Options):
             "--id-field": self.id_field,
             "--title-field": self.title_field,
             "--text-field": self.text_field,
+            "--pages": self.page_ranges,
         }
         data: str | None = getattr(self, "data")  # noqa: B009  # declared by each request
         if data is None:
             refuse_options(options, "requires --data")
         if data == "pydocs":
             refuse_options(options, "cannot be combined with --data pydocs, which has no files")
+        with option_errors(page_ranges="--pages"):
+            self.parsed_page_ranges()
 
     def document_fields(self) -> DocumentFields:
         """Return the field names that the options set."""
         return DocumentFields(self.id_field, self.title_field, self.text_field)
+
+    def parsed_page_ranges(self) -> PageRanges | None:
+        """Return the pages of ``--pages``; None for all."""
+        return None if self.page_ranges is None else PageRanges.parse(self.page_ranges)
 
 
 def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
@@ -263,7 +275,7 @@ def as_command(function: Callable[[Any], None]) -> Callable[..., None]:
 def _document_fields_of(request: Options) -> AbstractContextManager[None]:
     """Return a context in which ``--data`` is read with the field names of a request, if any."""
     if isinstance(request, DocumentFieldOptions):
-        return document_fields(request.document_fields())
+        return document_fields(request.document_fields(), request.parsed_page_ranges())
     return nullcontext()
 
 

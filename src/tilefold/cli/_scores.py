@@ -376,7 +376,7 @@ def check_ids_of_run(query_ids: Iterable[str], document_ids: Iterable[str]) -> N
 
 def provenance_of_documents(collection: Collection) -> Provenance:
     """Return a provenance that holds only the fingerprint of a collection's documents."""
-    return Provenance(texts_sha256=texts_digest(collection.contents()))
+    return Provenance(texts_sha256=texts_digest(collection.content()))
 
 
 def check_made_from(

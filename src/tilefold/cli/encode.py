@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -30,6 +30,7 @@ from tilefold.distributed.ranks import first_rank_first, has_other_ranks, join_r
 
 if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
+    from tilefold.retrieval.data.documents import Content
     from tilefold.retrieval.data.passages import Passages
     from tilefold.retrieval.data.shard_texts import Texts
     from tilefold.retrieval.encoding.sparse import Encoding
@@ -116,6 +117,28 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
         option(
             "Data type of token vectors (by default fp16) and dense vectors (by default fp32).",
             panel="Encoding",
+        ),
+    ] = None
+    pool_factor: Annotated[
+        float | None,
+        option(
+            "Token vectors: merge similar vectors of a document, so that one of so many is left.",
+            panel="Encoding",
+        ),
+    ] = None
+    dpi: Annotated[
+        int | None,
+        positive(
+            "Pages: dots per inch at which PDFs are rendered, by default 150.",
+            panel="Encoding",
+        ),
+    ] = None
+    page_workers: Annotated[
+        int | None,
+        option(
+            "Pages: processes that decode them ahead of the model; by default one per spare core.",
+            min=0,
+            panel="Shards and processes",
         ),
     ] = None
     dimension: Annotated[
@@ -363,6 +386,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
     with first_rank_first() if rank_0_fills_cache else nullcontext():
         collection = _load_collection(request, splitter)
         texts = None if collection is None else _texts_to_encode(collection, request, splitter)
+        _check_page_options(request, texts)
         model, kind = _models.load_kind(
             request.model,
             request.kind,
@@ -394,7 +418,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
             contents=texts,
             overwrite=request.overwrite,
         )
-    _print_manifest(manifest, request)
+    _print_manifest(manifest, request, {} if collection is None else collection.unread_files)
 
 
 def _encode_with_engine(
@@ -402,7 +426,7 @@ def _encode_with_engine(
     encoding: Encoding,
     model: Model,
     kind: str,
-    texts: Mapping[str, str] | None,
+    texts: Mapping[str, Content] | None,
     rank: int,
 ) -> Any:
     """Encode with the engine of the request, and return the manifest of the folder.
@@ -420,7 +444,13 @@ def _encode_with_engine(
     progress_bar: Any = nullcontext(None)  # the other ranks show no progress
     if rank == 0:
         progress_bar = _common.resumable_progress_bar("encoding", _common.FRESH_HINT)
-    option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
+    option_errors = _options.option_errors(
+        max_length="--max-length",
+        dimension="--dimension",
+        pool_factor="--pool-factor",
+        texts="--data",
+        model="--model",
+    )
     with progress_bar as update, option_errors:
         if request.engine == "ray":
             texts_for_shards = _texts_for_shards(request.data, texts)
@@ -445,7 +475,10 @@ def _load_collection(request: EncodeRequest, splitter: Passages | None) -> Colle
     encodes_whole_documents = not request.queries and splitter is None
     is_file = request.data != PYDOCS and Path(request.data).exists()
     if may_read_from_file and encodes_whole_documents and is_file:
-        return None
+        from tilefold.retrieval.data.collection import is_page_collection
+
+        if not is_page_collection(Path(request.data)):
+            return None
     return _common.load_data(
         request.data,
         drop_unknown=True,
@@ -499,7 +532,7 @@ def _encode_on_ranks(
     request: EncodeRequest,
     encoding: Encoding,
     model: Model,
-    texts: Mapping[str, str],
+    texts: Mapping[str, Content],
     progress: Callable[..., None] | None,
 ) -> Any:
     """Encode in this process, together with the other ranks if there are any.
@@ -527,12 +560,17 @@ def _encode_on_ranks(
     return encode_to_folder(encoding, model, texts, output, all_ranks)
 
 
-def _print_manifest(manifest: Any, request: EncodeRequest) -> None:
+def _print_manifest(
+    manifest: Any,
+    request: EncodeRequest,
+    unread_files: Mapping[str, str],
+) -> None:
     """Print a summary of a folder of vectors, and the texts that could not be encoded.
 
     Args:
         manifest: the manifest of the folder, for sparse, dense or token vectors.
         request: the options of the command.
+        unread_files: name of a file of pages that could not be opened -> reason.
     """
     from tilefold.retrieval.encoding.truncation import report_manifest_truncation
 
@@ -576,6 +614,8 @@ def _print_manifest(manifest: Any, request: EncodeRequest) -> None:
         "precision": manifest.precision,
         "failed": failed,
     }
+    if unread_files:
+        result["unread_files"] = dict(unread_files)
     _common.print_result(result, request.as_json, *lines)
     if request.as_json:
         return
@@ -661,9 +701,19 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
             {"--storage": request.storage},
             f"requires a multi-vector or dense model; {remedy}",
         )
+    if model_kind != "multi-vector":
+        refuse_options(
+            {
+                "--pool-factor": request.pool_factor,
+                "--dpi": request.dpi,
+                "--page-workers": request.page_workers is not None,
+            },
+            f"requires a multi-vector model; {remedy}",
+        )
     if model_kind != "dense":
         refuse_options({"--dimension": request.dimension}, f"requires a dense model; {remedy}")
 
+    from tilefold.retrieval.data.pages import DEFAULT_DPI
     from tilefold.retrieval.encoding.sparse import SparseEncoding
     from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
 
@@ -695,15 +745,42 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
         max_length=request.max_length,
         source=source,
         storage=request.storage or TokenEncoding.storage,
+        pool_factor=request.pool_factor,
+        dpi=request.dpi or DEFAULT_DPI,
+        page_workers=request.page_workers,
     )
+
+
+def _check_page_options(request: EncodeRequest, texts: Mapping[str, Content] | None) -> None:
+    """Raise ``UsageError`` for options of pages if there are none, and for engines of texts only.
+
+    Args:
+        request: the options of the command.
+        texts: the texts or pages by id; None for texts that are read from a file.
+    """
+    from tilefold.retrieval.encoding.pages import contains_pages
+
+    if texts is None or not contains_pages(texts):
+        refuse_options(
+            {"--dpi": request.dpi, "--page-workers": request.page_workers is not None},
+            f"requires pages, and {request.data} has none: leave it out",
+        )
+        return
+    if request.engine == "ray":
+        raise UsageError(
+            "--engine ray reads texts; encode pages with --devices, which uses all GPUs of a "
+            "machine.",
+        )
+    if request.dry_run:
+        raise UsageError("--dry-run estimates texts; encode a few pages with --pages to time them.")
 
 
 def _texts_to_encode(
     collection: Collection,
     request: EncodeRequest,
     splitter: Passages | None,
-) -> Mapping[str, str]:
-    """Return the texts to encode, by id: documents, their passages, or queries.
+) -> Mapping[str, Content]:
+    """Return what to encode, by id: documents, which are texts or pages, passages, or queries.
 
     Args:
         collection: the documents and queries.
@@ -715,7 +792,7 @@ def _texts_to_encode(
     """
     if not request.queries:
         if splitter is None:
-            return collection.contents()
+            return collection.content()
         return splitter.of(collection.documents)
     if not collection.queries:
         raise UsageError(f"--queries: {request.data} has no queries.")
@@ -735,7 +812,7 @@ def _has_vectors(output: Path) -> bool:
     )
 
 
-def _texts_for_shards(data: str, texts: Mapping[str, str] | None) -> Texts:
+def _texts_for_shards(data: str, texts: Mapping[str, Content] | None) -> Texts:
     """Return the source that the texts of each shard are read from.
 
     Args:
@@ -747,7 +824,7 @@ def _texts_for_shards(data: str, texts: Mapping[str, str] | None) -> Texts:
     from tilefold.retrieval.data.shard_texts import FileTexts, InMemoryTexts
 
     if texts is not None:
-        return InMemoryTexts(texts)
+        return InMemoryTexts(cast("Mapping[str, str]", texts))  # pages were refused
     return FileTexts(documents_table(Path(data)), _common.current_document_fields())
 
 

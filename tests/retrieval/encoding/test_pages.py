@@ -20,6 +20,7 @@ from tests.retrieval.data.broken_pages import BROKEN_PAGES
 from tilefold.retrieval import (
     Page,
     encode_collection,
+    encode_dense_collection,
     encode_texts,
     encode_tokens,
     load_beir,
@@ -293,6 +294,18 @@ def test_sparse_vectors_of_pages_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match="expected texts for a SparseEncoder, got page images"):
         encode_collection(splade, contents, tmp_path / "vectors")
+
+
+def test_dense_vectors_of_pages_are_refused(
+    contents: dict[str, Content],
+    tmp_path: Path,
+) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    model = SentenceTransformer(modules=[torch.nn.Identity()], device="cpu")
+
+    with pytest.raises(ValueError, match="expected texts for a SentenceTransformer, got page"):
+        encode_dense_collection(model, contents, tmp_path / "vectors")
 
 
 def test_few_pages_need_no_worker_processes() -> None:

@@ -283,12 +283,12 @@ class TextsDigest:
         return self._digest.hexdigest()
 
 
-def texts_digest(texts: Mapping[str, str]) -> str:
+def texts_digest(texts: Mapping[str, object]) -> str:
     """Return the SHA-256 over ids and texts, in their order.
 
     Args:
-        texts: id -> text. Mappings that read documents from a file have the digest as an attribute
-            ``sha256``, and are not read again.
+        texts: id -> text or page. Mappings that read documents from a file have the digest as an
+            attribute ``sha256``, and are not read again.
     """
     stored_digest = getattr(texts, "sha256", None)
     if isinstance(stored_digest, str):
@@ -375,12 +375,12 @@ def model_settings(model: Model) -> str:
     return "".join(f"{name}={getattr(model, name, None)!r}\n" for name in names)
 
 
-def provenance_of(texts: Mapping[str, str]) -> Provenance:
+def provenance_of(texts: Mapping[str, object]) -> Provenance:
     """Return the provenance of texts.
 
     Args:
-        texts: id -> text. :class:`tilefold.retrieval.PassageTexts` have their provenance as an
-            attribute.
+        texts: id -> text or page. :class:`tilefold.retrieval.PassageTexts` have their provenance as
+            an attribute.
     """
     provenance = getattr(texts, "provenance", None)
     if isinstance(provenance, Provenance):

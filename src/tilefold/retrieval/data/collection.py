@@ -22,7 +22,7 @@ from tilefold._internal.arguments import (
 from tilefold._internal.files import atomic_directory
 from tilefold.retrieval.common.files import Json, check_text_ids, is_unicode, json_line
 from tilefold.retrieval.data import tables as _tables
-from tilefold.retrieval.data.documents import Content, Document
+from tilefold.retrieval.data.documents import Content, Document, text_of
 from tilefold.retrieval.data.fields import (
     TEXT_NAMES,
     DocumentFields,
@@ -217,16 +217,7 @@ class Collection:
         )
         if read_lazily:
             return read_lazily()
-        texts: dict[str, str] = {}
-        for document in self.documents.values():
-            if document.page is not None and not document.contents:
-                raise DataError(
-                    f"documents: expected texts, got the page image {document.id!r}. Pages are "
-                    "encoded by a MultiVectorEncoder of images, such as ColPali, and searched in "
-                    "an index of its token vectors.",
-                )
-            texts[document.id] = document.contents
-        return texts
+        return {document.id: text_of(document) for document in self.documents.values()}
 
     def positions_of(self, names: Iterable[str]) -> npt.NDArray[np.int64]:
         """Return the positions of n documents in the corpus, int64 ``[n]``; -1 if unknown."""

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tilefold.retrieval.data.pages import Page
+from tilefold.retrieval.errors import DataError
 
-__all__ = ["Content", "Document"]
+__all__ = ["Content", "Document", "text_of"]
 
 Content = str | Page  # what a model encodes of a document: its title and text, or its page
 
@@ -58,3 +59,18 @@ class Document:
     def content(self) -> Content:
         """Input of a model: the page, or title and text of a document without one."""
         return self.contents if self.page is None else self.page
+
+
+def text_of(document: Document) -> str:
+    """Return title and text of a document, for a purpose that needs a text.
+
+    Raises:
+        DataError: if the document is a page without a text.
+    """
+    if document.page is not None and not document.contents:
+        raise DataError(
+            f"documents: expected texts, got the page image {document.id!r}. Encode pages with a "
+            "MultiVectorEncoder of images, such as ColPali, and search an index of their token "
+            "vectors.",
+        )
+    return document.contents

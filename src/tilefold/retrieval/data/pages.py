@@ -132,6 +132,10 @@ class PageRanges:
         """
         return cls(tuple(_parse_range(part.strip(), text) for part in text.split(",")))
 
+    def __str__(self) -> str:
+        """Return the ranges as :meth:`parse` reads them."""
+        return ",".join(_format_range(first, last) for first, last in self.ranges)
+
     def __contains__(self, number: object) -> bool:
         """Return whether a page, counted from 1, is in one of the ranges."""
         if not isinstance(number, int):
@@ -139,6 +143,13 @@ class PageRanges:
         return any(
             first <= number and (last is None or number <= last) for first, last in self.ranges
         )
+
+
+def _format_range(first: int, last: int | None) -> str:
+    """Return a range as text: ``"3"``, ``"1-10"``, or ``"20-"`` for all pages from 20 on."""
+    if first == last:
+        return str(first)
+    return f"{first}-{'' if last is None else last}"
 
 
 def _parse_range(part: str, text: str) -> tuple[int, int | None]:

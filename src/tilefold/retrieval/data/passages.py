@@ -18,7 +18,8 @@ from tilefold._internal.arguments import (
 )
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
-from tilefold.retrieval.data.collection import Document, documents_by_id
+from tilefold.retrieval.data.collection import documents_by_id
+from tilefold.retrieval.data.documents import Document, text_of
 from tilefold.retrieval.data.scripts import UNSPACED
 from tilefold.retrieval.errors import DataError
 
@@ -259,14 +260,18 @@ class Passages:
 
         Returns:
             Passage id -> title and text of the passage.
+
+        Raises:
+            DataError: if a document is a page without a text.
         """
         documents = documents_by_id("documents", documents)
+        contents = {name: text_of(document) for name, document in documents.items()}
         texts: dict[str, str] = {}
         for name, document in documents.items():
             for number, (start, stop) in enumerate(self.ranges(document.text), start=1):
                 passage = Passage(name, number, start, stop)
                 texts[passage.id] = passage.of_document(document).contents
-        digest = texts_digest({name: document.contents for name, document in documents.items()})
+        digest = texts_digest(contents)
         return PassageTexts(texts, Provenance(texts_sha256=digest, passages=str(self)))
 
 

@@ -117,7 +117,7 @@ class Encoding(ABC):
     def create_job(
         self,
         model: Model,
-        texts: Mapping[str, str],
+        texts: Mapping[str, Content],
         output: Output,
         get_provenance: GetProvenance,
     ) -> Job[Any, Any]:
@@ -125,7 +125,7 @@ class Encoding(ABC):
 
         Args:
             model: a model of sentence-transformers, plain or accelerated.
-            texts: id -> text.
+            texts: id -> text; or page, if the encoding encodes pages.
             output: the folder of vectors, and how it is written.
             get_provenance: returns the provenance of the texts; called when the folder is opened.
 
@@ -264,8 +264,8 @@ class Job(ABC, Generic[M, V]):
         """Divide the texts of a window into batches of similar length, longest texts first.
 
         Pages follow in their order, in batches of their own, because a processor reads either texts
-        or images. Skipped positions are removed after batches are formed, so that a resumed run has the same
-        batches as an uninterrupted run.
+        or images. Skipped positions are removed after batches are formed, so that a resumed run has
+        the same batches as an uninterrupted run.
 
         Args:
             texts: texts of the window.
@@ -293,7 +293,7 @@ class Job(ABC, Generic[M, V]):
         self,
         window_number: int,
         texts: Sequence[Content],
-        positions: list[int],
+        positions: Sequence[int],
     ) -> Iterator[Batch]:
         """Encode a batch of texts, and halve it while it fails, to isolate the failing texts.
 
@@ -308,7 +308,7 @@ class Job(ABC, Generic[M, V]):
         """
         last_truncation = Truncation()  # truncated texts of the last forward pass
 
-        def encode(batch: list[int]) -> Tensor | list[Tensor]:
+        def encode(batch: Sequence[int]) -> Tensor | list[Tensor]:
             nonlocal last_truncation
             with counting_truncation() as last_truncation:
                 return self.encode_batch([texts[position] for position in batch])

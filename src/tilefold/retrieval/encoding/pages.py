@@ -35,6 +35,7 @@ __all__ = [
     "default_page_workers",
     "encode_features",
     "encode_images",
+    "encodes_images",
     "image_features",
     "pool_tokens",
     "prepare_ahead",
@@ -56,10 +57,15 @@ def contains_pages(contents: Mapping[str, object]) -> bool:
     )
 
 
+def encodes_images(model: Model) -> bool:
+    """Return whether a model of sentence-transformers reads images."""
+    supports = getattr(model, "supports", None)
+    return supports is not None and bool(supports("image"))
+
+
 def check_encodes_images(model: Model) -> None:
     """Raise ``ArgumentError`` if a ``MultiVectorEncoder`` does not encode images."""
-    supports = getattr(model, "supports", None)
-    if supports is not None and supports("image"):
+    if encodes_images(model):
         return
     modalities = ", ".join(map(str, getattr(model, "modalities", ["text"])))
     raise ArgumentError(
@@ -288,7 +294,7 @@ def prepare_ahead(
         return
     loader: DataLoader[Any] = DataLoader(
         _ArrayPreparation(model, dpi),
-        sampler=batches,  # type: ignore[arg-type] # any iterable
+        sampler=batches,
         batch_size=None,
         num_workers=n_workers,
         prefetch_factor=_BATCHES_AHEAD,

@@ -19,7 +19,7 @@ from tilefold.pipeline.rows import Batch, Window, WindowEnd, bisect_failures
 from tilefold.pipeline.threads import BackgroundWorker
 from tilefold.pipeline.truncation import Truncation, report_truncation
 from tilefold.retrieval.common.files import check_text_ids
-from tilefold.retrieval.data.documents import Content, Document
+from tilefold.retrieval.data.documents import Document
 from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.encoding.job import Job
 from tilefold.retrieval.encoding.truncation import cut_texts
@@ -45,7 +45,7 @@ def _describe_wrong_type(value: object) -> str:
     return reason
 
 
-def _cut_long_texts(model: Model, contents: Sequence[Content]) -> list[Content]:
+def _cut_long_texts(model: Model, contents: Sequence[Any]) -> list[Any]:
     """Cut texts that are much longer than a model reads, and leave pages as they are.
 
     Args:
@@ -53,8 +53,8 @@ def _cut_long_texts(model: Model, contents: Sequence[Content]) -> list[Content]:
         contents: texts and pages.
     """
     texts = [content for content in contents if isinstance(content, str)]
-    cut = iter(cut_texts(model, texts))
-    return [next(cut) if isinstance(content, str) else content for content in contents]
+    short_texts = iter(cut_texts(model, texts))
+    return [next(short_texts) if isinstance(content, str) else content for content in contents]
 
 
 @dataclass

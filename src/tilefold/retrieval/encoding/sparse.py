@@ -238,7 +238,7 @@ class SparseEncoding(Encoding):
     def create_job(
         self,
         model: Model,
-        texts: Mapping[str, str],
+        texts: Mapping[str, Content],
         output: Output,
         get_provenance: GetProvenance,
     ) -> SparseJob:

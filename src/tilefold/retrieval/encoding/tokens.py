@@ -247,7 +247,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         """
         return super()._uses_model_stream() and self.encoding.pool_factor is None
 
-    def encode_batch(self, texts: list[Content]) -> list[Tensor]:
+    def encode_batch(self, texts: list[Any]) -> list[Tensor]:
         """Return a tensor ``[tokens, D]`` for each text, or for each page.
 
         Args:
@@ -509,6 +509,7 @@ class DenseEncoding(TokenEncoding):
     """
 
     MODEL = "SentenceTransformer"
+    ENCODES_PAGES = False
     STORAGES = stored.DENSE_STORAGES
 
     storage: str = "fp32"
@@ -521,7 +522,7 @@ class DenseEncoding(TokenEncoding):
     def create_job(
         self,
         model: Model,
-        texts: Mapping[str, str],
+        texts: Mapping[str, Content],
         output: Output,
         get_provenance: GetProvenance,
     ) -> DenseJob:
@@ -561,7 +562,7 @@ class DenseJob(TokenJob):
             dimension=self.vector_size,
         )
 
-    def encode_batch(self, texts: list[str]) -> list[Tensor]:
+    def encode_batch(self, texts: list[Any]) -> list[Tensor]:
         """Encode texts in a single forward pass.
 
         Returns:

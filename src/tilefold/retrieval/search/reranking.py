@@ -26,7 +26,7 @@ from tilefold.retrieval.common.provenance import (
     warn_of_query_precision,
 )
 from tilefold.retrieval.common.runs import Run
-from tilefold.retrieval.data.collection import Document
+from tilefold.retrieval.data.documents import Content, Document
 from tilefold.retrieval.data.passages import Passage
 from tilefold.retrieval.encoding.tokens import encode_texts, token_dimension
 from tilefold.retrieval.errors import ArgumentDataError, MissingDocumentError
@@ -338,8 +338,8 @@ class Reranker:
         depth: int | None,
         by: str = "document",
         passages: BestPassages | None = None,
-    ) -> dict[str, str]:
-        """Return the texts of the candidates of a run, or of the passages that score them.
+    ) -> dict[str, Content]:
+        """Return the texts or pages of the candidates of a run, or the passages that score them.
 
         Args:
             run: query id -> id of a candidate -> score before reranking.
@@ -349,7 +349,7 @@ class Reranker:
                 if no passages were searched.
 
         Returns:
-            Id of a document or passage -> text.
+            Id of a document or passage -> text or page.
 
         Raises:
             MissingDocumentError: if `documents` lacks a candidate.
@@ -361,18 +361,18 @@ class Reranker:
         if by == "passage":
             return self._texts_of_passages(candidates)
         return {
-            document_id: self._document(document_id).contents
+            document_id: self._document(document_id).content
             for document_ids in candidates.values()
             for document_id in document_ids
         }
 
-    def _texts_of_passages(self, passage_ids: Mapping[str, list[str]]) -> dict[str, str]:
+    def _texts_of_passages(self, passage_ids: Mapping[str, list[str]]) -> dict[str, Content]:
         """Return the text of each passage by its id.
 
         Args:
             passage_ids: query id -> ids of passages.
         """
-        texts = {}
+        texts: dict[str, Content] = {}
         for query_passage_ids in passage_ids.values():
             for passage_id in query_passage_ids:
                 passage = Passage.of(passage_id)
