@@ -18,6 +18,7 @@ from tilefold._internal.arguments import ArgumentError
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Filter
+from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.encoding.scored_tokens import query_tokens
 from tilefold.retrieval.errors import DataError, MissingDocumentError
@@ -716,27 +717,26 @@ class _Search:
             raise invalid(
                 f"`rerank.depth` expected at most {self._max_encoded}, got {reranking.depth}",
             )
-        text_of_id = await service.run_in_thread(
+        content_of_id = await service.run_in_thread(
             self.searchable.searcher.rerank_texts,
             ranking,
             reranking,
         )
-        with service.input_limit.acquire(len(text_of_id)):
+        with service.input_limit.acquire(len(content_of_id)):
             inputs: list[str | ImageInput] = []
-            for document_id, text in text_of_id.items():
-                document = self.searchable.documents.get(document_id)
-                if document is not None and document.page is not None:
+            for document_id, content in content_of_id.items():
+                if isinstance(content, Page):
                     image = await service.run_in_thread(self._read_page, document_id)
                     inputs.append(ImageInput(image, document_id.encode()))
                 else:
                     # The service refuses empty texts, but encodes a space.
-                    inputs.append(text or " ")
+                    inputs.append(content or " ")
             outcome = await service.encode_all(
                 self._reranking_model,
                 inputs,
                 EncodeOptions("document", truncate=True),
             )
-        return TokenVectors.pack(list(text_of_id), outcome.rows, dimension, "fp32")
+        return TokenVectors.pack(list(content_of_id), outcome.rows, dimension, "fp32")
 
     async def _rank_by_each_method(
         self,

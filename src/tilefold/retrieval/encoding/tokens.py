@@ -557,10 +557,8 @@ class DenseJob(TokenJob):
     encoding: DenseEncoding
 
     def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
-        return functools.partial(
-            super()._configure_stream(model_stream),
-            dimension=self.vector_size,
-        )
+        token_stream: Callable[..., Any] = super()._configure_stream(model_stream)
+        return functools.partial(token_stream, dimension=self.vector_size)
 
     def encode_batch(self, texts: list[Any]) -> list[Tensor]:
         """Encode texts in a single forward pass.

@@ -33,6 +33,7 @@ from tilefold.retrieval.common.provenance import (
 )
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document, documents_by_id
+from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.metadata import Filter, Where
 from tilefold.retrieval.data.passages import Passage, document_of
 from tilefold.retrieval.errors import ArgumentDataError, MissingDocumentError
@@ -882,8 +883,8 @@ class Searcher:
             passages=passages,
         )
 
-    def rerank_texts(self, ranking: Ranking, reranking: Reranking) -> dict[str, str]:
-        """Return the texts of the candidates that :meth:`rerank` scores.
+    def rerank_texts(self, ranking: Ranking, reranking: Reranking) -> dict[str, Content]:
+        """Return the texts or pages of the candidates that :meth:`rerank` scores.
 
         They need to be encoded only if the searcher has no `tokens`.
 
@@ -892,7 +893,8 @@ class Searcher:
             reranking: options of the reranking.
 
         Returns:
-            Id of a document or passage -> text; empty if the searcher has no model that reranks.
+            Id of a document or passage -> text or page; empty if the searcher has no model that
+            reranks.
         """
         if self.reranker is None:
             return {}
