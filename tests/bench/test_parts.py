@@ -17,7 +17,7 @@ from tilefold.bench import results
 from tilefold.bench.runner import CSV_KEY, BenchRow, measure_peaks
 from tilefold.bench.spec import OPERATORS, BenchCase, Ceilings, Work, get_spec, parse_dtype
 from tilefold.bench.timing import TimeBudget, Timing, in_fresh_process, resident_peak_mib, time_cpu
-from tilefold.cli.info import Shape, texts_per_second, training
+from tilefold.cli._plan import Shape, texts_per_second, training
 
 
 @pytest.mark.parametrize("op", OPERATORS)

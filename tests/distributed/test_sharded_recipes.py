@@ -5,6 +5,7 @@ Functions that take a :class:`Rank` run in every process of a group.
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import partial
@@ -173,14 +174,23 @@ def run_with_killed_rank_without_lora_dropout(rank: Rank, recipe: Any, folder: P
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("lora", [pytest.param(None, id="all weights"), pytest.param(2, id="LoRA")])
 def test_sharded_weights_in_bf16_have_about_the_losses_of_one_process(
     two_ranks: Ranks,
+    lora: int | None,
     untied_base: str,
     tmp_path: Path,
 ) -> None:
-    recipe = causal_recipe(untied_base, bf16=True)
-    train(recipe, small_collection(), tmp_path / "one")
-    two_ranks.run(run_recipe, replace(recipe, fsdp=True), tmp_path / "two")
+    base = tmp_path / "base"
+    shutil.copytree(untied_base, base)
+    network = AutoModelForCausalLM.from_pretrained(untied_base, dtype=torch.bfloat16)
+    network.save_pretrained(base)
+    recipe = causal_recipe(str(base), lora=lora, bf16=True)
+    with without_lora_dropout():
+        train(recipe, small_collection(), tmp_path / "one")
+    sharded_recipe = replace(recipe, fsdp=True)
+    for result in two_ranks.run(run_without_lora_dropout, sharded_recipe, tmp_path / "two"):
+        assert result["ranks"] == 2
     pairs = zip(logged_losses(tmp_path / "two"), logged_losses(tmp_path / "one"), strict=True)
     for step, expected in pairs:
         assert step["loss"] == pytest.approx(expected["loss"], rel=5e-2)

@@ -32,6 +32,7 @@ from tilefold.modules import (
     load_encoder,
 )
 from tilefold.recipes import LsrRecipe, train
+from tilefold.recipes._training import use_fp32_weights
 from tilefold.recipes.adaptation import AdaptationRecipe, adapt, pack_texts
 from tilefold.recipes.adapters import merge_adapters
 from tilefold.recipes.decoders import VARIANTS, add_lora, check_bidirectional
@@ -179,6 +180,57 @@ def test_lora_trains_its_own_weights_and_is_merged_into_it(
     torch.testing.assert_close(dense(again, TEXTS), expected, rtol=0, atol=1e-5)
     if variant == "bidirectional":
         assert again[0].model.config.is_causal is False
+
+
+@pytest.mark.parametrize(
+    ("bf16", "lora", "tolerance", "saved_dtype"),
+    [
+        pytest.param(False, None, 1e-6, torch.float32, id="all weights in fp32"),
+        # Updates are drawn in the dtype of the checkpoint.
+        pytest.param(False, 2, 1e-3, torch.float32, id="LoRA in fp32"),
+        pytest.param(True, None, 1e-6, torch.float32, id="all weights with autocast"),
+        # Frozen weights stay in bf16, in which they compute.
+        pytest.param(True, 2, 1e-2, torch.bfloat16, id="LoRA with autocast"),
+    ],
+)
+def test_a_checkpoint_in_bf16_is_trained_in_fp32(
+    bases: dict[str, str],
+    collection: Collection,
+    tmp_path: Path,
+    bf16: bool,
+    lora: int | None,
+    tolerance: float,
+    saved_dtype: torch.dtype,
+) -> None:
+    network, tokenizer = load(bases["causal"])
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        network.to(torch.bfloat16).to(dtype).save_pretrained(str(tmp_path / name))
+        tokenizer.save_pretrained(str(tmp_path / name))
+    runs = {}
+    for name in ("bf16", "fp32"):
+        recipe = LsrRecipe(
+            base_model=str(tmp_path / name),
+            document=CausalSpec(lora=lora),
+            **{**RUN, "bf16": bf16},
+        )
+        runs[name] = train(recipe, collection, tmp_path / f"trained-{name}")
+    assert runs["bf16"].loss == pytest.approx(runs["fp32"].loss, rel=tolerance)
+    trained = SparseEncoder(str(tmp_path / "trained-bf16"), device="cpu")
+    assert {parameter.dtype for parameter in trained.parameters()} == {saved_dtype}
+
+
+def test_lora_on_frozen_weights_in_bf16_is_trained_in_fp32(
+    bases: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    network, tokenizer = load(bases["causal"])
+    network.to(torch.bfloat16).save_pretrained(str(tmp_path))
+    tokenizer.save_pretrained(str(tmp_path))
+    model = causal_splade(str(tmp_path), device="cpu")
+    add_lora(model[0], rank=2, alpha=4)
+    use_fp32_weights(model, frozen=False)
+    dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_texts_are_packed_with_an_end_token_between_them(bases: dict[str, str]) -> None:

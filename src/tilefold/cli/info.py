@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +9,10 @@ import typer
 
 from tilefold._internal.precision import choose_precision
 from tilefold._version import __version__
-from tilefold.cli import _common, _models
+from tilefold.cli import _common, _decoder_plan, _models
 from tilefold.cli._common import UsageError
 from tilefold.cli._options import Options, argument, option
+from tilefold.cli._plan import GIB, Shape, texts_per_second, training
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,6 @@ OPTIONAL_PACKAGES = {
 }
 ARCHITECTURES = {"8.0": (8, 0), "8.9": (8, 9), "9.0": (9, 0), "10.0": (10, 0), "12.0": (12, 0)}
 
-GIB = 2**30
 # Defaults of the options of a plan.
 LENGTH = 256
 QUERY_LENGTH = 24
@@ -48,23 +47,6 @@ GPU_MEMORY = 80.0
 MINI_BATCH_SIZE = 128
 DOCUMENTS = 1_000_000
 TERMS = 200.0
-
-# Constants of the estimates, fitted to train_splade.csv and a row of encode.csv in
-# benchmarks/results/nvidia-h200.
-USABLE = 0.955  # share of a GPU's memory that the largest batches of the benchmark used
-_STATE_BYTES = 16  # bytes per parameter: fp32 weight, gradient and both moments of AdamW
-_HIDDEN_BYTES = 28.2  # bytes that a layer saves per token and hidden dimension
-_INTERMEDIATE_BYTES = 4.0  # bytes that a layer saves per token and intermediate dimension
-_CHECKPOINT_BYTES = 4.0  # bytes that a checkpointed layer saves per token and hidden dimension
-_ENDS_BYTES = 16.0  # bytes that embedding and head save per token and hidden dimension
-_PEAK_ROWS = 2.85  # fp32 rows [V] per text at the peak: scores, gradients, and regularisation
-# fp32 rows [V] per pair at the peaks of the forward and the backward pass of the loss, if gradients
-# are cached.
-_LOSS_FORWARD_ROWS = 9.25
-_LOSS_BACKWARD_ROWS = 7
-_LOSS_BACKWARD_SCORES = 4  # fp32 matrices of scores [B, B] in the backward pass
-_ENCODING_FLOPS = 3.89e14  # operations per second of an H200 that encodes BERT-base to Parquet
-_TOKENIZER_RATE = 4.85e6  # tokens per second of the Rust tokenizer on 16 cores
 TERM_BYTES = 5.0  # bytes per term in Parquet, at most
 POSTING_BYTES = 8.0  # bytes per term in the exact index
 
@@ -102,7 +84,7 @@ class InfoRequest(Options):
     gpu_memory: Annotated[
         float | None,
         option(
-            f"plan: memory of the GPU in GiB; by default {GPU_MEMORY:g}.",
+            f"plan: memory of the GPU in GiB; by default {GPU_MEMORY:g}, for decoders also 140.",
             min=0.1,
             max=1e6,
         ),
@@ -159,7 +141,7 @@ def info(request: InfoRequest) -> None:
     """Show versions, devices, optional packages, and the implementation that each operator runs.
 
     tilefold info plan --model MODEL estimates the largest training batch, and the time and memory
-    of encoding.
+    of encoding. Of a decoder, it compares LoRA and training all weights.
 
     Example:
         tilefold info plan --model MODEL --length 256
@@ -357,131 +339,6 @@ def _print_kernels(triton: dict[str, Any]) -> None:
     _common.print_table(columns, rows, wrapped=columns)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Dimensions of a BERT-like encoder with a tied LM head.
-
-    Attributes:
-        hidden: the hidden dimension D.
-        layers: the number of layers.
-        intermediate: the intermediate dimension of the feed-forward part.
-        vocab: the vocabulary size V.
-    """
-
-    hidden: int
-    layers: int
-    intermediate: int
-    vocab: int
-
-    @property
-    def layer_parameters(self) -> int:
-        """The number of parameters of all layers."""
-        return self.layers * (4 * self.hidden**2 + 2 * self.hidden * self.intermediate)
-
-    @property
-    def parameters(self) -> int:
-        """The approximate number of parameters of the model, with 512 positions."""
-        return self.layer_parameters + (self.vocab + 512) * self.hidden + self.hidden**2
-
-
-@dataclass(frozen=True)
-class Training:
-    """Estimated memory of a training step, and the batches that fit.
-
-    Attributes:
-        fixed_gib: the memory of weights, gradients and the state of AdamW, in GiB.
-        mib_a_pair: the peak memory per pair of a query and a document, in MiB.
-        largest_batch: the number of pairs that fit; 0 if the weights alone do not fit.
-        largest_in_mini_batches: the number of pairs that fit if the batch is split into
-            mini-batches with cached gradients.
-    """
-
-    fixed_gib: float
-    mib_a_pair: float
-    largest_batch: int
-    largest_in_mini_batches: int
-
-
-def training(
-    shape: Shape,
-    length: int,
-    query_length: int,
-    memory_gib: float,
-    mini_batch_size: int,
-    *,
-    checkpointing: bool,
-) -> Training:
-    """Estimate the memory of training SPLADE with `accelerate`, in bf16 autocast.
-
-    The memory of a step is fixed_bytes + pairs * pair_bytes. The fixed part holds the weights, the
-    gradients and the state of AdamW. A pair needs the activations that layers save for each token,
-    and rows of vocabulary size for each text. All texts are assumed to have the full length. The
-    bytes per token and the number of rows were fitted to measurements.
-
-    Args:
-        shape: the shape of the model.
-        length: the tokens per document.
-        query_length: the tokens per query.
-        memory_gib: the memory of the GPU in GiB.
-        mini_batch_size: the pairs per mini-batch.
-        checkpointing: whether layers are recomputed in the backward pass.
-    """
-    layer_bytes = _HIDDEN_BYTES * shape.hidden + _INTERMEDIATE_BYTES * shape.intermediate
-    if checkpointing:
-        # Every layer saves its input, and one layer at a time saves all activations.
-        checkpoints = shape.layers * _CHECKPOINT_BYTES * shape.hidden
-        token_bytes = checkpoints + layer_bytes + _ENDS_BYTES * shape.hidden
-        # Most rows of the head are freed before the backward pass of the layers.
-        peak_rows = 1.0
-    else:
-        token_bytes = shape.layers * layer_bytes
-        peak_rows = _PEAK_ROWS
-    row_bytes = 4 * shape.vocab  # fp32
-    texts_per_pair = 2  # a query and a document
-    pair_bytes = (length + query_length) * token_bytes + texts_per_pair * peak_rows * row_bytes
-    fixed_bytes = _STATE_BYTES * shape.parameters
-    free_bytes = USABLE * memory_gib * GIB - fixed_bytes
-
-    def cached_bytes(n_pairs: int) -> float:
-        """Return the peak memory of a step of `n_pairs` in mini-batches with cached gradients."""
-        bytes_of_one_row_per_pair = row_bytes * n_pairs
-        score_bytes = 4 * n_pairs**2  # fp32 scores of each query with each document
-        # The vectors of all pairs stay in memory while a mini-batch is encoded.
-        mini_batch = mini_batch_size * pair_bytes + texts_per_pair * bytes_of_one_row_per_pair
-        loss_forward = _LOSS_FORWARD_ROWS * bytes_of_one_row_per_pair + score_bytes
-        loss_backward = (
-            _LOSS_BACKWARD_ROWS * bytes_of_one_row_per_pair + _LOSS_BACKWARD_SCORES * score_bytes
-        )
-        return max(mini_batch, loss_forward, loss_backward)
-
-    # Binary search for the largest number of pairs whose peak fits.
-    largest_in_mini_batches = bisect.bisect(range(1, 1 << 24), free_bytes, key=cached_bytes)
-    return Training(
-        fixed_gib=fixed_bytes / GIB,
-        mib_a_pair=pair_bytes / 2**20,
-        largest_batch=max(0, int(free_bytes / pair_bytes)),
-        largest_in_mini_batches=largest_in_mini_batches,
-    )
-
-
-def texts_per_second(shape: Shape, length: int) -> float:
-    """Estimate the rate of encoding to Parquet on one H200 in bf16.
-
-    The limit is either the floating-point operations of the model, at the rate that was measured
-    for BERT-base, or the tokenizer.
-
-    Args:
-        shape: the shape of the model.
-        length: the tokens per text.
-    """
-    # A token needs a multiplication and an addition for each weight of the layers and the head, and
-    # for each position in the two products of attention, Q @ K and P @ V.
-    weight_operations = 2 * (shape.layer_parameters + shape.hidden * shape.vocab)
-    attention_operations = 4 * length * shape.hidden * shape.layers
-    tokens_per_second = _ENCODING_FLOPS / (weight_operations + attention_operations)
-    return min(tokens_per_second, _TOKENIZER_RATE) / length
-
-
 def _print_plan(request: InfoRequest, model: str) -> None:
     """Estimate the time and memory of training and encoding with a model, and print them.
 
@@ -489,14 +346,15 @@ def _print_plan(request: InfoRequest, model: str) -> None:
         request: the options of the command.
         model: the folder or name of the model. Only its configuration is read.
     """
-    shape = _shape_of(model)
+    config = _config_of(model)
+    if _decoder_plan.is_decoder(config):
+        _print_decoder_plan(request, model, config)
+        return
+    shape = _shape_of(config)
     length = request.length or LENGTH
     query_length = request.query_length or QUERY_LENGTH
     gpu_memory = request.gpu_memory or GPU_MEMORY
     mini_batch_size = request.mini_batch_size or MINI_BATCH_SIZE
-    documents = request.documents or DOCUMENTS
-    terms = request.terms or TERMS
-    rate = texts_per_second(shape, length)
     plan: dict[str, Any] = {
         "shape": asdict(shape),
         "parameters": shape.parameters,
@@ -504,8 +362,6 @@ def _print_plan(request: InfoRequest, model: str) -> None:
         "query_length": query_length,
         "gpu_memory": gpu_memory,
         "mini_batch_size": mini_batch_size,
-        "documents": documents,
-        "terms": terms,
     }
     for name, checkpointing in (("training", False), ("training_checkpointed", True)):
         step = training(
@@ -517,20 +373,89 @@ def _print_plan(request: InfoRequest, model: str) -> None:
             checkpointing=checkpointing,
         )
         plan[name] = asdict(step)
-    plan["encoding"] = {
-        "texts_per_second_on_an_h200": rate,
-        "hours": documents / rate / 3600,
-        "vector_gigabytes_at_most": TERM_BYTES * terms * documents / 1e9,
-        "exact_index_gigabytes": POSTING_BYTES * terms * documents / 1e9,
-    }
+    plan.update(_plan_encoding(request, texts_per_second(shape, length)))
     _common.print_result(plan, request.json, _format_plan(model, plan))
 
 
-def _shape_of(model: str) -> Shape:
-    """Read the dimensions of a BERT-like encoder from its configuration.
+def _print_decoder_plan(request: InfoRequest, model: str, config: Any) -> None:
+    """Estimate the time and memory of training and encoding with a decoder, and print them.
 
     Args:
-        model: the folder or name of the model, whose weights are not read.
+        request: the options of the command.
+        model: the folder or name of the model.
+        config: the configuration of the model.
+    """
+    shape = _decoder_plan.decoder_shape(config)
+    length = request.length or LENGTH
+    query_length = request.query_length or QUERY_LENGTH
+    mini_batch_size = request.mini_batch_size or MINI_BATCH_SIZE
+    gpu_memories = list(_decoder_plan.GPUS.values())
+    if request.gpu_memory is not None:
+        gpu_memories = [request.gpu_memory]
+    trainings = _decoder_plan.all_trainings(
+        shape,
+        length + query_length,
+        gpu_memories,
+        mini_batch_size,
+    )
+    plan: dict[str, Any] = {
+        "shape": asdict(shape),
+        "parameters": shape.parameters,
+        "length": length,
+        "query_length": query_length,
+        "gpu_memories": gpu_memories,
+        "mini_batch_size": mini_batch_size,
+        "trainings": [asdict(step) for step in trainings],
+    }
+    rate = _decoder_plan.decoder_texts_per_second(shape, length)
+    plan.update(_plan_encoding(request, rate))
+    if request.json:
+        _common.print_json(plan)
+        return
+    typer.echo(
+        f"{model}: {shape.parameters / 1e6:,.0f} million parameters, V = {shape.vocab:,}, weights "
+        f"of {8 * shape.weight_bytes} bits",
+    )
+    typer.echo(
+        f"training SPLADE, documents of {length} and queries of {query_length} tokens, bf16 "
+        "autocast, AdamW:",
+    )
+    columns, rows = _decoder_plan.training_table(trainings, mini_batch_size)
+    _common.print_table(columns, rows, right_aligned=columns[2:])
+    for line in _encoding_lines(plan):
+        typer.echo(line)
+    typer.echo(
+        "activations as autograd saves them on a CPU; memory and rate were measured on one H200 "
+        "with a Llama of 1.5 billion weights, and with no other decoder or GPU",
+    )
+
+
+def _plan_encoding(request: InfoRequest, rate: float) -> dict[str, Any]:
+    """Return what encoding takes, as entries of the plan for JSON.
+
+    Args:
+        request: the options of the command.
+        rate: documents per second on one H200.
+    """
+    documents = request.documents or DOCUMENTS
+    terms = request.terms or TERMS
+    return {
+        "documents": documents,
+        "terms": terms,
+        "encoding": {
+            "texts_per_second_on_an_h200": rate,
+            "hours": documents / rate / 3600,
+            "vector_gigabytes_at_most": TERM_BYTES * terms * documents / 1e9,
+            "exact_index_gigabytes": POSTING_BYTES * terms * documents / 1e9,
+        },
+    }
+
+
+def _config_of(model: str) -> Any:
+    """Read the configuration of a model, whose weights are not read.
+
+    Args:
+        model: the folder or name of the model.
 
     Raises:
         UsageError: if the configuration lacks a dimension.
@@ -549,6 +474,15 @@ def _shape_of(model: str) -> Shape:
                 f"--model: expected a configuration with {', '.join(names)}, got "
                 f"{name}={value!r:.80}.",
             )
+    return config
+
+
+def _shape_of(config: Any) -> Shape:
+    """Return the dimensions of a BERT-like encoder.
+
+    Args:
+        config: the configuration of the model.
+    """
     return Shape(
         hidden=config.hidden_size,
         layers=config.num_hidden_layers,
@@ -564,7 +498,6 @@ def _format_plan(model: str, plan: dict[str, Any]) -> str:
         model: the name of the model.
         plan: the plan, as ``--json`` prints it.
     """
-    encoding = plan["encoding"]
     mini_batch_size = plan["mini_batch_size"]
     lines = [
         f"{model}: {plan['parameters'] / 1e6:.0f} million parameters, V = "
@@ -574,14 +507,26 @@ def _format_plan(model: str, plan: dict[str, Any]) -> str:
         f"  {_format_training(plan['training'], mini_batch_size)}",
         "  with gradient checkpointing: "
         f"{_format_training(plan['training_checkpointed'], mini_batch_size)}",
-        f"encoding {plan['documents']:,} documents of {plan['terms']:g} terms on one H200: "
-        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours",
-        f"  at most {encoding['vector_gigabytes_at_most']:.3g} GB of vectors, "
-        f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index",
+        *_encoding_lines(plan),
         "estimated from measurements on one H200 with BERT-base and XLM-R-base (batch, memory) and "
         "with BERT-base (rate); other models and GPUs were not measured",
     ]
     return "\n".join(lines)
+
+
+def _encoding_lines(plan: dict[str, Any]) -> list[str]:
+    """Format what encoding takes.
+
+    Args:
+        plan: the plan, as ``--json`` prints it.
+    """
+    encoding = plan["encoding"]
+    return [
+        f"encoding {plan['documents']:,} documents of {plan['terms']:g} terms on one H200: "
+        f"{encoding['texts_per_second_on_an_h200']:,.0f} per second, {encoding['hours']:.3g} hours",
+        f"  at most {encoding['vector_gigabytes_at_most']:.3g} GB of vectors, "
+        f"{encoding['exact_index_gigabytes']:.3g} GB in the exact index",
+    ]
 
 
 def _format_training(step: dict[str, Any], mini_batch_size: int) -> str:

@@ -436,7 +436,7 @@ def _train(
         lambda: run.lock_and_resume(resume=call.resume, fill_batches=fill_batches),
     )
     with quiet_libraries(call.verbose):
-        model, notes = _prepare_model(recipe, collection, run, world)
+        model, notes = _prepare_model(recipe, collection, run, world, bf16=bf16)
         warnings = [*examples.notes]
         if run.resume_point.fill_batches and batches_warning:
             # Without filling, the result will have a warning about the steps that were short.
@@ -487,14 +487,17 @@ def _prepare_model(
     collection: Collection,
     run: _run.TrainingRun,
     world: World,
+    *,
+    bf16: bool,
 ) -> tuple[Model, list[str]]:
-    """Build the untrained model of a recipe, and unfreeze its adapters.
+    """Build the untrained model of a recipe, unfreeze its adapters, and train weights in fp32.
 
     Args:
         recipe: the recipe.
         collection: collection whose documents some models compute initial weights from.
         run: the run, which is closed if an error is raised.
         world: all ranks.
+        bf16: whether the run computes in bf16 (autocast).
 
     Returns:
         The model, and notes about it for the user.
@@ -508,12 +511,29 @@ def _prepare_model(
         if recipe.max_steps != 0:
             adapters = unfreeze_adapters(model)
             check_trainable(model)
+            has_adapters = recipe.adds_adapters or bool(adapters)
+            use_fp32_weights(model, frozen=not (bf16 and has_adapters))
     except BaseException:  # also Ctrl-C, after which the folder must not stay locked
         if world.rank == 0:
             _close_unbegun(run)
         raise
     notes = [_truncation_note(recipe, model), _adapters_note(recipe, adapters)]
     return model, [note for note in notes if note]
+
+
+def use_fp32_weights(model: Model, *, frozen: bool) -> None:
+    """Convert weights in 16 bits to fp32, in place.
+
+    A step of the optimiser is often smaller than the distance of two numbers in 16 bits, in which
+    case the weight would never change. With autocast, layers compute in bf16 all the same.
+
+    Args:
+        model: the model. Checkpoints of language models are usually in bf16.
+        frozen: whether frozen weights are converted, too.
+    """
+    for parameter in model.parameters():
+        if parameter.dtype.itemsize == 2 and (frozen or parameter.requires_grad):
+            parameter.data = parameter.data.float()
 
 
 def _close_unbegun(run: _run.TrainingRun) -> None:
