@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from tilefold import retrieval
+from tilefold._internal.files import atomic_file
 from tilefold.cli import _common, _models, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 SHOWN_TERMS = 6
 SHOWN_CELLS = 80
+# Characters of ids that are replaced in the names of files.
+_NOT_IN_FILE_NAMES = re.compile(r"[^\w.-]+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,14 @@ class SearchCommandRequest(
             "--explain",
         ),
     ] = False
+    heat_maps: Annotated[
+        Path | None,
+        option(
+            "For page images: write each hit with the patches that the query matched into this "
+            "folder.",
+            panel="Output",
+        ),
+    ] = None
     save_run: Annotated[
         Path | None,
         option(
@@ -149,6 +161,8 @@ class SearchCommandRequest(
                 {"--demo": self.demo != _common.DEMO_DIR},
                 "has no effect with --index: leave it out",
             )
+        if self.data is None:
+            refuse_options({"--heat-maps": self.heat_maps}, "requires --data")
         if self.prf_with is not None and not self.prf_with.is_dir():
             got = "the file" if self.prf_with.exists() else "nothing at"
             raise UsageError(
@@ -164,23 +178,28 @@ class SearchCommandRequest(
     def _check_save_run(self) -> None:
         """Raise ``UsageError`` for options without effect, or a run of a query without an id.
 
-        ``--overwrite`` and ``--ignore-identical-ids`` require ``--save-run``, which requires
-        queries with ids.
+        ``--ignore-identical-ids`` requires ``--save-run``, which requires queries with ids, and
+        ``--overwrite`` requires a file or folder to write.
         """
         if self.save_run is None:
             refuse_options(
-                {
-                    "--overwrite": self.overwrite,
-                    "--ignore-identical-ids": self.ignore_identical_ids,
-                },
+                {"--ignore-identical-ids": self.ignore_identical_ids},
                 "requires --save-run",
             )
+            if self.heat_maps is None:
+                refuse_options(
+                    {"--overwrite": self.overwrite},
+                    "requires --save-run or --heat-maps",
+                )
         elif self.has_one_query:
             raise UsageError(
                 "--save-run requires queries with ids: give --queries, or - for standard input.",
             )
         else:
-            refuse_options({"--explain": self.explain}, "cannot be combined with --save-run")
+            refuse_options(
+                {"--explain": self.explain, "--heat-maps": self.heat_maps},
+                "cannot be combined with --save-run",
+            )
 
     @property
     def has_one_query(self) -> bool:
@@ -213,6 +232,8 @@ def search(request: SearchCommandRequest) -> None:
         *_scores.files_of_collection(request.data),
         overwrite=request.overwrite,
     )
+    if request.heat_maps is not None:
+        _check_heat_map_folder(request.heat_maps, overwrite=request.overwrite)
     searcher = _open_searcher(request)
     search_request = retrieval.SearchRequest(
         k=request.k,
@@ -469,6 +490,8 @@ def _print_hits_of_queries(
             queries="--model",
         ):
             hits = searcher.search(text, search_request)
+            if request.heat_maps is not None:
+                _write_heat_maps(searcher, request, query_id, text, hits)
         incomplete_hits.count(hits, searcher, request)
         if request.as_json and request.has_one_query:
             precision = searcher.precisions
@@ -487,6 +510,63 @@ def _print_hits_of_queries(
             reason = _retrievers.reason_without_hits(searcher, search_request.where)
             typer.echo(reason if request.has_one_query else f"{reason}: {text}")
     incomplete_hits.print_notes()
+
+
+def _check_heat_map_folder(folder: Path, *, overwrite: bool) -> None:
+    """Raise ``CommandError`` if a folder of heat maps has files that may not be replaced.
+
+    Args:
+        folder: the folder of ``--heat-maps``, which may not exist.
+        overwrite: whether files may be replaced.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise CommandError(f"--heat-maps: expected a folder, got the file {folder}.")
+    if folder.is_dir() and any(folder.iterdir()) and not overwrite:
+        raise CommandError(
+            f"--heat-maps: expected a new or empty folder, got {folder} with files in it; name "
+            "another one, or replace images of the same names with --overwrite.",
+        )
+
+
+def _write_heat_maps(
+    searcher: Searcher,
+    request: SearchCommandRequest,
+    query_id: str,
+    query: str,
+    hits: list[dict[str, Any]],
+) -> None:
+    """Write the heat maps of the hits that are pages, and add their paths to the hits.
+
+    Args:
+        searcher: the searcher.
+        request: the options of the command, with the folder.
+        query_id: id of the query, with which the names of the files begin.
+        query: text of the query.
+        hits: the hits, as the searcher returns them. A page gets its ``heat_map``.
+    """
+    folder = request.heat_maps
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    pages = []
+    for hit in hits:
+        document = searcher.documents.get(hit["id"])
+        if document is not None and document.page is not None:
+            pages.append(hit)
+    if hits and not pages:
+        note(f"--heat-maps: none of the {len(hits)} hits is a page image")
+    for hit in pages:
+        image = searcher.encoded_item(hit["id"])
+        explanations = searcher.explain_items(
+            query,
+            {hit["id"]: image},
+            with_reranker=request.rerank is not None,
+        )
+        name = f"{query_id}-{hit['rank']:03d}-{hit['id']}"
+        path = folder / f"{_NOT_IN_FILE_NAMES.sub('_', name)}.png"
+        with atomic_file(path) as temporary:
+            explanations[hit["id"]].draw(image).save(temporary, "PNG")
+        hit["heat_map"] = str(path)
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
@@ -567,6 +647,7 @@ def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
         "query token: matched token, similarity": [
             _format_matches(hit.get("matches") or []) for hit in hits
         ],
+        "heat map": [hit.get("heat_map", "") for hit in hits],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     _common.print_table(
@@ -574,7 +655,7 @@ def _print_hits(query: str, hits: list[dict[str, Any]]) -> None:
         zip(*columns.values(), strict=True),
         query,
         right_aligned=("#", "score", first_title),
-        wrapped=("id", "document", "passage"),
+        wrapped=("id", "document", "passage", "heat map"),
         title_justify="left",
     )
 
@@ -603,9 +684,16 @@ def _format_terms(terms: list[dict[str, Any]]) -> str:
 
 
 def _format_matches(matches: list[dict[str, Any]]) -> str:
-    """Format the best match of each word of a query, in the order of the query."""
+    """Format the best match of each word of a query, in the order of the query.
+
+    A match on a page image is the left and the upper edge of the patch, in percent of the page.
+    """
     content = [match for match in matches if match["content"]]
-    return "  ".join(
-        f"{match['query_token']}: {match['document_token']} {match['similarity']:.2f}"
-        for match in content or matches
-    )
+    cells = []
+    for match in content or matches:
+        matched = match["document_token"]
+        if "box" in match:
+            left, top, _, _ = match["box"]
+            matched = f"at {left:.0%} {top:.0%}"
+        cells.append(f"{match['query_token']}: {matched} {match['similarity']:.2f}")
+    return "  ".join(cells)

@@ -551,7 +551,6 @@ class Searcher:
             DataError: if a document is missing, or its vectors are not those of its tokens, such
                 as pooled vectors.
         """
-        self._check_can_explain(with_reranker=with_reranker)
         items = {vector_id: self.encoded_item(vector_id) for vector_id in ids}
         return self.explain_items(query, items, with_reranker=with_reranker)
 
@@ -572,6 +571,7 @@ class Searcher:
         Returns:
             Id -> explanation.
         """
+        self._check_can_explain(with_reranker=with_reranker)
         from tilefold.retrieval.encoding.tokens import encode_texts
         from tilefold.retrieval.search.token_matches import ExplainedQuery
 
