@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tilefold._internal.arguments import ArgumentError
+from tilefold.recipes._rows import PagesInMemory
 from tilefold.recipes._settings import TrainingSettings
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.lazy_documents import LazyDocuments
+from tilefold.retrieval.data.pages import Page
 
 DEFAULT_DOCUMENTS = 10_000  # number of searched documents, if the recipe sets none
 CUT_OFF = 10  # number of hits that are measured
@@ -83,7 +86,28 @@ def create_evaluation(recipe: TrainingSettings, collection: Collection) -> Evalu
         name=split,
         write_csv=False,
     )
+    if any(isinstance(content, Page) for content in documents.values()):
+        evaluator.corpus = _PageCorpus(PagesInMemory(documents.values()))
     return Evaluation(evaluator, f"{split} ({description})", digest)
+
+
+class _PageCorpus(Sequence[Any]):
+    """Documents of an evaluator, whose page images are read chunk by chunk.
+
+    Args:
+        pages: pages of the documents.
+    """
+
+    def __init__(self, pages: PagesInMemory) -> None:
+        self._pages = pages
+
+    def __len__(self) -> int:
+        return len(self._pages)
+
+    def __getitem__(self, item: Any) -> Any:
+        if isinstance(item, slice):
+            return self._pages.at(range(*item.indices(len(self))))
+        return self._pages.at([item])[0]
 
 
 def _default_split(collection: Collection) -> str:
@@ -127,7 +151,7 @@ def _sample_documents(
     split: str,
     n_documents: int,
     seed: int,
-) -> dict[str, str]:
+) -> dict[str, Content]:
     """Return all judged documents of a split, and random other documents.
 
     Args:
@@ -138,12 +162,12 @@ def _sample_documents(
         seed: seed of the random documents.
 
     Returns:
-        Id -> text.
+        Id -> text or page.
     """
     judged_ids: dict[str, None] = {}  # a dictionary, as a set with an order
     for grades in collection.qrels[split].values():
         judged_ids.update(dict.fromkeys(grades))
-    contents = collection.contents()
+    contents = collection.content()
     n_others = max(0, n_documents - len(judged_ids))
     # Judged documents among the draws are skipped, so as many more are drawn.
     n_draws = min(len(contents), n_others + len(judged_ids))
@@ -160,17 +184,17 @@ def _sample_documents(
 
 
 def _documents_at(
-    contents: Mapping[str, str],
+    contents: Mapping[str, Content],
     positions: Sequence[int],
-) -> Iterable[tuple[str, str]]:
-    """Return the ids and texts of the documents at the given positions.
+) -> Iterable[tuple[str, Content]]:
+    """Return the ids and texts, or pages, of the documents at the given positions.
 
     Args:
-        contents: id -> text, for all documents in their order.
+        contents: id -> text or page, for all documents in their order.
         positions: positions of the documents.
 
     Returns:
-        Pairs ``(id, text)``.
+        Pairs ``(id, text or page)``.
     """
     if isinstance(contents, LazyDocuments):  # reads only these documents from a file
         return contents.pairs_at(positions)

@@ -1,15 +1,16 @@
-"""Training rows, as positions of texts in a collection.
+"""Training rows, as positions of texts or page images in a collection.
 
-The texts are read from memory or from a file when a batch needs them.
+They are read from memory or from files when a batch needs them.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +18,16 @@ import numpy.typing as npt
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.data.collection import Collection
+from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.lazy_documents import LazyDocuments, id_key
+from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.encoding.truncation import TextCutter
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.training_data.rows import TrainingRows
 
 Positions = npt.NDArray[np.int64]
+PAGE_THREADS = 8  # threads that decode the images of a batch
+PAGE_CHARACTERS = 8192  # size of a page in estimates: about a thousand tokens
 MAX_CHARACTERS_PER_TOKEN = 8  # estimate for texts that are not tokenized
 MAX_TOKENS = 10**6  # limit of a model without a maximum length, or with one such as 10^30
 LENGTH_BATCH_SIZE = 4096  # number of texts that are read at a time to measure their lengths
@@ -45,16 +50,53 @@ class TextsInMemory(list[str]):
         return np.fromiter(map(id_key, self), np.uint64, len(self))
 
 
+class PagesInMemory(list[Content]):
+    """Page images of a collection, which are read when a batch needs them; some may be texts."""
+
+    def at(self, positions: Sequence[int]) -> list[Any]:
+        """Return the images, or the texts, at the given positions.
+
+        Images are decoded in several threads.
+
+        Raises:
+            DataError: if a page cannot be read.
+        """
+        with ThreadPoolExecutor(PAGE_THREADS) as executor:
+            return list(executor.map(_read_content, [self[position] for position in positions]))
+
+    def sizes(self, positions: Positions) -> Positions:
+        """Return the numbers of characters of the texts; that of a page is a constant."""
+        sizes = []
+        for position in positions:
+            content = self[position]
+            sizes.append(PAGE_CHARACTERS if isinstance(content, Page) else len(content))
+        return np.array(sizes, np.int64)
+
+    @cached_property
+    def text_keys(self) -> npt.NDArray[np.uint64]:
+        """64-bit keys of all pages, ``[n]``; the same page of the same file has the same key."""
+        names = [
+            f"{content.file}#{content.number}" if isinstance(content, Page) else content
+            for content in self
+        ]
+        return np.fromiter(map(id_key, names), np.uint64, len(names))
+
+
+def _read_content(content: Content) -> Any:
+    """Return the image of a page, or a text as it is."""
+    return content.image() if isinstance(content, Page) else content
+
+
 @dataclass(frozen=True, eq=False)
 class Column(Sequence[str]):
-    """The texts of one column of n training rows.
+    """The texts or page images of one column of n training rows.
 
     Attributes:
         texts: all queries or all documents of a collection.
         positions: position ``[n]`` of each row's text in `texts`.
     """
 
-    texts: TextsInMemory | LazyDocuments[str]
+    texts: TextsInMemory | LazyDocuments[str] | PagesInMemory
     positions: Positions
 
     def __len__(self) -> int:
@@ -154,11 +196,14 @@ def _check_pair_count(n_pairs: int, collection: Collection) -> None:
 
 
 def document_texts(collection: Collection) -> Column:
-    """Return the contents of all documents of a collection, in their order."""
-    contents: Mapping[str, str] = collection.contents()
+    """Return the texts or pages of all documents of a collection, in their order."""
+    contents: Mapping[str, Content] = collection.content()
+    positions = np.arange(len(contents))
     if isinstance(contents, LazyDocuments):
-        return Column(contents, np.arange(len(contents)))
-    return Column(TextsInMemory(contents.values()), np.arange(len(contents)))
+        return Column(contents, positions)
+    if any(isinstance(content, Page) for content in contents.values()):
+        return Column(PagesInMemory(contents.values()), positions)
+    return Column(TextsInMemory(cast("Iterable[str]", contents.values())), positions)
 
 
 def pair_examples(collection: Collection, document_column: str) -> Examples:
@@ -198,7 +243,7 @@ def examples_of(
         else:
             texts = queries if name == "query" else documents
             columns_with_texts[name] = Column(texts, values)
-    texts_sha256 = texts_digest(collection.queries) + texts_digest(collection.contents())
+    texts_sha256 = texts_digest(collection.queries) + texts_digest(collection.content())
     return Examples(columns_with_texts, n_pairs, notes, texts_sha256)
 
 
@@ -487,6 +532,8 @@ class Reader:
         # The column of relevant documents is the first one after the queries.
         name = next(name for name in columns if name != "query")
         positions = columns[name].positions
+        if isinstance(columns[name].texts, PagesInMemory):
+            return columns[name].texts.sizes(positions)
         lengths = np.empty(len(positions), np.int64)
         for start in range(0, len(positions), LENGTH_BATCH_SIZE):
             end = start + LENGTH_BATCH_SIZE
@@ -538,7 +585,7 @@ class Reader:
         return total
 
     def _read_column(self, name: str, values: list[Any]) -> list[Any]:
-        """Return some texts of a column, truncated near the model's token limit.
+        """Return some texts of a column, truncated near the model's token limit, or page images.
 
         The lengths of truncated texts are cached, because truncation requires tokenization.
 
@@ -549,6 +596,8 @@ class Reader:
         column = self._columns[name]
         if not isinstance(column, Column):  # scores
             return values
+        if isinstance(column.texts, PagesInMemory):
+            return column.texts.at(values)
         lengths = self._truncated_lengths[name]
         texts = column.texts.at(values)
         uncached = [row for row, position in enumerate(values) if position not in lengths]

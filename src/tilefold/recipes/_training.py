@@ -421,7 +421,7 @@ def _train(
     if is_trained:
         data_digest = examples.digest() + evaluation.digest
     else:
-        data_digest = texts_digest(collection.contents())
+        data_digest = texts_digest(collection.content())
     bf16 = supports_bf16() if recipe.bf16 is None else recipe.bf16
     run = _run.TrainingRun(output_dir, {**recipe.to_dict(), "bf16": bf16}, data_digest)
     _check_same_run(run, world)

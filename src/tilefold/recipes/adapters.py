@@ -439,8 +439,11 @@ def _probe_outputs(network: Network) -> Tensor:
     from tilefold.integrations.transformers.networks import in_eval_mode
 
     device = next(network.parameters()).device
-    vocab_size = network.get_input_embeddings().weight.size(0)
-    token_ids = torch.arange(PROBE_TOKENS, device=device)[None] % vocab_size
+    embeddings: Any = network.get_input_embeddings()
+    token_ids = torch.arange(embeddings.weight.size(0), device=device)
+    # The embedding of padding is 0, whose output a network may divide by its length of 0.
+    token_ids = token_ids[token_ids != getattr(embeddings, "padding_idx", None)]
+    token_ids = token_ids[torch.arange(PROBE_TOKENS, device=device) % len(token_ids)][None]
     with in_eval_mode(network), _without_flash_attention(network), torch.no_grad():
         output: Any = network(input_ids=token_ids)
     return output[0].float()  # type: ignore[no-any-return]

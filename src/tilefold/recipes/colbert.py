@@ -1,4 +1,8 @@
-"""ColBERT models (arXiv 2004.12832), trained with the trainer of sentence-transformers."""
+"""ColBERT models (arXiv 2004.12832), trained with the trainer of sentence-transformers.
+
+Models of page images, such as ColPali (arXiv 2407.01449), are trained in the same way, on pairs of
+a query and a page.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +15,20 @@ from typing import ClassVar
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.precision import Dtype, set_precision
-from tilefold._internal.typing import Module, MultiVectorEncoder, Tensor, Tokenizer
+from tilefold._internal.typing import Module, MultiVectorEncoder, Tensor, Tokenizer, Transformer
 from tilefold.recipes import loading
 from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, validator
 from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
+from tilefold.recipes.adapters import merge_adapters
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
 
 __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
 MAX_DIMENSION = 4096
 DIMENSION_MULTIPLE = 8  # kernels load 8 elements of 16 bits at a time
+# Parts of the names of the vision model in ColPali and ColModernVBERT, and in ColQwen2.
+_VISION_PARTS = ("vision", "visual")
 UNLIMITED_TOKENS = 2**30  # token limit of a model that has none
 
 
@@ -39,7 +46,8 @@ class ColbertRecipe(Recipe):
     """Configuration of a ColBERT training run; every field is checked on construction.
 
     The base model may be any encoder, a SentenceTransformer, or a multi-vector model, whose
-    projection, query length and skipped words are kept.
+    projection, query length and skipped words are kept. A model of page images, such as ColPali,
+    is trained as it is, on a collection of pages.
 
     Attributes:
         base_model: model that training starts from: ``"minilm"`` for the packaged MiniLM, a folder
@@ -50,6 +58,9 @@ class ColbertRecipe(Recipe):
         expand_queries: whether to pad queries with mask tokens that are scored too, as ColBERT
             does.
         skip_punctuation: whether to drop the vectors of punctuation in documents.
+        lora: rank of LoRA updates (arXiv 2106.09685) of the language model, which are merged at the
+            end; the other weights of the network are not trained, except for the projection. None
+            trains all weights.
 
     The other fields are described in :class:`TrainingSettings`.
     """
@@ -66,6 +77,12 @@ class ColbertRecipe(Recipe):
     query_length: int = checked(32, integer())
     expand_queries: bool = checked(False, BOOLEAN)
     skip_punctuation: bool = checked(True, BOOLEAN)
+    lora: int | None = checked(None, integer())
+
+    @property
+    def adds_adapters(self) -> bool:
+        """Whether training adds adapters to the base model, which are merged at the end."""
+        return self.lora is not None
 
     def build_model(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
         """Load the base model as the ``MultiVectorEncoder`` that training starts from.
@@ -105,11 +122,16 @@ class ColbertRecipe(Recipe):
                     keep_projection=kind == "dense" and has_saved_projection,
                 )
         transformer = model[0]
-        transformer.document_length = min(
-            self.max_length,
-            transformer.document_length or self.max_length,
-            _max_tokens(model),
-        )
+        # A processor of images decides how many tokens a page has. None may be truncated.
+        if not takes_images(model):
+            transformer.document_length = min(
+                self.max_length,
+                transformer.document_length or self.max_length,
+                _max_tokens(model),
+            )
+        if self.lora is not None:
+            with loading.seeded(self.seed):
+                _add_lora(transformer, self.lora)
         if is_packaged:  # the configuration names the folder of the package
             transformer.model.config._name_or_path = MINILM_NAME
         return loading.stay_offline(model)
@@ -133,10 +155,16 @@ class ColbertRecipe(Recipe):
         model = job.model
         transformer = model[0]
         saved_length = transformer.document_length
-        transformer.document_length = min(saved_length, self.train_max_length or self.max_length)
+        if saved_length is not None:
+            transformer.document_length = min(
+                saved_length,
+                self.train_max_length or self.max_length,
+            )
         loss = self._make_loss(job)
+        # The network of a model of page images stays as it is: its inputs cannot be packed.
+        accelerates_network = self.fused and not takes_images(model)
         # The trainer adds CUDA graphs if the recipe asks for them.
-        with accelerate(model, graphs=False) if self.fused else nullcontext():
+        with accelerate(model, graphs=False) if accelerates_network else nullcontext():
             result = run_trainer(
                 job,
                 MultiVectorEncoderTrainer,
@@ -144,6 +172,8 @@ class ColbertRecipe(Recipe):
                 loss,
             )
         transformer.document_length = saved_length  # an error above ends the run
+        if self.adds_adapters:
+            merge_adapters(model)
         return result
 
     def _make_loss(self, job: TrainingJob) -> Module:
@@ -168,7 +198,8 @@ class ColbertRecipe(Recipe):
             score_function = functools.partial(
                 scores_of_all_ranks,
                 score_function=score_function,
-                length=job.model[0].document_length,  # no document of any rank is longer
+                # No document of any rank is longer. Pages have no limit.
+                length=job.model[0].document_length,
             )
         if self.mini_batch_size is None:
             return losses.MultiVectorMultipleNegativesRankingLoss(
@@ -194,7 +225,7 @@ def scores_of_all_ranks(
     documents_mask: Tensor,
     *,
     score_function: Callable[..., Tensor],
-    length: int,
+    length: int | None,
 ) -> Tensor:
     """Score this rank's queries with the documents of all ranks, for in-batch negatives.
 
@@ -208,7 +239,8 @@ def scores_of_all_ranks(
         queries_mask: ``[B, Lq]``, True for tokens that are not padding.
         documents_mask: ``[B, N, Ld]``, True for tokens that are not padding.
         score_function: computes scores from token vectors and masks.
-        length: length to which documents are padded, at least Ld.
+        length: length to which documents are padded, at least Ld; None gathers the longest length
+            of all ranks.
 
     Returns:
         Scores ``[B, ranks * B, ...]`` as `score_function` returns them. ``gather_rows`` puts this
@@ -221,6 +253,8 @@ def scores_of_all_ranks(
 
     from tilefold.distributed.process_group import gather_rows
 
+    if length is None:
+        length = _longest_of_all_ranks(documents)
     n_padding = length - documents.size(2)
     if n_padding < 0:  # the gathered shapes would differ between ranks
         raise ValueError(f"documents must have at most {length} tokens, got {documents.size(2)}.")
@@ -231,6 +265,46 @@ def scores_of_all_ranks(
         all_documents,
         queries_mask=queries_mask,
         documents_mask=all_masks,
+    )
+
+
+def _longest_of_all_ranks(documents: Tensor) -> int:
+    """Return the largest number of tokens of the padded documents of any rank.
+
+    Args:
+        documents: token vectors ``[B, N, Ld, D]`` of this rank's documents.
+    """
+    import torch
+    import torch.distributed as dist
+
+    longest = torch.tensor(documents.size(2), device=documents.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return int(longest)
+
+
+def takes_images(model: MultiVectorEncoder) -> bool:
+    """Return whether a model encodes page images."""
+    return "image" in model.modalities
+
+
+def _add_lora(transformer: Transformer, rank: int) -> None:
+    """Add LoRA updates to the language model of a network, and freeze its other weights.
+
+    In a model of page images, the vision model stays as it is, and the projection to token vectors
+    has an update too, as in the recipe of ColPali.
+
+    Args:
+        transformer: module with the network, changed in place.
+        rank: rank of the updates.
+    """
+    from tilefold.recipes.decoders import LORA_ALPHA_PER_RANK, add_lora
+
+    add_lora(
+        transformer,
+        rank=rank,
+        alpha=LORA_ALPHA_PER_RANK * rank,
+        excluded_parts=_VISION_PARTS,
+        other_targets=("embedding_proj_layer",),
     )
 
 

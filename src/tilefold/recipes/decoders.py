@@ -7,7 +7,7 @@ SPLADE on causal language models follows Mistral-SPLADE (arXiv 2408.11119) and C
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -319,6 +319,8 @@ def add_lora(
     rank: int = 16,
     alpha: int = 32,
     dropout: float = 0.05,
+    excluded_parts: Sequence[str] = (),
+    other_targets: Sequence[str] = (),
 ) -> list[str]:
     """Add LoRA updates to the projections of attention and MLP, and freeze all other weights.
 
@@ -329,6 +331,8 @@ def add_lora(
         rank: rank of the updates.
         alpha: scale of the updates, which are multiplied by ``alpha / rank``.
         dropout: dropout probability for the inputs of the updates.
+        excluded_parts: parts of the paths of layers that get no update, such as ``"vision"``.
+        other_targets: names of further layers that get an update, where a network has them.
 
     Returns:
         The names of the layers with updates, such as ``"q_proj"``.
@@ -341,10 +345,16 @@ def add_lora(
         from peft import LoraConfig
     except ImportError as error:
         raise MissingPackageError("LoRA needs the package peft: pip install peft") from error
-    # the last part of each path, such as "q_proj" of "layers.0.self_attn.q_proj"
-    module_names = {path.rpartition(".")[2] for path, _ in transformer.model.named_modules()}
-    targets = [name for name in PROJECTIONS if name in module_names]
-    if not targets:
+    layer_names = (*PROJECTIONS, *other_targets)
+    target_paths = []
+    for path, _ in transformer.model.named_modules():
+        # The last part of the path "layers.0.self_attn.q_proj" is "q_proj".
+        is_excluded = any(part in path for part in excluded_parts)
+        if path.rpartition(".")[2] in layer_names and not is_excluded:
+            target_paths.append(path)
+    target_names = {path.rpartition(".")[2] for path in target_paths}
+    targets = [name for name in layer_names if name in target_names]
+    if not target_names & set(PROJECTIONS):
         raise ValueError(
             f"lora needs a model with projections named {', '.join(PROJECTIONS)}, got "
             f"{type(transformer.model).__name__}; call model.add_adapter with your own "
@@ -354,7 +364,7 @@ def add_lora(
         r=rank,
         lora_alpha=alpha,
         lora_dropout=dropout,
-        target_modules=targets,
+        target_modules=target_paths if excluded_parts else targets,
         bias="none",
     )
     transformer.model.add_adapter(config)
