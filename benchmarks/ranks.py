@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import tilefold
-from tilefold.bench.results import cpu_name
+from tilefold._internal.environment import cpu_name
 
 MB = 1e6
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tilefold._internal.environment import cpu_name
 from tilefold._internal.files import atomic_file
 from tilefold._internal.lazy import package_version
 from tilefold._version import __version__
@@ -67,16 +68,6 @@ class Provenance:
     commit: str
     dirty: str
     date: str
-
-
-@functools.cache
-def cpu_name() -> str:
-    """Return the model name of the processor."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
 
 
 @functools.cache

@@ -167,8 +167,9 @@ def collect() -> dict[str, Any]:
 
     import torch
 
+    from tilefold._internal.environment import cpu_name
     from tilefold._internal.lazy import package_version
-    from tilefold.bench.results import cpu_name, driver_version
+    from tilefold.bench.results import driver_version
 
     return {
         "tilefold": __version__,

@@ -33,6 +33,7 @@ from tilefold.integrations.sentence_transformers._heads import (
     is_dense,
     is_multi_vector,
 )
+from tilefold.integrations.sentence_transformers._invariant import Invariance, make_invariant
 from tilefold.integrations.sentence_transformers._self_check import (
     check_fused_head,
     check_fused_similarity,
@@ -169,6 +170,7 @@ def accelerate(
     screen: bool = True,
     graphs: bool = True,
     fp8: bool = False,
+    invariant: bool = False,
 ) -> Acceleration:
     """Make a model compute scores without large intermediate tensors.
 
@@ -235,18 +237,27 @@ def accelerate(
 
     Raises:
         TypeError: if ``model`` is no SparseEncoder, MultiVectorEncoder or SentenceTransformer, or
-            ``screen``, ``graphs`` or ``fp8`` is not a bool.
+            ``screen``, ``graphs``, ``fp8`` or ``invariant`` is not a bool.
         ValueError: if ``check`` is neither a bool nor ``"always"``, or the model has no LM head
             before a pooling (and no module of :mod:`tilefold.modules` that needs none), or computes
             its logits or similarities in another way than the operator, or ``fp8`` is not possible
-            on the device or for the model; nothing is changed then.
-        RuntimeError: if the check cannot run the model on its device.
+            on the device or for the model; or if ``invariant`` is True, and a module of the model
+            is not known to keep its bits. Nothing is changed then.
+        RuntimeError: if the check cannot run the model on its device, or ``invariant`` is True with
+            ``TILEFOLD_DISABLE=1``.
     """
     check_impl(impl)
-    _check_options(check, quantize, screen=screen, graphs=graphs, fp8=fp8)
+    _check_options(check, quantize, screen=screen, graphs=graphs, fp8=fp8, invariant=invariant)
+    if invariant:
+        _check_invariant_options(quantize=quantize, packed=packed, fp8=fp8)
     if isinstance(model, nn.Module):
         restore(model)
         if switched_off():
+            if invariant:
+                raise RuntimeError(
+                    f"invariant=True needs an accelerated model, got {SWITCH} in the environment; "
+                    "unset it, or leave out invariant=True.",
+                )
             return Acceleration(model, 0, {"all": f"{SWITCH} is set"})
     is_supported = isinstance(model, SparseEncoder) or is_multi_vector(model) or is_dense(model)
     if not is_supported:
@@ -258,7 +269,13 @@ def accelerate(
     if check:
         record = CheckRecord.of(
             model,
-            {"impl": impl, "quantize": quantize, "packed": packed, "screen": screen},
+            {
+                "impl": impl,
+                "quantize": quantize,
+                "packed": packed,
+                "screen": screen,
+                "invariant": invariant,
+            },
         )
     is_repeated = check == "always" or checks_are_repeated()
     has_passed = record is not None and not is_repeated and record.exists()
@@ -271,6 +288,12 @@ def accelerate(
         packed=packed,
         screen=screen,
     )
+    if invariant:
+        try:
+            make_invariant(model, acceleration.padded, runs_checks)
+        except (ValueError, RuntimeError):
+            restore(model)
+            raise
     has_failed_check = any(
         isinstance(reason, FailedCheck) for reason in acceleration.padded.values()
     )
@@ -374,6 +397,31 @@ def _check_options(check: object, quantize: object, **switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {value!r}.")
+
+
+def _check_invariant_options(quantize: object, packed: bool, fp8: bool) -> None:
+    """Raise ``ValueError`` for an option of :func:`accelerate` that ``invariant=True`` excludes.
+
+    Args:
+        quantize: its argument of this name.
+        packed: its argument of this name.
+        fp8: its argument of this name.
+    """
+    if quantize is not None:
+        raise ValueError(
+            f"quantize must be None with invariant=True, got {quantize!r}: products of fp8 are not "
+            "known to keep their bits.",
+        )
+    if fp8:
+        raise ValueError(
+            "fp8 must be False with invariant=True, got True: products of fp8 are not known to "
+            "keep their bits.",
+        )
+    if not packed:
+        raise ValueError(
+            "packed must be True with invariant=True, got False: the attention of padded texts "
+            "depends on their length in the batch.",
+        )
 
 
 def _fuse_heads(
@@ -514,6 +562,7 @@ def is_accelerated(model: Model) -> bool:
         return False
     replacement_classes = (
         FusedSimilarity,
+        Invariance,
         _encoders.SparseBatchEncoder,
         _encoders.DenseBatchEncoder,
         _pooling.FusedForward,

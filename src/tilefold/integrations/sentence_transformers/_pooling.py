@@ -26,6 +26,7 @@ from tilefold.modules.fused_pooling import (
 from tilefold.modules.static_query import mask_without_padding
 from tilefold.ops import lsr_head, lsr_head_sparse, quantize_weight
 from tilefold.ops.lsr_head import lsr_head_rows
+from tilefold.ops.row_groups import grouping_rows
 
 
 class _OutputForm(NamedTuple):
@@ -230,7 +231,11 @@ class FusedForward(Replacement):
         quantize: ``"fp8"`` to round head and hidden states if no gradient is needed, or ``None``.
         is_last: whether the pooling is the last module of the model. Only the last module may
             return sparse scores.
+        groups_rows: whether the scores of a text must have the same bits in every batch, see
+            :mod:`tilefold.ops.row_groups`.
     """
+
+    groups_rows = False
 
     def __init__(
         self,
@@ -277,11 +282,12 @@ class FusedForward(Replacement):
         sparse = None
         if self.is_last and not torch.compiler.is_compiling():
             sparse = _output_form.get().options
-        features["sentence_embedding"] = self.pooling.fused_scores(
-            features,
-            operands,
-            ScoreOptions(out_dtype, self.impl, sparse),
-        )
+        with grouping_rows(self.groups_rows):
+            features["sentence_embedding"] = self.pooling.fused_scores(
+                features,
+                operands,
+                ScoreOptions(out_dtype, self.impl, sparse),
+            )
         return features
 
     def _operands(self, head: nn.Module, hidden: Tensor) -> Head:

@@ -16,6 +16,7 @@ _MODEL_DEFAULTS = {
     "packed": True,
     "screen": True,
     "fp8": False,
+    "invariant": False,
 }
 
 
@@ -30,6 +31,7 @@ def accelerate(
     graphs: bool | None = None,
     compiled: bool | None = None,
     fp8: bool = False,
+    invariant: bool = False,
 ) -> Any:
     """Make the training of a trainer, or a model, fast and small.
 
@@ -91,6 +93,9 @@ def accelerate(
         fp8: whether the linear layers of the trunk multiply in fp8 in ``encode``, on a GPU of
             compute capability 8.9 or higher, with vectors that differ by a few percent. A CPU
             computes with the same rounded values, and is not faster. Training does not change.
+        invariant: whether the vector of a text has the same bits in every batch: alone or with
+            other texts, in any order, on one device with one release of its libraries. Training
+            does not change.
 
     Returns:
         A handle; as a context manager, it restores the trainer or the model on exit. For a model
@@ -118,6 +123,7 @@ def accelerate(
         "packed": packed,
         "screen": screen,
         "fp8": fp8,
+        "invariant": invariant,
     }
     if _is_trainer(model):
         from tilefold.integrations.sentence_transformers._trainer import accelerate_trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tilefold.ops._shared.onednn import fast_product
+from tilefold.ops._shared.row_groups import grouped_product, groups_rows
 from tilefold.ops._shared.winners import max_and_winners, max_over_tokens
 from tilefold.ops.lsr_head._problem import Tokens
 
@@ -166,7 +168,11 @@ def vocabulary_tiles(
     for first_column in range(0, weight.size(0), BLOCK_V):
         tile_weight = weight[first_column : first_column + BLOCK_V].to(packed.rows.dtype)
         width = tile_weight.size(0)
-        product = fast_product(packed.rows, max_rows, tile_weight) if by_onednn else None
+        product: Callable[[Tensor], Tensor] | None = None
+        if groups_rows():
+            product = functools.partial(grouped_product, weight=tile_weight)
+        elif by_onednn:
+            product = fast_product(packed.rows, max_rows, tile_weight)
         if product is None:
             if scratch is None:
                 scratch = packed.rows.new_empty(max_rows * width)

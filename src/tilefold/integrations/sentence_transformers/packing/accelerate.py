@@ -34,6 +34,7 @@ from tilefold.integrations.sentence_transformers.packing.forward import (
     original_forward,
 )
 from tilefold.integrations.sentence_transformers.packing.inputs import (
+    EXPANDED,
     PackedInputs,
     pack_features,
     packed_features,
@@ -115,6 +116,17 @@ def use_column_graphs(model: Model) -> None:
     for transformer, _, replacement in replacements(model):
         if isinstance(replacement, PackedForward):
             replacement.column_graphs = ColumnGraphs(transformer)
+
+
+def require_packed(model: Model) -> None:
+    """Let the packed Transformers of a model refuse texts that cannot be packed.
+
+    Args:
+        model: a model after :func:`pack_inputs`.
+    """
+    for _, _, replacement in replacements(model):
+        if isinstance(replacement, PackedForward):
+            replacement.requires_packed = True
 
 
 def _is_stock(routes: list[Route]) -> bool:
@@ -347,10 +359,13 @@ class PackedForward(Replacement):
     Attributes:
         graphs: runs joined columns in training if it can; ``None`` runs them eagerly.
         column_graphs: runs single columns in training if it can; ``None`` runs them eagerly.
+        requires_packed: whether texts that cannot be packed are refused. The attention of padded
+            texts depends on the batch.
     """
 
     graphs: StepGraphs | None = None
     column_graphs: ColumnGraphs | None = None
+    requires_packed = False
     _examined_network: Any = None
     _position: int | None = None
 
@@ -404,6 +419,13 @@ class PackedForward(Replacement):
             outputs = self._run_packed(features, kwargs)
             keep_pooled_tokens(outputs, transformer.module_output_name)
             return outputs
+        # Expanded queries have one length, whatever the batch.
+        if self.requires_packed and EXPANDED not in features and not pads_inputs():
+            raise ValueError(
+                "with invariant=True, features must be texts whose tokens are contiguous, got "
+                f"{', '.join(sorted(features))} that cannot be packed; pass texts, or call "
+                "accelerate(model) without invariant=True.",
+            )
         return original_forward(transformer, features, **kwargs)
 
     def _run_packed(self, features: Features, kwargs: Features) -> Features:

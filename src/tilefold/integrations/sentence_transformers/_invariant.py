@@ -1,0 +1,358 @@
+"""``accelerate(invariant=True)``: the vector of a text has the same bits in every batch.
+
+Three things let a vector depend on the other texts of its batch, and each has its remedy:
+
+- products of matrices, whose kernels depend on the number of rows: linear layers and fused heads
+  multiply rows in groups (:mod:`tilefold.ops.row_groups`);
+- attention, whose kernels depend on the padded length: all texts run packed;
+- functions that a CPU computes differently for the last few elements of an array: they are composed
+  of functions that it computes alike.
+
+LayerNorm, softmax, embeddings and the selection of terms treat every row by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from sentence_transformers import MultiVectorEncoder
+from sentence_transformers.base.modules import Dense, Normalize, Router, Transformer
+from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, SpladePooling
+from torch import Tensor, nn
+from transformers import activations
+
+from tilefold._internal.environment import computing_environment
+from tilefold._internal.typing import Model
+from tilefold.integrations._patches import Replacement
+from tilefold.integrations.sentence_transformers._heads import pipelines_of
+from tilefold.integrations.sentence_transformers._pooling import fused_forwards
+from tilefold.integrations.sentence_transformers.packing.accelerate import require_packed
+from tilefold.integrations.sentence_transformers.packing.inputs import on_device
+from tilefold.integrations.transformers.networks import in_eval_mode
+from tilefold.integrations.transformers.packed import OFFSETS, PACKED
+from tilefold.modules.fused_pooling import Features, pass_hidden_states
+from tilefold.ops.row_groups import grouped_linear
+
+# Modules of sentence-transformers whose results are known to keep the promise.
+_PIPELINE_MODULES = (
+    Transformer,
+    Pooling,
+    Dense,
+    Normalize,
+    SpladePooling,
+    SparseStaticEmbedding,
+    MultiVectorMask,
+    Router,
+)
+# Activations that a CPU computes alike for all elements of an array.
+_UNIFORM_ACTIVATIONS = (nn.Identity, nn.ReLU, nn.Tanh, activations.LinearActivation)
+# Poolings of dense vectors that select token states, or take their maximum.
+_EXACT_POOLINGS = frozenset({"cls", "lasttoken", "max"})
+# Coefficients of the tanh approximation of GELU.
+_GELU_TANH_SCALE = math.sqrt(2 / math.pi)
+_GELU_TANH_CUBIC = 0.044715
+# Words per text of the self-check. Products of few and of many rows differ most.
+_CHECKED_WORDS = (1, 3, 10, 40, 2, 90)
+
+
+class InvariantLinear(Replacement):
+    """Replaces the forward of one linear layer, which then multiplies rows in groups."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Compute the layer; with gradients, as the class of the layer does.
+
+        Args:
+            rows: the inputs ``[..., K]``.
+        """
+        layer = self.owner
+        if torch.is_grad_enabled():
+            outputs: Tensor = type(layer).forward(layer, rows)
+            return outputs
+        return grouped_linear(rows, layer.weight, layer.bias)
+
+
+class InvariantActivation(Replacement):
+    """Replaces the forward of one activation by a composition of other functions on CPUs.
+
+    Args:
+        owner: the activation module.
+        function: the composition.
+    """
+
+    def __init__(self, owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(owner)
+        self.function = function
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Apply the activation elementwise.
+
+        Args:
+            inputs: a tensor of any shape.
+        """
+        if inputs.device.type == "cpu" and not torch.is_grad_enabled():
+            return self.function(inputs.float()).to(inputs.dtype)
+        outputs: Tensor = type(self.owner).forward(self.owner, inputs)
+        return outputs
+
+
+class InvariantMean(Replacement):
+    """Replaces the forward of one mean pooling: the tokens of a packed text are added in order.
+
+    The stock pooling adds them by atomic operations on a GPU, whose order differs between calls.
+    """
+
+    def __call__(self, features: Features) -> Features:
+        """Add ``sentence_embedding`` ``[B, D]``, the means of the token states of each text.
+
+        Args:
+            features: packed features with ``token_embeddings`` ``[1, T, D]``.
+        """
+        states: Tensor = features["token_embeddings"].squeeze(0)
+        lengths = features[OFFSETS].diff().long()
+        sums = torch.segment_reduce(states.float(), "sum", lengths=lengths, axis=0)
+        means = sums / lengths.clamp(min=1)[:, None]
+        features["sentence_embedding"] = means.to(states.dtype)
+        return features
+
+
+class Invariance(Replacement):
+    """Marks a model whose vectors have the same bits in every batch.
+
+    ``accelerate(invariant=True)`` sets it as the attribute ``invariance``, so that other packages
+    can tell such models without importing sentence-transformers.
+    """
+
+    def environment(self) -> dict[str, str]:
+        """Return what the bits of the vectors depend on: the device and the libraries."""
+        return computing_environment(torch.device(self.owner.device))
+
+
+def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
+    """Let an accelerated model compute the same bits for a text in every batch.
+
+    Args:
+        model: the model, whose Transformers run on packed tokens.
+        padded: why networks of the model run on padded batches.
+        check: whether vectors of a few texts are compared, each encoded alone and with the others.
+
+    Raises:
+        ValueError: if the architecture does not keep the promise, or the comparison fails.
+    """
+    for name, reason in padded.items():
+        raise _refusal(name, f"it runs on padded batches: {reason}")
+    _check_pipelines(model)
+    # Every module is examined before the first one is changed.
+    replacements = [_replacement_for(module) for module in model.modules()]
+    for replacement in filter(None, replacements):
+        replacement.owner.forward = replacement
+    for fused in fused_forwards(model):
+        fused.groups_rows = True
+    require_packed(model)
+    model.invariance = Invariance(model)
+    if check:
+        _check_invariance(model)
+
+
+def _refusal(name: str, reason: str) -> ValueError:
+    """Return the error for a model that does not keep the promise.
+
+    Args:
+        name: the class of the module that is the reason.
+        reason: what the module does.
+    """
+    return ValueError(
+        f"invariant=True does not support {name}: {reason}. Leave out invariant=True; the vectors "
+        "of such a model may differ in their last bits between batches.",
+    )
+
+
+def _check_pipelines(model: Model) -> None:
+    """Raise ``ValueError`` for modules of sentence-transformers that do not keep the promise."""
+    for pipeline in pipelines_of(model):
+        for module in pipeline:
+            name = type(module).__name__
+            if type(module) not in _PIPELINE_MODULES:
+                raise _refusal(name, "its sums may depend on the batch")
+            if isinstance(module, Transformer):
+                implementation = module.model.config._attn_implementation
+                if implementation != PACKED:
+                    raise _refusal(
+                        type(module.model).__name__,
+                        f"its attention is {implementation!r}, and only softmax attention is "
+                        "known to keep its bits",
+                    )
+            if isinstance(module, SpladePooling) and module.pooling_strategy != "max":
+                raise _refusal(name, f"it has the pooling {module.pooling_strategy!r}, not 'max'")
+            if isinstance(module, Pooling):
+                _check_dense_pooling(module)
+
+
+def _check_dense_pooling(pooling: Pooling) -> None:
+    """Raise ``ValueError`` for a pooling of dense vectors that does not keep the promise."""
+    modes = _modes_of(pooling)
+    is_exact = _EXACT_POOLINGS.issuperset(modes)
+    if modes != ("mean",) and not is_exact:
+        raise _refusal("Pooling", f"it has the mode {'+'.join(modes)}, not mean, cls or max")
+    if not pooling.include_prompt:
+        raise _refusal("Pooling", "it leaves out the tokens of the prompt")
+
+
+def _modes_of(pooling: Pooling) -> tuple[str, ...]:
+    """Return the modes of a pooling of dense vectors, such as ``("mean",)``."""
+    mode = pooling.pooling_mode
+    return (mode,) if isinstance(mode, str) else tuple(mode)
+
+
+def _replacement_for(module: nn.Module) -> Replacement | None:
+    """Return the replacement of a module's forward, or None if it keeps the promise as it is.
+
+    Args:
+        module: any module of a model.
+
+    Raises:
+        ValueError: if the module does not keep the promise.
+    """
+    if isinstance(module, Pooling):
+        return InvariantMean(module) if _modes_of(module) == ("mean",) else None
+    if isinstance(module, nn.Linear):
+        return _replacement_for_linear(module)
+    if _is_activation(module):
+        function = _composed_activation(module)
+        return None if function is None else InvariantActivation(module, function)
+    if not isinstance(module, (nn.Embedding, SparseStaticEmbedding)):
+        _check_has_no_matrix(module)
+    return None
+
+
+def _replacement_for_linear(layer: nn.Linear) -> InvariantLinear | None:
+    """Return the replacement of a linear layer's forward; None for a head that is fused.
+
+    Args:
+        layer: the layer.
+
+    Raises:
+        ValueError: if the layer multiplies in another way than torch's, as quantized layers do.
+    """
+    if vars(layer).get("forward") is pass_hidden_states:
+        return None  # the pooling multiplies by its weight
+    if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
+        raise _refusal(type(layer).__name__, "its forward is not that of torch.nn.Linear")
+    return InvariantLinear(layer)
+
+
+def _check_has_no_matrix(module: nn.Module) -> None:
+    """Raise ``ValueError`` if a module multiplies by a matrix in an unknown way.
+
+    Vectors, such as the scale of a LayerNorm, are multiplied elementwise.
+
+    Args:
+        module: a module that is neither a linear layer nor an embedding.
+    """
+    for name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() > 1:
+            raise _refusal(
+                type(module).__name__,
+                f"how it multiplies its parameter {name} of shape {list(parameter.shape)} is "
+                "not known",
+            )
+
+
+def _is_activation(module: nn.Module) -> bool:
+    """Whether a module is an activation of torch or of transformers, without parameters."""
+    defined_in = type(module).__module__
+    is_elementwise = defined_in in (nn.ReLU.__module__, activations.__name__)
+    is_softmax_or_attention = isinstance(module, (nn.Softmax, nn.MultiheadAttention))
+    return is_elementwise and not is_softmax_or_attention
+
+
+def _composed_activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
+    """Return functions that compute an activation alike for all elements of an array on a CPU.
+
+    Args:
+        module: an activation.
+
+    Returns:
+        The composition, or None if the activation itself has this property.
+
+    Raises:
+        ValueError: if no composition is known.
+    """
+    if isinstance(module, _UNIFORM_ACTIVATIONS):
+        return None
+    if isinstance(module, (nn.SiLU, activations.SiLUActivation)):
+        return _silu
+    if isinstance(module, (nn.GELU, activations.GELUActivation)):
+        return _gelu_tanh if getattr(module, "approximate", "none") == "tanh" else None
+    if isinstance(module, (activations.GELUTanh, activations.NewGELUActivation)):
+        return _gelu_tanh
+    raise _refusal(
+        type(module).__name__,
+        "a CPU may compute the last elements of an array in another way, and only ReLU, tanh, GELU "
+        "and SiLU are known to avoid it",
+    )
+
+
+def _silu(inputs: Tensor) -> Tensor:
+    """Return ``x / (1 + exp(-x))`` of each element."""
+    return inputs / inputs.neg().exp_().add_(1)
+
+
+def _gelu_tanh(inputs: Tensor) -> Tensor:
+    """Return the tanh approximation of GELU of each element."""
+    cubic = inputs * inputs * inputs
+    inner = (inputs + cubic.mul_(_GELU_TANH_CUBIC)).mul_(_GELU_TANH_SCALE)
+    return inner.tanh_().add_(1).mul_(inputs).mul_(0.5)
+
+
+def _check_invariance(model: Model) -> None:
+    """Compare the vectors of a few texts, each encoded alone and together with the others.
+
+    Args:
+        model: a model after :func:`make_invariant`.
+
+    Raises:
+        ValueError: if a vector differs.
+    """
+    texts = [" ".join(["card"] * n_words) for n_words in _CHECKED_WORDS]
+    tasks = ("query", "document") if _reads_task(model) else (None,)
+    for task in tasks:
+        together = _vectors_of(model, texts, task)
+        for text, expected in zip(texts, together, strict=True):
+            (alone,) = _vectors_of(model, [text], task)
+            if not torch.equal(alone, expected):
+                difference = float((alone.float() - expected.float()).abs().max())
+                raise _refusal(
+                    type(model).__name__,
+                    f"the vector of a short text differs by {difference:.3g} between batches",
+                )
+
+
+def _reads_task(model: Model) -> bool:
+    """Whether a module of the model treats queries and documents differently."""
+    return isinstance(model, MultiVectorEncoder) or "task" in model.get_model_kwargs()
+
+
+def _vectors_of(model: Model, texts: Sequence[str], task: str | None) -> list[Tensor]:
+    """Encode texts in one forward pass.
+
+    Args:
+        model: a model after :func:`make_invariant`.
+        texts: the texts.
+        task: ``"query"``, ``"document"`` or None.
+
+    Returns:
+        A vector ``[D]`` or token vectors ``[L, D]`` for each text.
+    """
+    task_kwargs = {} if task is None else {"task": task}
+    with in_eval_mode(model), torch.inference_mode():
+        features = model.preprocess(list(texts), **task_kwargs)
+        outputs: Features = model(on_device(features, model.device), **task_kwargs)
+        if isinstance(model, MultiVectorEncoder):
+            mask = outputs["attention_mask"].bool()
+            vectors = outputs["token_embeddings"]
+            return [vectors[row][mask[row]] for row in range(len(texts))]
+        return list(outputs["sentence_embedding"].to_dense())

@@ -1,0 +1,286 @@
+"""``accelerate(invariant=True)``: a text's vector has the same bits in every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
+from sentence_transformers.sparse_encoder.modules import SpladePooling
+from torch import Tensor, nn
+
+from tests.integrations.multi_vector_models import build_colbert
+from tests.integrations.splade_models import FP32_BUDGET, assert_close, build_tiny_splade
+from tests.refusals import refused
+from tilefold._internal.precision import set_precision
+from tilefold.integrations.sentence_transformers import (
+    accelerate,
+    encode_sparse,
+    is_accelerated,
+)
+from tilefold.ops.implementations import SWITCH
+
+_WORDS = [
+    "a",
+    "card",
+    "lost",
+    "list",
+    "of",
+    "numbers",
+    "dictionary",
+    "sorted",
+    "sum",
+    "north",
+    "rain",
+    ",",
+    ".",
+    "1755",
+    "été",
+]
+
+
+def _random_texts(generator: np.random.Generator, n_texts: int, longest: int = 60) -> list[str]:
+    """Texts of random lengths, many of them short, with an empty one and a duplicate."""
+    texts = [""]
+    while len(texts) < n_texts - 1:
+        n_words = generator.choice([1, 2, 3, generator.integers(1, longest)])
+        texts.append(" ".join(generator.choice(_WORDS, n_words)))
+    return [*texts, texts[-1]]
+
+
+def _random_batches(
+    generator: np.random.Generator, n_texts: int, n_batches: int
+) -> list[list[int]]:
+    """Random selections of positions, in random order, with repetitions."""
+    sizes = [generator.choice([1, 2, 5, n_texts]) for _ in range(n_batches)]
+    return [generator.integers(0, n_texts, size).tolist() for size in sizes]
+
+
+def _assert_invariant(
+    encode: Callable[[list[str]], Sequence[Tensor]],
+    n_texts: int = 10,
+    n_batches: int = 4,
+) -> None:
+    """Each text has the bits that it has alone, in random batches."""
+    generator = np.random.default_rng(0)
+    texts = _random_texts(generator, n_texts)
+    alone = [encode([text])[0] for text in texts]
+    for positions in _random_batches(generator, n_texts, n_batches):
+        together = encode([texts[position] for position in positions])
+        for vector, position in zip(together, positions, strict=True):
+            assert torch.equal(vector, alone[position]), texts[position]
+
+
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.slow)])
+def n_threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Numbers of threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def dense_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    """A dense model: a tiny BERT, the mean of its token states, and a projection."""
+    splade = build_tiny_splade("bert", tokenizer_folder)
+    folder = tmp_path_factory.mktemp("dense")
+    splade[0].model.base_model.save_pretrained(folder)
+    splade.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _dense_model(folder: Path, pooling: str = "mean") -> SentenceTransformer:
+    transformer = Transformer(str(folder))
+    dimension = transformer.get_embedding_dimension()
+    modules = [transformer, Pooling(dimension, pooling), Dense(dimension, 24)]
+    return SentenceTransformer(modules=modules, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("bert", "fp32"),
+        ("llama", "bf16"),
+        pytest.param("bert", "bf16", marks=pytest.mark.slow),
+        pytest.param("llama", "fp32", marks=pytest.mark.slow),
+        pytest.param("modernbert", "fp32", marks=pytest.mark.slow),
+        pytest.param("modernbert", "bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_sparse_vectors_have_the_same_bits_in_every_batch(
+    kind: str,
+    dtype: Any,
+    tokenizer_folder: Path,
+    n_threads: int,
+) -> None:
+    model = build_tiny_splade(kind, tokenizer_folder)
+    set_precision(model, dtype)
+    accelerate(model, invariant=True)
+    _assert_invariant(lambda texts: encode_sparse(model, texts, top_k=20).to_dense())
+    _assert_invariant(lambda texts: encode_sparse(model, texts, batch_tokens=64).to_dense())
+
+
+def test_all_ways_to_encode_give_the_same_bits(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    accelerate(model, invariant=True)
+    texts = _random_texts(np.random.default_rng(1), n_texts=40)
+    expected = encode_sparse(model, texts).to_dense()
+    assert torch.equal(model.encode(texts, batch_size=3).to_dense(), expected)
+    assert torch.equal(model.encode(texts, batch_size=64).to_dense(), expected)
+    assert torch.equal(model.encode_sparse_batch(texts).to_dense(), expected)
+    with torch.no_grad():
+        features = model.preprocess(texts)  # padded
+        assert torch.equal(model(features)["sentence_embedding"], expected)
+
+
+def test_numbers_of_threads_give_the_same_bits(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("llama", tokenizer_folder)
+    accelerate(model, invariant=True)
+    texts = _random_texts(np.random.default_rng(2), n_texts=20)
+    one_thread = encode_sparse(model, texts).to_dense()
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        three_threads = encode_sparse(model, texts).to_dense()
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one_thread, three_threads)
+
+
+def test_token_vectors_have_the_same_bits_in_every_batch() -> None:
+    model = build_colbert()
+    accelerate(model, invariant=True)
+    for encode in (model.encode_query, model.encode_document):
+        _assert_invariant(
+            lambda texts, encode=encode: encode(texts),
+            n_texts=8,
+            n_batches=3,
+        )
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max"])
+def test_dense_vectors_have_the_same_bits_in_every_batch(
+    pooling: str,
+    dense_folder: Path,
+    n_threads: int,
+) -> None:
+    model = _dense_model(dense_folder, pooling)
+    accelerate(model, invariant=True)
+    _assert_invariant(lambda texts: model.encode(texts, convert_to_tensor=True, batch_size=4))
+
+
+def test_vectors_equal_those_of_the_stock_model_up_to_rounding(
+    tokenizer_folder: Path,
+    dense_folder: Path,
+) -> None:
+    texts = _random_texts(np.random.default_rng(3), n_texts=10)
+    for model in (build_tiny_splade("llama", tokenizer_folder), _dense_model(dense_folder)):
+        expected = model.encode(texts, convert_to_tensor=True).to_dense()
+        accelerate(model, invariant=True)
+        vectors = model.encode(texts, convert_to_tensor=True).to_dense()
+        assert_close(vectors, expected, FP32_BUDGET)
+
+
+def test_gradients_are_those_of_the_stock_layers(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    accelerate(model, invariant=True)
+    model(model.preprocess(["a lost card"]))["sentence_embedding"].sum().backward()
+    gradients = [parameter.grad for parameter in model[0].model.base_model.parameters()]
+    assert sum(gradient is not None for gradient in gradients) > 10
+
+
+def test_restore_undoes_it(dense_folder: Path) -> None:
+    model = _dense_model(dense_folder)
+    expected = model.encode(["a card"])
+    with accelerate(model, invariant=True):
+        assert is_accelerated(model)
+        assert model.invariance.environment()["torch"] == torch.__version__
+    assert not is_accelerated(model)
+    assert not hasattr(model, "invariance")
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert (model.encode(["a card"]) == expected).all()
+
+
+class _Doubled(nn.Linear):
+    """A linear layer with a forward of its own."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return 2 * super().forward(rows)
+
+
+def _with_sum_pooling(tokenizer_folder: Path) -> Any:
+    return build_tiny_splade("bert", tokenizer_folder, SpladePooling("sum"))
+
+
+def _with_other_linear(tokenizer_folder: Path) -> Any:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    layer = model[0].model.base_model.encoder.layer[0].intermediate
+    layer.dense = _Doubled(layer.dense.in_features, layer.dense.out_features)
+    return model
+
+
+def _with_other_activation(tokenizer_folder: Path) -> Any:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    model[0].model.base_model.encoder.layer[0].intermediate.intermediate_act_fn = nn.Mish()
+    return model
+
+
+def _without_packed_tokens(tokenizer_folder: Path) -> Any:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    model[0].model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "named"),
+    [
+        pytest.param(_with_sum_pooling, "SpladePooling: it has the pooling 'sum'", id="sum"),
+        pytest.param(_with_other_linear, "_Doubled: its forward is not that", id="linear"),
+        pytest.param(_with_other_activation, "Mish: a CPU may compute", id="activation"),
+        pytest.param(_without_packed_tokens, "runs on padded batches", id="padded"),
+    ],
+)
+def test_models_that_may_depend_on_the_batch_are_refused(
+    build: Callable[[Path], Any],
+    named: str,
+    tokenizer_folder: Path,
+) -> None:
+    model = build(tokenizer_folder)
+    refused(ValueError, named, accelerate, model, invariant=True)
+    assert not is_accelerated(model)
+
+
+def test_options_that_break_the_promise_are_refused(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    no_quantize = "quantize must be None with invariant=True"
+    refused(ValueError, no_quantize, accelerate, model, invariant=True, quantize="fp8")
+    must_pack = "packed must be True with invariant=True"
+    refused(ValueError, must_pack, accelerate, model, invariant=True, packed=False)
+    refused(TypeError, "invariant must be True or False", accelerate, model, invariant="yes")
+
+
+@pytest.mark.filterwarnings("ignore:TILEFOLD_DISABLE is set")
+def test_it_is_refused_where_acceleration_is_switched_off(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    monkeypatch.setenv(SWITCH, "1")
+    needs_acceleration = "invariant=True needs an accelerated model"
+    refused(RuntimeError, needs_acceleration, accelerate, model, invariant=True)
+
+
+def test_a_mask_with_holes_is_refused(tokenizer_folder: Path) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    accelerate(model, invariant=True)
+    features = model.preprocess(["a lost card"])
+    features["attention_mask"][0, 1] = 0
+    with torch.no_grad():
+        refused(ValueError, "tokens are contiguous", model, features)

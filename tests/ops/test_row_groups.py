@@ -1,0 +1,139 @@
+"""Products in groups of rows: the groups, the bits of a row, and sizes that are not used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from tests.refusals import refused
+from tilefold.ops._shared import row_groups
+from tilefold.ops._shared.row_groups import (
+    RowGroup,
+    group_rows,
+    grouped_linear,
+    grouping_rows,
+    groups_rows,
+    usable_sizes,
+)
+
+SIZES = (4, 8, 16, 32)
+
+
+@pytest.mark.parametrize(
+    ("n_rows", "groups"),
+    [
+        pytest.param(0, [], id="no rows"),
+        pytest.param(1, [(0, 1, 4)], id="fewer than the smallest size"),
+        pytest.param(8, [(0, 8, 8)], id="a size"),
+        pytest.param(14, [(0, 14, 16)], id="little padding"),
+        pytest.param(9, [(0, 8, 8), (8, 9, 4)], id="two groups waste less"),
+        pytest.param(71, [(0, 32, 32), (32, 64, 32), (64, 71, 8)], id="more than the largest"),
+    ],
+)
+def test_rows_are_divided_into_groups(n_rows: int, groups: list[tuple[int, int, int]]) -> None:
+    assert group_rows(n_rows, SIZES) == [RowGroup(*group) for group in groups]
+
+
+@pytest.mark.parametrize("n_rows", range(1, 200, 7))
+def test_groups_cover_all_rows_in_order(n_rows: int) -> None:
+    groups = group_rows(n_rows, SIZES)
+    covered = [row for group in groups for row in range(group.start, group.stop)]
+    assert covered == list(range(n_rows))
+    assert all(group.size in SIZES and group.stop - group.start <= group.size for group in groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_row_has_the_same_bits_with_any_other_rows(dtype: torch.dtype, has_bias: bool) -> None:
+    rows = torch.randn(300, 72).to(dtype)
+    weight = torch.randn(40, 72).to(dtype)
+    bias = torch.randn(40).to(dtype) if has_bias else None
+    together = grouped_linear(rows, weight, bias)
+    for start in range(0, 290, 37):
+        for n_rows in (1, 2, 5, 9):
+            part = slice(start, start + n_rows)
+            assert torch.equal(grouped_linear(rows[part], weight, bias), together[part])
+    exact = linear(rows.double(), weight.double(), None if bias is None else bias.double())
+    allowed = 4 * torch.finfo(dtype).eps * exact.abs().max()
+    assert (together.double() - exact).abs().max() <= allowed
+
+
+def test_rows_may_have_any_shape_and_strides() -> None:
+    rows, weight = torch.randn(3, 16, 5).transpose(1, 2), torch.randn(8, 16)
+    outputs = grouped_linear(rows, weight)
+    assert outputs.shape == (3, 5, 8)
+    assert torch.equal(outputs[1, 2], grouped_linear(rows[1, 2], weight))
+
+
+def test_autocast_decides_the_dtype() -> None:
+    rows, weight = torch.randn(3, 16), torch.randn(8, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = grouped_linear(rows, weight)
+    assert outputs.dtype == torch.bfloat16
+    assert torch.equal(outputs, grouped_linear(rows.bfloat16(), weight.bfloat16()))
+
+
+def _without_probes(monkeypatch: pytest.MonkeyPatch, multiply: object) -> None:
+    """Replace the product, and forget which sizes were usable before."""
+    row_groups._usable_sizes.cache_clear()
+    monkeypatch.setattr(row_groups, "_multiply", multiply)
+
+
+@pytest.fixture
+def forgotten_sizes() -> Iterator[None]:
+    """Sizes that a test finds usable are forgotten after it."""
+    yield
+    row_groups._usable_sizes.cache_clear()
+
+
+def test_sizes_with_other_bits_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    multiply = row_groups._multiply
+
+    def differs_below_16(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products = multiply(rows, weight, bias)
+        return products * (1 + 2**-20) if rows.size(0) < 16 else products
+
+    _without_probes(monkeypatch, differs_below_16)
+    sizes = usable_sizes(torch.randn(8, 16), has_bias=False)
+    assert sizes[0] == 16
+    assert sizes[-1] == 1024
+
+
+def test_sizes_whose_rows_depend_on_their_position_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    multiply = row_groups._multiply
+
+    def differs_in_later_rows(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        products = multiply(rows, weight, bias)
+        products[512:] *= 1 + 2**-20
+        return products
+
+    _without_probes(monkeypatch, differs_in_later_rows)
+    sizes = usable_sizes(torch.randn(8, 16), has_bias=False)
+    assert sizes[-1] == 512
+
+
+def test_a_device_without_usable_sizes_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    forgotten_sizes: None,
+) -> None:
+    _without_probes(monkeypatch, lambda rows, weight, bias: torch.randn(len(rows), len(weight)))
+    weight = torch.randn(8, 16)
+    refused(RuntimeError, "no number of rows gives equal bits", usable_sizes, weight, False)
+
+
+def test_contexts_nest() -> None:
+    with grouping_rows():
+        with grouping_rows(False):
+            assert groups_rows()
+        assert groups_rows()
+    assert not groups_rows()
