@@ -29,7 +29,7 @@ def computing_environment(device: torch.device) -> dict[str, str]:
     """
     import torch
 
-    environment = {"torch": torch.__version__}
+    environment = {"torch": str(torch.__version__)}
     if device.type == "cuda":
         environment["device"] = torch.cuda.get_device_name(device)
         environment["triton"] = package_version("triton")

@@ -19,6 +19,7 @@ COMMANDS = (
     "train",
     "recipes",
     "encode",
+    "verify",
     "merge",
     "index",
     "search",
@@ -231,6 +232,10 @@ def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912
         from tilefold.cli.encode import encode
 
         return encode
+    if command == "verify":
+        from tilefold.cli.verify import verify
+
+        return verify
     if command == "merge":
         from tilefold.cli.index import merge
 

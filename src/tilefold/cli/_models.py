@@ -158,6 +158,7 @@ def load_model(
     kinds: tuple[str, ...] = ("sparse", "multi-vector"),
     fast: tuple[str, ...] = ("sparse",),
     dtype: Dtype = "auto",
+    invariant: bool = False,
 ) -> tuple[Any, str]:
     """Load a model of an accepted kind, and accelerate it if its kind is in `fast`.
 
@@ -171,13 +172,15 @@ def load_model(
         kinds: the accepted kinds, such as ``"sparse"``, ``"multi-vector"``, ``"dense"``.
         fast: the kinds that are accelerated.
         dtype: the value of ``--dtype``.
+        invariant: whether the vector of a text must have the same bits in every batch. A model of
+            any kind is accelerated then.
 
     Returns:
         The model and its kind.
 
     Raises:
-        UsageError: if there is no such model, its kind is not accepted, or it cannot compute in
-            `dtype`.
+        UsageError: if there is no such model, its kind is not accepted, it cannot compute in
+            `dtype`, or it cannot keep the promise of `invariant`.
         CommandError: if the files of the model cannot be read.
     """
     path = checked_model_name(name, option)
@@ -215,8 +218,10 @@ def load_model(
             raise CommandError(f"{option}: {error}") from error
         from tilefold.retrieval.encoding.pages import encodes_images
 
+        if invariant:
+            _make_invariant(model, name)
         # Models of images run on padded batches, which acceleration would warn about.
-        if kind in fast and not encodes_images(model):
+        elif kind in fast and not encodes_images(model):
             _accelerate(model)
     return model, kind
 
@@ -277,6 +282,7 @@ def load_kind(
     dtype: Dtype = "auto",
     *,
     fp8: bool = False,
+    invariant: bool = False,
 ) -> tuple[Any, str]:
     """Load the model that encodes texts to a kind of vectors.
 
@@ -286,6 +292,7 @@ def load_kind(
             ``"sparse"`` for the packaged model.
         dtype: the value of ``--dtype``.
         fp8: the value of ``--fp8``.
+        invariant: the value of ``--invariant``.
 
     Returns:
         The model and its kind.
@@ -293,7 +300,13 @@ def load_kind(
     if model == PACKAGED and kind is None:
         kind = "sparse"
     kinds = tuple(KINDS.values()) if kind is None else (KINDS[kind],)
-    loaded, loaded_kind = load_model(absolute(model), kinds=kinds, fast=FUSED, dtype=dtype)
+    loaded, loaded_kind = load_model(
+        absolute(model),
+        kinds=kinds,
+        fast=FUSED,
+        dtype=dtype,
+        invariant=invariant,
+    )
     if fp8:
         _use_fp8(loaded)
     return loaded, loaded_kind
@@ -306,6 +319,7 @@ def load_once(
     dtype: Dtype = "auto",
     *,
     fp8: bool = False,
+    invariant: bool = False,
 ) -> Any:
     """Load a model, or return the one that this process has loaded before.
 
@@ -314,8 +328,9 @@ def load_once(
         kinds: the accepted kinds of models.
         dtype: the value of ``--dtype``.
         fp8: the value of ``--fp8``.
+        invariant: the value of ``--invariant``.
     """
-    model, _ = load_model(name, kinds=kinds, fast=FUSED, dtype=dtype)
+    model, _ = load_model(name, kinds=kinds, fast=FUSED, dtype=dtype, invariant=invariant)
     if fp8:
         _use_fp8(model)
     return model
@@ -384,6 +399,24 @@ def _accelerate(model: Model) -> None:
         accelerate(model)
     except ValueError as error:
         note(f"encoding with the plain head: {first_line(error)}")
+
+
+def _make_invariant(model: Model, name: str) -> None:
+    """Let a model compute the same bits for a text in every batch.
+
+    Args:
+        model: the model, which is accelerated in place.
+        name: the name of the model in the message.
+
+    Raises:
+        UsageError: if the model cannot keep the promise.
+    """
+    from tilefold.integrations.sentence_transformers import accelerate
+
+    try:
+        accelerate(model, invariant=True)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"--invariant: {name}: {error}") from error
 
 
 def check_sentence_transformers() -> None:

@@ -171,6 +171,15 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
             panel="Encoding",
         ),
     ] = False
+    invariant: Annotated[
+        bool,
+        option(
+            "Compute the same bits for a text in every batch, on one device with one release of "
+            "its libraries; see `tilefold verify`.",
+            "--invariant",
+            panel="Encoding",
+        ),
+    ] = False
     shard_size: Annotated[
         int,
         positive(
@@ -283,6 +292,12 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
                 {"--split": self.split},
                 "requires --queries",
             )
+        if self.invariant:
+            refuse_options(
+                {"--fp8": self.fp8},
+                "cannot be combined with --invariant: products of fp8 are not known to keep their "
+                "bits",
+            )
         if not self.dry_run:
             refuse_options({"--rate": self.rate}, "requires --dry-run")
         if self.rate is not None and not self.rate > 0:
@@ -392,6 +407,7 @@ def _encode_on_rank(request: EncodeRequest, splitter: Passages | None, rank: int
             request.kind,
             request.dtype,
             fp8=request.fp8,
+            invariant=request.invariant,
         )
     with _options.option_errors(storage="--storage"):
         encoding = _encoding_of(request, kind)
@@ -511,6 +527,7 @@ def _encode_on_ray(
         kinds=(kind,),
         dtype=request.dtype,
         fp8=request.fp8,
+        invariant=request.invariant,
     )
     return encode_on_ray(
         load_model,
@@ -594,6 +611,8 @@ def _print_manifest(
     summary += f": {request.output}"
     if manifest.precision is not None:
         summary += f" (computed in {manifest.precision})"
+    if "invariant" in manifest.settings:
+        summary += ", with the same bits in every batch"
     lines = [summary]
     failed = manifest.failed
     if failed:
@@ -612,6 +631,7 @@ def _print_manifest(
         "texts": manifest.n_texts,
         "truncated": manifest.truncated,
         "precision": manifest.precision,
+        "invariant": "invariant" in manifest.settings,
         "failed": failed,
     }
     if unread_files:

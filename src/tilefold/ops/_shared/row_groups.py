@@ -281,7 +281,7 @@ def _usable_sizes(kind: _ProductKind) -> tuple[int, ...]:
             f"product with a weight of shape [{kind.n_outputs}, {kind.n_inputs}] in a capture; "
             "encode a text before.",
         )
-    sizes = _CPU_SIZES if kind.device.type == "cpu" else _GPU_SIZES
+    sizes: tuple[int, ...] = _CPU_SIZES if kind.device.type == "cpu" else _GPU_SIZES
     while sizes:
         *smaller_sizes, largest = sizes
         probe = _Probe(kind, largest)

@@ -39,6 +39,8 @@ from tilefold.retrieval.vectors.shards import M, ShardWriter, V
 
 __all__ = ["Encoding", "GetProvenance", "Job", "Kind", "Output", "Stream"]
 
+# Setting of vectors that have the same bits in every batch: the device and the libraries.
+INVARIANT = "invariant"
 PLAIN_BATCH_SIZE = 32  # texts per batch of a model that is not accelerated
 PAGE_BATCH_SIZE = 8  # pages per batch, each of about a thousand tokens
 
@@ -193,6 +195,17 @@ class Job(ABC, Generic[M, V]):
     def _uses_model_stream(self) -> bool:
         """Return whether the stream of an accelerated model, which reads texts, fits this job."""
         return not self.contains_pages
+
+    def common_settings(self) -> dict[str, object]:
+        """Return the manifest settings that all kinds of vectors have, by name.
+
+        Vectors of a model with the same bits in every batch record what these bits depend on.
+        """
+        settings = self.encoding.settings(self.get_provenance())
+        invariance = getattr(self.model, "invariance", None)  # set by accelerate(invariant=True)
+        if invariance is not None:
+            settings[INVARIANT] = invariance.environment()
+        return settings
 
     @abstractmethod
     def encode_batch(self, texts: list[Any]) -> Tensor | list[Tensor]:

@@ -343,7 +343,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
         """Return the settings that a resumed run must share, in the order of the manifest."""
         settings = {
             "model_fingerprint": self.fingerprint,
-            **self.encoding.settings(self.get_provenance()),
+            **self.common_settings(),
             "shard_size": self.output.shard_size,
             "top_k": self.encoding.top_k,
             "min_weight": self.encoding.min_weight,

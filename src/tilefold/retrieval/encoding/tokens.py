@@ -386,7 +386,7 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
 
     def _manifest_settings(self) -> Json:
         """Return the settings that a resumed run must share, in the order of the manifest."""
-        settings = self.encoding.settings(self.get_provenance())
+        settings = self.common_settings()
         settings["shard_size"] = self.output.shard_size
         # Not written by default, because older manifests do not have these settings.
         if self.encoding.pool_factor is not None:

@@ -1,0 +1,159 @@
+"""``tilefold verify``: whether a model still computes the vectors of a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilefold.cli import _common, _models
+from tilefold.cli._common import UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.encoding.verification import Verification
+
+# Kind of the model by the layout of its vectors.
+_MODEL_KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyRequest(DocumentFieldOptions):
+    """Options of ``tilefold verify``."""
+
+    vectors: Annotated[
+        Path,
+        argument(
+            "Folder of vectors that `tilefold encode` has written.",
+        ),
+    ]
+    model: Annotated[
+        str,
+        option(
+            "Folder or name of the model that has computed the vectors.",
+        ),
+    ]
+    data: Annotated[
+        str,
+        option(
+            "The --data of `tilefold encode`: a folder in the BEIR layout, a file of documents, or "
+            "pydocs.",
+        ),
+    ]
+    split: Annotated[
+        str | None,
+        option(
+            "The --split of `tilefold encode`, for queries.",
+        ),
+    ] = None
+    sample: Annotated[
+        int,
+        positive(
+            "Number of texts to encode again.",
+        ),
+    ] = 100
+    seed: Annotated[
+        int,
+        option(
+            "Equal seeds select equal texts.",
+            min=0,
+        ),
+    ] = 0
+    as_json: Annotated[
+        bool,
+        option(
+            "The result as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+
+def verify(request: VerifyRequest) -> None:
+    """Encode a sample of texts again, and compare the bits with the vectors of a folder.
+
+    The exit code is 1 if the model has changed, or if vectors of `encode --invariant` differ.
+    Other vectors may differ in their last bits.
+
+    Example:
+        tilefold verify VECTORS --model MODEL --data DATA --sample 100
+    """
+    from tilefold.retrieval.encoding.job import INVARIANT
+    from tilefold.retrieval.encoding.verification import manifest_of, verify_vectors
+
+    _models.checked_model_name(request.model, "--model")
+    manifest = manifest_of(request.vectors)
+    if manifest.kind != "query":
+        refuse_options({"--split": request.split}, "requires vectors of queries")
+    texts = _texts_of(request, manifest)
+    model, _ = _models.load_model(
+        request.model,
+        kinds=(_MODEL_KINDS[manifest.layout],),
+        fast=_models.FUSED,
+        invariant=INVARIANT in manifest.settings,
+    )
+    verification = verify_vectors(
+        request.vectors,
+        model,
+        texts,
+        sample=request.sample,
+        seed=request.seed,
+    )
+    result = {**asdict(verification), "passed": verification.passed}
+    _common.print_result(result, request.as_json, *_lines_of(verification))
+    if not verification.passed:
+        raise typer.Exit(1)
+
+
+def _texts_of(request: VerifyRequest, manifest: Any) -> Mapping[str, str]:
+    """Return the texts that were encoded, by id.
+
+    Args:
+        request: the options of the command.
+        manifest: the manifest of the vectors, which tells documents, passages and queries apart.
+    """
+    from tilefold.retrieval.data.passages import Passages
+
+    is_query = manifest.kind == "query"
+    collection = _common.load_data(
+        request.data,
+        drop_unknown=True,
+        documents_only=not is_query,
+        splits=None if request.split is None else [request.split],
+    )
+    if not is_query:
+        passages = manifest.provenance.passages
+        if passages is None:
+            return collection.contents()
+        return Passages.parse(passages).of(collection.documents)
+    if not collection.queries:
+        raise UsageError(f"--data: {request.data} has no queries.")
+    if request.split is None:
+        return collection.queries
+    _common.check_split(collection, request.split)
+    return collection.split_queries(request.split)
+
+
+def _lines_of(verification: Verification) -> list[str]:
+    """Return the result as lines of text.
+
+    Args:
+        verification: the result.
+    """
+    n_compared = verification.n_compared
+    if verification.n_different == 0:
+        lines = [f"{n_compared} vectors have the same bits"]
+    else:
+        lines = [
+            f"{verification.n_different} of {n_compared} vectors differ, by at most "
+            f"{verification.largest_difference:.3g}: {', '.join(verification.different_ids)}",
+        ]
+    lines += [f"{name} has changed: {change}" for name, change in verification.changes.items()]
+    if verification.n_different and not verification.invariant:
+        note(
+            "these vectors do not promise the same bits in every batch: encode them with "
+            "--invariant",
+        )
+    return lines
