@@ -21,7 +21,7 @@ from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
 from tilefold.retrieval.encoding.truncation import limited
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.vectors.shards import Manifest, layout_of
-from tilefold.retrieval.vectors.sparse import SparseVectors
+from tilefold.retrieval.vectors.sparse import Floats, SparseVectors
 from tilefold.retrieval.vectors.sparse_files import read_manifest, read_rows
 from tilefold.retrieval.vectors.tokens import TokenVectors, open_dense, open_tokens
 
@@ -121,7 +121,9 @@ def verify_vectors(
         job = encoding.create_job(model, sampled_texts, IN_MEMORY, lambda: provenance)
         with limited(model, encoding.kind, encoding.max_length):
             actual = encode_in_memory(job, "texts")
-        environment = invariance.environment() if is_invariant else {}
+        environment: dict[str, str] = {}
+        if is_invariant and invariance is not None:
+            environment = invariance.environment()
     differences = dict(zip(expected.ids, _differences(expected, actual), strict=True))
     different_ids = [name for name, difference in differences.items() if difference is not None]
     return Verification(
@@ -234,15 +236,23 @@ def _sparse_difference(
         actual: the newly computed vectors.
         row: the position of the vector in both.
     """
-    weights = []
-    for vectors in (expected, actual):
-        entries = slice(vectors.indptr[row], vectors.indptr[row + 1])
-        dense = np.zeros(vectors.vocab_size, np.float32)
-        dense[vectors.indices[entries]] = vectors.data[entries]
-        weights.append(dense)
-    if np.array_equal(*weights):
+    left, right = (_dense_row(vectors, row) for vectors in (expected, actual))
+    if np.array_equal(left, right):
         return None
-    return float(np.abs(weights[0] - weights[1]).max())
+    return float(np.abs(left - right).max())
+
+
+def _dense_row(vectors: SparseVectors, row: int) -> Floats:
+    """Return the weights of all terms of a sparse vector, ``[V]``.
+
+    Args:
+        vectors: the vectors.
+        row: the position of the vector.
+    """
+    entries = slice(vectors.indptr[row], vectors.indptr[row + 1])
+    weights = np.zeros(vectors.vocab_size, np.float32)
+    weights[vectors.indices[entries]] = vectors.data[entries]
+    return weights
 
 
 def _token_difference(
