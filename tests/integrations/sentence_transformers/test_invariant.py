@@ -261,6 +261,8 @@ def test_options_that_break_the_promise_are_refused(tokenizer_folder: Path) -> N
     model = build_tiny_splade("bert", tokenizer_folder)
     no_quantize = "quantize must be None with invariant=True"
     refused(ValueError, no_quantize, accelerate, model, invariant=True, quantize="fp8")
+    no_fp8 = "fp8 must be False with invariant=True"
+    refused(ValueError, no_fp8, accelerate, model, invariant=True, fp8=True)
     must_pack = "packed must be True with invariant=True"
     refused(ValueError, must_pack, accelerate, model, invariant=True, packed=False)
     refused(TypeError, "invariant must be True or False", accelerate, model, invariant="yes")
