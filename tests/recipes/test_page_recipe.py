@@ -66,7 +66,7 @@ def test_a_model_of_pages_is_trained_and_is_a_stock_model(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["colpali", "colqwen2"])
+@pytest.mark.parametrize("architecture", ["colpali", "colqwen2", "colmodernvbert"])
 def test_fused_scores_train_like_stock_scores(
     architecture: Any,
     pages: Collection,

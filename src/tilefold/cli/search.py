@@ -556,7 +556,7 @@ def _write_heat_maps(
     if hits and not pages:
         note(f"--heat-maps: none of the {len(hits)} hits is a page image")
     for hit in pages:
-        image = searcher.encoded_item(hit["id"])
+        image: Any = searcher.encoded_item(hit["id"])
         explanations = searcher.explain_items(
             query,
             {hit["id"]: image},

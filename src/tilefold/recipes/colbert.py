@@ -22,6 +22,7 @@ from tilefold.recipes._trainer import run_trainer
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.adapters import merge_adapters
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
+from tilefold.retrieval.encoding.pages import add_image_tokens, encodes_images
 
 __all__ = ["ColbertRecipe", "TrainResult", "train", "untrained_colbert"]
 
@@ -123,7 +124,9 @@ class ColbertRecipe(Recipe):
                 )
         transformer = model[0]
         # A processor of images decides how many tokens a page has. None may be truncated.
-        if not takes_images(model):
+        if encodes_images(model):
+            add_image_tokens(model)
+        else:
             transformer.document_length = min(
                 self.max_length,
                 transformer.document_length or self.max_length,
@@ -162,7 +165,7 @@ class ColbertRecipe(Recipe):
             )
         loss = self._make_loss(job)
         # The network of a model of page images stays as it is: its inputs cannot be packed.
-        accelerates_network = self.fused and not takes_images(model)
+        accelerates_network = self.fused and not encodes_images(model)
         # The trainer adds CUDA graphs if the recipe asks for them.
         with accelerate(model, graphs=False) if accelerates_network else nullcontext():
             result = run_trainer(
@@ -280,11 +283,6 @@ def _longest_of_all_ranks(documents: Tensor) -> int:
     longest = torch.tensor(documents.size(2), device=documents.device)
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     return int(longest)
-
-
-def takes_images(model: MultiVectorEncoder) -> bool:
-    """Return whether a model encodes page images."""
-    return "image" in model.modalities
 
 
 def _add_lora(transformer: Transformer, rank: int) -> None:

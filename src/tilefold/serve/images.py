@@ -14,7 +14,7 @@ from tilefold.serve.bodies import ImageData, ServeError, invalid
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageInput", "decode_image", "jpeg_of", "takes_images"]
+__all__ = ["ImageInput", "decode_image", "jpeg_of"]
 
 _JPEG_QUALITY = 88
 
@@ -38,11 +38,6 @@ class ImageInput:
     def __hash__(self) -> int:
         """Return a hash of the digest."""
         return hash(self.digest)
-
-
-def takes_images(model: Any) -> bool:
-    """Return whether a model of sentence-transformers encodes images."""
-    return "image" in getattr(model, "modalities", ())
 
 
 def decode_image(data: ImageData, max_pixels: int) -> ImageInput:

@@ -25,6 +25,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import (
 )
 from tilefold.integrations.sentence_transformers.streaming.stream import prompt_of
 from tilefold.integrations.transformers.packed import padding_position
+from tilefold.retrieval.encoding.pages import encode_images, encodes_images
 from tilefold.retrieval.encoding.sparse import encode_with_model_method
 from tilefold.retrieval.encoding.truncation import TokenizerCall, counting_truncation, cut_texts
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
@@ -37,7 +38,7 @@ from tilefold.serve.bodies import (
     keep_largest,
     split_rows,
 )
-from tilefold.serve.images import ImageInput, takes_images
+from tilefold.serve.images import ImageInput
 
 Kind = Literal["sparse", "multi-vector", "dense"]
 Side = Literal["query", "document"]
@@ -301,7 +302,7 @@ class Served:
     @property
     def takes_images(self) -> bool:
         """Whether the model encodes images to token vectors."""
-        return self.kind == "multi-vector" and takes_images(self.model)
+        return self.kind == "multi-vector" and encodes_images(self.model)
 
     def image_tokens(self, image: ImageInput) -> int:
         """Return the number of tokens of an image, without preprocessing it. Any thread may call.
@@ -468,14 +469,7 @@ class Served:
             inputs: texts, lists of token ids, or images, as `key` says.
         """
         if key.has_images:
-            encode = (
-                self.model.encode_document if key.side == "document" else self.model.encode_query
-            )
-            encoded = encode(
-                [item.image for item in inputs],
-                batch_size=len(inputs),
-                show_progress_bar=False,
-            )
+            encoded = encode_images(self.model, [item.image for item in inputs], key.side)
         elif key.has_token_ids:
             features = self._forward_token_ids(key, inputs)
             masks = features["attention_mask"].bool()

@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import bisect_failures
 from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
-from tilefold.retrieval.encoding.scored_tokens import prompt_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "PageBatch",
     "PreparedPages",
+    "add_image_tokens",
     "check_encodes_images",
     "contains_pages",
     "default_page_workers",
@@ -39,9 +39,12 @@ __all__ = [
     "image_features",
     "pool_tokens",
     "prepare_ahead",
+    "prompt_of",
 ]
 
 _MAX_WORKERS = 8
+# Prompts that `encode_document` looks for, in this order.
+_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 # Fewer pages are decoded in this process, because starting workers takes longer.
 _MIN_PAGES_FOR_WORKERS = 64
 _BATCHES_AHEAD = 2  # prepared batches of each worker that wait for the model
@@ -90,34 +93,90 @@ def default_page_workers(n_pages: int) -> int:
     return max(1, min((n_cores or 1) - 1, _MAX_WORKERS))
 
 
-def image_features(model: Model, images: Sequence[Image]) -> dict[str, Any]:
+def prompt_of(model: Any, kind: str) -> str | None:
+    """Return the prompt that ``encode_document`` or ``encode_query`` puts before an input."""
+    names = _DOCUMENT_PROMPTS if kind == "document" else ("query",)
+    for name in names:
+        if name in model.prompts:
+            prompt: str | None = model.prompts[name]
+            return prompt
+    if model.default_prompt_name is not None:
+        default_prompt: str | None = model.prompts.get(model.default_prompt_name)
+        return default_prompt
+    return None
+
+
+def image_features(
+    model: Model,
+    images: Sequence[Image],
+    kind: Literal["document", "query"] = "document",
+) -> dict[str, Any]:
     """Apply the processor of a model to images.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
         images: the images of a batch, in RGB.
+        kind: ``"document"`` or ``"query"``, which selects the prompt.
 
     Returns:
         What the model reads: tensors on the CPU, and the modality.
     """
     encoder: Any = model
-    prompt = prompt_of(encoder, "document")
-    features: dict[str, Any] = encoder.preprocess(list(images), prompt=prompt, task="document")
-    process_images = getattr(encoder.processor, "process_images", None)
-    if "input_ids" not in features and process_images is not None:
-        # sentence-transformers 6.2 passes images alone to the processor, and that of
-        # ColModernVBERT adds its prompt and the tokens of the image in this method only.
-        features = {**process_images(list(images)), "modality": "image"}
-    return dict(features)
+    features = encoder.preprocess(list(images), prompt=prompt_of(encoder, kind), task=kind)
+    return _with_image_tokens(features, encoder, images)
+
+
+def _with_image_tokens(features: Any, model: Any, images: Sequence[Image]) -> dict[str, Any]:
+    """Return features of images that have token ids.
+
+    sentence-transformers 6.2 passes images alone to the processor, and that of ColModernVBERT adds
+    its prompt and the tokens of the image in ``process_images`` only.
+
+    Args:
+        features: the result of the model's ``preprocess``.
+        model: the ``MultiVectorEncoder``.
+        images: the images, in RGB.
+    """
+    process_images = getattr(model.processor, "process_images", None)
+    if "input_ids" in features or process_images is None:
+        return dict(features)
+    return {**process_images(list(images)), "modality": "image"}
+
+
+def add_image_tokens(model: Model) -> None:
+    """Let ``preprocess`` of a model return the token ids of images, as :func:`image_features` does.
+
+    The trainer and the evaluators of sentence-transformers call ``preprocess``. The model is
+    changed in place until it is saved.
+
+    Args:
+        model: a ``MultiVectorEncoder`` of images.
+    """
+    encoder: Any = model
+    transformer = encoder[0]
+    stock_preprocess = transformer.preprocess
+
+    def preprocess(inputs: Sequence[Any], *args: Any, **options: Any) -> dict[str, Any]:
+        features = stock_preprocess(inputs, *args, **options)
+        if not inputs or any(isinstance(item, str) for item in inputs):
+            return dict(features)
+        return _with_image_tokens(features, encoder, inputs)
+
+    transformer.preprocess = preprocess
 
 
 @torch.inference_mode()
-def encode_features(model: Model, features: Mapping[str, Any]) -> list[Tensor]:
+def encode_features(
+    model: Model,
+    features: Mapping[str, Any],
+    kind: Literal["document", "query"] = "document",
+) -> list[Tensor]:
     """Compute the token vectors of prepared images, as ``encode_document`` does.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
         features: the result of :func:`image_features`.
+        kind: ``"document"`` or ``"query"``, which selects the scored tokens.
 
     Returns:
         A tensor ``[tokens, D]`` for each image, on the model's device.
@@ -128,17 +187,22 @@ def encode_features(model: Model, features: Mapping[str, Any]) -> list[Tensor]:
         name: value.to(encoder.device, non_blocking=True) if isinstance(value, Tensor) else value
         for name, value in features.items()
     }
-    output = encoder(device_features, task="document")
+    output = encoder(device_features, task=kind)
     masks = output["attention_mask"].bool()
     return [vectors[mask] for vectors, mask in zip(output["token_embeddings"], masks, strict=True)]
 
 
-def encode_images(model: Model, images: Sequence[Image]) -> list[Tensor]:
+def encode_images(
+    model: Model,
+    images: Sequence[Image],
+    kind: Literal["document", "query"] = "document",
+) -> list[Tensor]:
     """Compute the token vectors of images in one forward pass.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
         images: the images, in RGB.
+        kind: ``"document"`` or ``"query"``, which selects the prompt and the scored tokens.
 
     Returns:
         A tensor ``[tokens, D]`` for each image, on the model's device.
@@ -147,7 +211,7 @@ def encode_images(model: Model, images: Sequence[Image]) -> list[Tensor]:
         ValueError: if the model does not encode images.
     """
     check_encodes_images(model)
-    return encode_features(model, image_features(model, images))
+    return encode_features(model, image_features(model, images, kind), kind)
 
 
 def pool_tokens(rows: list[Tensor], pool_factor: float | None) -> list[Tensor]:

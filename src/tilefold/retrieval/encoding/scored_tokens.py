@@ -13,17 +13,16 @@ from torch import Tensor
 from tilefold._internal.arguments import check_choice, check_encoder
 from tilefold._internal.vocabulary import term_names_of
 from tilefold.retrieval.common.files import Json
+from tilefold.retrieval.encoding.pages import image_features, prompt_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from tilefold._internal.typing import Model
 
-__all__ = ["ScoredTokens", "content_positions", "prompt_of", "query_tokens", "scored_tokens"]
+__all__ = ["ScoredTokens", "content_positions", "query_tokens", "scored_tokens"]
 
 _KINDS = ("document", "query")
-# Prompts that `encode_document` looks for, in this order.
-_DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,10 @@ def scored_tokens(
     check_encoder("model", model, "MultiVectorEncoder")
     check_choice("kind", kind, _KINDS)
     encoder: Any = model
-    features = encoder.preprocess([item], prompt=prompt_of(encoder, kind), task=kind)
+    if isinstance(item, str):
+        features = encoder.preprocess([item], prompt=prompt_of(encoder, kind), task=kind)
+    else:
+        features = image_features(encoder, [item], kind)
     input_ids = features["input_ids"]
     # Packed features of one input have no mask, because none of their tokens is padding.
     mask = features.get("attention_mask")
@@ -92,19 +94,6 @@ def scored_tokens(
         features=features,
         tokenizer=encoder.tokenizer,
     )
-
-
-def prompt_of(model: Any, kind: str) -> str | None:
-    """Return the prompt that ``encode_document`` or ``encode_query`` puts before an input."""
-    names = _DOCUMENT_PROMPTS if kind == "document" else ("query",)
-    for name in names:
-        if name in model.prompts:
-            prompt: str | None = model.prompts[name]
-            return prompt
-    if model.default_prompt_name is not None:
-        default_prompt: str | None = model.prompts.get(model.default_prompt_name)
-        return default_prompt
-    return None
 
 
 def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[int]:

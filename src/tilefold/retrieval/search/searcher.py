@@ -18,7 +18,7 @@ from tilefold._internal.arguments import (
 )
 from tilefold._internal.precision import inference_precision
 from tilefold._internal.sentence_transformers import check_release_of
-from tilefold._internal.typing import Model
+from tilefold._internal.typing import Model, Tensor
 from tilefold._internal.vocabulary import term_names_of
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.identical_ids import (
@@ -581,7 +581,7 @@ class Searcher:
             model = reranker.model
             query_vectors = encode_texts(model, {_QUERY: query}, kind="query")
             if reranker.tokens is None:
-                vectors = model.encode_document(list(items.values()), show_progress_bar=False)
+                vectors = _encode_items(model, items)
             else:
                 stored = reranker.tokens.read(list(items))
                 vectors = [stored.rows(row) for row in range(len(stored))]
@@ -1115,6 +1115,28 @@ def _check_unused_arguments(
             f"must be left out for {description}, whose results are not explained by terms, got "
             f"{vectors}.",
         )
+
+
+def _encode_items(model: Any, items: Mapping[str, str | Image]) -> list[Tensor]:
+    """Encode texts and page images one by one.
+
+    Args:
+        model: a ``MultiVectorEncoder``.
+        items: id -> text or image.
+
+    Returns:
+        Token vectors of each item.
+    """
+    from tilefold.retrieval.encoding.pages import encode_images
+    from tilefold.retrieval.encoding.tokens import encode_texts
+
+    vectors: list[Any] = []
+    for item_id, item in items.items():
+        if isinstance(item, str):
+            vectors.append(encode_texts(model, {item_id: item}, kind="document").rows(0))
+        else:
+            vectors += encode_images(model, [item])
+    return vectors
 
 
 def _document_id(result_id: str, by: str) -> str:

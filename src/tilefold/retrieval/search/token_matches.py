@@ -208,5 +208,6 @@ def _check_count(description: str, tokens: ScoredTokens, vectors: Any) -> None:
         raise DataError(
             f"explain: expected one vector per token of {description}, got {len(vectors)} vectors "
             f"for {len(tokens.ids)} tokens. The vectors were pooled, or encoded with another "
-            "--max-length or from another text; build the index without them to explain its hits.",
+            "--max-length or --dpi, or from another text. Build the index with the defaults of "
+            "encode to explain its hits.",
         )

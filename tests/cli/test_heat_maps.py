@@ -1,0 +1,64 @@
+"""`tilefold search` over page images: explanations, and the images of --heat-maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.cli.program import Call, done, fails, measured
+from tests.serve.page_service import make_page_parts
+from tilefold.retrieval import load_collection
+
+QUERY = "some words"
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> tuple[str | Path, ...]:
+    """Options that name an index of page images, its model and its pages."""
+    folder = tmp_path_factory.mktemp("page-search")
+    make_page_parts(folder)
+    return (
+        *("--index", folder / "index"),
+        *("--model", folder / "model"),
+        *("--data", folder / "pages"),
+    )
+
+
+def test_heat_maps_of_the_hits_are_written(
+    call: Call,
+    options: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    maps = tmp_path / "maps"
+    arguments = ("search", QUERY, *options, "--k", "3", "--explain", "--heat-maps", maps)
+    hits = measured(call(*arguments, "--json"))["hits"]
+    documents = load_collection(options[-1]).documents
+    assert len(hits) == 3
+    for hit in hits:
+        image = Image.open(hit["heat_map"])
+        page = documents[hit["id"]].page
+        assert page is not None
+        plain = page.image()
+        assert image.size == plain.size
+        assert np.abs(np.asarray(image, float) - np.asarray(plain, float)).mean() > 10
+        boxes = [match["box"] for match in hit["matches"] if "box" in match]
+        assert all(0 <= left < right <= 1 for left, _, right, _ in boxes)
+    assert len(list(maps.iterdir())) == 3
+    fails(call(*arguments), 1, "expected a new or empty folder")
+    table = done(call(*arguments, "--overwrite"))
+    assert "heat map" in table.out
+
+
+def test_heat_maps_need_pages(
+    call: Call,
+    options: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    without_data = options[:-2]
+    maps = ("--heat-maps", tmp_path / "maps")
+    fails(call("search", QUERY, *without_data, *maps), 2, "--heat-maps requires --data")
+    (tmp_path / "maps").write_text("a file")
+    fails(call("search", QUERY, *options, *maps), 1, "expected a folder, got the file")
