@@ -92,7 +92,7 @@ def fp8_linear(
     if isinstance(hidden, Tensor):
         rows = fp8_rows(hidden)
         output = fp8_linear(rows, weight, bias, out_dtype=out_dtype or hidden.dtype)
-        return output.unflatten(0, hidden.shape[:-1])
+        return output.view(*hidden.shape[:-1], output.size(1))
     rounded_weight = quantize_weight(weight)
     output = fp8_products(
         hidden.values,

@@ -26,8 +26,8 @@ from tests.refusals import refused
 from tilefold._internal.precision import computing_in, inference_precision
 from tilefold.integrations.sentence_transformers import accelerate, restore
 from tilefold.integrations.sentence_transformers._fp8 import Fp8Forward
-from tilefold.nn import fp8_linear as fp8_module
 from tilefold.nn.fp8_linear import fp8_rows
+from tilefold.ops import quantize_weight
 from tilefold.retrieval import encode_collection, read_manifest
 from tilefold.retrieval.errors import DataError
 
@@ -108,14 +108,13 @@ def test_layers_of_one_input_round_it_once(llama: str, monkeypatch: pytest.Monke
     model = splade(llama)
     accelerate(model, fp8=True)
     n_rounded = 0
-    quantize = fp8_module.quantize_weight
 
     def counting(rows: torch.Tensor) -> Any:
         nonlocal n_rounded
         n_rounded += 1
-        return quantize(rows)
+        return quantize_weight(rows)
 
-    monkeypatch.setattr(fp8_module, "quantize_weight", counting)
+    monkeypatch.setattr("tilefold.nn.fp8_linear.quantize_weight", counting)
     model.encode(TEXTS)
     n_layers = model[0].model.config.num_hidden_layers
     assert n_rounded == n_layers * (7 + 4)  # weights, and inputs of qkv, o, gate and up, and down

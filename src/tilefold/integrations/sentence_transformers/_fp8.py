@@ -109,7 +109,7 @@ class Fp8Forward(Replacement):
             layer.bias,
             out_dtype=out_dtype,
         )
-        return output.unflatten(0, hidden.shape[:-1])
+        return output.view(*hidden.shape[:-1], output.size(1))
 
 
 def use_fp8(model: Model) -> None:
@@ -157,31 +157,32 @@ def _install_fp8(network: Any) -> None:
     Raises:
         ValueError: if there is no such layer.
     """
-    n_layers = 0
-    for parent in network.base_model.modules():
+    trunk = network.base_model
+    for parent in trunk.modules():
         for siblings in _layers_by_input(parent):
             shared = SharedRows(len(siblings))
             for layer in siblings:
-                if "forward" not in vars(layer):
-                    layer.forward = Fp8Forward(layer, shared)
-                    n_layers += 1
-    if n_layers == 0:
+                layer.forward = Fp8Forward(layer, shared)
+    # Another Transformer may have the same network, whose layers were replaced with it.
+    if not any(isinstance(vars(layer).get("forward"), Fp8Forward) for layer in trunk.modules()):
         raise ValueError(
             "fp8 needs linear layers whose sizes are multiples of 16, and "
             f"{type(network).__name__} has none; leave fp8 out.",
         )
 
 
-def _layers_by_input(parent: nn.Module) -> Iterator[list[nn.Linear]]:
+def _layers_by_input(parent: nn.Module) -> Iterator[list[Any]]:
     """Yield the children of a module that can run in fp8, together if they share their input.
+
+    Children with a replaced forward are left out.
 
     Args:
         parent: a module of a trunk.
     """
-    layers: dict[str, nn.Linear] = {
+    layers = {
         name: child
         for name, child in parent.named_children()
-        if isinstance(child, nn.Linear) and has_fp8_sizes(child) and name not in _EXCLUDED
+        if has_fp8_sizes(child) and name not in _EXCLUDED and "forward" not in vars(child)
     }
     for names in _SAME_INPUT:
         if names <= layers.keys():
