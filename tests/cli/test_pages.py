@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -220,6 +221,7 @@ def test_texts_are_refused_where_pages_have_none(call: Call, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="lists processes in /proc")
 def test_a_killed_run_with_workers_is_resumed_to_the_same_bytes(tmp_path: Path) -> None:
     pages = random_pages(80, WORDS, words_per_page=6, size=(120, 160))
     save_page_collection(tmp_path / "pages", pages, pages_per_pdf=8)
@@ -231,6 +233,7 @@ def test_a_killed_run_with_workers_is_resumed_to_the_same_bytes(tmp_path: Path) 
     _wait_for_shards(killed, tmp_path / "resumed", n_shards=3)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
+    _wait_for_end_of_workers(str(tmp_path / "resumed"))
     n_saved = len(list((tmp_path / "resumed").glob("part-*.safetensors")))
     for name in ("resumed", "whole"):
         subprocess.run([*command, str(tmp_path / name)], env=environment, check=True)
@@ -241,6 +244,23 @@ def test_a_killed_run_with_workers_is_resumed_to_the_same_bytes(tmp_path: Path) 
     assert len(whole) >= 10
     assert resumed == whole
     assert len(open_tokens(tmp_path / "resumed").ids) == 80
+
+
+def _wait_for_end_of_workers(argument: str) -> None:
+    """Wait until no process has this argument: workers notice that their parent was killed."""
+    deadline = time.monotonic() + 60
+    while any(argument in command for command in _commands()):
+        assert time.monotonic() < deadline, "worker processes have survived their parent"
+        time.sleep(0.1)
+
+
+def _commands() -> list[str]:
+    """Return the command line of each process of this machine."""
+    commands: list[str] = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # the process has just ended
+            commands.append(file.read_text())
+    return commands
 
 
 def _wait_for_shards(run: subprocess.Popen[bytes], folder: Path, n_shards: int) -> None:

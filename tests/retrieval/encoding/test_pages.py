@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -197,6 +199,35 @@ def test_worker_processes_give_the_same_bytes(
     for name in files:
         alone, shared = (tmp_path / f"{n_workers} workers" / name for n_workers in (0, 2))
         assert alone.read_bytes() == shared.read_bytes()
+
+
+def test_a_page_that_ends_its_worker_does_not_lose_the_others(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    page_image = Page.image
+    fatal_id = list(contents)[2]
+
+    def end_the_process(page: Page, *arguments: Any) -> Any:
+        if page == contents[fatal_id]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return page_image(page, *arguments)
+
+    monkeypatch.setattr(Page, "image", end_the_process)
+
+    manifest = encode_tokens(
+        models["colpali"],
+        contents,
+        tmp_path / "vectors",
+        batch_size=2,
+        page_workers=2,
+    )
+
+    assert list(manifest.failed) == [fatal_id]
+    assert "has ended its process" in manifest.failed[fatal_id]
+    assert manifest.n_documents == len(contents) - 1
 
 
 def test_pooled_vectors_are_those_of_sentence_transformers(

@@ -7,26 +7,35 @@ does with the images.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
+import queue
+import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model
 from tilefold.pipeline.rows import bisect_failures
+from tilefold.pipeline.threads import Prefetcher
+from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
+from tilefold.retrieval.errors import DataError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 __all__ = [
+    "EncodingStep",
     "PageBatch",
     "PreparedPages",
     "add_image_tokens",
@@ -47,7 +56,8 @@ _MAX_WORKERS = 8
 _DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 # Fewer pages are decoded in this process, because starting workers takes longer.
 _MIN_PAGES_FOR_WORKERS = 64
-_BATCHES_AHEAD = 2  # prepared batches of each worker that wait for the model
+_BATCHES_AHEAD = 2  # batches of each worker that are in preparation or wait for the model
+_PARENT_CHECK_SECONDS = 2.0  # time after which an idle worker checks whether its parent has ended
 
 
 def contains_pages(contents: Mapping[str, object]) -> bool:
@@ -242,6 +252,35 @@ class PageBatch:
     pages: Sequence[Page]
 
 
+@dataclass(frozen=True)
+class EncodingStep:
+    """A batch of a window, the end of a window, or a pause while no window is ready.
+
+    Attributes:
+        window: number of the window.
+        contents: texts and pages of the window.
+        positions: positions of the batch in `contents`; empty for the end and for a pause.
+        ends_window: whether all batches of the window have been encoded.
+    """
+
+    window: int
+    contents: Sequence[Content] = ()
+    positions: Sequence[int] = ()
+    ends_window: bool = False
+
+    @property
+    def is_pause(self) -> bool:
+        """Whether no window is ready yet."""
+        return not self.positions and not self.ends_window
+
+    @property
+    def pages(self) -> PageBatch | None:
+        """The pages of the batch; None for a batch of texts, and for another step."""
+        contents = [self.contents[position] for position in self.positions]
+        pages = [content for content in contents if isinstance(content, Page)]
+        return PageBatch(self.positions, pages) if pages else None
+
+
 @dataclass
 class PreparedPages:
     """Features of the pages of a batch, and the pages that have none.
@@ -256,8 +295,8 @@ class PreparedPages:
     failures: dict[int, Exception] = field(default_factory=dict)
 
 
-class PagePreparation(Dataset[PreparedPages | None]):
-    """Decodes the pages of a batch, and applies the processor of a model.
+class PagePreparation:
+    """Decodes the pages of batches, and applies the processor of a model.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
@@ -268,16 +307,14 @@ class PagePreparation(Dataset[PreparedPages | None]):
         self._model = model
         self._dpi = dpi
 
-    def __getitem__(self, batch: PageBatch | None) -> PreparedPages | None:
-        """Return the features of a batch; None for None, a step without pages."""
-        if batch is None:
-            return None
+    def prepare(self, batch: PageBatch) -> PreparedPages:
+        """Return the features of a batch. An error of one page does not lose the others."""
         prepared = PreparedPages()
         images: dict[int, Image] = {}
         for position, page in zip(batch.positions, batch.pages, strict=True):
             try:
                 images[position] = page.image(self._dpi)
-            except Exception as error:  # an error of one page must not lose the others
+            except Exception as error:
                 prepared.failures[position] = _picklable(error)
 
         def features_of(positions: list[int]) -> dict[str, Any]:
@@ -294,27 +331,221 @@ class PagePreparation(Dataset[PreparedPages | None]):
 
 def _picklable(error: Exception) -> Exception:
     """Return an error that another process can read: of the same class if it is built in."""
-    from tilefold.retrieval.errors import DataError
-
     if type(error).__module__ == "builtins" or type(error) is DataError:
         return type(error)(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-class _ArrayPreparation(PagePreparation):
-    """Returns arrays in place of tensors, which go through a pipe and not through shared memory.
+def prepare_ahead(
+    model: Model,
+    steps: Iterable[EncodingStep],
+    dpi: int,
+    n_workers: int,
+) -> Generator[tuple[EncodingStep, PreparedPages | None], None, None]:
+    """Prepare the pages of steps in worker processes, while the caller encodes earlier ones.
 
-    Containers often have 64 MB of shared memory, less than a few batches of pages.
+    A thread takes the steps and receives what the workers return, so that the caller only waits for
+    what is not ready yet.
+
+    Args:
+        model: a ``MultiVectorEncoder`` of images.
+        steps: the steps, which are taken a few ahead of the results.
+        dpi: dots per inch at which pages of PDFs are rendered.
+        n_workers: number of processes; 0 prepares each batch in this process when it is needed.
+
+    Yields:
+        Each step but pauses, in order, and the features of its pages; None for a step without
+        pages.
+    """
+    preparation = PagePreparation(model, dpi)
+    if not n_workers:
+        for step in steps:
+            if not step.is_pause:
+                batch = step.pages
+                yield step, None if batch is None else preparation.prepare(batch)
+        return
+    with ExitStack() as stack:
+        workers = [stack.enter_context(_Worker(preparation)) for _ in range(n_workers)]
+        prefetcher = stack.enter_context(
+            Prefetcher(_prepare_with_workers(steps, workers), depth=1, name="tilefold-pages"),
+        )
+        yield from prefetcher
+
+
+def _prepare_with_workers(
+    steps: Iterable[EncodingStep],
+    workers: Sequence[_Worker],
+) -> Iterator[tuple[EncodingStep, PreparedPages | None] | None]:
+    """Submit the batches of steps to workers in turn, and yield the results in order.
+
+    Args:
+        steps: the steps.
+        workers: the processes.
+
+    Yields:
+        Each step with the features of its pages; None for a pause.
+    """
+    in_flight: deque[tuple[EncodingStep, _Worker | None]] = deque()
+    next_workers = itertools.cycle(workers)
+
+    def oldest_step() -> tuple[EncodingStep, PreparedPages | None]:
+        step, worker = in_flight.popleft()
+        return step, None if worker is None else worker.receive()
+
+    for step in steps:
+        if step.is_pause:  # finish all steps, because the next window may wait for them
+            while in_flight:
+                yield oldest_step()
+            yield None
+            continue
+        batch = step.pages
+        worker = None
+        if batch is not None:
+            worker = next(next_workers)
+            worker.submit(batch)
+        in_flight.append((step, worker))
+        if len(in_flight) > _BATCHES_AHEAD * len(workers):
+            yield oldest_step()
+    while in_flight:
+        yield oldest_step()
+
+
+class _Worker:
+    """A process that prepares batches of pages one after the other.
+
+    The process is forked, because it needs the model's processor and none of its weights. If a page
+    ends the process, as a decoder written in C may do, the page has failed, and a new process
+    continues.
+
+    Args:
+        preparation: decodes the pages.
     """
 
-    def __getitem__(self, batch: PageBatch | None) -> PreparedPages | None:
-        prepared = super().__getitem__(batch)
-        if prepared is not None:
-            prepared.groups = [
-                (positions, {name: _as_array(value) for name, value in features.items()})
-                for positions, features in prepared.groups
-            ]
+    def __init__(self, preparation: PagePreparation) -> None:
+        self._preparation = preparation
+        self._pending: deque[PageBatch] = deque()
+        self._start()
+
+    def _start(self) -> None:
+        """Start a process without batches."""
+        context = multiprocessing.get_context("fork")
+        # A queue never blocks its writer, so that both sides cannot wait for one another.
+        self._batches: Any = context.Queue()
+        self._results, results_of_process = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_prepare_batches,
+            args=(self._batches, results_of_process, self._results, self._preparation),
+            daemon=True,
+        )
+        with warnings.catch_warnings():
+            # Python warns that a fork of a process with threads may deadlock. The new process does
+            # not use what these threads have locked.
+            warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
+            self._process.start()
+        # The process has the only end now, so that its death ends the connection.
+        results_of_process.close()
+
+    def submit(self, batch: PageBatch) -> None:
+        """Let the process prepare a batch after those that were submitted before."""
+        self._pending.append(batch)
+        self._batches.put(batch)
+
+    def receive(self) -> PreparedPages:
+        """Return the features of the oldest batch that was submitted, once it is prepared."""
+        batch = self._pending.popleft()
+        prepared = self._receive()
+        if prepared is None:
+            self._restart()
+            prepared = self._prepare_one_by_one(batch)
+            for pending_batch in self._pending:
+                self._batches.put(pending_batch)
         return prepared
+
+    def _receive(self) -> PreparedPages | None:
+        """Wait for the features of a batch; None if the process has ended instead."""
+        try:
+            prepared: PreparedPages = self._results.recv()
+        except (EOFError, OSError):
+            return None
+        prepared.groups = [
+            (positions, {name: _as_tensor(value) for name, value in features.items()})
+            for positions, features in prepared.groups
+        ]
+        return prepared
+
+    def _prepare_one_by_one(self, batch: PageBatch) -> PreparedPages:
+        """Prepare the pages of a batch that has ended the process, to find the page that did."""
+        all_prepared = PreparedPages()
+        for position, page in zip(batch.positions, batch.pages, strict=True):
+            self._batches.put(PageBatch([position], [page]))
+            prepared = self._receive()
+            if prepared is None:
+                self._restart()
+                all_prepared.failures[position] = DataError(
+                    f"{page.file}: decoding page {page.number} has ended its process. Replace the "
+                    "file, or leave it out.",
+                )
+                continue
+            all_prepared.groups += prepared.groups
+            all_prepared.failures.update(prepared.failures)
+        return all_prepared
+
+    def _restart(self) -> None:
+        """Replace a process that has ended."""
+        self._stop()
+        self._start()
+
+    def _stop(self) -> None:
+        """End the process, which has nothing to save."""
+        self._process.kill()
+        self._process.join()
+        self._batches.close()
+        self._batches.cancel_join_thread()
+        self._results.close()
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+
+def _prepare_batches(
+    batches: Any,
+    results: Any,
+    results_of_parent: Any,
+    preparation: PagePreparation,
+) -> None:
+    """Prepare batches in a worker process until its parent ends it, or ends.
+
+    Features are sent as arrays, which go through a pipe. Tensors would go through shared memory, of
+    which containers often have 64 MB, less than a few batches of pages.
+
+    Args:
+        batches: queue of batches.
+        results: connection that takes a result for each batch.
+        results_of_parent: the end of this connection that the parent reads.
+        preparation: decodes the pages.
+    """
+    # With a copy of it here, writing would wait for ever after the parent has ended.
+    results_of_parent.close()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    torch.set_num_threads(1)
+    parent = os.getppid()
+    while os.getppid() == parent:
+        try:
+            batch: PageBatch = batches.get(timeout=_PARENT_CHECK_SECONDS)
+        except queue.Empty:
+            continue
+        prepared = preparation.prepare(batch)
+        prepared.groups = [
+            (positions, {name: _as_array(value) for name, value in features.items()})
+            for positions, features in prepared.groups
+        ]
+        try:
+            results.send(prepared)
+        except OSError:  # the parent has ended
+            return
 
 
 def _as_array(value: Any) -> Any:
@@ -322,57 +553,4 @@ def _as_array(value: Any) -> Any:
 
 
 def _as_tensor(value: Any) -> Any:
-    import numpy as np
-
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def prepare_ahead(
-    model: Model,
-    batches: Iterator[PageBatch | None],
-    dpi: int,
-    n_workers: int,
-) -> Iterator[PreparedPages | None]:
-    """Prepare batches of pages in worker processes, while the caller uses earlier ones.
-
-    Workers are forked, as those of torch's data loaders are by default, because they need the
-    model's processor and none of its weights.
-
-    Args:
-        model: a ``MultiVectorEncoder`` of images.
-        batches: the batches, which are taken a few ahead of the results; None for a step without
-            pages.
-        dpi: dots per inch at which pages of PDFs are rendered.
-        n_workers: number of processes; 0 prepares each batch in this process when it is needed.
-
-    Yields:
-        The features of each batch in order, and None for None.
-
-    Raises:
-        RuntimeError: if a worker is killed.
-    """
-    if not n_workers:
-        preparation = PagePreparation(model, dpi)
-        for batch in batches:
-            yield preparation[batch]
-        return
-    loader: DataLoader[Any] = DataLoader(
-        _ArrayPreparation(model, dpi),
-        sampler=batches,
-        batch_size=None,
-        num_workers=n_workers,
-        prefetch_factor=_BATCHES_AHEAD,
-        multiprocessing_context="fork",
-    )
-    with warnings.catch_warnings():
-        # Python warns that a fork of a process with threads may deadlock. The workers do not use
-        # what these threads have locked.
-        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
-        prepared_batches = iter(loader)
-    for prepared in prepared_batches:
-        if prepared is not None:
-            prepared.groups = [
-                (positions, {name: _as_tensor(value) for name, value in features.items()})
-                for positions, features in prepared.groups
-            ]
-        yield prepared

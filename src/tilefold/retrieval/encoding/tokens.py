@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -31,7 +31,7 @@ from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
 from tilefold.retrieval.encoding.job import Encoding, GetProvenance, Job, Kind, Output, Stream
 from tilefold.retrieval.encoding.pages import (
-    PageBatch,
+    EncodingStep,
     PreparedPages,
     check_encodes_images,
     contains_pages,
@@ -271,46 +271,39 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
             ``StreamStart`` once; for each window its batches and then ``WindowEnd``.
         """
         yield StreamStart()
-        steps: deque[_Step] = deque()  # the steps that are in preparation
-
-        def pages_of_steps() -> Iterator[PageBatch | None]:
-            for step in self._steps_of(windows):
-                steps.append(step)
-                yield step.pages
-
         n_workers = self.encoding.page_workers
         if n_workers is None:
             n_pages = sum(isinstance(content, Page) for content in self.texts.values())
             n_workers = default_page_workers(n_pages)
         prepared_steps = prepare_ahead(
             self.model,
-            pages_of_steps(),
+            self._steps_of(windows),
             self.encoding.dpi,
             n_workers,
         )
-        for prepared in prepared_steps:
-            step = steps.popleft()
-            if prepared is not None:
-                yield from self._encode_prepared(step, prepared)
-            elif step.positions:
-                yield from self.encode_bisecting(step.window, step.contents, step.positions)
-            elif step.ends_window:
-                yield WindowEnd(step.window)
+        with closing(prepared_steps):
+            for step, prepared in prepared_steps:
+                if prepared is not None:
+                    yield from self._encode_prepared(step, prepared)
+                elif step.ends_window:
+                    yield WindowEnd(step.window)
+                else:
+                    yield from self.encode_bisecting(step.window, step.contents, step.positions)
 
-    def _steps_of(self, windows: Iterator[Window | None]) -> Iterator[_Step]:
+    def _steps_of(self, windows: Iterator[Window | None]) -> Iterator[EncodingStep]:
         """Yield the batches of each window and its end; an empty step while none is ready."""
         number = 0
         for window in windows:
             if window is None:
-                yield _Step(number)
+                yield EncodingStep(number)
                 continue
             contents: list[Any] = window.prepared_texts()
             for positions in self.batches_of(contents, window.skip):
-                yield _Step(number, contents, positions)
-            yield _Step(number, ends_window=True)
+                yield EncodingStep(number, contents, positions)
+            yield EncodingStep(number, ends_window=True)
             number += 1
 
-    def _encode_prepared(self, step: _Step, prepared: PreparedPages) -> Iterator[Batch]:
+    def _encode_prepared(self, step: EncodingStep, prepared: PreparedPages) -> Iterator[Batch]:
         """Encode the pages of a batch that are prepared.
 
         Args:
@@ -394,30 +387,6 @@ class TokenJob(Job[TokenManifest, TokenVectors]):
         if self.contains_pages:
             settings["dpi"] = self.encoding.dpi
         return settings
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A batch of a window, the end of a window, or a pause while no window is ready.
-
-    Attributes:
-        window: number of the window.
-        contents: texts and pages of the window.
-        positions: positions of the batch in `contents`; empty for the end and for a pause.
-        ends_window: whether all batches of the window have been encoded.
-    """
-
-    window: int
-    contents: Sequence[Content] = ()
-    positions: Sequence[int] = ()
-    ends_window: bool = False
-
-    @property
-    def pages(self) -> PageBatch | None:
-        """The pages of the batch; None for a batch of texts, and for another step."""
-        contents = [self.contents[position] for position in self.positions]
-        pages = [content for content in contents if isinstance(content, Page)]
-        return PageBatch(self.positions, pages) if pages else None
 
 
 def encode_dense_collection(
