@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.data.collection import Document
     from tilefold.retrieval.vectors.tokens import TokenStore
+    from tilefold.serve.document_log import DocumentLog
     from tilefold.serve.loading import Report
     from tilefold.serve.models import Kind, Served
     from tilefold.serve.searchable import Searchable
@@ -551,15 +552,18 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
         limits: the limits of the service.
     """
     from tilefold.retrieval.index.generations import read_generation
+    from tilefold.serve.document_log import DocumentLog
     from tilefold.serve.following import IndexFollower, IndexSource
     from tilefold.serve.service import Service
+    from tilefold.serve.writing import DocumentWriter
 
+    log = DocumentLog(index_path)
     # If the folder changes while the model is loaded, the follower opens it again.
     generation = read_generation(index_path)
-    searchable = _load_with_index(request, index_path, generation.id)
+    searchable = _load_with_index(request, index_path, generation.id, log)
 
     def reopen(served: Searchable, generation_id: str) -> Searchable:
-        return _open_generation(request, index_path, generation_id, served)
+        return _open_generation(request, index_path, generation_id, log, served)
 
     service = Service(searchable.models, limits, request.default_side, searchable)
     source = IndexSource(
@@ -568,7 +572,12 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
         request.watch_seconds,
         _searching_gpu(request.device, generation.backend),
     )
-    IndexFollower(service, source, generation)
+    follower = IndexFollower(service, source, generation)
+    # Vectors in other folders would lack the documents.
+    has_other_folders = request.vectors is not None or request.bm25 is not None
+    has_other_folders = has_other_folders or searchable.store is not None
+    if generation.backend != "qdrant" and not has_other_folders:
+        DocumentWriter(service, follower, log)
     return service
 
 
@@ -620,6 +629,7 @@ def _load_with_index(
     request: ServeRequest,
     index_path: Path,
     generation_id: str,
+    log: DocumentLog,
 ) -> Searchable:
     """Load an index with its model, documents, vectors, second ranking and reranker.
 
@@ -627,6 +637,7 @@ def _load_with_index(
         request: the options of the command.
         index_path: the value of ``--index``.
         generation_id: id of the generation of the index.
+        log: documents that were put or deleted over HTTP.
     """
     loaded = _retrievers.load_index(request)
     index = loaded.index
@@ -653,6 +664,7 @@ def _load_with_index(
         request,
         index_path,
         generation_id,
+        log,
         loaded,
         encoder,
         _Reranker(reranking_model, tokens),
@@ -663,6 +675,7 @@ def _open_generation(
     request: ServeRequest,
     index_path: Path,
     generation_id: str,
+    log: DocumentLog,
     served: Searchable,
 ) -> Searchable:
     """Open another generation of a served index, with the models that are loaded.
@@ -674,6 +687,7 @@ def _open_generation(
         request: the options of the command.
         index_path: the value of ``--index``.
         generation_id: id of the new generation of the index.
+        log: documents that were put or deleted over HTTP.
         served: the served generation.
 
     Raises:
@@ -684,15 +698,16 @@ def _open_generation(
     served_provenance = served.index.provenance
     has_same_model = "model_fingerprint" not in served_provenance.differing_fields(recorded)
     if not has_same_model and not request.other_model:
-        return _load_with_index(request, index_path, generation_id)
+        return _load_with_index(request, index_path, generation_id, log)
     loaded = _retrievers.reopen_index(request)
     if loaded.index.backend != served.index.backend:
-        return _load_with_index(request, index_path, generation_id)
+        return _load_with_index(request, index_path, generation_id, log)
     tokens = None if served.store is None else retrieval.open_tokens(Path(str(request.tokens)))
     return _searchable(
         request,
         index_path,
         generation_id,
+        log,
         loaded,
         served.encoder,
         _Reranker(served.late, tokens),
@@ -703,6 +718,7 @@ def _searchable(
     request: ServeRequest,
     index_path: Path,
     generation_id: str,
+    log: DocumentLog,
     loaded: _retrievers.LoadedIndex,
     encoder: Served | None,
     reranker: _Reranker,
@@ -713,6 +729,7 @@ def _searchable(
         request: the options of the command.
         index_path: the value of ``--index``.
         generation_id: id of the generation of the index.
+        log: documents that were put or deleted over HTTP, which hits show, too.
         loaded: the index, with the options of its search.
         encoder: the model that encodes queries; None for a BM25 index.
         reranker: the model and token vectors of ``--tokens``.
@@ -722,7 +739,8 @@ def _searchable(
     index = loaded.index
     documents: Mapping[str, Document] = {}
     if request.data is not None:
-        documents = _scores.open_documents(request.data, index_path, index.provenance)
+        collection_documents = _scores.open_documents(request.data, index_path, index.provenance)
+        documents = log.documents(collection_documents)
     vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
     words = None if request.bm25 is None else _load_bm25(request.bm25)
     option_errors = _options.option_errors(

@@ -2,17 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from typing import Any
+
 from fastapi import APIRouter, Request, Response
+from pydantic import ConfigDict, Field, field_validator
 
-from tilefold.serve.bodies import ServeError, to_json
+from tilefold.retrieval.common.files import check_text_ids
+from tilefold.retrieval.data.collection import Document
+from tilefold.serve.bodies import Body, ServeError, invalid, to_json
+from tilefold.serve.document_log import Change
 from tilefold.serve.endpoints import JSON, add_route
-from tilefold.serve.service import Follower, Service
+from tilefold.serve.service import Follower, Service, Writer
 
-__all__ = ["ADMIN_PATHS", "admin_router"]
+__all__ = ["ADMIN_PATHS", "MAX_DOCUMENTS", "admin_router"]
 
+MAX_DOCUMENTS = 1000
+"""Largest number of documents of a request."""
+_MAX_ID_CHARACTERS = 512
 _RELOAD_PATH = "/admin/reload"
+_DOCUMENTS_PATH = "/documents"
 # Paths that need the admin key.
-ADMIN_PATHS = frozenset({_RELOAD_PATH})
+ADMIN_PATHS = frozenset({_RELOAD_PATH, _DOCUMENTS_PATH})
+_ACCEPTED = 202  # HTTP status: the changes are stored, and searches will see them later
+
+
+def _checked_id(document_id: str) -> str:
+    """Return the id of a document, or raise ``ValueError`` if an index cannot store it."""
+    if not document_id.strip():
+        raise ValueError("expected an id, got an empty one")
+    if len(document_id) > _MAX_ID_CHARACTERS:
+        raise ValueError(f"expected at most {_MAX_ID_CHARACTERS} characters")
+    if len(document_id.splitlines()) > 1 or document_id != document_id.strip():
+        raise ValueError("expected an id without line breaks, and without spaces at its ends")
+    check_text_ids("id", [document_id])
+    return document_id
+
+
+class _StrictBody(Body):
+    """Body that refuses unknown fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
+class DocumentBody(_StrictBody):
+    """A document to put."""
+
+    id: str
+    title: str = ""
+    text: str = ""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    _check_id = field_validator("id")(_checked_id)
+
+    def to_document(self) -> Document:
+        """Return the document.
+
+        Raises:
+            ServeError: if it has neither a title nor a text.
+        """
+        if not self.title.strip() and not self.text.strip():
+            raise invalid(f"document {self.id!r} has neither a title nor a text")
+        return Document(self.id, self.title, self.text, self.metadata)
+
+
+class PutBody(_StrictBody):
+    """Body of a request to put documents. A document with the same id is replaced."""
+
+    documents: list[DocumentBody] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+
+
+class DeleteBody(_StrictBody):
+    """Body of a request to delete documents. Unknown ids are no error."""
+
+    ids: list[str] = Field(min_length=1, max_length=MAX_DOCUMENTS)
+
+    @field_validator("ids")
+    @classmethod
+    def _check_ids(cls, ids: list[str]) -> list[str]:
+        return [_checked_id(document_id) for document_id in ids]
 
 
 def admin_router(service: Service) -> APIRouter:
@@ -32,9 +100,46 @@ def admin_router(service: Service) -> APIRouter:
         }
         return Response(to_json(answer), media_type=JSON)
 
+    async def put(body: PutBody, request: Request) -> Response:
+        documents = [document.to_document() for document in body.documents]
+        return await accept([Change(document.id, document) for document in documents], request)
+
+    async def delete(body: DeleteBody, request: Request) -> Response:
+        return await accept([Change(document_id, None) for document_id in body.ids], request)
+
+    async def accept(changes: list[Change], request: Request) -> Response:
+        wait = _wait_parameter(request)
+        receipt = await _writer_of(service).accept(changes, wait=wait)
+        status = 200 if receipt.visible else _ACCEPTED
+        return Response(to_json(asdict(receipt)), status, media_type=JSON)
+
+    async def describe(request: Request) -> Response:
+        return Response(to_json(_writer_of(service).info()), media_type=JSON)
+
     summary = "Open the current generation of the index, which takes over between two requests"
     add_route(router, service, _RELOAD_PATH, reload, summary, method="POST")
+    summary = "Add documents to the index, or replace those with the same ids"
+    add_route(router, service, _DOCUMENTS_PATH, put, summary, PutBody, method="PUT")
+    summary = "Remove documents from the index"
+    add_route(router, service, _DOCUMENTS_PATH, delete, summary, DeleteBody, method="DELETE")
+    add_route(router, service, _DOCUMENTS_PATH, describe, "Documents that are pending or failed")
     return router
+
+
+def _wait_parameter(request: Request) -> bool:
+    """Return the query parameter ``wait``: whether to answer when searches see the changes.
+
+    Raises:
+        ServeError: if it is neither ``true`` nor ``false``, or there is another parameter.
+    """
+    values = {"true": True, "false": False}
+    unknown = [name for name in request.query_params if name != "wait"]
+    if unknown:
+        raise invalid(f"unknown query parameter {unknown[0]!r}, expected wait")
+    value = request.query_params.get("wait", "false")
+    if value not in values:
+        raise invalid(f"`wait` expected true or false, got {value!r}")
+    return values[value]
 
 
 def _follower_of(service: Service) -> Follower:
@@ -50,3 +155,20 @@ def _follower_of(service: Service) -> Follower:
             status=404,
         )
     return service.follower
+
+
+def _writer_of(service: Service) -> Writer:
+    """Return the writer of a service.
+
+    Raises:
+        ServeError: if the index of the service takes no documents.
+    """
+    if service.writer is None:
+        raise ServeError(
+            "Validation",
+            "this server takes no documents: they need an index in a folder, of another backend "
+            "than qdrant, and a server without --vectors, --bm25 and stored --tokens, which would "
+            "lack them",
+            status=409,
+        )
+    return service.writer

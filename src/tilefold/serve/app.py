@@ -121,15 +121,15 @@ def create_app(
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         service.start()
+        tasks = [task for task in (service.follower, service.writer) if task is not None]
         with closing(service):
-            if service.follower is None:
-                yield
-                return
-            service.follower.start()
+            for task in tasks:
+                task.start()
             try:
                 yield
             finally:
-                await service.follower.stop()
+                for task in tasks:
+                    await task.stop()
 
     app = _App(
         title="tilefold",

@@ -533,6 +533,7 @@ _GAUGES = {
     "tilefold_index_open_generations": (
         "Generations of the index in memory; more than one while requests of an old one run"
     ),
+    "tilefold_pending_documents": "Documents that were accepted and are not in the index yet",
     "tilefold_ready": "1 if the server is ready for requests; 0 while it loads, or is going to end",
 }
 

@@ -160,6 +160,22 @@ class Follower(Protocol):
         """Describe the served generation, for ``/info``."""
 
 
+class Writer(Protocol):
+    """Writes documents into the index that a service searches."""
+
+    def start(self) -> None:
+        """Start to write, on the event loop of the server."""
+
+    async def stop(self) -> None:
+        """Stop to write."""
+
+    async def accept(self, changes: Sequence[Any], *, wait: bool) -> Any:
+        """Accept changes, and return a :class:`tilefold.serve.writing.Receipt`."""
+
+    def info(self) -> dict[str, object]:
+        """Describe the pending changes."""
+
+
 class _AnswerCache:
     """Cache of the encoded queries of the latest requests. Used on the event loop only."""
 
@@ -272,6 +288,7 @@ class Service:
             does not begin with ``/query`` or ``/document``.
         searchable: the index to search, of one generation; ``None`` without an index.
         follower: opens further generations of the index; ``None`` if the index is not followed.
+        writer: writes documents into the index; ``None`` if the index takes none.
         metrics: metrics of the service.
         input_limit: limit on the number of inputs that are encoded or wait.
         closing: whether the service refuses all work, because it ends or has ended.
@@ -314,6 +331,7 @@ class Service:
         self.default_side = default_side
         self.searchable = searchable
         self.follower: Follower | None = None
+        self.writer: Writer | None = None
         self.metrics = Metrics()
         self.input_limit = InputLimit(self.limits.max_concurrent_requests)
         self.closing = False

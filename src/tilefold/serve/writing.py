@@ -1,0 +1,664 @@
+"""Writing of documents into a served index: encoded in the background, committed as a segment."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tilefold._internal.files import InUseError
+from tilefold.pipeline.ragged import offsets_of
+from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, provenance_of
+from tilefold.retrieval.data.collection import Collection, Document
+from tilefold.retrieval.data.passages import Passages
+from tilefold.retrieval.encoding.job import Job, Output
+from tilefold.retrieval.encoding.sparse import SparseEncoding
+from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index import LATE
+from tilefold.retrieval.index.bm25 import BM25Index
+from tilefold.retrieval.index.generations import read_generation
+from tilefold.retrieval.vectors.sparse import SparseVectors
+from tilefold.serve.bodies import ServeError
+from tilefold.serve.document_log import Change, DocumentLog
+from tilefold.serve.following import IndexFollower
+from tilefold.serve.models import Served
+from tilefold.serve.service import EncodeOptions, Service
+
+__all__ = ["MAX_PENDING_DOCUMENTS", "DocumentWriter", "IndexChange", "Receipt"]
+
+MAX_PENDING_DOCUMENTS = 10_000
+"""Largest number of accepted documents that the index does not have yet."""
+# Largest number of documents of a segment: a crash repeats the work of one segment.
+_MAX_SEGMENT_DOCUMENTS = 1000
+# Segments above which they are merged, because a search visits each of them.
+_MAX_SEGMENTS = 32
+# Texts that are encoded together. Queries take turns with these batches.
+_ENCODED_TOGETHER = 8
+# Time after which changes that could not be written are tried again.
+_RETRY_SECONDS = 5.0
+# Time between two looks for changes that another process has left, or for a new generation.
+_IDLE_SECONDS = 1.0
+# Expected duration of a segment, before one was measured.
+_FIRST_ESTIMATE_SECONDS = 5.0
+# Weight of the latest segment in the moving average of durations.
+_SMOOTHING = 0.5
+# Priority of the process that changes the index, which must not delay searches.
+_NICENESS = 10
+
+_logger = logging.getLogger("tilefold.serve")
+
+
+@dataclass(frozen=True)
+class IndexChange:
+    """Documents that are added to an index and removed from it by one commit.
+
+    Attributes:
+        index: the folder of the index.
+        backend: backend of the index.
+        data: a BEIR folder with the new documents; ``None`` only removes documents.
+        vectors: folder with the vectors of the new documents; ``None`` for a BM25 index, or if
+            there are none.
+        deleted: file with the id of a removed document in each line; ``None`` if there are none.
+    """
+
+    index: Path
+    backend: str
+    data: Path | None
+    vectors: Path | None
+    deleted: Path | None
+
+    def arguments(self) -> list[str]:
+        """Return the arguments of ``tilefold index`` that commit the change."""
+        arguments = ["--output", str(self.index)]
+        if self.data is not None:
+            arguments += ["--update", "--data", str(self.data)]
+        if self.vectors is not None:
+            option = "--tokens" if self.backend == LATE else "--vectors"
+            arguments += [option, str(self.vectors)]
+        if self.deleted is not None:
+            arguments += ["--delete", str(self.deleted)]
+        return arguments
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Answer to an accepted request.
+
+    Attributes:
+        sequence: sequence number of the last change of the request.
+        accepted: number of changes of the request.
+        visible: whether searches see the changes.
+        visible_in_seconds: estimated time until they do; 0 if they do.
+        generation: id of the generation that searches see.
+        error: why the changes could not be written so far; ``None`` if nothing went wrong. They are
+            tried again.
+    """
+
+    sequence: int
+    accepted: int
+    visible: bool
+    visible_in_seconds: float
+    generation: str | None
+    error: str | None = None
+
+
+@dataclass
+class _Batch:
+    """Pending changes that become one segment.
+
+    Attributes:
+        sequence: sequence number of the last change.
+        documents: id -> document to add. The last change of a document counts.
+        deleted: ids of documents to remove.
+        failed: id -> reason, for documents that could not be encoded.
+    """
+
+    sequence: int
+    documents: dict[str, Document] = field(default_factory=dict)
+    deleted: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, changes: Mapping[int, Change]) -> _Batch:
+        """Combine changes, by sequence number."""
+        last_changes = {change.document_id: change.document for change in changes.values()}
+        batch = cls(max(changes))
+        for document_id, document in last_changes.items():
+            if document is None:
+                batch.deleted.append(document_id)
+            else:
+                batch.documents[document_id] = document
+        return batch
+
+
+class DocumentWriter:
+    """Writes documents into the index of a service.
+
+    A request is accepted once its documents are in the log on the disk. A task on the event loop
+    encodes them with the model of the service, in turns with queries. Another process then adds
+    them to the index as one segment, and the follower opens the new generation. After a crash, the
+    changes that the index does not have are read from the log.
+
+    Attributes:
+        service: the service.
+        follower: opens the generations of the index.
+        log: the log of the changes.
+        visible: sequence number up to which searches see all changes.
+        error: why pending changes could not be written; ``None`` if nothing went wrong.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        follower: IndexFollower,
+        log: DocumentLog,
+        run_index: Callable[[Sequence[str]], None] | None = None,
+    ) -> None:
+        """Prepare to write; :meth:`start` starts the task.
+
+        Args:
+            service: the service, whose model encoded the documents of the index.
+            follower: opens the generations of the index.
+            log: the log of the changes.
+            run_index: function that runs ``tilefold index`` with arguments. By default it is run in
+                a process of low priority.
+        """
+        self.service = service
+        self.follower = follower
+        self.log = log
+        self.visible = log.applied
+        self.error: str | None = None
+        self._process = _IndexProcess(log)
+        self._run_index = self._process.run if run_index is None else run_index
+        self._segment_seconds = _FIRST_ESTIMATE_SECONDS
+        self._append_lock = asyncio.Lock()
+        self._has_changes = asyncio.Event()
+        self._progress = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._fingerprints: dict[Served, str] = {}
+        service.writer = self
+        service.metrics.gauge("tilefold_pending_documents", lambda: float(log.n_pending))
+
+    @property
+    def _index(self) -> Path:
+        """The folder of the index."""
+        return self.follower.source.path
+
+    def start(self) -> None:
+        """Start to write pending changes, on the event loop of the server."""
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def stop(self) -> None:
+        """Stop to write. The next process that writes continues with the pending changes."""
+        if self._task is not None:
+            self._task.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._process.stop()
+        self.log.unlock()
+
+    def info(self) -> dict[str, object]:
+        """Describe the state of the changes, for ``GET /documents``."""
+        return {
+            "accepted_sequence": self.log.last,
+            "visible_sequence": self.visible,
+            "pending": self.log.n_pending,
+            "generation": self.follower.generation,
+            "error": self.error,
+            "failed": dict(self.log.failed),
+            "max_pending": MAX_PENDING_DOCUMENTS,
+        }
+
+    async def accept(self, changes: Sequence[Change], *, wait: bool) -> Receipt:
+        """Write changes to the log, and let them be written into the index.
+
+        Args:
+            changes: the changes of a request.
+            wait: whether to wait until searches see the changes.
+
+        Raises:
+            ServeError: if there are too many pending changes, another process writes, or the disk
+                cannot be written. None of the changes is then accepted.
+        """
+        async with self._append_lock:
+            if self.log.n_pending + len(changes) > MAX_PENDING_DOCUMENTS:
+                raise ServeError(
+                    "Overloaded",
+                    f"{self.log.n_pending} documents are pending, and at most "
+                    f"{MAX_PENDING_DOCUMENTS} may be: send these again later",
+                )
+            try:
+                await self.service.run_in_background(self.log.lock)
+                sequence = await self.service.run_in_background(self.log.append, list(changes))
+            except InUseError as error:
+                raise ServeError(
+                    "Validation",
+                    "another server process writes documents into this index: send them there",
+                    status=409,
+                ) from error
+            except (OSError, DataError) as error:
+                self.service.log_failure(error)
+                raise ServeError(
+                    "Backend",
+                    f"nothing was accepted, since the log could not be written: {error}",
+                    status=507,
+                ) from error
+        self._has_changes.set()
+        if wait:
+            await self._wait_for(sequence)
+        return self._receipt(sequence, len(changes))
+
+    def _receipt(self, sequence: int, accepted: int) -> Receipt:
+        """Return the answer to a request.
+
+        Args:
+            sequence: sequence number of its last change.
+            accepted: number of its changes.
+        """
+        is_visible = self.visible >= sequence
+        n_segments = 1 + (sequence - self.log.applied - 1) // _MAX_SEGMENT_DOCUMENTS
+        seconds = 0.0 if is_visible else self._segment_seconds * max(1, n_segments)
+        return Receipt(
+            sequence,
+            accepted,
+            is_visible,
+            round(seconds, 1),
+            self.follower.generation,
+            None if is_visible else self.error,
+        )
+
+    async def _wait_for(self, sequence: int) -> None:
+        """Wait until searches see a change, or until writing fails.
+
+        Args:
+            sequence: sequence number of the change.
+        """
+        async with self._progress:
+            await self._progress.wait_for(
+                lambda: self.visible >= sequence or self.error is not None,
+            )
+
+    async def _run(self) -> None:
+        """Write pending changes again and again."""
+        while True:
+            with suppress(TimeoutError, asyncio.TimeoutError):
+                await asyncio.wait_for(self._has_changes.wait(), _IDLE_SECONDS)
+            self._has_changes.clear()
+            try:
+                await self._write_pending()
+                error = None
+            except InUseError as in_use:  # another process writes the log or the index
+                error = str(in_use) if self.log.is_locked else None
+            except Exception as failure:  # of the model, of files, or of the process
+                error = str(failure).strip() or type(failure).__name__
+            await self._report(error)
+            if error is not None:
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _report(self, error: str | None) -> None:
+        """Record whether writing failed, and wake requests that wait.
+
+        Args:
+            error: what went wrong; ``None`` if nothing did.
+        """
+        if error is not None and error != self.error:
+            _logger.warning("documents could not be written, and will be again: %s", error)
+        async with self._progress:
+            self.error = error
+            self._progress.notify_all()
+
+    async def _write_pending(self) -> None:
+        """Write all pending changes into the index, and open its new generation."""
+        service = self.service
+        if not self.log.is_locked:
+            await service.run_in_background(self.log.refresh)
+            if not self.log.n_pending:
+                self.visible = self.log.applied
+                return
+            await service.run_in_background(self.log.lock)
+        while self.log.n_pending:
+            started = time.perf_counter()
+            batch = _Batch.of(self.log.pending(_MAX_SEGMENT_DOCUMENTS))
+            await self._write_batch(batch)
+            await service.run_in_background(self.log.mark_applied, batch.sequence, batch.failed)
+            await self._show_applied()
+            seconds = time.perf_counter() - started
+            self._segment_seconds += _SMOOTHING * (seconds - self._segment_seconds)
+            await self._report(None)
+            await self._merge_if_needed()
+        if self.visible < self.log.applied:
+            await self._show_applied()
+
+    async def _show_applied(self) -> None:
+        """Let searches see the changes that the index has.
+
+        Raises:
+            ServeError: if the new generation is refused.
+        """
+        applied = self.log.applied
+        generation = await self.service.run_in_background(read_generation, self._index)
+        if generation.id != self.follower.generation:
+            await self.follower.reload()
+        self.visible = applied
+
+    async def _merge_if_needed(self) -> None:
+        """Merge the segments of the index if there are many."""
+        if self.follower.n_segments > _MAX_SEGMENTS:
+            arguments = ["--merge", "--output", str(self._index)]
+            await self.service.run_in_background(self._run_index, arguments)
+            await self._show_applied()
+
+    async def _write_batch(self, batch: _Batch) -> None:
+        """Encode the documents of a batch, and commit them to the index as one segment.
+
+        Args:
+            batch: the batch. Documents that cannot be encoded are moved to its failed ones.
+
+        Raises:
+            RuntimeError: if the index could not be changed.
+        """
+        folder = self.log.folder / "segment"
+        await self.service.run_in_background(_create_empty, folder)
+        searchable = self.follower.served
+        vectors = None
+        if batch.documents and searchable.index.backend != BM25Index.backend:
+            vectors = await self._encode(batch, folder / "vectors")
+        change = await self.service.run_in_background(
+            _write_change,
+            self._index,
+            searchable.index.backend,
+            batch,
+            folder,
+            vectors,
+        )
+        if change.data is not None or change.deleted is not None:
+            await self.service.run_in_background(self._run_index, change.arguments())
+        await self.service.run_in_background(shutil.rmtree, folder)
+
+    async def _encode(self, batch: _Batch, folder: Path) -> Path | None:
+        """Encode the documents of a batch into a folder of vectors.
+
+        Args:
+            batch: the batch. Documents that cannot be encoded are moved to its failed ones.
+            folder: the folder to write.
+
+        Returns:
+            The folder; ``None`` if no document could be encoded.
+
+        Raises:
+            DataError: if the served model has not encoded the index.
+        """
+        searchable = self.follower.served
+        model = searchable.encoder
+        if model is None:
+            raise DataError("the index has vectors, but the server has no model for them.")
+        provenance = searchable.index.provenance
+        await self._check_model(model, provenance)
+        rows = await self._encode_documents(model, batch, provenance.passages)
+        if not batch.documents:
+            return None
+        await self.service.run_in_background(
+            _write_vectors,
+            model,
+            _texts_of(batch.documents, provenance.passages),
+            rows,
+            provenance,
+            getattr(searchable.index, "dimension", None),
+            folder,
+        )
+        return folder
+
+    async def _check_model(self, model: Served, provenance: Provenance) -> None:
+        """Raise ``DataError`` if a model has not encoded the documents of the index.
+
+        Args:
+            model: the served model.
+            provenance: provenance of the index.
+        """
+        if model not in self._fingerprints:
+            fingerprint = await self.service.run_in_background(model_fingerprint, model.model)
+            self._fingerprints = {model: fingerprint}
+        served = Provenance(model_fingerprint=self._fingerprints[model])
+        if "model_fingerprint" in provenance.differing_fields(served):
+            raise DataError(
+                f"{model.name} with the options of this server is not the model that encoded the "
+                "documents of the index (see --other-model and --max-length).",
+            )
+
+    async def _encode_documents(
+        self,
+        model: Served,
+        batch: _Batch,
+        passages: str | None,
+    ) -> dict[str, Any]:
+        """Encode the documents of a batch, a few texts at a time.
+
+        Args:
+            model: the model.
+            batch: the batch. Documents that cannot be encoded are moved to its failed ones.
+            passages: how documents are divided; ``None`` for whole documents.
+
+        Returns:
+            Id of each document or passage -> its encoded row.
+        """
+        texts = _texts_of(batch.documents, passages)
+        rows: dict[str, Any] = {}
+        try:
+            return await self._encode_texts(model, texts)
+        except ServeError as error:
+            if not _concerns_input(error):
+                raise
+        # A document is at fault. Encoded one by one, the others are not lost.
+        for document_id, document in list(batch.documents.items()):
+            texts = _texts_of({document_id: document}, passages)
+            try:
+                rows.update(await self._encode_texts(model, texts))
+            except ServeError as error:
+                if not _concerns_input(error):
+                    raise
+                _logger.warning("document %r could not be encoded: %s", document_id, error)
+                batch.failed[document_id] = error.message
+                del batch.documents[document_id]
+        return rows
+
+    async def _encode_texts(self, model: Served, texts: Mapping[str, str]) -> dict[str, Any]:
+        """Encode texts in batches that take turns with queries.
+
+        They need no permits of :attr:`Service.input_limit`, because only one batch waits at a time.
+
+        Args:
+            model: the model.
+            texts: id -> text.
+
+        Returns:
+            Id -> encoded row.
+        """
+        rows: dict[str, Any] = {}
+        ids = list(texts)
+        for start in range(0, len(ids), _ENCODED_TOGETHER):
+            batch_ids = ids[start : start + _ENCODED_TOGETHER]
+            outcome = await self.service.encode(
+                model,
+                [texts[name] or " " for name in batch_ids],
+                EncodeOptions("document", truncate=True, counted=None),
+            )
+            rows.update(zip(batch_ids, outcome.rows, strict=True))
+        return rows
+
+
+def _concerns_input(error: ServeError) -> bool:
+    """Return whether an error of encoding is about the texts, and not about the service."""
+    return error.kind not in ("Overloaded", "Unhealthy")
+
+
+class _IndexProcess:
+    """Runs ``tilefold index`` in a process of low priority, one at a time."""
+
+    def __init__(self, log: DocumentLog) -> None:
+        """Prepare to run; no process is started.
+
+        Args:
+            log: the log, which stays locked while the process runs.
+        """
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Run the command, and wait for it; called in a thread.
+
+        Args:
+            arguments: arguments of ``tilefold index``.
+
+        Raises:
+            RuntimeError: if the command fails, with its error message.
+        """
+        command = [sys.executable, "-m", "tilefold.cli", "index", *arguments]
+        with subprocess.Popen(  # noqa: S603 - the paths are those of the server
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=self._log.inherited_descriptors,
+        ) as process:
+            self._process = process
+            if hasattr(os, "setpriority"):
+                with suppress(OSError):  # it has ended
+                    os.setpriority(os.PRIO_PROCESS, process.pid, _NICENESS)
+            _, log = process.communicate()
+        self._process = None
+        if process.returncode:
+            lines = log.strip().splitlines()
+            reason = lines[-1].removeprefix("Error: ") if lines else f"code {process.returncode}"
+            raise RuntimeError(f"tilefold index: {reason}")
+
+    def stop(self) -> None:
+        """End the running process. The index stays as it was, or has the whole change."""
+        if self._process is not None:
+            self._process.terminate()
+
+
+def _create_empty(folder: Path) -> None:
+    """Create an empty folder, in place of what a killed process has left there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _texts_of(documents: Mapping[str, Document], passages: str | None) -> Mapping[str, str]:
+    """Return the texts of documents or of their passages, by id.
+
+    Args:
+        documents: id -> document.
+        passages: how documents are divided; ``None`` for whole documents.
+    """
+    if passages is None:
+        return {name: document.contents for name, document in documents.items()}
+    return Passages.parse(passages).of(documents)
+
+
+def _write_change(
+    index: Path,
+    backend: str,
+    batch: _Batch,
+    folder: Path,
+    vectors: Path | None,
+) -> IndexChange:
+    """Write the documents and ids of a batch into files for ``tilefold index``.
+
+    Args:
+        index: the folder of the index.
+        backend: backend of the index.
+        batch: the batch.
+        folder: folder of the files.
+        vectors: folder with the vectors of the documents; ``None`` for a BM25 index.
+    """
+    data = None
+    if batch.documents:
+        data = folder / "data"
+        Collection("documents", batch.documents, {}, {}).save_beir(data)
+    deleted = None
+    if batch.deleted:
+        deleted = folder / "deleted.txt"
+        deleted.write_text("".join(f"{name}\n" for name in batch.deleted), encoding="utf-8")
+    return IndexChange(index, backend, data, vectors, deleted)
+
+
+def _write_vectors(
+    model: Served,
+    texts: Mapping[str, str],
+    rows: Mapping[str, Any],
+    provenance: Provenance,
+    dimension: int | None,
+    folder: Path,
+) -> None:
+    """Write encoded documents into a folder, as ``tilefold encode`` does.
+
+    Args:
+        model: the model.
+        texts: id -> text.
+        rows: id -> encoded row.
+        provenance: provenance of the index, which says whether it has weights of special tokens.
+        dimension: dimension of the vectors of the index; ``None`` for sparse vectors.
+        folder: the folder to write.
+    """
+    output = Output(folder)
+    ids = list(texts)
+
+    def provenance_of_texts() -> Provenance:
+        return provenance_of(texts)
+
+    job: Job[Any, Any]
+    vectors: Any
+    if model.kind == "sparse":
+        sparse = SparseEncoding(special_tokens=provenance.special_tokens is not False)
+        sparse_job = sparse.create_job(model.model, texts, output, provenance_of_texts)
+        vectors = SparseVectors(
+            ids,
+            offsets_of([len(rows[name].indices) for name in ids]),
+            np.concatenate([rows[name].indices for name in ids]),
+            np.concatenate([rows[name].weights for name in ids]),
+            sparse_job.vector_size,
+            sparse_job.vocabulary,
+        )
+        vectors = vectors.above(0.0)
+        if not sparse.special_tokens:
+            vectors = vectors.without(model.model.tokenizer.all_special_ids)
+        job = sparse_job
+    elif model.kind == "dense":
+        dense = DenseEncoding(dimension=dimension)
+        job = dense.create_job(model.model, texts, output, provenance_of_texts)
+        vectors = job.to_vectors(ids, [_dense_row(model, rows[name], job) for name in ids])
+    else:
+        job = TokenEncoding().create_job(model.model, texts, output, provenance_of_texts)
+        vectors = job.to_vectors(ids, [rows[name] for name in ids])
+    writer = job.open_writer(writes_manifest=True)
+    writer.write_shard(0, vectors)
+    writer.finish(len(ids))
+
+
+def _dense_row(model: Served, row: Any, job: Job[Any, Any]) -> torch.Tensor:
+    """Return a dense vector ``[1, D]`` as it is stored: shortened, and normalised for cosine.
+
+    Args:
+        model: the model.
+        row: the vector ``[D]`` that the service has encoded.
+        job: the job whose dimension is stored.
+    """
+    vector = torch.from_numpy(row)[None, : job.vector_size].float()
+    if model.model.similarity_fn_name == "cosine":
+        vector = torch.nn.functional.normalize(vector)
+    return vector

@@ -1,0 +1,495 @@
+"""Tests of documents that are put and deleted over HTTP."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sentence_transformers import SentenceTransformer
+
+from tests.serve.running import Client, Reply, served, serving, wait_until
+from tilefold import cli
+from tilefold import retrieval as r
+from tilefold._internal.files import InUseError
+from tilefold.recipes.backbone import minilm_path
+from tilefold.retrieval.data.collection import Collection, Document
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index.generations import read_generation, verify_files
+from tilefold.retrieval.index.opening import open_index
+from tilefold.serve import writing
+from tilefold.serve.document_log import Change, DocumentLog
+from tilefold.serve.following import IndexFollower, IndexSource
+from tilefold.serve.models import Served
+from tilefold.serve.searchable import Searchable
+from tilefold.serve.service import Service
+from tilefold.serve.writing import DocumentWriter
+
+ADMIN_KEY = "open sesame"
+NEW = {"id": "parcels", "title": "Returns", "text": "Print the label and bring the parcel back."}
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that takes documents.
+
+    Attributes:
+        client: client of the server, with the admin key.
+        service: the service of the server.
+        path: the folder of the index.
+        log: the log of the documents.
+    """
+
+    client: Client
+    service: Service
+    path: Path
+    log: DocumentLog
+
+    def put(self, *documents: dict[str, Any], wait: bool = True) -> Reply:
+        """Put documents, and wait until searches see them."""
+        return self.send("PUT", {"documents": documents}, wait=wait)
+
+    def delete(self, *ids: str, wait: bool = True) -> Reply:
+        """Delete documents, and wait until searches do not see them."""
+        return self.send("DELETE", {"ids": ids}, wait=wait)
+
+    def send(self, method: str, body: Any, *, wait: bool) -> Reply:
+        """Send a request to change the documents."""
+        content = json.dumps(body).encode()
+        path = f"/documents?wait={json.dumps(wait)}"
+        return self.client.request(method, path, content, content_type="application/json")
+
+    def hits(self, query: str) -> dict[str, Any]:
+        """Return the id of each hit for a query, with its document."""
+        reply = self.client.post("/v1/papers/search", {"query": query, "hits": 100})
+        assert reply.status == 200, reply.raw
+        return {hit["docid"]: hit["doc"] for hit in reply.json["candidates"]}
+
+
+def run_index(arguments: Sequence[str]) -> None:
+    """Run ``tilefold index`` in this process."""
+    try:
+        cli.main(["index", *arguments])
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"code {end.code}") from end
+
+
+@contextmanager
+def writing_server(
+    path: Path,
+    encoder: Served | None,
+    documents: dict[str, Document] | None = None,
+    run: Callable[[Sequence[str]], None] | None = run_index,
+) -> Iterator[Running]:
+    """Serve an index that takes documents."""
+    log = DocumentLog(path)
+
+    def open_searchable(generation: str) -> Searchable:
+        return Searchable(
+            "papers",
+            open_index(path),
+            encoder,
+            log.documents(documents) if documents else {},
+            generation=generation,
+        )
+
+    generation = read_generation(path)
+    models = [] if encoder is None else [encoder]
+    service = Service(models, searchable=open_searchable(generation.id))
+    source = IndexSource(path, lambda served, generation: open_searchable(generation), 0)
+    DocumentWriter(service, IndexFollower(service, source, generation), log, run)
+    with serving(service, admin_key=ADMIN_KEY) as client:
+        client.headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        yield Running(client, service, path, log)
+
+
+@pytest.fixture(scope="module")
+def encoder(sparse: Any) -> Served:
+    """The sparse model, as it is served."""
+    return Served(sparse, "sparse", "tiny")
+
+
+@pytest.fixture
+def path(tmp_path: Path, sparse: Any, collection: Collection) -> Path:
+    """An index of the documents of the collection."""
+    r.encode_collection(sparse, collection.contents(), tmp_path / "vectors")
+    r.build_index(r.read_vectors(tmp_path / "vectors")).save(tmp_path / "index")
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def running(path: Path, encoder: Served, collection: Collection) -> Iterator[Running]:
+    """A server that takes documents and shows them."""
+    with writing_server(path, encoder, dict(collection.documents)) as server:
+        yield server
+
+
+def test_documents_are_found_and_shown_when_the_answer_says_so(running: Running) -> None:
+    reply = running.put(NEW)
+    assert reply.status == 200
+    receipt = reply.json
+    assert receipt["visible"]
+    assert receipt["accepted"] == receipt["sequence"] == 1
+    assert receipt["generation"] == read_generation(running.path).id
+    hits = running.hits("print the label")
+    assert hits["parcels"] == NEW
+    document = running.client.get("/v1/papers/doc/parcels").json["doc"]
+    assert document == NEW
+
+
+def test_a_document_is_replaced_and_deleted(running: Running, collection: Collection) -> None:
+    first_id = next(iter(collection.documents))
+    assert running.put({**NEW, "id": first_id}).status == 200
+    assert running.hits("print the label")[first_id]["text"] == NEW["text"]
+    assert running.delete(first_id, "no such document").status == 200
+    assert first_id not in running.hits("print the label")
+    assert running.client.get(f"/v1/papers/doc/{first_id}").status == 404
+
+
+def test_an_answer_before_the_documents_are_visible_estimates_when(running: Running) -> None:
+    reply = running.put(NEW, wait=False)
+    assert reply.status == 202
+    assert not reply.json["visible"]
+    assert reply.json["visible_in_seconds"] > 0
+    state = running.client.get("/documents").json
+    assert state["accepted_sequence"] == 1
+    wait_until(lambda: running.client.get("/documents").json["visible_sequence"] == 1)
+    assert "parcels" in running.hits("print the label")
+    assert running.client.metric("tilefold_pending_documents") == 0
+
+
+def test_vectors_of_put_documents_are_those_of_encode(
+    running: Running,
+    sparse: Any,
+    tmp_path: Path,
+) -> None:
+    running.put(NEW)
+    r.encode_collection(sparse, {"parcels": f"{NEW['title']}\n{NEW['text']}"}, tmp_path / "new")
+    expected = r.read_vectors(tmp_path / "new")
+    segment = open_index(running.path).parts[-1]
+    stored = segment.stored()
+    assert stored.indices.tolist() == expected.indices.tolist()
+    assert stored.data == pytest.approx(expected.data, rel=1e-5)
+    assert segment.provenance.model_fingerprint == expected.provenance.model_fingerprint
+
+
+def test_an_index_of_words_takes_documents(tmp_path: Path, collection: Collection) -> None:
+    r.BM25Index.build(collection.contents()).save(tmp_path / "index")
+    with writing_server(tmp_path / "index", None) as running:
+        assert running.put(NEW).json["visible"]
+        assert "parcels" in running.hits("label")
+        assert running.delete("parcels").json["visible"]
+        assert "parcels" not in running.hits("label")
+
+
+def test_an_index_of_passages_of_token_vectors_takes_documents(
+    tmp_path: Path,
+    late: Any,
+    collection: Collection,
+) -> None:
+    passages = r.Passages(length=4).of(collection.documents)
+    r.encode_tokens(late, passages, tmp_path / "tokens")
+    path = tmp_path / "index"
+    r.LateIndex.build(r.open_tokens(tmp_path / "tokens"), path)
+    with writing_server(path, Served(late, "multi-vector", "tiny")) as running:
+        reply = running.put(NEW)
+        assert reply.json["error"] is None
+        assert "parcels" in running.hits("print the label")
+        assert sum(name.startswith("parcels#") for name in open_index(path).ids) == 2
+        assert running.delete("parcels").json["visible"]
+        assert not any(name.startswith("parcels#") for name in open_index(path).ids)
+
+
+def test_an_index_of_dense_vectors_takes_documents(
+    tmp_path: Path,
+    collection: Collection,
+) -> None:
+    minilm = SentenceTransformer(str(minilm_path()), device="cpu", local_files_only=True)
+    texts = dict(list(collection.contents().items())[:2])
+    r.encode_dense_collection(minilm, texts, tmp_path / "vectors", dimension=128)
+    path = tmp_path / "index"
+    r.DenseIndex.build(r.open_dense(tmp_path / "vectors")).save(path)
+    r.encode_dense_collection(
+        minilm,
+        {"parcels": f"{NEW['title']}\n{NEW['text']}"},
+        tmp_path / "expected",
+        dimension=128,
+    )
+    with writing_server(path, Served(minilm, "dense", "minilm")) as running:
+        assert running.put(NEW).json["error"] is None
+        assert set(running.client.get("/documents").json["failed"]) == set()
+        stored = open_index(path).vectors(["parcels"])
+    expected = r.open_dense(tmp_path / "expected").read(["parcels"]).values
+    assert stored.tolist()[0] == pytest.approx(expected.float().tolist()[0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "body", "message"),
+    [
+        pytest.param("PUT", {"documents": []}, "at least 1 item", id="no documents"),
+        pytest.param("PUT", {"documents": [{"id": ""}]}, "got an empty one", id="empty id"),
+        pytest.param(
+            "PUT",
+            {"documents": [{"id": "a"}]},
+            "neither a title nor a text",
+            id="empty document",
+        ),
+        pytest.param(
+            "PUT",
+            {"documents": [{"id": "a\nb", "text": "c"}]},
+            "without line breaks",
+            id="line break in an id",
+        ),
+        pytest.param("DELETE", {"ids": ["a"] * 1001}, "at most 1000", id="too many"),
+        pytest.param(
+            "PUT",
+            {"documents": [{"id": "a", "txt": "c"}]},
+            "Extra inputs",
+            id="unknown field",
+        ),
+    ],
+)
+def test_invalid_documents_are_refused(
+    running: Running,
+    method: str,
+    body: Any,
+    message: str,
+) -> None:
+    reply = running.send(method, body, wait=False)
+    assert reply.status == 422
+    assert message in reply.json["error"]
+    assert running.client.get("/documents").json["accepted_sequence"] == 0
+
+
+def test_documents_need_the_admin_key(running: Running) -> None:
+    client = Client(running.client.port)
+    for method in ("GET", "PUT", "DELETE"):
+        assert client.request(method, "/documents").status == 401
+
+
+def test_more_pending_documents_than_the_limit_are_refused(
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "MAX_PENDING_DOCUMENTS", 0)
+    reply = running.put(NEW)
+    assert reply.status == 429
+    assert reply.headers["retry-after"] == "1"
+
+
+def test_a_full_disk_accepts_nothing(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert running.put(NEW).status == 200
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fail)
+        reply = running.put({**NEW, "id": "second"})
+    assert reply.status == 507
+    assert "nothing was accepted" in reply.json["error"]
+    assert "No space left" in reply.json["error"]
+    assert running.put({**NEW, "id": "third"}).json["sequence"] == 2
+    assert {"parcels", "third"} <= set(running.hits("print the label"))
+    assert "second" not in running.hits("print the label")
+
+
+def test_changes_that_cannot_be_written_are_reported_and_tried_again(
+    path: Path,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "_RETRY_SECONDS", 0.05)
+    is_full = threading.Event()
+    is_full.set()
+
+    def run(arguments: Sequence[str]) -> None:
+        if is_full.is_set():
+            raise RuntimeError("the disk is full")
+        run_index(arguments)
+
+    with writing_server(path, encoder, run=run) as running:
+        reply = running.put(NEW)
+        assert reply.status == 202
+        assert reply.json["error"] == "the disk is full"
+        assert running.client.get("/documents").json["error"] == "the disk is full"
+        is_full.clear()
+        wait_until(lambda: "parcels" in running.hits("print the label"))
+        assert running.client.get("/documents").json["error"] is None
+
+
+def test_a_document_that_cannot_be_encoded_is_named_and_the_others_are_written(
+    running: Running,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = Served.encode
+
+    def fail_for_one(model: Served, key: Any, inputs: Sequence[str]) -> list[Any]:
+        if any("impossible" in text for text in inputs):
+            raise ValueError("not finite")
+        return encode(model, key, inputs)
+
+    monkeypatch.setattr(Served, "encode", fail_for_one)
+    reply = running.put({"id": "bad", "text": "impossible"}, NEW)
+    assert reply.json["visible"]
+    assert set(running.client.get("/documents").json["failed"]) == {"bad"}
+    assert "parcels" in running.hits("print the label")
+    monkeypatch.undo()
+    running.put({"id": "bad", "text": "possible"})
+    assert running.client.get("/documents").json["failed"] == {}
+
+
+def test_documents_that_were_accepted_before_a_crash_are_written_at_the_next_start(
+    path: Path,
+    encoder: Served,
+) -> None:
+    log = DocumentLog(path)
+    log.lock()
+    log.append([Change("parcels", Document("parcels", NEW["title"], NEW["text"]))])
+    with (log.folder / "log.jsonl").open("ab") as file:
+        file.write(b'{"sequence": 2, "put": {"_id": "cut')  # the process was killed here
+    log.unlock()
+    with writing_server(path, encoder) as running:
+        wait_until(lambda: "parcels" in running.hits("print the label"))
+        assert running.put({**NEW, "id": "second"}).json["sequence"] == 2
+
+
+def test_a_second_process_refuses_documents(running: Running, encoder: Served) -> None:
+    running.put(NEW)
+    with writing_server(running.path, encoder) as second:
+        reply = second.put({**NEW, "id": "second"})
+        assert reply.status == 409
+        assert "another server process" in reply.json["error"]
+        assert "parcels" in second.hits("print the label")
+
+
+def test_a_model_that_did_not_encode_the_index_writes_nothing(
+    path: Path,
+    two_sided: Any,
+) -> None:
+    with writing_server(path, Served(two_sided, "sparse", "other")) as running:
+        reply = running.put(NEW)
+        assert reply.status == 202
+        assert "is not the model that encoded the documents" in reply.json["error"]
+
+
+def test_a_server_with_vectors_in_other_folders_takes_no_documents(
+    path: Path,
+    encoder: Served,
+) -> None:
+    service = Service([encoder], searchable=Searchable("papers", open_index(path), encoder))
+    with serving(service, admin_key=ADMIN_KEY) as client:
+        client.headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        body = json.dumps({"ids": ["a"]}).encode()
+        reply = client.request("DELETE", "/documents", body, content_type="application/json")
+        assert reply.status == 409
+        assert "--vectors" in reply.json["error"]
+
+
+def test_a_log_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    first = DocumentLog(tmp_path / "index")
+    second = DocumentLog(tmp_path / "index")
+    first.lock()
+    with pytest.raises(InUseError):
+        second.lock()
+    first.append([Change("a", None)])
+    first.unlock()
+    second.lock()
+    assert second.append([Change("b", None)]) == 2
+    assert [change.document_id for change in second.pending(10).values()] == ["a", "b"]
+
+
+def test_a_damaged_log_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    log = DocumentLog(tmp_path / "index")
+    log.lock()
+    log.append([Change("a", None)])
+    log.unlock()
+    (log.folder / "log.jsonl").write_bytes(b"{}\n")
+    with pytest.raises(DataError, match=r"log\.jsonl: expected a change at byte 0"):
+        DocumentLog(tmp_path / "index")
+
+
+def test_documents_of_a_log_replace_and_hide_those_of_the_collection(tmp_path: Path) -> None:
+    base = {name: Document(name, "", "old") for name in ("a", "b", "c")}
+    log = DocumentLog(tmp_path / "index")
+    assert log.documents(base) is base
+    log.lock()
+    changes = [Change("a", Document("a", "", "new", {"lang": "en"})), Change("b", None)]
+    log.append([*changes, Change("d", Document("d", "", "new"))])
+    assert "b" in log.documents(base)  # the index still has it
+    log.mark_applied(3, {})
+    documents = log.documents(base)
+    assert sorted(documents) == ["a", "c", "d"]
+    assert documents["a"] == changes[0].document
+    assert documents["c"].text == "old"
+    assert len(documents) == 3
+    log.unlock()
+
+
+def test_a_log_stays_locked_while_a_process_of_its_writer_changes_the_index(tmp_path: Path) -> None:
+    log = DocumentLog(tmp_path / "index")
+    log.lock()
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        pass_fds=log.inherited_descriptors,
+    ) as process:
+        log.unlock()  # as if the server had been killed
+        second = DocumentLog(tmp_path / "index")
+        with pytest.raises(InUseError, match="still changing the index"):
+            second.lock()
+        process.stdin.close()
+    second.lock()
+    second.unlock()
+
+
+@pytest.mark.slow
+def test_acknowledged_documents_survive_kills_of_the_server(
+    path: Path,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    key = tmp_path / "key"
+    key.write_text(ADMIN_KEY)
+    options = ("--model", masked_lm, "--index", path, "--admin-key-file", key)
+    generator = np.random.default_rng(7)
+    acknowledged: list[str] = []
+    for attempt in range(4):
+        with served(*options) as (process, client, _):
+            client.headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+            ends = time.monotonic() + generator.uniform(0.5, 5)
+            number = 0
+            while time.monotonic() < ends:
+                document_id = f"{attempt}-{number}"
+                body = {"documents": [{"id": document_id, "text": f"parcel {number}"}]}
+                content = json.dumps(body).encode()
+                reply = client.request(
+                    "PUT", "/documents", content, content_type="application/json"
+                )
+                if reply.status in (200, 202):  # 409 while the process of a killed server ends
+                    acknowledged.append(document_id)
+                number += 1
+                time.sleep(generator.uniform(0, 0.1))
+            process.kill()
+            process.wait(20)
+    with served(*options) as (process, client, _):
+        client.headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        log_size = len(acknowledged)
+        assert log_size > 10
+        wait_until(lambda: client.get("/documents").json["pending"] == 0, 60)
+        assert client.get("/documents").json["failed"] == {}
+    assert set(acknowledged) <= set(open_index(path).ids)
+    verify_files(path)
