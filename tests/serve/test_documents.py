@@ -410,6 +410,7 @@ def test_a_log_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     second.lock()
     assert second.append([Change("b", None)]) == 2
     assert [change.document_id for change in second.pending(10).values()] == ["a", "b"]
+    second.unlock()
 
 
 def test_a_damaged_log_is_an_error_that_names_the_file(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from tilefold._internal.files import InUseError
-from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, provenance_of
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.data.passages import Passages
@@ -628,7 +627,7 @@ def _write_vectors(
         sparse_job = sparse.create_job(model.model, texts, output, provenance_of_texts)
         vectors = SparseVectors(
             ids,
-            offsets_of([len(rows[name].indices) for name in ids]),
+            np.cumsum([0, *(len(rows[name].indices) for name in ids)]),
             np.concatenate([rows[name].indices for name in ids]),
             np.concatenate([rows[name].weights for name in ids]),
             sparse_job.vector_size,
