@@ -549,3 +549,16 @@ def test_the_notes_on_performance_have_the_committed_times_of_the_exact_index(
     columns = ("build_s", "load_s", "first_ms", "p50_ms", "p99_ms")
     for figure, column in zip(printed, columns, strict=True):
         check_figure(figure, [float(row[column])])
+
+
+def test_figures_of_trunks_in_fp8() -> None:
+    (row,) = matching_rows(EPYC_ONE_THREAD, "fp8_trunk", data="scifact-900", model="minilm")
+    page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    for pattern, column in (
+        (r"an nDCG@10 of (\.\d+) in bf16 and \.\d+ with documents in fp8", "bf16_ndcg10"),
+        (r"an nDCG@10 of \.\d+ in bf16 and (\.\d+) with documents in fp8", "fp8_ndcg10"),
+        (r"in fp8, on (\d+) documents of SciFact", "documents"),
+        (r"standard error of the difference is (\.\d+) \(\[rows\]", "standard_error"),
+    ):
+        (figure,) = re.findall(pattern, page)
+        assert float(figure) == round(float(row[column]), decimals(figure))

@@ -888,7 +888,12 @@ def open_dense(
         {"--vectors": request.vectors},
         "has no effect: --model is a dense model, which encodes the documents itself",
     )
-    model, _ = _models.load_model(str(request.model), kinds=("dense",), dtype=request.dtype)
+    model, _ = _models.load_model(
+        str(request.model),
+        kinds=("dense",),
+        fast=_models.FUSED,
+        dtype=request.dtype,
+    )
     _models.limit_length(model, max_length)
     _models.note_precision(str(request.model), model)
     with _common.progress_bar("encoding") as update:

@@ -34,8 +34,8 @@ def describe(
 ) -> str:
     """Describe a training run in Markdown, for the model card.
 
-    The section has a table of data, command and losses, a usage example, the recipe's settings and
-    the warnings of the run.
+    The section has a table of data, command and losses, a usage example, the recipe's settings,
+    what was measured with encoders of its kind, and the warnings of the run.
 
     Args:
         recipe: the :class:`Recipe`.
@@ -51,6 +51,8 @@ def describe(
         USAGE.format(model_class="MultiVectorEncoder" if recipe.late else "SparseEncoder"),
         _settings_section(recipe),
     ]
+    if not recipe.late and recipe.document.measured:
+        parts.append(f"{recipe.document.measured}\n")
     if result.warnings:
         bullets = "".join(f"- {warning}\n" for warning in result.warnings)
         parts.append(f"Warnings of the training:\n\n{bullets}")

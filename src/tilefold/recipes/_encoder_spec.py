@@ -60,6 +60,8 @@ class EncoderSpec(Settings, ABC):
     """Whether the encoder runs a Transformer."""
     has_routes: ClassVar[bool] = False
     """Whether an encoder of both sides encodes queries and documents in different ways."""
+    measured: ClassVar[str] = ""
+    """What was measured with such encoders, for the cards of their models."""
     classes: ClassVar[dict[str, type[EncoderSpec]]] = {}
     """Kind of encoder -> its class."""
 
