@@ -460,7 +460,8 @@ def _note_unread_files(unread_files: Mapping[str, str]) -> None:
     """Print how many files of pages could not be opened, and the first reasons."""
     if not unread_files:
         return
-    note(f"--data: {len(unread_files)} files could not be opened, and their pages are left out")
+    subject = "1 file" if len(unread_files) == 1 else f"{len(unread_files)} files"
+    note(f"--data: {subject} could not be opened, and their pages are left out")
     for name, reason in list(unread_files.items())[:SHOWN_UNREAD_FILES]:
         note(f"not opened: {name}: {reason}")
     if len(unread_files) > SHOWN_UNREAD_FILES:

@@ -184,7 +184,7 @@ def _no_pages_message(
     message = f"{path}: expected pages of PDFs and images ({', '.join(PAGE_SUFFIXES)}), got none"
     if unread_files:
         reason = next(iter(unread_files.values()))
-        return f"{message}: {len(unread_files)} files cannot be read. The first one: {reason}"
+        return f"{message} among {len(unread_files)} damaged ones. The first one: {reason}"
     if page_ranges is not None:
         return f"{message} in the range of pages. Choose another range."
     return f"{message}. Add some."

@@ -311,8 +311,8 @@ def _open_pdf(file: Path) -> Iterator[Any]:
                     f"{file}: the PDF is encrypted with a password. Save it without one.",
                 ) from None
             raise DataError(
-                f"{file}: the PDF is damaged or cannot be read ({error}). Replace it, or leave it "
-                "out.",
+                f"{file}: the PDF is damaged or cannot be read ({str(error).rstrip('.')}). Replace "
+                "it, or leave it out.",
             ) from error
         except OSError as error:
             raise DataError(f"{file}: cannot be read ({error}).") from error
