@@ -81,7 +81,7 @@ test-full: test ## Run `make test`, then the tests marked `slow`: everything tha
 
 test-tutorials: $(STAMP) ## Run tutorials at the sizes of their pages, and compare the numbers that they print (Python 3.11; 20 minutes)
 	TILEFOLD_FULL_TUTORIALS=1 $(BIN)/python -m pytest tests/test_tutorial_training.py tests/test_tutorial_evaluation.py \
-		tests/test_tutorial_late_interaction.py
+		tests/test_tutorial_late_interaction.py tests/test_tutorial_pages.py
 
 test-portable: $(STAMP) ## Run the numerics tests with other CPUs' instruction sets: AVX-512, AVX2, AMD, neither (5 to 7 minutes each)
 	$(BIN)/python tests/matrix.py cpus
