@@ -22,6 +22,7 @@ COMMANDS = (
     "verify",
     "merge",
     "index",
+    "migrate",
     "search",
     "evaluate",
     "compare",
@@ -244,6 +245,10 @@ def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912
         from tilefold.cli.index import index
 
         return index
+    if command == "migrate":
+        from tilefold.cli.migrate import migrate
+
+        return migrate
     if command == "search":
         from tilefold.cli.search import search
 

@@ -7,9 +7,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 import typer
 
@@ -46,7 +46,171 @@ TIMED_RUNS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptions):
+class EncodingOptions(DtypeOptions):
+    """Options of how a model encodes texts."""
+
+    HELP_PANEL: ClassVar[str | None] = "Encoding"
+
+    top_k: Annotated[
+        int | None,
+        positive(
+            "Sparse: keep only this many terms per text.",
+        ),
+    ] = None
+    special_tokens: Annotated[
+        bool | None,
+        option(
+            "Sparse: keep the weights of special tokens such as [CLS], which match every text "
+            "(default), or drop them.",
+            "--special-tokens/--no-special-tokens",
+        ),
+    ] = None
+    max_length: Annotated[
+        int | None,
+        positive(
+            "Maximum tokens per text; by default the maximum of the model.",
+        ),
+    ] = None
+    storage: Annotated[
+        Literal["fp32", "fp16", "int8"] | None,
+        option(
+            "Data type of token vectors (by default fp16) and dense vectors (by default fp32).",
+        ),
+    ] = None
+    pool_factor: Annotated[
+        float | None,
+        option(
+            "Token vectors: merge similar vectors of a document, so that one of so many is left.",
+        ),
+    ] = None
+    dimension: Annotated[
+        int | None,
+        positive(
+            "Dense: keep only the first entries of a vector, for a Matryoshka model.",
+        ),
+    ] = None
+    batch_size: Annotated[
+        int | None,
+        positive(
+            "Maximum texts per batch; by default batches are limited by tokens.",
+        ),
+    ] = None
+    batch_tokens: Annotated[
+        int | None,
+        positive(
+            "Tokens per batch; by default a number for the device.",
+        ),
+    ] = None
+    fp8: Annotated[
+        bool,
+        option(
+            "Multiply in fp8 in the linear layers of the trunk: faster on a GPU of compute "
+            "capability 8.9 or higher, with vectors that differ by a few percent.",
+            "--fp8",
+        ),
+    ] = False
+    invariant: Annotated[
+        bool,
+        option(
+            "Compute the same bits for a text in every batch, on one device with one release of "
+            "its libraries; see `tilefold verify`.",
+            "--invariant",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for conflicting options."""
+        super().validate()
+        if self.invariant:
+            refuse_options(
+                {"--fp8": self.fp8},
+                "cannot be combined with --invariant: products of fp8 are not known to keep their "
+                "bits",
+            )
+
+    def refuse_options_of_other_models(self, model: str, model_kind: str) -> None:
+        """Raise ``UsageError`` if an option of another kind of model was given.
+
+        Args:
+            model: the name of the model, for the message.
+            model_kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
+        """
+        remedy = f"{model} is a {model_kind} model: leave it out"
+        if model_kind != "sparse":
+            refuse_options(
+                {
+                    "--top-k": self.top_k,
+                    "--no-special-tokens": self.special_tokens is not None,
+                },
+                f"requires a sparse model; {remedy}",
+            )
+        if model_kind not in ("multi-vector", "dense"):
+            refuse_options(
+                {"--storage": self.storage},
+                f"requires a multi-vector or dense model; {remedy}",
+            )
+        if model_kind != "multi-vector":
+            refuse_options(
+                {"--pool-factor": self.pool_factor},
+                f"requires a multi-vector model; {remedy}",
+            )
+        if model_kind != "dense":
+            refuse_options({"--dimension": self.dimension}, f"requires a dense model; {remedy}")
+
+    def encoding(
+        self,
+        model: str,
+        model_kind: str,
+        kind: Literal["query", "document"] = "document",
+    ) -> Encoding:
+        """Return the options of the encoding for a kind of model.
+
+        Args:
+            model: the name or folder of the model.
+            model_kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
+            kind: whether queries or documents are encoded.
+
+        Raises:
+            UsageError: if an option of another kind of model is given.
+        """
+        self.refuse_options_of_other_models(model, model_kind)
+
+        from tilefold.retrieval.encoding.sparse import SparseEncoding
+        from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
+
+        if model_kind == "sparse":
+            return SparseEncoding(
+                kind=kind,
+                batch_size=self.batch_size,
+                batch_tokens=self.batch_tokens,
+                max_length=self.max_length,
+                top_k=self.top_k,
+                special_tokens=self.special_tokens is not False,
+            )
+        source = model if model == _models.PACKAGED else _models.absolute(model)
+        if model_kind == "dense":
+            return DenseEncoding(
+                kind=kind,
+                batch_size=self.batch_size,
+                batch_tokens=self.batch_tokens,
+                max_length=self.max_length,
+                source=source,
+                storage=self.storage or DenseEncoding.storage,
+                dimension=self.dimension,
+            )
+        return TokenEncoding(
+            kind=kind,
+            batch_size=self.batch_size,
+            batch_tokens=self.batch_tokens,
+            max_length=self.max_length,
+            source=source,
+            storage=self.storage or TokenEncoding.storage,
+            pool_factor=self.pool_factor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeRequest(EncodingOptions, _retrievers.PassageOptions, DocumentFieldOptions):
     """Options of ``tilefold encode``."""
 
     model: Annotated[
@@ -89,43 +253,6 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
             "With --queries: only the queries of this split.",
         ),
     ] = None
-    top_k: Annotated[
-        int | None,
-        positive(
-            "Sparse: keep only this many terms per text.",
-            panel="Encoding",
-        ),
-    ] = None
-    special_tokens: Annotated[
-        bool | None,
-        option(
-            "Sparse: keep the weights of special tokens such as [CLS], which match every text "
-            "(default), or drop them.",
-            "--special-tokens/--no-special-tokens",
-            panel="Encoding",
-        ),
-    ] = None
-    max_length: Annotated[
-        int | None,
-        positive(
-            "Maximum tokens per text; by default the maximum of the model.",
-            panel="Encoding",
-        ),
-    ] = None
-    storage: Annotated[
-        Literal["fp32", "fp16", "int8"] | None,
-        option(
-            "Data type of token vectors (by default fp16) and dense vectors (by default fp32).",
-            panel="Encoding",
-        ),
-    ] = None
-    pool_factor: Annotated[
-        float | None,
-        option(
-            "Token vectors: merge similar vectors of a document, so that one of so many is left.",
-            panel="Encoding",
-        ),
-    ] = None
     dpi: Annotated[
         int | None,
         positive(
@@ -141,45 +268,6 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
             panel="Shards and processes",
         ),
     ] = None
-    dimension: Annotated[
-        int | None,
-        positive(
-            "Dense: keep only the first entries of a vector, for a Matryoshka model.",
-            panel="Encoding",
-        ),
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        positive(
-            "Maximum texts per batch; by default batches are limited by tokens.",
-            panel="Encoding",
-        ),
-    ] = None
-    batch_tokens: Annotated[
-        int | None,
-        positive(
-            "Tokens per batch; by default a number for the device.",
-            panel="Encoding",
-        ),
-    ] = None
-    fp8: Annotated[
-        bool,
-        option(
-            "Multiply in fp8 in the linear layers of the trunk: faster on a GPU of compute "
-            "capability 8.9 or higher, with vectors that differ by a few percent.",
-            "--fp8",
-            panel="Encoding",
-        ),
-    ] = False
-    invariant: Annotated[
-        bool,
-        option(
-            "Compute the same bits for a text in every batch, on one device with one release of "
-            "its libraries; see `tilefold verify`.",
-            "--invariant",
-            panel="Encoding",
-        ),
-    ] = False
     shard_size: Annotated[
         int,
         positive(
@@ -291,12 +379,6 @@ class EncodeRequest(_retrievers.PassageOptions, DocumentFieldOptions, DtypeOptio
             refuse_options(
                 {"--split": self.split},
                 "requires --queries",
-            )
-        if self.invariant:
-            refuse_options(
-                {"--fp8": self.fp8},
-                "cannot be combined with --invariant: products of fp8 are not known to keep their "
-                "bits",
             )
         if not self.dry_run:
             refuse_options({"--rate": self.rate}, "requires --dry-run")
@@ -706,69 +788,31 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
     Raises:
         UsageError: if an option of another kind of model is given.
     """
+    request.refuse_options_of_other_models(request.model, model_kind)
     remedy = f"{request.model} is a {model_kind} model: leave it out"
     if model_kind != "sparse":
-        refuse_options(
-            {
-                "--top-k": request.top_k,
-                "--no-special-tokens": request.special_tokens is not None,
-                "--jsonl": request.jsonl,
-            },
-            f"requires a sparse model; {remedy}",
-        )
-    if model_kind not in ("multi-vector", "dense"):
-        refuse_options(
-            {"--storage": request.storage},
-            f"requires a multi-vector or dense model; {remedy}",
-        )
+        refuse_options({"--jsonl": request.jsonl}, f"requires a sparse model; {remedy}")
     if model_kind != "multi-vector":
         refuse_options(
-            {
-                "--pool-factor": request.pool_factor,
-                "--dpi": request.dpi,
-                "--page-workers": request.page_workers is not None,
-            },
+            {"--dpi": request.dpi, "--page-workers": request.page_workers is not None},
             f"requires a multi-vector model; {remedy}",
         )
-    if model_kind != "dense":
-        refuse_options({"--dimension": request.dimension}, f"requires a dense model; {remedy}")
+    encoding = request.encoding(
+        request.model,
+        model_kind,
+        "query" if request.queries else "document",
+    )
 
     from tilefold.retrieval.data.pages import DEFAULT_DPI
-    from tilefold.retrieval.encoding.sparse import SparseEncoding
-    from tilefold.retrieval.encoding.tokens import DenseEncoding, TokenEncoding
+    from tilefold.retrieval.encoding.tokens import TokenEncoding
 
-    kind: Literal["query", "document"] = "query" if request.queries else "document"
-    if model_kind == "sparse":
-        return SparseEncoding(
-            kind=kind,
-            batch_size=request.batch_size,
-            batch_tokens=request.batch_tokens,
-            max_length=request.max_length,
-            top_k=request.top_k,
-            special_tokens=request.special_tokens is not False,
+    if type(encoding) is TokenEncoding:
+        return replace(
+            encoding,
+            dpi=request.dpi or DEFAULT_DPI,
+            page_workers=request.page_workers,
         )
-    source = request.model if request.model == _models.PACKAGED else _models.absolute(request.model)
-    if model_kind == "dense":
-        return DenseEncoding(
-            kind=kind,
-            batch_size=request.batch_size,
-            batch_tokens=request.batch_tokens,
-            max_length=request.max_length,
-            source=source,
-            storage=request.storage or DenseEncoding.storage,
-            dimension=request.dimension,
-        )
-    return TokenEncoding(
-        kind=kind,
-        batch_size=request.batch_size,
-        batch_tokens=request.batch_tokens,
-        max_length=request.max_length,
-        source=source,
-        storage=request.storage or TokenEncoding.storage,
-        pool_factor=request.pool_factor,
-        dpi=request.dpi or DEFAULT_DPI,
-        page_workers=request.page_workers,
-    )
+    return encoding
 
 
 def _check_page_options(request: EncodeRequest, texts: Mapping[str, Content] | None) -> None:

@@ -19,9 +19,11 @@ from tilefold.retrieval.common.provenance import ids_to_delete, unknown_ids
 from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import DENSE
+from tilefold.retrieval.index.changes import ChangeLog
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.data.collection import Collection
     from tilefold.retrieval.index.bm25 import BM25Options
     from tilefold.retrieval.index.checking import IndexCheck
     from tilefold.retrieval.index.late import LateIndex
@@ -530,6 +532,12 @@ def _build_index(request: IndexRequest) -> None:
     started = time.monotonic()
     if not request.overwrite:
         _refuse_existing_index(request.folder)
+    if ChangeLog(request.folder).is_active:
+        raise CommandError(
+            f"--overwrite: {request.folder} moves to another model. Replace its documents with "
+            "--update, which both indexes get, or end the migration first (tilefold migrate "
+            "--discard).",
+        )
     splitter = request.passage_splitter()
     with lock_path(request.folder), _common.heartbeat(f"indexing ({request.new_backend})"):
         built = _build(request, splitter)
@@ -727,6 +735,36 @@ def _metadata(
     Raises:
         CommandError: if the vectors were made from other documents.
     """
+    collection = _collection_of_vectors(data, folder, vectors)
+    return None if collection is None else _metadata_of(collection, data)
+
+
+def _metadata_of(
+    collection: Collection,
+    data: str | None,
+) -> Mapping[str, Mapping[str, object]]:
+    """Return the metadata of the documents of ``--data``; print a note if there are none."""
+    metadata = collection.metadata()
+    if not metadata:
+        _note_missing_metadata(data)
+    return metadata
+
+
+def _collection_of_vectors(
+    data: str | None,
+    folder: Path | None,
+    vectors: Any,
+) -> Collection | None:
+    """Load the collection of ``--data``, and check that vectors were made from its documents.
+
+    Args:
+        data: the value of ``--data``; None returns None.
+        folder: the folder of the vectors, for messages; None returns None.
+        vectors: the vectors of these documents, or of their passages.
+
+    Raises:
+        CommandError: if the vectors were made from other documents.
+    """
     if data is None or folder is None:
         return None
     collection = _common.load_data(data, documents_only=True)
@@ -744,13 +782,10 @@ def _metadata(
             f"--data: {n_unknown} of the {len(vectors.ids)} vectors in {folder} are of documents "
             f"that are not in {data}, and have no metadata",
         )
-    metadata = collection.metadata()
-    if not metadata:
-        _note_missing_metadata(data)
-    return metadata
+    return collection
 
 
-def _note_missing_metadata(data: str) -> None:
+def _note_missing_metadata(data: str | None) -> None:
     """Print a note that the documents of ``--data`` have no metadata."""
     note(
         f"--data: the documents of {data} have no metadata, only an id, a title and a text",
@@ -919,16 +954,25 @@ def _change_segments(
     vectors = None
     if request.update:
         vectors = _retrievers.read_tokens(folder) if is_late else _read_vectors(folder, backend)
-    metadata = _metadata(request.data, folder, vectors)
+    collection = _collection_of_vectors(request.data, folder, vectors)
+    metadata = None if collection is None else _metadata_of(collection, request.data)
+    documents = None if collection is None else collection.documents
     counts: IndexUpdate = {"n_documents": 0, "written": 0, "deleted": 0, "unknown_ids": []}
     with _options.option_errors(
         metadata="--data",
+        documents="--data",
         vectors="--tokens" if is_late else "--vectors",
         index="--output",
         path="--output",
     ):
         if request.update or request.delete is not None:
-            counts = update_index(request.folder, vectors, deleted_ids, metadata=metadata)
+            counts = update_index(
+                request.folder,
+                vectors,
+                deleted_ids,
+                metadata=metadata,
+                documents=documents,
+            )
         if request.merge:
             counts["n_documents"] = merge_segments(request.folder)
     return counts

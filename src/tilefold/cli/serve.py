@@ -8,7 +8,7 @@ import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn
@@ -639,6 +639,7 @@ def _load_with_index(
         generation_id: id of the generation of the index.
         log: documents that were put or deleted over HTTP.
     """
+    request = _with_recorded_model(request, index_path)
     loaded = _retrievers.load_index(request)
     index = loaded.index
     _refuse_unused_options(request, index_path, index.backend)
@@ -671,6 +672,30 @@ def _load_with_index(
     )
 
 
+def _with_recorded_model(request: ServeRequest, index_path: Path) -> ServeRequest:
+    """Return the request with the model that a migration of the index has recorded for it.
+
+    The recorded model is the one that encoded the current generation. Without a migration, the
+    request is unchanged.
+
+    Args:
+        request: the options of the command.
+        index_path: the value of ``--index``.
+    """
+    from tilefold.retrieval.index.migration import recorded_model
+
+    if request.model is None or request.other_model:
+        return request
+    model = recorded_model(index_path)
+    if model is None or model == request.model:
+        return request
+    was_moved = Path(model).is_absolute() and not Path(model).is_dir()
+    if was_moved:
+        return request
+    note(f"--index: {model} has encoded {index_path}, as its migration says, and is loaded")
+    return replace(request, model=model)
+
+
 def _open_generation(
     request: ServeRequest,
     index_path: Path,
@@ -680,8 +705,8 @@ def _open_generation(
 ) -> Searchable:
     """Open another generation of a served index, with the models that are loaded.
 
-    If another model encoded its documents, ``--model`` is loaded again, since its folder may have
-    been replaced, too.
+    If another model encoded its documents, the model that a migration has recorded is loaded.
+    Without a migration, ``--model`` is loaded again, since its folder may have been replaced, too.
 
     Args:
         request: the options of the command.
@@ -695,9 +720,14 @@ def _open_generation(
         DataError: if a file is damaged, or the documents do not fit the index.
     """
     recorded = Provenance.from_dict(read_description(index_path))
-    served_provenance = served.index.provenance
-    has_same_model = "model_fingerprint" not in served_provenance.differing_fields(recorded)
-    if not has_same_model and not request.other_model:
+    # A known and an unknown model count as different: reusing a wrong one would give wrong hits.
+    has_same_model = served.index.provenance.model_fingerprint == recorded.model_fingerprint
+    if not has_same_model:
+        if request.other_model:
+            raise CommandError(
+                f"--other-model: another model has encoded {index_path} than the served "
+                "generation, so the model of its queries is not known. Start a server with it.",
+            )
         return _load_with_index(request, index_path, generation_id, log)
     loaded = _retrievers.reopen_index(request)
     if loaded.index.backend != served.index.backend:

@@ -568,6 +568,9 @@ class Service:
         """
         old = self.searchable
         old_models = [] if old is None else old.models
+        for model in old_models:
+            if self.models.get(model.kind) is model:
+                del self.models[model.kind]
         for model in searchable.models:
             self.models[model.kind] = model
         if set(searchable.models) != set(old_models):

@@ -17,8 +17,11 @@ from tilefold.retrieval.common.provenance import (
     unknown_ids,
     warn_of_other_precision,
 )
+from tilefold.retrieval.data.documents import Document
 from tilefold.retrieval.data.metadata import Fields, check_fields_by_id, check_metadata
+from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.errors import ArgumentDataError
+from tilefold.retrieval.index.changes import ChangeLog
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import SEGMENTS, read_description
 from tilefold.retrieval.index.segments import LIST_NAME, Segments, listed_parts
@@ -252,6 +255,7 @@ def update_index(
     delete: Collection[str] = (),
     *,
     metadata: Mapping[str, Fields] | None = None,
+    documents: Mapping[str, Document] | None = None,
 ) -> IndexUpdate:
     """Remove documents from a saved index, then add documents or replace those with the same ids.
 
@@ -264,6 +268,9 @@ def update_index(
         delete: ids of documents to remove. Unknown ids are not an error, but are returned.
         metadata: document id -> fields of the new documents. It is required if the index stores
             metadata, but may be empty.
+        documents: document id -> the documents of `vectors`. They are required while the index
+            moves to another model (``tilefold migrate``), which encodes them, too, and have no
+            effect otherwise.
 
     Returns:
         ``n_documents``: number of documents in the updated index; ``written``: number of new
@@ -275,7 +282,8 @@ def update_index(
 
     Raises:
         DataError: if the vectors have another kind or were made by another model.
-        ValueError: if the backend has no segments, or if `metadata` is required and missing.
+        ValueError: if the backend has no segments, or if `metadata` or `documents` are required and
+            missing.
         VocabularyMismatchError: if the vocabularies of the vectors and the index differ.
 
     Examples:
@@ -297,7 +305,8 @@ def update_index(
             "path",
             f"expected an index of backend {', '.join(GROWING)}, got {backend} in {folder}.",
         )
-    with lock_path(folder):
+    change_log = ChangeLog(folder)
+    with lock_path(folder.resolve()):
         index: Any = open_index(folder)
         segments = index if isinstance(index, Segments) else Segments([index], [()])
         if vectors is not None:
@@ -311,6 +320,10 @@ def update_index(
                 segments.provenance.precision,
                 stacklevel=2,
             )
+        new_documents: dict[str, Document] = {}
+        if vectors is not None and change_log.is_active:
+            passages = segments.provenance.passages
+            new_documents = _documents_of(vectors.ids, documents, passages, folder)
         listed = listed_parts(folder)
         segments_folder = folder / SEGMENTS
         # The first part is the index itself, whose folder has no name.
@@ -336,17 +349,50 @@ def update_index(
             {"folder": name, "removed": sorted(removed)}
             for name, removed in zip(names, segments.removed, strict=True)
         ]
-        write_json_object(
-            segments_folder / LIST_NAME,
-            {"parts": parts, "written": n_written_segments},
-            durable=True,
-        )
+        with change_log.recording(delete_ids, new_documents):
+            write_json_object(
+                segments_folder / LIST_NAME,
+                {"parts": parts, "written": n_written_segments},
+                durable=True,
+            )
     return {
         "n_documents": segments.n_documents,
         "written": len(new_ids),
         "deleted": n_deleted,
         "unknown_ids": unknown,
     }
+
+
+def _documents_of(
+    vector_ids: Collection[str],
+    documents: Mapping[str, Document] | None,
+    passages: str | None,
+    folder: Path,
+) -> dict[str, Document]:
+    """Return the documents of new vectors, for the migration of an index to another model.
+
+    Args:
+        vector_ids: ids of the new documents, or of their passages.
+        documents: the documents that the caller has passed.
+        passages: how documents were divided into passages; None for whole documents.
+        folder: the folder of the index, for the error.
+
+    Raises:
+        ValueError: if a document is missing.
+    """
+    document_ids = list(vector_ids)
+    if passages is not None:
+        document_ids = list(dict.fromkeys(document_of(vector_id) for vector_id in vector_ids))
+    available = documents or {}
+    missing = [name for name in document_ids if name not in available]
+    if missing:
+        raise ArgumentError(
+            "documents",
+            f"expected the documents of all new vectors, because {folder} moves to another model, "
+            f"which has to encode them, too; {len(missing)} are missing, such as {missing[0]!r}. "
+            "Pass them, or end the migration first (tilefold migrate).",
+        )
+    return {name: available[name] for name in document_ids}
 
 
 def _remove_unlisted(segments_folder: Path, names: Collection[str]) -> None:
@@ -400,7 +446,9 @@ def merge_segments(path: str | Path) -> int:
         The number of documents.
     """
     folder = path_of("path", path)
-    with lock_path(folder):
+    with lock_path(folder.resolve()):
+        # A merge changes the generation, which decides whether a killed update was published.
+        ChangeLog(folder).settle()
         index: Any = open_index(folder)
         if isinstance(index, Segments):
             index = index.merged(folder)

@@ -1,0 +1,674 @@
+"""``tilefold migrate``: move an index to another model while it is searched and updated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from tilefold import retrieval
+from tilefold._internal.typing import Model
+from tilefold.cli import _common, _models, _options, _retrievers, _scores
+from tilefold.cli._common import CommandError, UsageError, note
+from tilefold.cli._options import DocumentFieldOptions, option, refuse_options
+from tilefold.cli.encode import EncodingOptions
+from tilefold.retrieval.common.provenance import Provenance
+from tilefold.retrieval.data.fields import DocumentFields
+from tilefold.retrieval.index import DENSE, LATE
+from tilefold.retrieval.index.protocol import read_description
+
+if TYPE_CHECKING:
+    from tilefold.retrieval.common.runs import Run
+    from tilefold.retrieval.data.collection import Collection
+    from tilefold.retrieval.encoding.sparse import Encoding
+    from tilefold.retrieval.evaluation.significance import Difference
+    from tilefold.retrieval.index.migration import Migration, MigrationRecord
+
+# The share of the machine that encoding takes by default.
+DEFAULT_SHARE = 0.5
+# Documents per query that --preview compares, and the measure of judged queries.
+PREVIEW_DEPTH = 10
+PREVIEW_MEASURE = "nDCG@10"
+# Fewest judged queries for a significance test.
+MIN_JUDGED_QUERIES = 2
+# Options of encoding that are recorded, so that a resumed migration needs no options.
+RECORDED_OPTIONS = (
+    "kind",
+    "top_k",
+    "special_tokens",
+    "max_length",
+    "storage",
+    "pool_factor",
+    "dimension",
+    "batch_size",
+    "batch_tokens",
+    "fp8",
+    "invariant",
+    "id_field",
+    "title_field",
+    "text_field",
+)
+
+
+# Backend of an index -> kind of its vectors.
+_KIND_OF_BACKEND: dict[str, Literal["sparse", "tokens", "dense"]] = {
+    "exact": "sparse",
+    "seismic": "sparse",
+    DENSE: "dense",
+    LATE: "tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MigrateRequest(EncodingOptions, DocumentFieldOptions):
+    """Options of ``tilefold migrate``."""
+
+    index: Annotated[
+        Path,
+        option(
+            "Index that moves to another model: exact, seismic, dense or late.",
+        ),
+    ]
+    model: Annotated[
+        str | None,
+        option(
+            "New model: a folder, a name or minilm; required to start, recorded to resume.",
+        ),
+    ] = None
+    data: Annotated[
+        str | None,
+        option(
+            "The documents of --index, whose texts are encoded; required to start, recorded to "
+            "resume. " + _common.DOCUMENTS_HELP,
+        ),
+    ] = None
+    kind: Annotated[
+        Literal["sparse", "tokens", "dense"] | None,
+        option(
+            "Kind of the new vectors; by default that of the model, and sparse for minilm.",
+        ),
+    ] = None
+    share: Annotated[
+        float,
+        option(
+            "Share of the machine that encoding may take, above 0 and up to 1: of the CPU cores, "
+            "or of the time of the GPU. Below 1, the process also has the lowest priority.",
+        ),
+    ] = DEFAULT_SHARE
+    old_model: Annotated[
+        str | None,
+        option(
+            "Model that encoded --index: --preview searches with it, and a server loads it again "
+            "after --rollback; recorded if it is given at the start.",
+        ),
+    ] = None
+    preview: Annotated[
+        Path | None,
+        option(
+            "Only compare the first 10 documents of both indexes for these queries (.tsv of id "
+            "and text, .jsonl, .txt), and nDCG@10 of those that --data judges.",
+            panel="Preview",
+        ),
+    ] = None
+    split: Annotated[
+        str,
+        option(
+            "Split of the judgements for --preview.",
+            panel="Preview",
+        ),
+    ] = "test"
+    cut_over: Annotated[
+        bool,
+        option(
+            "Let the new index take over by one atomic rename, once it has all documents.",
+            "--cut-over",
+            panel="Cut-over",
+        ),
+    ] = False
+    rollback: Annotated[
+        bool,
+        option(
+            "Let the old index take over again, with documents that have arrived since; these are "
+            "encoded with --old-model and the options of encoding.",
+            "--rollback",
+            panel="Cut-over",
+        ),
+    ] = False
+    discard: Annotated[
+        bool,
+        option(
+            "Remove the index that is not searched, and everything else of the migration.",
+            "--discard",
+            panel="Cut-over",
+        ),
+    ] = False
+    as_json: Annotated[
+        bool,
+        option(
+            "The result as JSON on stdout.",
+            "--json",
+        ),
+    ] = False
+
+    def validate(self) -> None:
+        """Raise ``UsageError`` for conflicting options, and for options without effect."""
+        super().validate()
+        actions = {
+            "--preview": self.preview,
+            "--cut-over": self.cut_over,
+            "--rollback": self.rollback,
+            "--discard": self.discard,
+        }
+        chosen_actions = [name for name, value in actions.items() if _options.is_given(value)]
+        if len(chosen_actions) > 1:
+            raise UsageError(
+                f"{chosen_actions[0]} cannot be combined with {chosen_actions[1]}.",
+            )
+        if not 0 < self.share <= 1:
+            raise UsageError(
+                f"--share: expected a number above 0 and up to 1, got {self.share:g}.",
+            )
+        if self.rollback or self.discard or self.preview is not None:
+            refuse_options(
+                {"--model": self.model},
+                f"has no effect with {chosen_actions[0]}, which works on a started migration",
+            )
+        if self.discard:
+            refuse_options(
+                {"--data": self.data, "--old-model": self.old_model},
+                "has no effect with --discard",
+            )
+        if self.preview is None:
+            refuse_options({"--split": self.split != "test"}, "requires --preview")
+
+    def recorded_options(self) -> dict[str, Any]:
+        """Return the options that a resumed migration takes from its record, by field."""
+        return {name: getattr(self, name) for name in RECORDED_OPTIONS}
+
+    def resumed(self, record: MigrationRecord) -> MigrateRequest:
+        """Return the request with what the migration has recorded at its start.
+
+        Args:
+            record: the record of the migration.
+
+        Raises:
+            UsageError: if an option differs from the recorded one.
+        """
+        spellings = _options.spellings(type(self))
+        defaults = {field.name: field.default for field in fields(self)}
+        for name, recorded in record.options.items():
+            value = getattr(self, name)
+            if value not in (defaults[name], recorded):
+                raise UsageError(
+                    f"{spellings[name]}: expected {recorded}, with which the migration was "
+                    f"started, got {value}. Leave it out, or discard the migration (--discard).",
+                )
+        return replace(
+            self,
+            **record.options,
+            model=self.model or record.model,
+            data=self.data or record.data,
+            old_model=self.old_model or record.old_model,
+        )
+
+
+def migrate(request: MigrateRequest) -> None:
+    """Move an index to another model while it is searched and updated.
+
+    The documents of --data are encoded with --model, at a --share of the machine, into a new index
+    next to the old one. Run the same command again to resume after an interruption. Documents that
+    index --update adds meanwhile come into both indexes. --preview compares both, --cut-over lets
+    the new one take over, and --rollback the old one. A server that follows the index loads the
+    model with it.
+
+    Example:
+        tilefold migrate --index INDEX --model NEW_MODEL --data DATA
+    """
+    with _clear_permission_errors(request.index):
+        if request.discard:
+            _discard(request)
+        elif request.preview is not None:
+            _preview(request, request.preview)
+        elif request.rollback:
+            _roll_back(request)
+        else:
+            _build_and_cut_over(request)
+
+
+@contextmanager
+def _clear_permission_errors(index: Path) -> Iterator[None]:
+    """Explain errors of missing permissions, with the folder that must be writable.
+
+    Args:
+        index: the value of ``--index``.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise CommandError(
+            f"--index: {index.resolve().parent} must be writable, because the new index is built "
+            f"next to {index} ({_common.text_of(error)}). The index that is searched was not "
+            "changed.",
+        ) from error
+
+
+class ModelEncoder:
+    """A model with its options of encoding, as a migration uses it.
+
+    Attributes:
+        model: the model.
+        fingerprint: digest of the model.
+    """
+
+    def __init__(self, model: Model, encoding: Encoding, share: float) -> None:
+        """Wrap a model.
+
+        Args:
+            model: the model.
+            encoding: the options of encoding.
+            share: the share of the machine that encoding may take.
+        """
+        from tilefold.retrieval.common.provenance import model_fingerprint
+
+        self.model = model
+        self.fingerprint = model_fingerprint(model)
+        self._encoding = encoding
+        self._share = share
+
+    def encode(self, texts: Mapping[str, str], folder: Path) -> Any:
+        """Encode texts into a folder, and return the vectors; see :class:`DocumentEncoder`."""
+        from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
+        from tilefold.retrieval.encoding.throttle import Throttle
+
+        throttle = Throttle(self._share, on_gpu=self.model.device.type == "cuda")
+        option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
+        with _common.resumable_progress_bar("encoding") as show, option_errors:
+
+            def report_and_pause(n_done: int, n_texts: int) -> None:
+                show(n_done, n_texts)
+                throttle.pause()
+
+            output = Output(folder, progress=report_and_pause)
+            manifest = encode_to_folder(self._encoding, self.model, texts, output)
+        for name, reason in manifest.failed.items():
+            note(f"not encoded: {name}: {reason}")
+        if manifest.layout == "sparse":
+            return retrieval.read_vectors(folder)
+        if manifest.layout == "dense":
+            return retrieval.open_dense(folder)
+        return retrieval.open_tokens(folder)
+
+
+def _load_encoder(request: MigrateRequest, model_name: str, option_name: str) -> ModelEncoder:
+    """Load a model that encodes the documents of a migration.
+
+    Args:
+        request: the options of the command.
+        model_name: the folder or the name of the model.
+        option_name: the option that names it, for messages.
+    """
+    from tilefold.retrieval.encoding.throttle import lower_priority
+
+    path = _models.checked_model_name(model_name, option_name)
+    if request.share < 1:
+        lower_priority()  # before threads are started, which inherit it
+    name = model_name if model_name == _models.PACKAGED else path
+    model, model_kind = _models.load_kind(
+        name,
+        request.kind,
+        request.dtype,
+        fp8=request.fp8,
+        invariant=request.invariant,
+    )
+    _models.note_precision(model_name, model)
+    with _options.option_errors(storage="--storage"):
+        encoding = request.encoding(model_name, model_kind)
+    return ModelEncoder(model, encoding, request.share)
+
+
+def _build_and_cut_over(request: MigrateRequest) -> None:
+    """Start or resume the migration, repeat the changes so far, and cut over with ``--cut-over``.
+
+    Args:
+        request: the options of the command.
+    """
+    from tilefold.retrieval.index.migration import Migration, MigrationRecord
+
+    record = MigrationRecord.read(request.index)
+    if record is not None:
+        request = request.resumed(record)
+        if Migration(request.index, record).is_cut_over:
+            _print_state(request, Migration(request.index, record))
+            return
+    if request.model is None or request.data is None:
+        missing = "--model" if request.model is None else "--data"
+        raise UsageError(
+            f"{missing}: required to start a migration; an index holds neither the name of its "
+            "model nor the texts of its documents.",
+        )
+    read_description(request.index)  # raises an error before the model is loaded
+    encoder = _load_encoder(request, request.model, "--model")
+    with _common.document_fields(
+        DocumentFields(request.id_field, request.title_field, request.text_field),
+    ):
+        collection = _common.load_data(
+            request.data,
+            documents_only=True,
+            stored=_scores.STREAMED_FILE_BYTES,
+        )
+    if record is None:
+        migration = _start(request, collection, encoder)
+    else:
+        migration = Migration(request.index, record)
+    # After an interruption, the user is told that the same command resumes.
+    _common.finished_work_checks.append(lambda: True)
+    migration.build(collection.documents, encoder)
+    migration.catch_up(encoder)
+    if request.cut_over:
+        migration.exchange(encoder)
+    _print_state(request, migration)
+
+
+def _start(
+    request: MigrateRequest,
+    collection: Collection,
+    encoder: ModelEncoder,
+) -> Migration:
+    """Start the migration of ``--index``.
+
+    Args:
+        request: the options of the command.
+        collection: the documents of the index.
+        encoder: the new model.
+
+    Raises:
+        CommandError: if the index was made from other documents.
+    """
+    from tilefold.retrieval.index.migration import Migration
+
+    provenance = Provenance.from_dict(read_description(request.index))
+    is_updated = (request.index / "segments").exists()  # has other documents than at its build
+    if not is_updated:
+        _scores.check_made_from(collection, f"--index {request.index}", provenance)
+    data = str(request.data)
+    old_model = request.old_model
+    return Migration.start(
+        request.index,
+        collection.documents,
+        encoder,
+        model=_recorded_name(str(request.model)),
+        data=str(Path(data).resolve()) if Path(data).exists() else data,
+        old_model=None if old_model is None else _recorded_name(old_model),
+        options=request.recorded_options(),
+    )
+
+
+def _recorded_name(model: str) -> str:
+    """Return the name of a model, or the absolute path of its folder."""
+    return model if model == _models.PACKAGED else _models.absolute(model)
+
+
+def _print_state(request: MigrateRequest, migration: Migration) -> None:
+    """Print which index is searched, and the next commands.
+
+    Args:
+        request: the options of the command.
+        migration: the migration.
+    """
+    index = request.index
+    record = migration.record
+    is_cut_over = migration.is_cut_over
+    n_documents = migration.n_documents()
+    standby = index.with_name(migration.folder.name) / migration.standby.name
+    result = {
+        "index": str(index),
+        "model": record.model,
+        "documents": n_documents,
+        "cut_over": is_cut_over,
+        "standby": str(standby),
+    }
+    if is_cut_over:
+        lines = [
+            f"{index} is the index of {record.model}, with {n_documents:,} documents; the old one "
+            f"is in {standby}",
+            f"next: tilefold migrate --index {index} --rollback, or --discard to remove the old "
+            "index",
+        ]
+    else:
+        lines = [
+            f"the index of {record.model} has all {n_documents:,} documents: {standby}; "
+            f"{index} is still the old one",
+            f"next: tilefold migrate --index {index} --preview QUERIES, or --cut-over",
+        ]
+    _common.print_result(result, request.as_json, *lines)
+
+
+def _roll_back(request: MigrateRequest) -> None:
+    """Let the old index take over again.
+
+    Args:
+        request: the options of the command.
+
+    Raises:
+        CommandError: if the new index has not taken over.
+    """
+    from tilefold.retrieval.index.migration import Migration
+
+    migration = Migration.open(request.index)
+    if not migration.is_cut_over:
+        raise CommandError(
+            f"--rollback: {request.index} is the old index, because the new one has not taken "
+            "over; --discard removes the new one.",
+        )
+    old_model = request.old_model or migration.record.old_model
+    encoder = None
+    if migration.n_changes() and old_model is not None:
+        kind = _KIND_OF_BACKEND[read_description(migration.standby)["backend"]]
+        encoder = _load_encoder(replace(request, kind=kind), old_model, "--old-model")
+    migration.exchange(encoder)
+    _print_state(request, migration)
+
+
+def _discard(request: MigrateRequest) -> None:
+    """Remove the migration with the index that is not searched."""
+    from tilefold.retrieval.index.migration import Migration
+
+    migration = Migration.open(request.index)
+    which = "old" if migration.is_cut_over else "new"
+    migration.discard()
+    _common.print_result(
+        {"index": str(request.index), "discarded": which},
+        request.as_json,
+        f"the {which} index was removed; {request.index} was not changed",
+    )
+
+
+@dataclass(frozen=True)
+class Preview:
+    """How the results of queries change with the new index.
+
+    Attributes:
+        queries: number of queries.
+        depth: number of compared documents per query.
+        mean_changed: mean number of documents in the new top `depth` that are not in the old one.
+        same_set: number of queries with the same documents, in any order.
+        other_first: number of queries with another first document.
+        changed: query id -> number of documents in the new top `depth` that are not in the old one.
+    """
+
+    queries: int
+    depth: int
+    mean_changed: float
+    same_set: int
+    other_first: int
+    changed: dict[str, int]
+
+    @classmethod
+    def of(cls, old_run: Run, new_run: Run, queries: Mapping[str, str], depth: int) -> Preview:
+        """Compare two runs of the same queries.
+
+        Args:
+            old_run: the run of the old index, query id -> document id -> score, best first.
+            new_run: the run of the new index.
+            queries: query id -> text.
+            depth: number of documents per query.
+        """
+        changed = {}
+        n_other_first = 0
+        for query in queries:
+            old_ids = list(old_run.get(query, {}))[:depth]
+            new_ids = list(new_run.get(query, {}))[:depth]
+            changed[query] = len(set(new_ids).difference(old_ids))
+            n_other_first += old_ids[:1] != new_ids[:1]
+        return cls(
+            queries=len(queries),
+            depth=depth,
+            mean_changed=sum(changed.values()) / len(changed),
+            same_set=sum(count == 0 for count in changed.values()),
+            other_first=n_other_first,
+            changed=changed,
+        )
+
+
+def _preview(request: MigrateRequest, queries_file: Path) -> None:
+    """Compare the results of the old and the new index for some queries.
+
+    Args:
+        request: the options of the command.
+        queries_file: the value of ``--preview``.
+
+    Raises:
+        CommandError: if the new index is not built.
+        UsageError: if the old model is not known, or there are no queries.
+    """
+    from tilefold.retrieval.index.migration import Migration
+
+    migration = Migration.open(request.index)
+    record = migration.record
+    if not migration.is_built:
+        raise CommandError(
+            f"--preview: the new index is not built yet; run tilefold migrate --index "
+            f"{request.index} until it is.",
+        )
+    old_model = request.old_model or record.old_model
+    if old_model is None:
+        raise UsageError(
+            "--old-model: required for --preview; an index does not hold the name of its model.",
+        )
+    try:
+        queries = retrieval.load_queries(queries_file)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--preview: {_common.first_line(error)}") from error
+    if not queries:
+        raise UsageError(f"--preview: expected queries in {queries_file}, got none.")
+    old_index, new_index = request.index, migration.standby
+    if migration.is_cut_over:
+        old_index, new_index = new_index, old_index
+    old_run = _search(request, old_index, old_model, queries)
+    new_run = _search(request, new_index, record.model, queries)
+    preview = Preview.of(old_run, new_run, queries, PREVIEW_DEPTH)
+    difference = _difference(request, record.data, queries, old_run, new_run)
+    result = {
+        **asdict(preview),
+        "judged": None if difference is None else difference.to_dict(),
+    }
+    _common.print_result(result, request.as_json, *_describe_preview(preview, difference))
+
+
+def _search(
+    request: MigrateRequest,
+    index: Path,
+    model: str,
+    queries: Mapping[str, str],
+) -> Run:
+    """Search an index with its model, and return the first documents of each query.
+
+    Args:
+        request: the options of the command.
+        index: the folder of the index.
+        model: the folder or the name of the model.
+        queries: query id -> text.
+    """
+    from tilefold.retrieval.search.searcher import SearchRequest
+
+    searcher = _retrievers.open_searcher(
+        _retrievers.IndexOptions(index=index, model=model, dtype=request.dtype),
+        lambda provenance: _retrievers.SearcherParts(),
+    )
+    rankings = _retrievers.iterate_rankings(searcher, queries, SearchRequest(k=PREVIEW_DEPTH))
+    return {ranking.query: ranking.scores for ranking in rankings}
+
+
+def _difference(
+    request: MigrateRequest,
+    data: str,
+    queries: Mapping[str, str],
+    old_run: Run,
+    new_run: Run,
+) -> Difference | None:
+    """Compare nDCG@10 of two runs on the queries that the collection judges.
+
+    A query is judged if the collection has a query with its id and its text, and judgements of it.
+
+    Args:
+        request: the options of the command, with the split of the judgements.
+        data: the collection of the migration.
+        queries: query id -> text.
+        old_run: the run of the old index.
+        new_run: the run of the new index.
+
+    Returns:
+        The difference of the new run to the old one; None if fewer than two queries are judged.
+    """
+    if data != "pydocs" and not Path(data).is_dir():
+        return None  # documents alone have no judgements
+    collection = _common.load_data(data, drop_unknown=True, stored=_scores.STREAMED_FILE_BYTES)
+    judged = collection.qrels.get(request.split, {})
+    qrels = {
+        query: judged[query]
+        for query, text in queries.items()
+        if query in judged and collection.queries.get(query) == text
+    }
+    if len(qrels) < MIN_JUDGED_QUERIES:
+        return None
+    measures = _scores.requested_measures([PREVIEW_MEASURE])
+    judged_collection = replace(collection, qrels={request.split: qrels})
+    ignores_identical_ids = _scores.ignores_identical_ids(None, judged_collection, [request.split])
+    tables = {}
+    for name, run in (("old", old_run), ("new", new_run)):
+        scores = _scores.score(
+            _scores.NamedRun(name, run, Provenance()),
+            judged_collection,
+            [request.split],
+            measures,
+            ignore_identical_ids=ignores_identical_ids,
+        )
+        tables[name] = scores.tables[request.split]
+    differences: list[Difference] = retrieval.compare(tables, measures.names)
+    return differences[0]
+
+
+def _describe_preview(preview: Preview, difference: Difference | None) -> list[str]:
+    """Return the lines of a preview.
+
+    Args:
+        preview: how the results change.
+        difference: the difference on judged queries; None if too few are judged.
+    """
+    lines = [
+        f"{preview.queries} queries: {preview.mean_changed:.1f} of the top {preview.depth} "
+        f"documents change on average; {preview.same_set} queries keep all of them, and "
+        f"{preview.other_first} have another first document",
+    ]
+    if difference is None:
+        lines.append(f"{PREVIEW_MEASURE}: no judgements of these queries in --data")
+    else:
+        mark = "significant" if difference.different else "not significant"
+        lines.append(
+            f"{difference.measure} on {len(difference.by_query)} judged queries: "
+            f"{_scores.cell(difference.difference, '+')} ({difference.wins} wins, "
+            f"{difference.losses} losses, p {difference.p_randomisation:.4f}, {mark})",
+        )
+    return lines

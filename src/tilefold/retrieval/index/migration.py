@@ -1,0 +1,709 @@
+"""Migration of an index to another model, while the index is searched and updated.
+
+The migration of an index ``NAME`` is in the folder ``NAME.migration`` next to it:
+
+* ``migration.json``: the models, the collection and the options of encoding,
+* ``base``: the ids of the documents that the index had at the start,
+* ``vectors``: these documents, encoded with the new model; encoding resumes after a kill,
+* ``changes``: what updates of the index have changed since, see
+  :mod:`tilefold.retrieval.index.changes`,
+* ``index``: the standby. This is the new index, and after the cut-over the old one.
+
+The cut-over and the rollback are the same step: the index and the standby are exchanged by one
+atomic rename. Nothing else changes the index that is searched. Which of the two is searched follows
+from the fingerprints in their manifests, so that no record can contradict it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tilefold._internal.files import (
+    InUseError,
+    exchange,
+    lock_path,
+    naming_full_disk,
+    scratch_folder,
+    sync,
+)
+from tilefold.retrieval.common.files import Json, read_json_object, write_json_object
+from tilefold.retrieval.common.provenance import Provenance, texts_digest
+from tilefold.retrieval.data.documents import Document
+from tilefold.retrieval.data.passages import Passages
+from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.index import LATE, build_index
+from tilefold.retrieval.index.changes import (
+    MIGRATION_NAME,
+    Change,
+    ChangeLog,
+    check_texts_only,
+    migration_folder,
+)
+from tilefold.retrieval.index.checking import check_index
+from tilefold.retrieval.index.merging import GROWING, merge_segments, update_index
+from tilefold.retrieval.index.protocol import (
+    MANIFEST_NAME,
+    SEGMENTS,
+    StoredIds,
+    read_description,
+    save_ids,
+)
+from tilefold.retrieval.index.segments import listed_parts
+from tilefold.retrieval.vectors.sparse import SparseVectors
+
+__all__ = ["DocumentEncoder", "Migration", "MigrationRecord", "recorded_model"]
+
+_BASE = "base"
+_VECTORS = "vectors"
+_CHANGED_VECTORS = "changed-vectors"
+_STANDBY = "index"
+_REMEDY = "Discard the migration (tilefold migrate --discard) and start it again."
+# How long a migration waits for an update of the index, and the time between two attempts.
+_LOCK_SECONDS = 60.0
+_PAUSE_SECONDS = 0.05
+# How often changes are encoded without the lock of the index before the cut-over. Changes that
+# arrive during the last of them are encoded with the lock, which updates have to wait for.
+_MAX_ROUNDS = 5
+# Ids that an error lists.
+_SHOWN_IDS = 5
+
+
+class DocumentEncoder(Protocol):
+    """A model that encodes the documents of a migration.
+
+    Attributes:
+        fingerprint: digest of the model.
+    """
+
+    fingerprint: str
+
+    def encode(self, texts: Mapping[str, str], folder: Path) -> Any:
+        """Encode texts into a folder, and return the vectors that are stored there.
+
+        What an interrupted call has encoded is kept.
+
+        Args:
+            texts: id -> text of documents or passages.
+            folder: the folder of vectors.
+        """
+
+
+@dataclass(frozen=True)
+class MigrationRecord:
+    """Record that a migration writes at its start.
+
+    Attributes:
+        model: folder or name of the new model.
+        model_fingerprint: digest of the new model.
+        old_model: folder or name of the model that encoded the index; None if it is not known.
+        old_model_fingerprint: digest of this model; None if the index does not record it.
+        data: the collection that the texts are read from.
+        n_documents: number of documents of the index at the start.
+        texts_sha256: digest of the texts that are encoded.
+        options: options of encoding, for the program that resumes the migration.
+    """
+
+    model: str
+    model_fingerprint: str
+    old_model: str | None
+    old_model_fingerprint: str | None
+    data: str
+    n_documents: int
+    texts_sha256: str
+    options: Json = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, index: Path) -> MigrationRecord | None:
+        """Return the record of the migration of an index; None if it has no migration.
+
+        Raises:
+            DataError: if the record is damaged.
+        """
+        file = migration_folder(index) / MIGRATION_NAME
+        if not file.is_file():
+            return None
+        values = read_json_object(file, _REMEDY)
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise DataError(f"{file}: expected a migration, got {error}. {_REMEDY}") from error
+
+
+def recorded_model(index: Path) -> str | None:
+    """Return the model that encoded an index, if a migration of the index has recorded it.
+
+    Args:
+        index: the folder of the index.
+
+    Returns:
+        The folder or the name of the model whose fingerprint is in the manifest of the index; None
+        if the index has no migration, or its model was not recorded.
+
+    Raises:
+        DataError: if the migration or the index is damaged.
+    """
+    record = MigrationRecord.read(index)
+    if record is None:
+        return None
+    fingerprint = Provenance.from_dict(read_description(index)).model_fingerprint
+    if fingerprint == record.model_fingerprint:
+        return record.model
+    if fingerprint == record.old_model_fingerprint:
+        return record.old_model
+    return None
+
+
+class Migration:
+    """The migration of an index to another model.
+
+    Attributes:
+        index: the folder of the index that is searched.
+        folder: the folder of the migration.
+        standby: the folder of the other index.
+        record: what was recorded at the start.
+    """
+
+    def __init__(self, index: Path, record: MigrationRecord) -> None:
+        self.index = index.resolve()
+        self.folder = migration_folder(index)
+        self.standby = self.folder / _STANDBY
+        self.record = record
+        self._log = ChangeLog(self.index)
+
+    @classmethod
+    def open(cls, index: Path) -> Migration:
+        """Open the migration of an index.
+
+        Raises:
+            FileNotFoundError: if the index has no migration.
+        """
+        record = MigrationRecord.read(index)
+        if record is None:
+            raise FileNotFoundError(
+                f"{migration_folder(index)}: expected a migration of {index}, got none. Start one "
+                "with: tilefold migrate --index INDEX --model MODEL --data DATA",
+            )
+        return cls(index, record)
+
+    @classmethod
+    def start(
+        cls,
+        index: Path,
+        documents: Mapping[str, Document],
+        encoder: DocumentEncoder,
+        *,
+        model: str,
+        data: str,
+        old_model: str | None = None,
+        options: Json | None = None,
+    ) -> Migration:
+        """Create the folder of a migration. From then on, updates of the index are recorded.
+
+        Args:
+            index: the folder of an index of backend exact, seismic, dense or late.
+            documents: document id -> document, exactly those of the index.
+            encoder: the new model.
+            model: folder or name of the new model.
+            data: the collection of the documents.
+            old_model: folder or name of the model that encoded the index, if it is known.
+            options: options of encoding, which are recorded.
+
+        Raises:
+            DataError: if the documents are not those of the index, or if the new model is the one
+                that encoded the index.
+            FileExistsError: if the index has a migration already.
+            ValueError: if the backend has no segments.
+        """
+        folder = migration_folder(index)
+        manifest = _check_migratable(index, encoder)
+        with cls._exclusively(index), _waiting_for_lock(index):
+            if folder.exists():
+                raise FileExistsError(
+                    f"{folder}: expected no migration of {index}, got one. Resume it (tilefold "
+                    "migrate --index INDEX), or discard it first (--discard).",
+                )
+            passages = _passages_of(manifest)
+            _check_same_documents(index, documents, passages, data)
+            record = MigrationRecord(
+                model=model,
+                model_fingerprint=encoder.fingerprint,
+                old_model=old_model,
+                old_model_fingerprint=manifest.get("model_fingerprint"),
+                data=data,
+                n_documents=len(documents),
+                texts_sha256=texts_digest(_texts_of(documents, passages)),
+                options=options or {},
+            )
+            with naming_full_disk(folder), scratch_folder(folder) as scratch:
+                new = scratch / "new"
+                base = new / _BASE
+                base.mkdir(parents=True)
+                save_ids(documents, base)
+                write_json_object(new / MIGRATION_NAME, asdict(record), durable=True)
+                new.replace(folder)
+        return cls(index, record)
+
+    @property
+    def is_cut_over(self) -> bool:
+        """Whether the index that is searched is the one of the new model."""
+        provenance = Provenance.from_dict(read_description(self.index))
+        return bool(provenance.model_fingerprint == self.record.model_fingerprint)
+
+    @property
+    def is_built(self) -> bool:
+        """Whether the standby exists completely."""
+        return (self.standby / MANIFEST_NAME).is_file()
+
+    def n_documents(self) -> int:
+        """Return the number of documents or passages of the index that is searched."""
+        return len(_ids_of(self.index))
+
+    def n_changes(self) -> int:
+        """Return how many updates of the index the standby does not have yet."""
+        with _waiting_for_lock(self.index):
+            self._log.settle()
+            return len(self._log.committed())
+
+    def build(
+        self,
+        documents: Mapping[str, Document],
+        encoder: DocumentEncoder,
+    ) -> None:
+        """Encode the documents of the start with the new model, and build the standby of them.
+
+        An interrupted call is resumed. Nothing is done if the standby exists.
+
+        Args:
+            documents: document id -> document, at least those of the start.
+            encoder: the new model.
+
+        Raises:
+            DataError: if the model or the texts are not those of the start.
+            InUseError: if another process works on this migration.
+        """
+        with self._exclusively(self.index):
+            if self.is_built:
+                return
+            _check_encoder(encoder, self.record.model_fingerprint, "new")
+            manifest = read_description(self.index)
+            base_documents = self._base_documents(documents)
+            texts = _texts_of(base_documents, _passages_of(manifest))
+            if texts_digest(texts) != self.record.texts_sha256:
+                raise DataError(
+                    f"{self.record.data}: expected the texts that the documents had when the "
+                    "migration started, got other ones. Give the collection of that time (--data), "
+                    "or discard the migration and start it again (--discard).",
+                )
+            vectors = encoder.encode(texts, self.folder / _VECTORS)
+            self._build_standby(vectors, manifest, base_documents)
+
+    def _base_documents(self, documents: Mapping[str, Document]) -> Mapping[str, Document]:
+        """Return the documents that the index had at the start, in the order of the start.
+
+        Args:
+            documents: document id -> document, which may have further ones.
+        """
+        ids = StoredIds.load(self.folder / _BASE, self.record.n_documents)
+        if len(documents) == len(ids) and all(map(documents.__contains__, ids)):
+            return documents
+        missing = [name for name in ids if name not in documents]
+        if missing:
+            raise DataError(
+                f"{self.record.data}: expected the documents that the index had when the migration "
+                f"started, but {len(missing)} are missing, such as {missing[0]!r}. Give the "
+                "collection of that time (--data), or discard the migration (--discard).",
+            )
+        return {name: documents[name] for name in ids}
+
+    def _build_standby(
+        self,
+        vectors: Any,
+        manifest: Json,
+        documents: Mapping[str, Document],
+    ) -> None:
+        """Build an index of the new vectors, with the options and the metadata of the old one.
+
+        Options are taken over if both indexes have the same backend.
+
+        Args:
+            vectors: the vectors of all documents of the start.
+            manifest: the manifest of the index that is searched.
+            documents: these documents.
+        """
+        metadata = None
+        if _has_metadata(self.index):
+            metadata = {
+                name: document.metadata for name, document in documents.items() if document.metadata
+            }
+        options = manifest["options"]
+        if isinstance(vectors, SparseVectors):
+            is_seismic = manifest["backend"] == "seismic"
+            backend = "seismic" if is_seismic else "exact"
+            seismic_options = options if is_seismic else {}
+            index: Any = build_index(vectors, backend, metadata=metadata, **seismic_options)
+            index.save(self.standby)
+            return
+        if vectors.manifest.layout == "tokens":
+            from tilefold.retrieval.index.late import LateIndex
+
+            is_late = manifest["backend"] == LATE
+            LateIndex.build(
+                vectors,
+                self.standby,
+                storage=options["storage"] if is_late else "int8",
+                pool_factor=options["pool_factor"] if is_late else 1,
+                metadata=metadata,
+            )
+            return
+        from tilefold.retrieval.index.dense import DenseIndex
+
+        DenseIndex.build(vectors, metadata=metadata).save(self.standby)
+
+    def catch_up(self, encoder: DocumentEncoder | None) -> int:
+        """Repeat in the standby what updates of the index have changed, and merge its segments.
+
+        Args:
+            encoder: the model of the standby; None if there is nothing to encode.
+
+        Returns:
+            Number of documents that were added, replaced or deleted.
+
+        Raises:
+            DataError: if documents have to be encoded, and `encoder` is None or another model.
+        """
+        with self._exclusively(self.index):
+            return self._catch_up_without_updates_waiting(encoder)
+
+    def _catch_up_without_updates_waiting(self, encoder: DocumentEncoder | None) -> int:
+        """Catch up, holding the lock of the index only to read and to remove entries of the log."""
+        n_changed = 0
+        for _ in range(_MAX_ROUNDS):
+            with _waiting_for_lock(self.index):
+                self._log.settle()
+                entries = self._log.committed()
+            if not entries:
+                break
+            n_changed += self._repeat(entries, encoder)
+        if listed_parts(self.standby)["parts"]:  # also after a kill before the merge
+            merge_segments(self.standby)
+        return n_changed
+
+    def _repeat(self, entries: list[Path], encoder: DocumentEncoder | None) -> int:
+        """Repeat the changes of entries of the log in the standby, and remove the entries.
+
+        A repetition that was interrupted begins again, with the same result.
+
+        Args:
+            entries: files of committed entries, the earliest first.
+            encoder: the model of the standby.
+
+        Returns:
+            Number of documents that were added, replaced or deleted.
+        """
+        passages = _passages_of(read_description(self.standby))
+        change = self._log.read(entries, has_passages=passages is not None)
+        vectors = None
+        metadata = None
+        if change.documents:
+            vectors = self._encode_change(change, passages, encoder)
+            if _has_metadata(self.standby):
+                metadata = {name: item.metadata for name, item in change.documents.items()}
+        if change.documents or change.deleted:
+            update_index(self.standby, vectors, change.deleted, metadata=metadata)
+        self._log.remove(entries)
+        shutil.rmtree(self.folder / _CHANGED_VECTORS, ignore_errors=True)
+        return len(change.documents) + len(change.deleted)
+
+    def _encode_change(
+        self,
+        change: Change,
+        passages: str | None,
+        encoder: DocumentEncoder | None,
+    ) -> Any:
+        """Encode the documents of a change with the model of the standby.
+
+        Args:
+            change: the change.
+            passages: how documents are divided into passages; None for whole documents.
+            encoder: the model of the standby.
+        """
+        fingerprint = self.record.model_fingerprint
+        name = "new"
+        if self.is_cut_over:
+            fingerprint = str(self.record.old_model_fingerprint)
+            name = "old"
+        if encoder is None:
+            raise DataError(
+                f"{self.index}: {len(change.documents)} documents were added or replaced, which "
+                f"the {name} index does not have. Give the {name} model, which encodes them "
+                f"({'--old-model' if name == 'old' else '--model'}).",
+            )
+        if name == "new" or self.record.old_model_fingerprint is not None:
+            _check_encoder(encoder, fingerprint, name)
+        folder = self.folder / _CHANGED_VECTORS
+        # An interrupted call may have left the vectors of fewer changes.
+        shutil.rmtree(folder, ignore_errors=True)
+        texts = _texts_of(change.documents, passages)
+        remaining_texts = texts
+        if not change.deleted.isdisjoint(texts):  # single passages were deleted later
+            remaining_texts = {
+                text_id: text for text_id, text in texts.items() if text_id not in change.deleted
+            }
+        return encoder.encode(remaining_texts, folder) if remaining_texts else None
+
+    def exchange(self, encoder: DocumentEncoder | None = None) -> None:
+        """Let the standby take over by one atomic rename: the cut-over, or the rollback.
+
+        All changes are repeated in the standby before. The index that was searched becomes the
+        standby.
+
+        Args:
+            encoder: the model of the standby; None if there are no documents to encode.
+
+        Raises:
+            DataError: if the standby is damaged, or if it does not have the same documents.
+            FileNotFoundError: if the standby was not built.
+            OSError: if two folders cannot be exchanged in one step on this system.
+        """
+        with self._exclusively(self.index):
+            if not self.is_built:
+                raise FileNotFoundError(
+                    f"{self.standby}: the new index is not built yet. Run tilefold migrate "
+                    "--index INDEX until it is.",
+                )
+            self._catch_up_without_updates_waiting(encoder)
+            self._check_standby_is_intact()
+            with _waiting_for_lock(self.index):
+                self._log.settle()
+                entries = self._log.committed()
+                if entries:  # they have arrived during the last round
+                    self._repeat(entries, encoder)
+                self._check_standby_is_complete()
+                self._sync_standby()
+                if not exchange(self.standby, self.index):
+                    raise OSError(
+                        f"{self.index}: could not be exchanged with {self.standby} in one step; "
+                        "the index was not changed. This needs Linux, a file system with "
+                        "renameat2 (such as ext4, xfs, btrfs or tmpfs), and a folder that is not a "
+                        "mount point itself. Move the index to such a folder.",
+                    )
+                sync(self.index.parent)
+                sync(self.folder)
+
+    def _check_standby_is_intact(self) -> None:
+        """Raise ``DataError`` if a file of the standby is damaged."""
+        check = check_index(self.standby)
+        if not check.is_intact:
+            raise DataError(
+                f"{self.standby}: the index that should take over is damaged: {check.damage[0]} "
+                "The index that is searched was not changed.",
+            )
+
+    def _check_standby_is_complete(self) -> None:
+        """Raise ``DataError`` if the index and the standby have different documents or passages."""
+        ids = _ids_of(self.index)
+        standby_ids = _ids_of(self.standby)
+        if ids == standby_ids:
+            return
+        missing = sorted(ids - standby_ids)
+        surplus = sorted(standby_ids - ids)
+        raise DataError(
+            f"{self.standby}: expected the documents of {self.index}; {len(missing)} are missing"
+            f"{_shown(missing)}, and {len(surplus)} are too many{_shown(surplus)}. The new model "
+            "may have failed on documents (see vectors/manifest.json), or the index was built "
+            "again meanwhile. Replace or delete these documents (tilefold index --update), or "
+            "discard the migration (--discard). The index that is searched was not changed.",
+        )
+
+    def _sync_standby(self) -> None:
+        """Write the standby to the disk, so that the rename survives a loss of power."""
+        for path in self.standby.rglob("*"):
+            sync(path)
+        sync(self.standby)
+
+    def discard(self) -> None:
+        """Remove the standby and everything else of the migration. The index is not changed."""
+        with (
+            self._exclusively(self.index),
+            _waiting_for_lock(self.index),
+            scratch_folder(self.folder) as scratch,
+        ):
+            # After the rename, there is no migration. A killed process leaves a hidden folder,
+            # which the next temporary folder next to it removes.
+            self.folder.replace(scratch / "discarded")
+
+    @staticmethod
+    @contextmanager
+    def _exclusively(index: Path) -> Iterator[None]:
+        """Keep other processes from working on the migration of an index.
+
+        Raises:
+            InUseError: if another process does.
+        """
+        folder = migration_folder(index)
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(lock_path(folder))
+            except InUseError as error:
+                raise InUseError(
+                    f"{folder}: another process works on the migration of {index}. Wait until it "
+                    "ends.",
+                ) from error
+            yield
+
+
+@contextmanager
+def _waiting_for_lock(index: Path) -> Iterator[None]:
+    """Hold the lock of an index within the context, and wait for an update that holds it.
+
+    Raises:
+        InUseError: if the lock is held for longer than a minute.
+    """
+    give_up = time.monotonic() + _LOCK_SECONDS
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(lock_path(index.resolve()))
+                break
+            except InUseError:
+                if time.monotonic() > give_up:
+                    raise
+                time.sleep(_PAUSE_SECONDS)
+        yield
+
+
+def _check_migratable(index: Path, encoder: DocumentEncoder) -> Json:
+    """Check that an index can move to a model, and return the manifest of the index.
+
+    Args:
+        index: the folder of the index.
+        encoder: the new model.
+    """
+    if index.is_symlink():
+        raise DataError(
+            f"{index}: expected the folder of an index, got a symbolic link. Name the folder that "
+            f"it points to: {index.resolve()}.",
+        )
+    manifest = read_description(index)
+    if manifest["backend"] not in GROWING:
+        raise DataError(
+            f"{index}: expected an index of backend {', '.join(GROWING)}, got "
+            f"{manifest['backend']}. Build another index and replace this one.",
+        )
+    if manifest.get("model_fingerprint") == encoder.fingerprint:
+        raise DataError(
+            f"{index}: expected an index of another model, got one that this model has encoded.",
+        )
+    return manifest
+
+
+def _check_same_documents(
+    index: Path,
+    documents: Mapping[str, Document],
+    passages: str | None,
+    data: str,
+) -> None:
+    """Raise ``DataError`` unless a collection has exactly the documents of an index.
+
+    Args:
+        index: the folder of the index.
+        documents: the documents of the collection.
+        passages: how documents were divided into passages; None for whole documents.
+        data: the name of the collection, for the error.
+    """
+    indexed: Set[str] = _ids_of(index)
+    if passages is not None:
+        indexed = {name.rpartition("#")[0] for name in indexed}
+    missing = sorted(name for name in indexed if name not in documents)
+    if missing:
+        raise DataError(
+            f"{data}: expected the texts of all documents of {index}; {len(missing)} are missing"
+            f"{_shown(missing)}. Add them to the collection.",
+        )
+    surplus = sorted(name for name in documents if name not in indexed)
+    if surplus:
+        raise DataError(
+            f"{data}: expected the documents of {index} only; {len(surplus)} are not in the index"
+            f"{_shown(surplus)}. Add them to the index (tilefold index --update), or remove them "
+            "from the collection.",
+        )
+
+
+def _check_encoder(encoder: DocumentEncoder, fingerprint: str, name: str) -> None:
+    """Raise ``DataError`` if a model is not the one that a migration has recorded.
+
+    Args:
+        encoder: the model.
+        fingerprint: the recorded fingerprint.
+        name: ``"new"`` or ``"old"``, for the error.
+    """
+    if encoder.fingerprint != fingerprint:
+        raise DataError(
+            f"model: expected the {name} model of the migration, got another one (its weights or "
+            "settings differ). Give that model, or discard the migration (--discard).",
+        )
+
+
+def _passages_of(manifest: Json) -> str | None:
+    """Return how the documents of an index were divided into passages; None for documents."""
+    return Provenance.from_dict(manifest).passages
+
+
+def _texts_of(documents: Mapping[str, Document], passages: str | None) -> Mapping[str, str]:
+    """Return the texts of documents, or of their passages, as an index is made from them.
+
+    Args:
+        documents: document id -> document. A lazy mapping that has its contents as a mapping is
+            not read.
+        passages: how documents are divided into passages; None for whole documents.
+
+    Raises:
+        DataError: if a document is the image of a page.
+    """
+    read_lazily: Callable[[], Mapping[str, str]] | None = getattr(documents, "contents", None)
+    if read_lazily is None:
+        check_texts_only(documents)
+    if passages is not None:
+        return Passages.parse(passages).of(documents)
+    if read_lazily is not None:
+        return read_lazily()
+    return {name: document.contents for name, document in documents.items()}
+
+
+def _part_folders(index: Path) -> list[tuple[Path, set[str]]]:
+    """Return the folder of each part of an index, and the ids that were removed from it."""
+    listed = listed_parts(index)["parts"] or [{"folder": "", "removed": []}]
+    return [
+        (index / SEGMENTS / part["folder"] if part["folder"] else index, set(part["removed"]))
+        for part in listed
+    ]
+
+
+def _ids_of(index: Path) -> set[str]:
+    """Return the ids of the documents or passages of an index, without opening its vectors."""
+    ids: set[str] = set()
+    for folder, removed in _part_folders(index):
+        part_ids = StoredIds.load(folder, read_description(folder)["n_documents"])
+        ids.update(name for name in part_ids if name not in removed)
+    return ids
+
+
+def _has_metadata(index: Path) -> bool:
+    """Whether an index stores metadata of its documents."""
+    from tilefold.retrieval.data.metadata import FILE
+
+    return any((folder / FILE).is_file() for folder, _ in _part_folders(index))
+
+
+def _shown(ids: list[str]) -> str:
+    """Return the first ids in parentheses, after a space; empty if there are none."""
+    if not ids:
+        return ""
+    dots = ", ..." if len(ids) > _SHOWN_IDS else ""
+    return f" ({', '.join(ids[:_SHOWN_IDS])}{dots})"

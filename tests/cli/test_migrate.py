@@ -1,0 +1,352 @@
+"""``tilefold migrate``: an index moves to another model, and a server follows it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.recipes.small import small_masked_lm
+from tests.serve.running import served, wait_until
+from tilefold import retrieval as r
+from tilefold.cli.migrate import Preview
+from tilefold.retrieval.encoding import throttle
+from tilefold.retrieval.index.opening import open_index
+
+NEW_DOCUMENT = {"_id": "kettles", "title": "Kettles", "text": "Read and write about kettles."}
+
+
+@pytest.fixture(autouse=True)
+def keep_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process keep its priority, which a command may lower but not raise again."""
+    monkeypatch.setattr(throttle, "lower_priority", lambda: None)
+
+
+@pytest.fixture(scope="session")
+def new_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another model than ``masked_lm``, which has encoded the shared index."""
+    return str(small_masked_lm(tmp_path_factory.mktemp("new-model"), seed=1))
+
+
+@pytest.fixture
+def live(shared: Path, tmp_path: Path) -> Path:
+    """A copy of the shared index."""
+    return Path(shutil.copytree(shared / "index", tmp_path / "live"))
+
+
+@pytest.fixture
+def new_documents(tmp_path: Path) -> Path:
+    file = tmp_path / "new.jsonl"
+    file.write_text(json.dumps(NEW_DOCUMENT), encoding="utf-8")
+    return file
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Path in the folder -> content, of all files."""
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
+
+
+def start(call: Call, live: Path, model: str, data: Path, *options: str) -> Any:
+    command = ("migrate", "--index", live, "--model", model, "--data", data, "--top-k", "64")
+    return call(*command, *options)
+
+
+def test_an_index_moves_to_another_model_and_back(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    old_files = files_of(live)
+    started = done(start(call, live, new_model, shared / "data", "--old-model", masked_lm))
+    assert f"{live} is still the old one" in started.out
+    assert files_of(live) == old_files
+
+    queries = r.load_queries(shared / "data" / "queries.jsonl")
+    (tmp_path / "queries.tsv").write_text(
+        "".join(f"{query}\t{text}\n" for query, text in queries.items()),
+    )
+    preview = measured(
+        call("migrate", "--index", live, "--preview", tmp_path / "queries.tsv", "--json"),
+    )
+    assert preview["queries"] == len(queries)
+    assert preview["changed"].keys() == queries.keys()
+    assert preview["judged"]["measure"] == "nDCG@10"
+    report = done(call("migrate", "--index", live, "--preview", tmp_path / "queries.tsv")).out
+    assert "nDCG@10 on 4 judged queries:" in report
+
+    state = measured(call("migrate", "--index", live, "--cut-over", "--json"))
+    assert state["cut_over"]
+    assert state["documents"] == 16
+    vectors = tmp_path / "vectors"
+    data = ("--data", shared / "data")
+    run_steps(
+        ("encode", "--model", new_model, *data, "--output", vectors, "--top-k", "64"),
+        ("index", "--vectors", vectors, "--output", tmp_path / "fresh"),
+    )
+    assert files_of(live) == files_of(tmp_path / "fresh")
+    again = done(call("migrate", "--index", live, "--cut-over"))
+    assert f"{live} is the index of {new_model}" in again.out
+
+    done(call("migrate", "--index", live, "--rollback"))
+    assert files_of(live) == old_files
+    done(call("migrate", "--index", live, "--discard"))
+    assert not live.with_name("live.migration").exists()
+    assert files_of(live) == old_files
+
+
+def test_documents_that_are_added_meanwhile_come_into_both_indexes(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    new_documents: Path,
+    tmp_path: Path,
+) -> None:
+    done(start(call, live, new_model, shared / "data"))
+    vectors = tmp_path / "new-vectors"
+    encode = ("encode", "--model", masked_lm, "--data", new_documents, "--output", vectors)
+    done(call(*encode, "--top-k", "64"))
+    update = ("index", "--update", "--vectors", vectors, "--output", live)
+    fails(call(*update), 2, "--data: expected the documents of all new vectors, because")
+    done(call(*update, "--data", new_documents))
+    fails(
+        call("index", "--vectors", vectors, "--output", live, "--overwrite"),
+        1,
+        f"--overwrite: {live} moves to another model",
+    )
+    old_ids = set(r.load_index(live).ids)
+    done(call("migrate", "--index", live, "--cut-over"))
+    index: Any = r.load_index(live)
+    assert set(index.ids) == old_ids
+    assert "kettles" in old_ids
+
+    (tmp_path / "gone.txt").write_text("d1\n")
+    done(call("index", "--delete", tmp_path / "gone.txt", "--output", live))
+    done(call("migrate", "--index", live, "--rollback"))
+    assert set(r.load_index(live).ids) == old_ids - {"d1"}
+
+
+def test_a_rollback_encodes_documents_that_arrived_after_the_cut_over(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    new_documents: Path,
+    tmp_path: Path,
+) -> None:
+    done(start(call, live, new_model, shared / "data", "--cut-over"))
+    vectors = tmp_path / "new-vectors"
+    done(call("encode", "--model", new_model, "--data", new_documents, "--output", vectors))
+    update = ("index", "--update", "--vectors", vectors, "--output", live)
+    done(call(*update, "--data", new_documents))
+    rollback = ("migrate", "--index", live, "--rollback")
+    fails(call(*rollback), 1, "Give the old model, which encodes them (--old-model)")
+    fails(call(*rollback, "--old-model", new_model), 1, "expected the old model of the migration")
+    done(call(*rollback, "--old-model", masked_lm))
+    index: Any = open_index(live)
+    assert "kettles" in set(index.ids)
+    assert (
+        index.provenance.model_fingerprint
+        == r.load_index(shared / "index").provenance.model_fingerprint
+    )
+
+
+def test_an_interrupted_migration_is_resumed_by_its_index_alone(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(self: throttle.Throttle) -> None:
+        raise KeyboardInterrupt
+
+    old_files = files_of(live)
+    with monkeypatch.context() as patch:
+        patch.setattr(throttle.Throttle, "pause", interrupt)
+        outcome = start(call, live, new_model, shared / "data")
+    assert outcome.code == 130
+    assert "run the same command again to resume" in outcome.err
+    assert files_of(live) == old_files
+    fails(
+        call("migrate", "--index", live, "--preview", shared / "data" / "queries.jsonl"),
+        1,
+        "--preview: the new index is not built yet",
+    )
+    fails(
+        call("migrate", "--index", live, "--top-k", "32"),
+        2,
+        "--top-k: expected 64, with which the migration was started, got 32",
+    )
+    fails(
+        call("migrate", "--index", live, "--model", shared / "late"),
+        2,
+        "--top-k requires a sparse model",
+    )
+    done(call("migrate", "--index", live))
+    done(call("migrate", "--index", live, "--cut-over"))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        pytest.param((), 2, "--model: required to start a migration", id="no model"),
+        pytest.param(("--model", "minilm"), 2, "--data: required to start", id="no data"),
+        pytest.param(
+            ("--model", "{model}", "--data", "{data}", "--share", "0"),
+            2,
+            "--share: expected a number above 0 and up to 1, got 0",
+            id="no share",
+        ),
+        pytest.param(
+            ("--cut-over", "--rollback"),
+            2,
+            "--cut-over cannot be combined with --rollback",
+            id="two actions",
+        ),
+        pytest.param(
+            ("--discard", "--model", "minilm"),
+            2,
+            "--model has no effect with --discard",
+            id="model of a discarded migration",
+        ),
+        pytest.param(("--split", "dev"), 2, "--split requires --preview", id="split alone"),
+        pytest.param(("--rollback",), 1, "expected a migration of", id="nothing to roll back"),
+        pytest.param(
+            ("--model", "./missing", "--data", "{data}"),
+            2,
+            "--model: there is no folder ./missing",
+            id="missing model",
+        ),
+        pytest.param(
+            ("--model", "{broken}", "--data", "{data}"),
+            1,
+            "--model: the weights in {broken} are damaged",
+            id="damaged model",
+        ),
+        pytest.param(
+            ("--model", "{old}", "--data", "{data}"),
+            1,
+            "got one that this model has encoded",
+            id="same model",
+        ),
+    ],
+)
+def test_migrations_that_cannot_be_are_refused_and_the_index_stays(
+    call: Call,
+    live: Path,
+    shared: Path,
+    masked_lm: str,
+    new_model: str,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    code: int,
+    message: str,
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(new_model, broken)
+    (broken / "model.safetensors").write_bytes(b"no weights")
+    values = {
+        "model": new_model,
+        "data": shared / "data",
+        "broken": broken,
+        "old": masked_lm,
+    }
+    before = files_of(live)
+    words = [option.format(**values) for option in options]
+    fails(call("migrate", "--index", live, *words), code, message.format(**values))
+    assert files_of(live) == before
+    assert not live.with_name("live.migration").exists()
+
+
+def test_a_folder_without_permission_is_named(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(path: Path) -> Iterator[None]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("tilefold.retrieval.index.migration.lock_path", refuse)
+    fails(
+        start(call, live, new_model, shared / "data"),
+        1,
+        f"--index: {live.parent} must be writable, because the new index is built next to {live}",
+        "Permission denied",
+    )
+
+
+def test_a_preview_counts_changed_documents() -> None:
+    old_run = {"q1": {"a": 3.0, "b": 2.0, "c": 1.0}, "q2": {"a": 1.0}, "q3": {"a": 1.0}}
+    new_run = {"q1": {"b": 9.0, "a": 8.0, "d": 7.0}, "q2": {"a": 5.0}}
+    queries = {"q1": "one", "q2": "two", "q3": "three"}
+    preview = Preview.of(old_run, new_run, queries, depth=2)
+    assert preview.changed == {"q1": 0, "q2": 0, "q3": 0}
+    assert preview.other_first == 2
+    preview = Preview.of(old_run, new_run, queries, depth=3)
+    assert preview.changed == {"q1": 1, "q2": 0, "q3": 0}
+    assert preview.mean_changed == pytest.approx(1 / 3)
+    assert preview.same_set == 2
+
+
+@pytest.mark.slow
+def test_a_server_follows_a_migration_and_its_rollback_with_the_right_model(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+) -> None:
+    """No request fails, and every answer is that of the old or of the new model."""
+    done(start(call, live, new_model, shared / "data"))
+    searched = ("--model", masked_lm, "--index", live, "--data", shared / "data")
+    query = "how do I work with sockets"
+    with served(*searched, "--watch-seconds", "0.05") as (_, client, _):
+
+        def hits() -> list[tuple[str, float]]:
+            reply = client.get(f"/v1/live/search?hits=16&query={query.replace(' ', '+')}")
+            assert reply.status == 200, reply.raw
+            return [(hit["docid"], hit["score"]) for hit in reply.json["candidates"]]
+
+        def expected(model: str) -> list[tuple[str, float]]:
+            command = ("search", query, "--index", live, "--model", model, "--k", "16", "--json")
+            return [(hit["id"], hit["score"]) for hit in measured(call(*command))["hits"]]
+
+        old_hits = expected(masked_lm)
+        assert [name for name, _ in hits()] == [name for name, _ in old_hits]
+        done(call("migrate", "--index", live, "--cut-over"))
+        new_hits = expected(new_model)
+        assert new_hits != old_hits
+
+        def answers_like(expected_hits: list[tuple[str, float]]) -> bool:
+            actual = hits()
+            names = [name for name, _ in actual]
+            is_old = names == [name for name, _ in old_hits]
+            is_new = names == [name for name, _ in new_hits]
+            assert is_old or is_new
+            return names == [name for name, _ in expected_hits]
+
+        wait_until(lambda: answers_like(new_hits), seconds=30)
+        assert [score for _, score in hits()] == pytest.approx(
+            [score for _, score in new_hits],
+            rel=1e-3,
+        )
+        assert client.get("/info").json["model_id"] == Path(new_model).name
+        done(call("migrate", "--index", live, "--rollback"))
+        wait_until(lambda: answers_like(old_hits), seconds=30)
