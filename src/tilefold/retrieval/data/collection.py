@@ -361,6 +361,7 @@ def load_beir(
     documents: Mapping[str, Document] | None = None,
     fields: DocumentFields = USUAL_FIELDS,
     page_ranges: PageRanges | None = None,
+    cache_dir: Path | None = None,
 ) -> Collection:
     """Read a BEIR folder, a file or saved dataset of documents, or a folder of page images.
 
@@ -387,6 +388,8 @@ def load_beir(
         documents: the documents, if they were read before; otherwise all are read into memory.
         fields: custom names of the document fields.
         page_ranges: the pages of each PDF and TIFF of a folder of page images; all by default.
+        cache_dir: folder that stores the digests of page images, so that only files that have
+            changed are read again. None stores none.
 
     Raises:
         FileNotFoundError: if the folder, the documents or the judged queries are missing.
@@ -406,7 +409,7 @@ def load_beir(
         raise FileNotFoundError(f"{folder}: no such folder. {BEIR_LAYOUT}")
     unread_files: dict[str, str] = {}
     if is_page_collection(folder):
-        pages = open_page_folder(folder, page_ranges)
+        pages = open_page_folder(folder, page_ranges, cache_dir)
         documents, unread_files = pages.documents, pages.unread_files
         has_queries = folder.is_dir()
     else:

@@ -188,6 +188,7 @@ def load_collection(
             documents=_open_large_file(path, cache, min_bytes=stored, fields=fields),
             fields=fields,
             page_ranges=page_ranges,
+            cache_dir=cache,
         )
 
     if str(name_or_path) == "pydocs":

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from tilefold._internal.files import read_json, write_json
 from tilefold.retrieval.common.files import is_unicode
 from tilefold.retrieval.data.documents import Document
 from tilefold.retrieval.data.pages import (
-    MAX_PIXELS,
     PAGE_SUFFIXES,
     Page,
+    PageFileState,
     PageRanges,
     count_pages,
     has_numbered_pages,
+    sha256_of_state,
 )
 from tilefold.retrieval.errors import DataError
 
 __all__ = ["PageFolder", "has_pages", "open_page_folder", "page_of_name"]
 
+_CACHE_VERSION = 1
+_SETTLED_NS = 2_000_000_000  # a file that was written just now may be written again
 _NUMBERED_PAGE = re.compile(r"(.+)#p([1-9]\d*)")
 
 
@@ -48,7 +56,7 @@ def has_pages(path: Path) -> bool:
 def open_page_folder(
     path: Path,
     page_ranges: PageRanges | None = None,
-    max_pixels: int = MAX_PIXELS,
+    cache: Path | None = None,
 ) -> PageFolder:
     """List the pages of a folder of PDFs and images, or of one file.
 
@@ -59,7 +67,9 @@ def open_page_folder(
     Args:
         path: the folder, which is searched with its subfolders, or a PDF or an image.
         page_ranges: the pages of each file that are listed; None lists all.
-        max_pixels: largest number of pixels of an image.
+        cache: folder of the cache, which has the number of pages and the digest of each file, so
+            that files that have not changed are not opened again. None opens all files, and reads
+            them only when a digest is needed.
 
     Returns:
         The pages, and the files that could not be opened with the reasons.
@@ -70,11 +80,12 @@ def open_page_folder(
     """
     root = path if path.is_dir() else path.parent
     folder = PageFolder()
+    page_cache = None if cache is None else _PageCache(cache, path, root)
     for file in _page_files(path):
         name = file.relative_to(root).as_posix()
         try:
             _check_file(file, name, root)
-            n_pages = count_pages(file, max_pixels)
+            n_pages = count_pages(file) if page_cache is None else page_cache.count_pages(name)
         except DataError as error:
             folder.unread_files[_printable(name)] = str(error)
             continue
@@ -82,9 +93,71 @@ def open_page_folder(
             if page_ranges is None or number in page_ranges:
                 document = _document_of_page(name, Page(file, number))
                 folder.documents[document.id] = document
+    if page_cache is not None:
+        page_cache.save()
     if not folder.documents:
         raise DataError(_no_pages_message(path, folder.unread_files, page_ranges))
     return folder
+
+
+class _PageCache:
+    """Number of pages and digest of each file of a folder, stored between processes.
+
+    An entry is valid as long as the size, the time of the last change and the inode of its file
+    stay the same. A file that has changed just now has no entry, because it may change again
+    without a later time.
+
+    Args:
+        cache: folder of the cache.
+        path: the folder, or the only file, whose entries are stored together.
+        root: the folder, or the folder of the file.
+    """
+
+    def __init__(self, cache: Path, path: Path, root: Path) -> None:
+        self._root = root
+        key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+        self._file = cache / "pages" / f"{key}.json"
+        stored = read_json(self._file) or {}
+        self._stored_entries: dict[str, Any] = {}
+        if stored.get("version") == _CACHE_VERSION:
+            self._stored_entries = stored.get("files", {})
+        self._entries: dict[str, list[int | str]] = {}
+
+    def count_pages(self, name: str) -> int:
+        """Return the number of pages of a file, and note its digest for this process.
+
+        Args:
+            name: path of the file in the folder.
+
+        Raises:
+            DataError: if the file is not in the cache and cannot be opened.
+        """
+        try:
+            state = PageFileState.of(self._root / name)
+        except OSError as error:
+            raise DataError(f"{self._root / name}: cannot be read ({error}).") from error
+        key = [state.size, state.modified_ns, state.inode]
+        entry = self._stored_entries.get(name, [])
+        if entry[: len(key)] == key:
+            n_pages, digest = entry[len(key) :]
+            sha256_of_state(state, digest)
+        else:
+            n_pages = count_pages(state.file)
+            digest = sha256_of_state(state)
+        if time.time_ns() - state.modified_ns > _SETTLED_NS:
+            self._entries[name] = [*key, n_pages, digest]
+        return int(n_pages)
+
+    def save(self) -> None:
+        """Store the entries of the files that were counted, if they differ from the stored ones.
+
+        A cache that cannot be written is left as it is, since it only saves time.
+        """
+        if self._entries == self._stored_entries:
+            return
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._file, {"version": _CACHE_VERSION, "files": self._entries})
 
 
 def page_of_name(name: str, root: Path) -> Page:

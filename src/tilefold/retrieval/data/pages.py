@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tilefold._internal.arguments import ArgumentError, check_integer, check_least
 from tilefold._internal.files import sha256_file
@@ -95,16 +94,41 @@ class Page:
         be encoded, has one too.
         """
         try:
-            status = self.file.stat()
+            return f"{sha256_of_state(PageFileState.of(self.file))}#{self.number}"
         except OSError:
             return f"missing#{self.number}"
-        return f"{_sha256_of_state(self.file, status.st_size, status.st_mtime_ns)}#{self.number}"
 
 
-@functools.lru_cache(maxsize=65536)
-def _sha256_of_state(file: Path, size: int, modified_ns: int) -> str:
-    """Return the SHA-256 of a file. Size and time of change are the key of the cache."""
-    return sha256_file(file)
+class PageFileState(NamedTuple):
+    """A file of pages with its size and times, by which a change is noticed."""
+
+    file: Path
+    size: int  # bytes
+    modified_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, file: Path) -> PageFileState:
+        """Read the state of a file."""
+        status = file.stat()
+        return cls(file, status.st_size, status.st_mtime_ns, status.st_ino)
+
+
+# State of a file -> its SHA-256, which is computed once in a process.
+_sha256_of_states: dict[PageFileState, str] = {}
+
+
+def sha256_of_state(state: PageFileState, stored: str | None = None) -> str:
+    """Return the SHA-256 of a file.
+
+    Args:
+        state: the file as it is now.
+        stored: the SHA-256 that an earlier process has computed in this state; None reads the file,
+            unless this process has computed it before.
+    """
+    digest = stored or _sha256_of_states.get(state) or sha256_file(state.file)
+    _sha256_of_states[state] = digest
+    return digest
 
 
 @dataclass(frozen=True)
