@@ -141,6 +141,19 @@ def test_reranking_from_images_gives_the_scores_of_the_token_vectors(call: Call)
     assert {hit["id"]: hit["score"] for hit in from_images} == pytest.approx(scores, rel=2**-8)
 
 
+def test_pages_are_explained_at_the_resolution_of_their_vectors(call: Call, tmp_path: Path) -> None:
+    tokens, index = tmp_path / "tokens", tmp_path / "index"
+    done(call("encode", *MODEL, *PAGES, "--output", tokens, "--dpi", "20"))
+    done(call(*LATE, "--tokens", tokens, *PAGES, "--output", index))
+    assert open_tokens(tokens).manifest.n_tokens < open_tokens("tokens").manifest.n_tokens
+    searched = ("search", WORDS[0], "--index", index, *MODEL, *PAGES, "--explain", "--json")
+
+    for options in ((), ("--rerank", tokens)):
+        hits = measured(call(*searched, *options))["hits"]
+        assert len(hits) == 10
+        assert all(hit["matches"] for hit in hits)
+
+
 def test_an_index_of_pages_is_evaluated(call: Call) -> None:
     evaluated = call("evaluate", "--index", "index", *MODEL, *PAGES, "--json")
 

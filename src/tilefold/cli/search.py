@@ -556,7 +556,7 @@ def _write_heat_maps(
     if hits and not pages:
         note(f"--heat-maps: none of the {len(hits)} hits is a page image")
     for hit in pages:
-        image: Any = searcher.encoded_item(hit["id"])
+        image: Any = searcher.encoded_item(hit["id"], with_reranker=request.rerank is not None)
         explanations = searcher.explain_items(
             query,
             {hit["id"]: image},

@@ -425,7 +425,10 @@ class _Search:
                 status=404,
             )
         try:
-            return document.page.image(max_pixels=self.service.limits.max_image_pixels)
+            return document.page.image(
+                self.searchable.searcher.page_dpi(),
+                self.service.limits.max_image_pixels,
+            )
         except DataError as error:  # its message has the path of the file, which stays in the log
             self.service.log_failure(error)
             message = f"the page {document_id!r} cannot be read; the log says why"

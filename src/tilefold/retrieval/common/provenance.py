@@ -59,6 +59,8 @@ class Provenance:
         special_tokens: False if weights of special tokens, such as ``[CLS]``, were left out; None
             if they were kept, or if this is unknown. Only vectors that are added to an index have
             to agree in it.
+        dpi: dots per inch at which pages of PDFs were rendered; None for texts. Models of dynamic
+            grids have more token vectors for a page at a larger number.
     """
 
     model_fingerprint: str | None = None
@@ -66,6 +68,7 @@ class Provenance:
     passages: str | None = None
     precision: str | None = None
     special_tokens: bool | None = None
+    dpi: int | None = None
 
     @classmethod
     def from_dict(cls, values: Json) -> Provenance:
@@ -75,9 +78,9 @@ class Provenance:
     def to_dict(self) -> dict[str, str | bool | None]:
         """Return the fields for a manifest.
 
-        Passages, precision and special tokens are left out if they are None.
+        Passages, precision, special tokens and dpi are left out if they are None.
         """
-        optional_fields = ("passages", "precision", "special_tokens")
+        optional_fields = ("passages", "precision", "special_tokens", "dpi")
         return {
             name: value
             for name, value in asdict(self).items()

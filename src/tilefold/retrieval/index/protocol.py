@@ -210,6 +210,9 @@ def _problem_of(manifest: Json) -> str | None:
     special_tokens = manifest.get("special_tokens")
     if not isinstance(special_tokens, bool | None):
         return f"wrong special_tokens: expected bool | None, got {special_tokens!r:.80}"
+    dpi = manifest.get("dpi")
+    if not isinstance(dpi, int | None) or isinstance(dpi, bool) or dpi == 0:
+        return f"wrong dpi: expected a positive int | None, got {dpi!r:.80}"
     schema = manifest.get("schema_version")
     if schema != SCHEMA_VERSION:
         return f"schema {schema!r}"

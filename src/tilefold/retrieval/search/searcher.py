@@ -35,6 +35,7 @@ from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Document, documents_by_id
 from tilefold.retrieval.data.documents import Content
 from tilefold.retrieval.data.metadata import Filter, Where
+from tilefold.retrieval.data.pages import DEFAULT_DPI
 from tilefold.retrieval.data.passages import Passage, document_of
 from tilefold.retrieval.errors import ArgumentDataError, MissingDocumentError
 from tilefold.retrieval.index import DENSE, LATE, SparseIndex
@@ -551,7 +552,10 @@ class Searcher:
             DataError: if a document is missing, or its vectors are not those of its tokens, such
                 as pooled vectors.
         """
-        items = {vector_id: self.encoded_item(vector_id) for vector_id in ids}
+        items = {
+            vector_id: self.encoded_item(vector_id, with_reranker=with_reranker)
+            for vector_id in ids
+        }
         return self.explain_items(query, items, with_reranker=with_reranker)
 
     def explain_items(
@@ -617,11 +621,12 @@ class Searcher:
                 "them as documents (--data).",
             )
 
-    def encoded_item(self, vector_id: str) -> str | Image:
+    def encoded_item(self, vector_id: str, *, with_reranker: bool = False) -> str | Image:
         """Return the text or the page image that a vector was encoded from.
 
         Args:
             vector_id: id of a document, or of a passage.
+            with_reranker: whether the vector is one of the model that reranks.
 
         Raises:
             MissingDocumentError: if `documents` lacks the document.
@@ -629,7 +634,9 @@ class Searcher:
         """
         document = self.documents.get(vector_id)
         if document is not None:
-            return document.contents if document.page is None else document.page.image()
+            if document.page is None:
+                return document.contents
+            return document.page.image(self.page_dpi(with_reranker=with_reranker))
         token_passages = None if self.reranker is None else self.reranker.passages
         if self.passages is None and token_passages is None:
             raise MissingDocumentError("documents", vector_id)
@@ -638,6 +645,19 @@ class Searcher:
         if document is None:
             raise MissingDocumentError("documents", passage.document)
         return passage.of_document(document).contents
+
+    def page_dpi(self, *, with_reranker: bool = False) -> int:
+        """Return the dots per inch at which pages of PDFs were rendered to encode them.
+
+        Args:
+            with_reranker: whether the vectors are those of the model that reranks.
+        """
+        provenance = self.provenance
+        if with_reranker:
+            tokens = None if self.reranker is None else self.reranker.tokens
+            # Without stored vectors, the model encodes pages at the default number.
+            provenance = Provenance() if tokens is None else tokens.manifest.provenance
+        return provenance.dpi or DEFAULT_DPI
 
     def _add_matches(self, records: list[Json], ranking: Ranking, query: str) -> None:
         """Add the matches of query tokens to the records of a search.
