@@ -35,20 +35,27 @@ from tilefold.recipes._run import newest_step
 from tilefold.recipes._sharding import ShardedModel
 
 pytest.importorskip("datasets")
-TIED: dict[str, Any] = {"family": "gemma3_text", "head_dim": 16, "tie_word_embeddings": True}
-UNTIED: dict[str, Any] = {"family": "llama", "tie_word_embeddings": False}
 
 
 @pytest.fixture(scope="session")
 def untied_base(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A tiny Llama in fp64, whose LM head has a weight of its own."""
-    return exact_causal_lm(tmp_path_factory.mktemp("untied-decoder"), **UNTIED)
+    folder = tmp_path_factory.mktemp("untied-decoder")
+    return exact_causal_lm(folder, family="llama", tie_word_embeddings=False)
 
 
 @pytest.fixture(scope="session")
 def tied_base(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny Gemma 3 in fp64, whose LM head has the weight of the embeddings."""
-    return exact_causal_lm(tmp_path_factory.mktemp("tied-decoder"), **TIED)
+    """A tiny Llama in fp64, whose LM head has the weight of the embeddings."""
+    folder = tmp_path_factory.mktemp("tied-decoder")
+    return exact_causal_lm(folder, family="llama", tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def gemma_base(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny Gemma 3 in fp64, which has tied weights and multiplies embeddings by a factor."""
+    folder = tmp_path_factory.mktemp("gemma")
+    return exact_causal_lm(folder, family="gemma3_text", head_dim=16)
 
 
 def exact_causal_lm(folder: Path, **options: Any) -> str:
@@ -125,16 +132,48 @@ def test_sharded_ranks_resume_where_one_process_stopped_and_end_with_its_model(
     assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_sharded_lora_with_mini_batches_and_checkpointing_has_the_losses_of_one_batch(
     two_ranks: Ranks,
-    tied_base: str,
+    gemma_base: str,
     tmp_path: Path,
 ) -> None:
-    recipe = causal_recipe(tied_base, lora=2)
+    recipe = causal_recipe(gemma_base, lora=2)
     with without_lora_dropout():
         train(recipe, small_collection(), tmp_path / "one")
     smaller_steps = replace(recipe, mini_batch_size=2, gradient_checkpointing=True, fsdp=True)
     results = two_ranks.run(run_without_lora_dropout, smaller_steps, tmp_path / "two")
+    assert [result["ranks"] for result in results] == [2, 2]
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("base_fixture", "lora"),
+    [
+        pytest.param("untied_base", None, id="all weights"),
+        pytest.param("tied_base", None, id="tied weights", marks=pytest.mark.slow),
+        pytest.param("gemma_base", 2, id="LoRA on scaled embeddings", marks=pytest.mark.slow),
+    ],
+)
+def test_a_split_vocabulary_has_the_losses_of_one_process(
+    two_ranks: Ranks,
+    base_fixture: str,
+    lora: int | None,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    recipe = causal_recipe(request.getfixturevalue(base_fixture), lora=lora, log_steps=1)
+    with without_lora_dropout():
+        train(recipe, small_collection(), tmp_path / "one")
+    split_recipe = replace(
+        recipe,
+        fsdp=True,
+        split_vocabulary=True,
+        mini_batch_size=2,
+        gradient_checkpointing=True,
+    )
+    results = two_ranks.run(run_without_lora_dropout, split_recipe, tmp_path / "two")
     assert [result["ranks"] for result in results] == [2, 2]
     assert_same_losses(tmp_path / "two", tmp_path / "one")
     assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
@@ -174,10 +213,18 @@ def run_with_killed_rank_without_lora_dropout(rank: Rank, recipe: Any, folder: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [pytest.param(None, id="all weights"), pytest.param(2, id="LoRA")])
+@pytest.mark.parametrize(
+    ("lora", "split_vocabulary"),
+    [
+        pytest.param(None, False, id="all weights"),
+        pytest.param(2, False, id="LoRA"),
+        pytest.param(None, True, id="split vocabulary"),
+    ],
+)
 def test_sharded_weights_in_bf16_have_about_the_losses_of_one_process(
     two_ranks: Ranks,
     lora: int | None,
+    split_vocabulary: bool,
     untied_base: str,
     tmp_path: Path,
 ) -> None:
@@ -188,9 +235,23 @@ def test_sharded_weights_in_bf16_have_about_the_losses_of_one_process(
     recipe = causal_recipe(str(base), lora=lora, bf16=True)
     with without_lora_dropout():
         train(recipe, small_collection(), tmp_path / "one")
-    sharded_recipe = replace(recipe, fsdp=True)
+    sharded_recipe = replace(recipe, fsdp=True, split_vocabulary=split_vocabulary)
     for result in two_ranks.run(run_without_lora_dropout, sharded_recipe, tmp_path / "two"):
         assert result["ranks"] == 2
     pairs = zip(logged_losses(tmp_path / "two"), logged_losses(tmp_path / "one"), strict=True)
     for step, expected in pairs:
         assert step["loss"] == pytest.approx(expected["loss"], rel=5e-2)
+
+
+@pytest.mark.slow
+def test_a_vocabulary_with_another_pooling_is_not_split(
+    two_ranks: Ranks,
+    untied_base: str,
+    tmp_path: Path,
+) -> None:
+    recipe = causal_recipe(untied_base, fsdp=True, split_vocabulary=True)
+    other_pooling = replace(recipe.document, drop_special_tokens=True)
+    recipe = replace(recipe, document=other_pooling)
+    for error, message in two_ranks.run(run_recipe, recipe, tmp_path / "m"):
+        assert error == "ArgumentError"
+        assert message.startswith("split_vocabulary: expected a decoder on packed tokens")

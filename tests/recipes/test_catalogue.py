@@ -331,6 +331,11 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (LsrRecipe, {"start_percentile": 100}, r"start_percentile: expected a number in \(0, 100\)"),
     (LsrRecipe, {"group_by_length": 1}, "group_by_length: expected True or False"),
+    (
+        LsrRecipe,
+        {"split_vocabulary": True},
+        "split_vocabulary, fsdp, fused: a split vocabulary needs both others",
+    ),
     (LsrRecipe, {"fsdp": True, "graphs": True}, "fsdp, graphs: expected one of them, got both"),
     (
         LsrRecipe,

@@ -187,10 +187,14 @@ def test_lora_trains_its_own_weights_and_is_merged_into_it(
     [
         pytest.param(False, None, 1e-6, torch.float32, id="all weights in fp32"),
         # Updates are drawn in the dtype of the checkpoint.
-        pytest.param(False, 2, 1e-3, torch.float32, id="LoRA in fp32"),
-        pytest.param(True, None, 1e-6, torch.float32, id="all weights with autocast"),
+        pytest.param(False, 2, 1e-3, torch.float32, id="LoRA in fp32", marks=pytest.mark.slow),
+        pytest.param(
+            True, None, 1e-6, torch.float32, id="all weights with autocast", marks=pytest.mark.slow
+        ),
         # Frozen weights stay in bf16, in which they compute.
-        pytest.param(True, 2, 1e-2, torch.bfloat16, id="LoRA with autocast"),
+        pytest.param(
+            True, 2, 1e-2, torch.bfloat16, id="LoRA with autocast", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_checkpoint_in_bf16_is_trained_in_fp32(

@@ -295,7 +295,7 @@ def decoder_training(
     if lora_rank is None:
         coefficients = ALL_WEIGHTS_BYTES
         trained_parameters = shape.parameters
-        weight_bytes = _FP32_BYTES * shape.parameters
+        weight_bytes: float = _FP32_BYTES * shape.parameters
         has_fp32_weights = True
     else:
         coefficients = LORA_BYTES

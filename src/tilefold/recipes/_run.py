@@ -29,7 +29,14 @@ NDCG = "nDCG@10"
 LOG = "training_log.jsonl"
 PLOT = "training.png"
 PANEL_INCHES = (7, 3.5)  # width and height of a panel of the plot
-RUN_FIELDS = ("save_steps", "save_minutes", "log_steps", "gradient_checkpointing", "fsdp")
+RUN_FIELDS = (
+    "save_steps",
+    "save_minutes",
+    "log_steps",
+    "gradient_checkpointing",
+    "fsdp",
+    "split_vocabulary",
+)
 """Fields of a recipe that do not change the model; a resumed run may have other values."""
 Record = Mapping[str, Any]
 

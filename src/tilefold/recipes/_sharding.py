@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tilefold._internal.typing import Model, Tensor
+from tilefold.distributed.vocabulary import SharedVocabulary
 from tilefold.distributed.world import World
 
 if TYPE_CHECKING:
@@ -46,20 +47,27 @@ class ShardedModel:
         shared[id(plain.model_card_data)] = plain.model_card_data
         self.model: Model = copy.deepcopy(plain, shared)
 
-    def shard(self, *, bf16: bool) -> None:
+    def shard(self, *, bf16: bool, split_vocabulary: bool = False) -> None:
         """Divide the parameters of the copy, and move those of the plain model to the CPU.
 
         Each layer gathers its weights while it runs. The rest, embeddings and head, stays gathered
-        from the forward to the backward pass.
+        from the forward to the backward pass, unless the vocabulary is split.
 
         Args:
             bf16: whether layers compute with weights in bf16. Shards, their gradients and sums of
                 gradients are fp32.
+            split_vocabulary: whether a rank computes the scores of its part of the vocabulary, see
+                :class:`tilefold.distributed.vocabulary.SharedVocabulary`.
+
+        Raises:
+            ValueError: if the vocabulary cannot be split.
         """
         import torch
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         from transformers.modeling_layers import GradientCheckpointingLayer
+
+        from tilefold.integrations.sentence_transformers.vocabulary import divide_head
 
         device_type = next(self.plain.parameters()).device.type
         # All FSDP modules share this mesh.
@@ -75,6 +83,11 @@ class ShardedModel:
             id(parameter): parameter.detach().to("cpu", copy=True)
             for parameter in self.plain.parameters()
         }
+        if split_vocabulary:
+            vocabulary = SharedVocabulary(mesh, self._world.gather)
+            divided = divide_head(self.model, vocabulary)
+        else:
+            divided = set()
         layers = [
             module
             for module in self.model.modules()
@@ -84,11 +97,13 @@ class ShardedModel:
             parameters = [
                 parameter for parameter in module.parameters() if id(parameter) in cpu_weights
             ]
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=divided)
             # FSDP has copied the shards. The plain model shares these parameters, and its complete
             # weights need no memory of the GPU.
             for parameter in parameters:
                 parameter.data = cpu_weights[id(parameter)]
+        for parameter in self.plain.parameters():  # those of a split vocabulary are left
+            parameter.data = cpu_weights[id(parameter)]
 
     def gather(self) -> None:
         """Copy the trained weights of all shards into the plain model of rank 0.

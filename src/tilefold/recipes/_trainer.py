@@ -148,9 +148,10 @@ def sharded_job(job: TrainingJob) -> Iterator[TrainingJob]:
     nothing to divide, and trains the model itself.
 
     Args:
-        job: the training job. Its recipe has the field ``fsdp``.
+        job: the training job. The field ``fsdp`` of its recipe asks for shards.
     """
-    if not job.recipe.fsdp or job.world.size == 1:
+    is_sharded = getattr(job.recipe, "fsdp", False)  # a field of some recipes
+    if not is_sharded or job.world.size == 1:
         yield job
         return
     sharded = ShardedModel(job.model, job.world)

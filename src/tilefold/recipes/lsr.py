@@ -92,6 +92,9 @@ class LsrRecipe(Recipe):
         fsdp: whether several ranks divide weights, gradients and optimiser state among them (FSDP2
             of torch), for models that do not fit on one GPU. Otherwise each rank has a copy. The
             losses are the same, and one rank has nothing to divide.
+        split_vocabulary: whether a rank also computes only the scores of its part of the
+            vocabulary, so that no rank ever has the whole head. Needs ``fsdp`` and ``fused``, and a
+            decoder.
 
     The other fields are described in :class:`TrainingSettings`.
     """
@@ -115,6 +118,7 @@ class LsrRecipe(Recipe):
     )
     group_by_length: bool = rules.checked(False, rules.BOOLEAN)
     fsdp: bool = rules.checked(False, rules.BOOLEAN)
+    split_vocabulary: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
         """Convert encoders and regularizers from their JSON form, and check all fields."""
@@ -167,6 +171,11 @@ class LsrRecipe(Recipe):
         Raises:
             ValueError: if the model is evaluated while it trains, or runs as CUDA graphs.
         """
+        if self.split_vocabulary and not (self.fsdp and self.fused):
+            raise ArgumentError(
+                ("split_vocabulary", "fsdp", "fused"),
+                "a split vocabulary needs both others; set fsdp=True and leave fused=True.",
+            )
         if not self.fsdp:
             return
         if self.graphs:
@@ -406,7 +415,10 @@ def _fit(recipe: LsrRecipe, job: TrainingJob) -> TrainResult:
     must_fuse = isinstance(recipe.document, SparseEncoderSpec)
     with fused_head(model, required=must_fuse) if recipe.fused else nullcontext():
         if job.sharded is not None:
-            job.sharded.shard(bf16=job.result.bf16)
+            job.sharded.shard(
+                bf16=job.result.bf16,
+                split_vocabulary=recipe.split_vocabulary,
+            )
         result = run_trainer(
             job,
             SparseEncoderTrainer,

@@ -13,8 +13,9 @@ from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding, 
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from tilefold.distributed.vocabulary import SharedVocabulary
 from tilefold.integrations._patches import Replacement
-from tilefold.integrations.sentence_transformers._heads import head_operands
+from tilefold.integrations.sentence_transformers._heads import base_linear, head_operands
 from tilefold.modules import fused_pooling as poolings
 from tilefold.modules.fused_pooling import (
     Features,
@@ -233,9 +234,12 @@ class FusedForward(Replacement):
             return sparse scores.
         groups_rows: whether the scores of a text must have the same bits in every batch, see
             :mod:`tilefold.ops.row_groups`.
+        vocabulary: the ranks that divide the rows of the head among them; ``None`` if this rank has
+            the whole head.
     """
 
     groups_rows = False
+    vocabulary: SharedVocabulary | None = None
 
     def __init__(
         self,
@@ -274,6 +278,13 @@ class FusedForward(Replacement):
         """
         operands = None
         out_dtype = None
+        if self.head is not None and self.vocabulary is not None:
+            features["sentence_embedding"] = self._shared_scores(
+                features,
+                self.head,
+                self.vocabulary,
+            )
+            return features
         if self.head is not None:
             hidden: Tensor = features.pop("token_embeddings")
             out_dtype = hidden.dtype
@@ -289,6 +300,40 @@ class FusedForward(Replacement):
                 ScoreOptions(out_dtype, self.impl, sparse),
             )
         return features
+
+    def _shared_scores(
+        self,
+        features: Features,
+        head: nn.Module,
+        vocabulary: SharedVocabulary,
+    ) -> Tensor:
+        """Compute scores with a head whose rows are divided among ranks.
+
+        Args:
+            features: the output of the Transformer for packed texts. The hidden states are removed.
+            head: the LM head, whose weight is a DTensor.
+            vocabulary: the ranks.
+
+        Raises:
+            RuntimeError: if texts are padded.
+        """
+        if "cu_seq_lens_q" not in features:
+            raise RuntimeError(
+                "texts must be packed for a head that ranks share, got padded ones; leave "
+                "split_vocabulary out.",
+            )
+        hidden: Tensor = features.pop("token_embeddings")
+        tokens = vocabulary.gather_tokens(hidden.squeeze(0), features["cu_seq_lens_q"])
+        linear = base_linear(head)
+        all_hidden = tokens.hidden
+        if not poolings.autocast_applies(all_hidden):
+            all_hidden = all_hidden.to(linear.weight.dtype)
+        scores = self.pooling.fused_scores(
+            {"cu_seq_lens_q": tokens.cu_seqlens},
+            Head(all_hidden, linear.weight, linear.bias),
+            ScoreOptions(hidden.dtype, self.impl, None),
+        )
+        return vocabulary.own_rows(scores)
 
     def _operands(self, head: nn.Module, hidden: Tensor) -> Head:
         """Return hidden states and the weights of the LM head, in the dtypes of their product.
