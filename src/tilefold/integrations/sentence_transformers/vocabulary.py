@@ -30,8 +30,8 @@ def divide_head(model: Model, vocabulary: SharedVocabulary) -> set[Any]:
     forwards = fused_forwards(model)
     head: Any = forwards[0].head if len(forwards) == 1 else None
     is_supported = (
-        type(head) is nn.Linear
-        and head.bias is None
+        isinstance(head, nn.Linear)
+        and getattr(head, "bias", None) is None
         and isinstance(forwards[0].pooling, StockPooling)
         and has_one_packed_encoder(model)
     )
