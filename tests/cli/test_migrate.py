@@ -350,3 +350,49 @@ def test_a_server_follows_a_migration_and_its_rollback_with_the_right_model(
         assert client.get("/info").json["model_id"] == Path(new_model).name
         done(call("migrate", "--index", live, "--rollback"))
         wait_until(lambda: answers_like(old_hits), seconds=30)
+
+
+@pytest.mark.slow
+def test_documents_over_http_come_into_both_indexes(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    """Those of before, during and after the migration, which ``--data`` does not have."""
+    key = tmp_path / "key"
+    key.write_text("open sesame")
+    searched = ("--model", masked_lm, "--index", live, "--data", shared / "data")
+    with served(*searched, "--watch-seconds", "0.05", "--admin-key-file", key) as (_, client, _):
+
+        def put(name: str) -> None:
+            content = {"documents": [{"id": name, "text": f"Read and write {name}."}]}
+            reply = client.request(
+                "PUT",
+                "/documents?wait=true",
+                json.dumps(content).encode(),
+                content_type="application/json",
+                authorization="Bearer open sesame",
+            )
+            assert reply.status == 200, reply.raw
+            assert reply.json["visible"], reply.raw
+
+        def generation_is_new() -> bool:
+            return bool(client.get("/info").json["model_id"] == Path(new_model).name)
+
+        put("before")
+        done(start(call, live, new_model, shared / "data", "--old-model", masked_lm))
+        put("during")
+        done(call("migrate", "--index", live, "--cut-over"))
+        assert {"before", "during"} < set(r.load_index(live).ids)
+        wait_until(generation_is_new, seconds=30)
+        put("after")
+        done(call("migrate", "--index", live, "--rollback"))
+        index: Any = open_index(live)
+        assert {"before", "during", "after"} < set(index.ids)
+        assert set(index.ids) == set(r.load_index(live.with_name("live.migration") / "index").ids)
+        wait_until(lambda: not generation_is_new(), seconds=30)
+        reply = client.get("/v1/live/search?hits=20&query=after")
+        assert "after" in {hit["docid"] for hit in reply.json["candidates"]}

@@ -469,6 +469,8 @@ def _describe_check(check: IndexCheck) -> list[str]:
         f"{check.path}: {state}; {check.backend or 'unknown backend'}, "
         f"{check.n_documents:,} documents, {check.n_files} files checked",
     ]
+    if check.generation is not None:
+        lines.append(f"generation {check.generation}")
     lines += [f"damaged: {problem}" for problem in check.damage]
     if len(check.parts) > 1:
         for part in check.parts:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.encoding.sparse import Encoding
     from tilefold.retrieval.evaluation.significance import Difference
     from tilefold.retrieval.index.migration import Migration, MigrationRecord
+    from tilefold.serve.document_log import DocumentLog
 
 # The share of the machine that encoding takes by default.
 DEFAULT_SHARE = 0.5
@@ -80,8 +81,8 @@ class MigrateRequest(EncodingOptions, DocumentFieldOptions):
     data: Annotated[
         str | None,
         option(
-            "The documents of --index, whose texts are encoded; required to start, recorded to "
-            "resume. " + _common.DOCUMENTS_HELP,
+            "The documents of --index, whose texts are encoded, but for those that a server has "
+            "stored; required to start, recorded to resume. " + _common.DOCUMENTS_HELP,
         ),
     ] = None
     kind: Annotated[
@@ -335,6 +336,7 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         request: the options of the command.
     """
     from tilefold.retrieval.index.migration import Migration, MigrationRecord
+    from tilefold.serve.document_log import DocumentLog
 
     record = MigrationRecord.read(request.index)
     if record is not None:
@@ -358,13 +360,14 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
             documents_only=True,
             stored=_scores.STREAMED_FILE_BYTES,
         )
+    log = DocumentLog(request.index.resolve())
     if record is None:
-        migration = _start(request, collection, encoder)
+        migration = _start(request, collection, log, encoder)
     else:
         migration = Migration(request.index, record)
     # After an interruption, the user is told that the same command resumes.
     _common.finished_work_checks.append(lambda: True)
-    migration.build(collection.documents, encoder)
+    migration.build(log.documents(collection.documents), encoder)
     migration.catch_up(encoder)
     if request.cut_over:
         migration.exchange(encoder)
@@ -374,13 +377,15 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
 def _start(
     request: MigrateRequest,
     collection: Collection,
+    log: DocumentLog,
     encoder: ModelEncoder,
 ) -> Migration:
     """Start the migration of ``--index``.
 
     Args:
         request: the options of the command.
-        collection: the documents of the index.
+        collection: the documents of ``--data``.
+        log: documents of the index that were put over HTTP.
         encoder: the new model.
 
     Raises:
@@ -396,12 +401,13 @@ def _start(
     old_model = request.old_model
     return Migration.start(
         request.index,
-        collection.documents,
+        log.documents(collection.documents),
         encoder,
         model=_recorded_name(str(request.model)),
         data=str(Path(data).resolve()) if Path(data).exists() else data,
         old_model=None if old_model is None else _recorded_name(old_model),
         options=request.recorded_options(),
+        pending={change.document_id for change in log.pending(log.n_pending).values()},
     )
 
 

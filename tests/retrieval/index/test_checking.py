@@ -14,6 +14,7 @@ from tilefold._internal.files import InUseError, lock_path
 from tilefold.retrieval.common.files import read_json_object, write_json_object
 from tilefold.retrieval.index import checking
 from tilefold.retrieval.index.checking import MergeSavings, check_index
+from tilefold.retrieval.index.generations import read_generation
 
 MakeVectors = Callable[..., r.SparseVectors]
 
@@ -50,6 +51,7 @@ def test_an_intact_index_is_reported_with_its_parts_and_not_changed(updated: Pat
     assert check.is_intact
     assert not check.orphans
     assert (check.backend, check.n_documents) == ("exact", 55)
+    assert check.generation == read_generation(updated).id
     parts = [(part.folder, part.n_documents, part.n_removed) for part in check.parts]
     assert parts == [("", 50, 4), ("00001", 10, 1)]
     assert files_of(updated.parent) == before

@@ -15,6 +15,7 @@ from tilefold.retrieval.common.files import Json, check_folder
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import LATE
+from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import (
     CANDIDATES_FOLDER,
@@ -90,6 +91,7 @@ class IndexCheck:
     Attributes:
         path: the folder of the index.
         backend: the backend; None if the manifest is damaged.
+        generation: id of the current generation; None if the manifest is damaged.
         n_documents: number of documents that a search can return.
         n_files: number of files whose checksum was compared.
         parts: the parts of the index.
@@ -102,6 +104,7 @@ class IndexCheck:
 
     path: str
     backend: str | None = None
+    generation: str | None = None
     n_documents: int = 0
     n_files: int = 0
     parts: list[PartCheck] = field(default_factory=list)
@@ -169,7 +172,9 @@ def _check_once(folder: Path) -> IndexCheck:
     """Check an index that is assumed not to change."""
     check = IndexCheck(str(folder))
     try:
-        check.backend = str(read_description(folder)["backend"])
+        generation = read_generation(folder)
+        check.backend = generation.backend
+        check.generation = generation.id
         listed: list[Json] = listed_parts(folder)["parts"] or [{"folder": "", "removed": []}]
     except (DataError, OSError) as error:
         check.damage.append(str(error))

@@ -3,7 +3,7 @@
 The migration of an index ``NAME`` is in the folder ``NAME.migration`` next to it:
 
 * ``migration.json``: the models, the collection and the options of encoding,
-* ``base``: the ids of the documents that the index had at the start,
+* ``base``: the ids of the documents that the index had at the start, and a key of each text,
 * ``vectors``: these documents, encoded with the new model; encoding resumes after a kill,
 * ``changes``: what updates of the index have changed since, see
   :mod:`tilefold.retrieval.index.changes`,
@@ -16,13 +16,17 @@ from the fingerprints in their manifests, so that no record can contradict it.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from tilefold._internal.files import (
     InUseError,
@@ -51,6 +55,7 @@ from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
     SEGMENTS,
     StoredIds,
+    read_array,
     read_description,
     save_ids,
 )
@@ -60,6 +65,7 @@ from tilefold.retrieval.vectors.sparse import SparseVectors
 __all__ = ["DocumentEncoder", "Migration", "MigrationRecord", "recorded_model"]
 
 _BASE = "base"
+_TEXT_KEYS = "text_keys.npy"
 _VECTORS = "vectors"
 _CHANGED_VECTORS = "changed-vectors"
 _STANDBY = "index"
@@ -202,6 +208,7 @@ class Migration:
         data: str,
         old_model: str | None = None,
         options: Json | None = None,
+        pending: Collection[str] = (),
     ) -> Migration:
         """Create the folder of a migration. From then on, updates of the index are recorded.
 
@@ -213,6 +220,8 @@ class Migration:
             data: the collection of the documents.
             old_model: folder or name of the model that encoded the index, if it is known.
             options: options of encoding, which are recorded.
+            pending: ids of documents that an update may add to the index later. They are left out
+                if the index does not have them.
 
         Raises:
             DataError: if the documents are not those of the index, or if the new model is the one
@@ -229,7 +238,13 @@ class Migration:
                     "migrate --index INDEX), or discard it first (--discard).",
                 )
             passages = _passages_of(manifest)
-            _check_same_documents(index, documents, passages, data)
+            indexed_ids = _document_ids_of(index, passages)
+            if not indexed_ids.issuperset(pending):
+                left_out = set(pending) - indexed_ids
+                documents = {
+                    name: document for name, document in documents.items() if name not in left_out
+                }
+            _check_same_documents(index, indexed_ids, documents, data)
             record = MigrationRecord(
                 model=model,
                 model_fingerprint=encoder.fingerprint,
@@ -245,6 +260,7 @@ class Migration:
                 base = new / _BASE
                 base.mkdir(parents=True)
                 save_ids(documents, base)
+                np.save(base / _TEXT_KEYS, _text_keys(documents))
                 write_json_object(new / MIGRATION_NAME, asdict(record), durable=True)
                 new.replace(folder)
         return cls(index, record)
@@ -292,34 +308,57 @@ class Migration:
                 return
             _check_encoder(encoder, self.record.model_fingerprint, "new")
             manifest = read_description(self.index)
-            base_documents = self._base_documents(documents)
-            texts = _texts_of(base_documents, _passages_of(manifest))
+            passages = _passages_of(manifest)
+            base_documents = self._base_documents(documents, has_passages=passages is not None)
+            texts = _texts_of(base_documents, passages)
             if texts_digest(texts) != self.record.texts_sha256:
-                raise DataError(
-                    f"{self.record.data}: expected the texts that the documents had when the "
-                    "migration started, got other ones. Give the collection of that time (--data), "
-                    "or discard the migration and start it again (--discard).",
-                )
+                # Texts of documents that have changed since. The log has these changes, which are
+                # repeated later, so that the encoding is resumed with the other texts.
+                texts = _BaseTexts(texts, self.record.texts_sha256)
             vectors = encoder.encode(texts, self.folder / _VECTORS)
             self._build_standby(vectors, manifest, base_documents)
 
-    def _base_documents(self, documents: Mapping[str, Document]) -> Mapping[str, Document]:
+    def _base_documents(
+        self,
+        documents: Mapping[str, Document],
+        *,
+        has_passages: bool,
+    ) -> Mapping[str, Document]:
         """Return the documents that the index had at the start, in the order of the start.
+
+        A document that has changed since has its new text, and a deleted one is empty. Both are
+        only placeholders: what has changed is repeated in the standby later.
 
         Args:
             documents: document id -> document, which may have further ones.
+            has_passages: whether the entries of the index are passages.
+
+        Raises:
+            DataError: if a document has changed that no update of the index has changed. Passages
+                of a changed text could have other numbers, so no document may have changed then.
         """
         ids = StoredIds.load(self.folder / _BASE, self.record.n_documents)
-        if len(documents) == len(ids) and all(map(documents.__contains__, ids)):
-            return documents
-        missing = [name for name in ids if name not in documents]
-        if missing:
+        keys = read_array(self.folder / _BASE / _TEXT_KEYS, np.uint64, len(ids))
+        base_documents = {name: documents.get(name, Document(name, "", "")) for name in ids}
+        is_changed = _text_keys(base_documents) != keys
+        is_changed |= np.array([name not in documents for name in ids], bool)
+        changed_ids = {ids[position] for position in np.flatnonzero(is_changed).tolist()}
+        if not changed_ids:
+            has_same_order = list(documents) == list(ids)
+            return documents if has_same_order else base_documents
+        with _waiting_for_lock(self.index):
+            self._log.settle()
+            change = self._log.read(self._log.committed(), has_passages=has_passages)
+        explained_ids = change.documents.keys() | change.deleted
+        unexplained = sorted(changed_ids if has_passages else changed_ids - explained_ids)
+        if unexplained:
             raise DataError(
-                f"{self.record.data}: expected the documents that the index had when the migration "
-                f"started, but {len(missing)} are missing, such as {missing[0]!r}. Give the "
-                "collection of that time (--data), or discard the migration (--discard).",
+                f"{self.record.data}: expected the texts that the documents had when the migration "
+                f"started, but {len(unexplained)} are missing or have changed"
+                f"{_shown(unexplained)}. Give the collection of that time (--data), or discard the "
+                "migration and start it again (--discard).",
             )
-        return {name: documents[name] for name in ids}
+        return base_documents
 
     def _build_standby(
         self,
@@ -605,28 +644,25 @@ def _check_migratable(index: Path, encoder: DocumentEncoder) -> Json:
 
 def _check_same_documents(
     index: Path,
+    indexed_ids: Set[str],
     documents: Mapping[str, Document],
-    passages: str | None,
     data: str,
 ) -> None:
     """Raise ``DataError`` unless a collection has exactly the documents of an index.
 
     Args:
-        index: the folder of the index.
+        index: the folder of the index, for the error.
+        indexed_ids: the ids of its documents.
         documents: the documents of the collection.
-        passages: how documents were divided into passages; None for whole documents.
         data: the name of the collection, for the error.
     """
-    indexed: Set[str] = _ids_of(index)
-    if passages is not None:
-        indexed = {name.rpartition("#")[0] for name in indexed}
-    missing = sorted(name for name in indexed if name not in documents)
+    missing = sorted(name for name in indexed_ids if name not in documents)
     if missing:
         raise DataError(
             f"{data}: expected the texts of all documents of {index}; {len(missing)} are missing"
             f"{_shown(missing)}. Add them to the collection.",
         )
-    surplus = sorted(name for name in documents if name not in indexed)
+    surplus = sorted(name for name in documents if name not in indexed_ids)
     if surplus:
         raise DataError(
             f"{data}: expected the documents of {index} only; {len(surplus)} are not in the index"
@@ -692,6 +728,42 @@ def _ids_of(index: Path) -> set[str]:
         part_ids = StoredIds.load(folder, read_description(folder)["n_documents"])
         ids.update(name for name in part_ids if name not in removed)
     return ids
+
+
+def _document_ids_of(index: Path, passages: str | None) -> set[str]:
+    """Return the ids of the documents of an index, also if its entries are passages.
+
+    Args:
+        index: the folder of the index.
+        passages: how documents were divided into passages; None for whole documents.
+    """
+    ids = _ids_of(index)
+    return ids if passages is None else {name.rpartition("#")[0] for name in ids}
+
+
+def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
+    """Return a key of the contents of each document, uint64 ``[N]``, to recognise changed texts."""
+    keys = (
+        int.from_bytes(
+            hashlib.sha256(document.contents.encode("utf-8", "surrogatepass")).digest()[:8],
+            "big",
+        )
+        for document in documents.values()
+    )
+    return np.fromiter(keys, np.uint64, len(documents))
+
+
+class _BaseTexts(dict[str, str]):
+    """Texts of a migration whose encoding is resumed although some of them have changed since.
+
+    Args:
+        texts: id -> text.
+        texts_sha256: digest of the texts with which the encoding was started.
+    """
+
+    def __init__(self, texts: Mapping[str, str], texts_sha256: str) -> None:
+        super().__init__(texts)
+        self.provenance = Provenance(texts_sha256=texts_sha256)
 
 
 def _has_metadata(index: Path) -> bool:
