@@ -14,6 +14,17 @@ pytest.importorskip("pypdfium2")
 pytest.importorskip("sentence_transformers")
 
 
+def assert_same_picture(name: str, file: Path) -> None:
+    """Check that a picture of the documentation is a smaller copy of an image."""
+    from PIL import Image, ImageChops
+
+    with Image.open(DOCS / "images" / name) as picture, Image.open(file) as image:
+        copy = image.convert("RGB").resize(picture.size)
+        difference = ImageChops.difference(picture.convert("RGB"), copy)
+    # The picture has fewer colours.
+    assert sum(difference.convert("L").histogram()[48:]) < 200
+
+
 @pytest.mark.slow
 def test_the_tutorial_on_pages_runs_and_prints_what_its_page_shows(
     tmp_path: Path,
@@ -27,6 +38,8 @@ def test_the_tutorial_on_pages_runs_and_prints_what_its_page_shows(
     runner.run(blocks_of("tutorial-pages.md"))
 
     assert Path("page-index/index.json").is_file()
+    (heat_map_file,) = Path("heat-maps").iterdir()
+    assert_same_picture("page-heat-map.png", heat_map_file)
 
 
 def test_the_picture_of_the_tutorial_is_the_first_page_of_its_script() -> None:

@@ -1,0 +1,371 @@
+r"""Train a small model of page images from scratch, and measure whether it finds unseen pages.
+
+    python -m benchmarks.page_retriever --output FOLDER [--form small] [--stock]
+
+The pages are synthetic: random words of a fixed vocabulary, drawn by Pillow. A query has two words
+of a page. The model has the architecture of ColPali with random weights, and is trained by the
+recipe `colbert` on pairs of a query and a page. It must then find, by their words, pages that it
+has not seen: nDCG@10 on these pages is the result. A page is relevant if it has all words of the
+query.
+
+The form `full` needs a GPU, and `small` takes minutes on a CPU. With `--stock`, the same run is
+repeated with the scores of sentence-transformers. The first losses must be the same. Later losses
+differ, because training magnifies the rounding of its first steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tilefold import retrieval as r
+from tilefold.recipes import train
+from tilefold.recipes.colbert import ColbertRecipe
+from tilefold.testing.page_models import PageModelSize, save_page_model
+from tilefold.testing.synthetic_pages import SyntheticPage, draw_page, random_words
+
+WORDS_PER_QUERY = 2
+# Seeds of test pages begin here, so that no training page is the same.
+FIRST_TEST_SEED = 10**9
+PAGES_PER_TASK = 64
+CUT_OFF = 10
+# First logged losses that are compared between fused and stock scores.
+N_COMPARED_LOSSES = 5
+
+
+@dataclass(frozen=True)
+class Form:
+    """Sizes of a run.
+
+    Attributes:
+        n_words: words of the vocabulary.
+        words_per_page: words that are drawn on a page, as far as they fit.
+        page_pixels: width and height of a page.
+        font_size: height of the font in pixels; the first word has twice as much.
+        n_train: training pages, each with one query.
+        n_test: pages that are searched.
+        patch_size: width and height of a patch in pixels.
+        hidden_size: width of the vision and of the language model.
+        n_layers: layers of each of them.
+        n_heads: attention heads of each of them.
+        dimension: entries of a token vector.
+        batch_size: pairs of a training step.
+        steps: training steps.
+        learning_rate: peak of the schedule.
+        similarity_scale: factor on the scores before the softmax.
+    """
+
+    n_words: int
+    words_per_page: int
+    page_pixels: int
+    font_size: int
+    n_train: int
+    n_test: int
+    patch_size: int
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    dimension: int
+    batch_size: int
+    steps: int
+    learning_rate: float
+    similarity_scale: float
+
+
+FORMS = {
+    "small": Form(
+        n_words=16,
+        words_per_page=3,
+        page_pixels=48,
+        font_size=10,
+        n_train=6000,
+        n_test=200,
+        patch_size=8,
+        hidden_size=64,
+        n_layers=1,
+        n_heads=4,
+        dimension=32,
+        batch_size=24,
+        steps=500,
+        learning_rate=1e-3,
+        similarity_scale=4.0,
+    ),
+    "full": Form(
+        n_words=200,
+        words_per_page=10,
+        page_pixels=128,
+        font_size=12,
+        n_train=60_000,
+        n_test=1000,
+        patch_size=8,
+        hidden_size=192,
+        n_layers=2,
+        n_heads=6,
+        dimension=64,
+        batch_size=64,
+        steps=4000,
+        learning_rate=1e-3,
+        similarity_scale=4.0,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of a training run.
+
+    Attributes:
+        scores: ``"fused"`` or ``"stock"``, the scores of the loss.
+        ndcg: nDCG@10 on unseen pages.
+        ndcg_untrained: the same before training, which is chance.
+        first_loss: loss of the first logged step.
+        last_loss: loss of the last logged step.
+        seconds: time of training.
+        losses: all logged losses.
+    """
+
+    scores: str
+    ndcg: float
+    ndcg_untrained: float
+    first_loss: float
+    last_loss: float
+    seconds: float
+    losses: list[float]
+
+
+def page_of_seed(form: Form, vocabulary: Sequence[str], seed: int) -> SyntheticPage:
+    """Draw the page of a seed, which has at least as many words as a query.
+
+    Args:
+        form: sizes of the page.
+        vocabulary: the words.
+        seed: seed of the words, their colours and indents.
+    """
+    generator = random.Random(seed)  # noqa: S311
+    while True:
+        page = draw_page(
+            generator.sample(list(vocabulary), form.words_per_page),
+            size=(form.page_pixels, form.page_pixels),
+            font_size=form.font_size,
+            seed=seed,
+        )
+        if len(page.words) >= WORDS_PER_QUERY:
+            return page
+
+
+def query_of_page(page: SyntheticPage, seed: int) -> list[str]:
+    """Return the words of the query of a page."""
+    generator = random.Random(seed)  # noqa: S311
+    return generator.sample(page.words, WORDS_PER_QUERY)
+
+
+def _save_pages(
+    form: Form,
+    vocabulary: Sequence[str],
+    folder: Path,
+    seeds: Sequence[int],
+) -> list[tuple[str, ...]]:
+    """Draw the pages of some seeds into a folder, and return their words."""
+    words = []
+    for seed in seeds:
+        page = page_of_seed(form, vocabulary, seed)
+        page.image.save(folder / f"{seed}.png")
+        words.append(page.words)
+    return words
+
+
+def save_collection(
+    form: Form,
+    vocabulary: Sequence[str],
+    folder: Path,
+    seeds: Sequence[int],
+    split: str,
+) -> None:
+    """Save pages as PNG files, with a query for each and judgements.
+
+    Pages are drawn by several processes. A folder that is complete is kept.
+
+    Args:
+        form: sizes of the pages.
+        vocabulary: the words.
+        folder: the folder.
+        seeds: a seed for each page.
+        split: name of the judgements: ``"train"`` judges the page of a query only, and ``"test"``
+            all pages that have its words.
+    """
+    judgements = folder / "qrels" / f"{split}.tsv"
+    if judgements.is_file():
+        return
+    judgements.parent.mkdir(parents=True, exist_ok=True)
+    tasks = [
+        seeds[start : start + PAGES_PER_TASK] for start in range(0, len(seeds), PAGES_PER_TASK)
+    ]
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as executor:
+        words_of_tasks = executor.map(partial(_save_pages, form, vocabulary, folder), tasks)
+        words = [set(page_words) for task_words in words_of_tasks for page_words in task_words]
+    query_lines = []
+    judgement_lines = ["query-id\tcorpus-id\tscore\n"]
+    for position, seed in enumerate(seeds):
+        query = query_of_page(page_of_seed(form, vocabulary, seed), seed)
+        query_lines.append(json.dumps({"_id": f"q{seed}", "text": " ".join(query)}) + "\n")
+        relevant = [position]
+        if split == "test":
+            relevant = [other for other, page_words in enumerate(words) if page_words >= set(query)]
+        judgement_lines += [f"q{seed}\t{seeds[other]}.png\t1\n" for other in relevant]
+    (folder / "queries.jsonl").write_text("".join(query_lines), encoding="utf-8")
+    judgements.write_text("".join(judgement_lines), encoding="utf-8")
+
+
+def save_untrained_model(form: Form, vocabulary: Sequence[str], folder: Path) -> Path:
+    """Save a small ColPali with random weights that can be trained from scratch.
+
+    transformers draws the weights of linear layers from a normal distribution of deviation .02,
+    which is made for wide pretrained models: signals vanish in a narrow network, and training does
+    not begin. Glorot's initialization keeps their size.
+
+    Args:
+        form: sizes of the model.
+        vocabulary: words that are one token of the tokenizer.
+        folder: the folder.
+    """
+    from sentence_transformers import MultiVectorEncoder
+
+    size = PageModelSize(
+        hidden_size=form.hidden_size,
+        n_layers=form.n_layers,
+        n_heads=form.n_heads,
+        patch_size=form.patch_size,
+        image_size=form.page_pixels,
+        embedding_dim=form.dimension,
+    )
+    save_page_model(folder, "colpali", size=size, words=vocabulary)
+    model = MultiVectorEncoder(str(folder), device="cpu")
+    torch.manual_seed(0)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            torch.nn.init.xavier_uniform_(module.weight)
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def measure(form: Form, model_folder: Path, collection: r.Collection, folder: Path) -> float:
+    """Encode, index and search the test pages, and return nDCG@10.
+
+    Args:
+        form: sizes of the run.
+        model_folder: the model.
+        collection: the test pages.
+        folder: a new folder for vectors and index.
+    """
+    from sentence_transformers import MultiVectorEncoder
+
+    model = MultiVectorEncoder(str(model_folder), local_files_only=True)
+    r.encode_tokens(model, collection.content(), folder / "tokens", batch_size=form.batch_size)
+    index = r.LateIndex.build(r.open_tokens(folder / "tokens"), folder / "index", storage="fp16")
+    searcher = r.Searcher(index, model, documents=collection.documents)
+    ranking = searcher.rank(collection.queries, r.SearchRequest(k=CUT_OFF))
+    measures = r.evaluate(ranking.run, collection.qrels["test"], [f"nDCG@{CUT_OFF}"])
+    return measures[f"nDCG@{CUT_OFF}"]
+
+
+def run_once(form: Form, folder: Path, *, fused: bool) -> Outcome:
+    """Train a model, and measure it on unseen pages.
+
+    Args:
+        form: sizes of the run.
+        folder: folder with the collections and the untrained model.
+        fused: whether the loss uses fused scores, or those of sentence-transformers.
+    """
+    scores = "fused" if fused else "stock"
+    test_pages = r.load_collection(folder / "test")
+    recipe = ColbertRecipe(
+        base_model=str(folder / "untrained"),
+        max_steps=form.steps,
+        batch_size=form.batch_size,
+        learning_rate=form.learning_rate,
+        similarity_scale=form.similarity_scale,
+        bf16=False,
+        fused=fused,
+    )
+    started = time.monotonic()
+    train(recipe, r.load_collection(folder / "train"), folder / scores)
+    seconds = time.monotonic() - started
+    untrained_vectors = folder / f"{scores}-before"
+    trained_vectors = folder / f"{scores}-after"
+    ndcg_untrained = measure(form, folder / "untrained", test_pages, untrained_vectors)
+    ndcg = measure(form, folder / scores, test_pages, trained_vectors)
+    losses = read_losses(folder / scores)
+    return Outcome(
+        scores=scores,
+        ndcg=ndcg,
+        ndcg_untrained=ndcg_untrained,
+        first_loss=losses[0],
+        last_loss=losses[-1],
+        seconds=seconds,
+        losses=losses,
+    )
+
+
+def read_losses(model_folder: Path) -> list[float]:
+    """Return the logged losses of a finished training."""
+    rows = (model_folder / "training_log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [row["loss"] for row in map(json.loads, rows) if "loss" in row]
+
+
+def _test_seeds(form: Form) -> list[int]:
+    return list(range(FIRST_TEST_SEED, FIRST_TEST_SEED + form.n_test))
+
+
+def main() -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, required=True, help="folder of pages and models")
+    parser.add_argument("--form", choices=FORMS, default="full")
+    parser.add_argument("--steps", type=int, help="training steps, instead of those of the form")
+    parser.add_argument("--stock", action="store_true", help="repeat the run with stock scores")
+    arguments = parser.parse_args()
+    form = FORMS[arguments.form]
+    if arguments.steps is not None:
+        form = replace(form, steps=arguments.steps)
+    vocabulary = random_words(form.n_words)
+    folder = arguments.output
+    train_seeds = list(range(form.n_train))
+    save_collection(form, vocabulary, folder / "train", train_seeds, "train")
+    save_collection(form, vocabulary, folder / "test", _test_seeds(form), "test")
+    save_untrained_model(form, vocabulary, folder / "untrained")
+    outcomes = [run_once(form, folder, fused=True)]
+    if arguments.stock:
+        outcomes.append(run_once(form, folder, fused=False))
+    print("scores  nDCG@10  untrained  first loss  last loss  seconds")
+    for outcome in outcomes:
+        print(
+            f"{outcome.scores:6}  {outcome.ndcg:7.3f}  {outcome.ndcg_untrained:9.3f}  "
+            f"{outcome.first_loss:10.4f}  {outcome.last_loss:9.4f}  "
+            f"{outcome.seconds:7.0f}",
+        )
+    if arguments.stock:
+        fused, stock = outcomes
+        differences = [abs(a - b) for a, b in zip(fused.losses, stock.losses, strict=True)]
+        print(
+            f"largest difference of the first {N_COMPARED_LOSSES} logged losses: "
+            f"{max(differences[:N_COMPARED_LOSSES]):.6f}; of all: {max(differences):.4f}",
+        )
+    record = {"form": asdict(form), "outcomes": [asdict(outcome) for outcome in outcomes]}
+    (folder / "page_retriever.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
