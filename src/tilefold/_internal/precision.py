@@ -361,11 +361,10 @@ def inference_precision(model: Model) -> str:
 def _multiplies_fp8(model: Model) -> bool:
     """Return whether linear layers of a model's trunk multiply in fp8.
 
-    The class that replaces their ``forward`` is above this package and cannot be imported here. It
-    is recognised by its attribute ``precision``.
+    Their class is above this package and cannot be imported here. It is recognised by its attribute
+    ``products``.
     """
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return any(getattr(forward, "precision", None) == "fp8" for forward in forwards)
+    return any(getattr(type(module), "products", None) == "fp8" for module in model.modules())
 
 
 def onnx_graph_of(model: Model) -> Any | None:

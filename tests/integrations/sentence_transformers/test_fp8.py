@@ -15,6 +15,7 @@ from sentence_transformers import SentenceTransformer, SparseEncoder
 from sentence_transformers.base.modules import Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 from tests.integrations.decoder_models import save_tiny_decoder
 from tests.integrations.sentence_transformers.packing.test_packed_decoders import (
@@ -25,7 +26,7 @@ from tests.integrations.sentence_transformers.packing.test_packed_decoders impor
 from tests.refusals import refused
 from tilefold._internal.precision import computing_in, inference_precision
 from tilefold.integrations.sentence_transformers import accelerate, restore
-from tilefold.integrations.sentence_transformers._fp8 import Fp8Forward
+from tilefold.integrations.sentence_transformers._fp8 import Fp8Linear
 from tilefold.nn.fp8_linear import fp8_rows
 from tilefold.ops import quantize_weight
 from tilefold.retrieval import encode_collection, read_manifest
@@ -82,6 +83,7 @@ def test_vectors_are_those_of_a_trunk_with_rounded_operands(
     restore(fp8_model)
     assert np.array_equal(encoded(fp8_model), exact)
     assert not any("forward" in vars(module) for module in fp8_model.modules())
+    assert not any(isinstance(module, Fp8Linear) for module in fp8_model.modules())
 
 
 def encoded(model: Any) -> Any:
@@ -96,12 +98,12 @@ def encoded(model: Any) -> Any:
 def test_the_head_and_the_projection_are_exact(llama: str) -> None:
     model = colbert(llama, "left")
     accelerate(model, fp8=True)
-    assert not isinstance(vars(model[1].linear).get("forward"), Fp8Forward)
+    assert type(model[1].linear) is nn.Linear
     sparse = splade(llama)
     accelerate(sparse, fp8=True)
-    assert not isinstance(vars(sparse[0].model.lm_head).get("forward"), Fp8Forward)
+    assert type(sparse[0].model.lm_head) is nn.Linear
     layer = sparse[0].model.model.layers[0]
-    assert isinstance(vars(layer.mlp.down_proj)["forward"], Fp8Forward)
+    assert type(layer.mlp.down_proj) is Fp8Linear
 
 
 def test_layers_of_one_input_round_it_once(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,6 +136,22 @@ def gradient_of(model: Any) -> torch.Tensor:
     model(model.preprocess(TEXTS))["sentence_embedding"].sum().backward()
     gradient: torch.Tensor = model[0].model.model.layers[0].mlp.down_proj.weight.grad
     return gradient
+
+
+@pytest.mark.slow
+def test_compiled_layers_have_the_same_vectors_without_graph_breaks(llama: str) -> None:
+    model: Any = colbert(llama, "left")
+    accelerate(model, fp8=True)
+    expected = encoded(model)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    for layer in model[0].model.layers:
+        # without a compiler of kernels: the traced operations run as they are
+        layer.mlp.compile(dynamic=True, fullgraph=True, backend=counter)
+    for texts in (TEXTS[:3], TEXTS[1:]):  # batches of several sizes
+        model.encode_document(texts)
+    assert np.allclose(encoded(model), expected, atol=1e-6)
+    assert counter.frame_count == 1  # all layers and all sizes share a graph
 
 
 def test_changed_weights_and_copies_count(llama: str) -> None:

@@ -26,7 +26,7 @@ from tilefold.integrations.sentence_transformers._check_record import (
     CheckRecord,
     checks_are_repeated,
 )
-from tilefold.integrations.sentence_transformers._fp8 import use_fp8
+from tilefold.integrations.sentence_transformers._fp8 import stop_fp8, use_fp8
 from tilefold.integrations.sentence_transformers._heads import (
     check_head,
     find_fusable_poolings,
@@ -528,6 +528,7 @@ def restore(model: Model) -> None:
         delattr(module, name)  # the method of the class applies again
         if isinstance(replacement, PackedInputs):
             stop_packed(replacement.owner.model)
+    stop_fp8(model)
     for module in model.modules():
         if _is_fused_head(module):
             del module.forward

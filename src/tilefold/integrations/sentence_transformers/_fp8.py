@@ -10,7 +10,6 @@ from sentence_transformers.base.modules import Transformer
 from torch import Tensor, nn
 
 from tilefold._internal.typing import Model
-from tilefold.integrations._patches import Replacement
 from tilefold.nn.fp8_linear import fp8_linear, fp8_rows, has_fp8_sizes
 from tilefold.ops import QuantizedWeight
 from tilefold.ops.fp8_products import check_fp8_device
@@ -70,43 +69,38 @@ class SharedRows:
         return rows
 
 
-class Fp8Forward(Replacement):
-    """Replaces the forward of one linear layer, which multiplies in fp8 if no gradient is needed.
+class Fp8Linear(nn.Linear):
+    """Linear layer that multiplies in fp8 if no gradient is needed.
 
-    The weight is rounded at every call, see :func:`tilefold.nn.fp8_linear.fp8_linear`.
-
-    Args:
-        layer: the layer.
-        shared: the rounded hidden states that it shares with other layers.
+    The weight is rounded at every call, see :func:`tilefold.nn.fp8_linear.fp8_linear`. Layers get
+    this class while a model is accelerated. A replaced ``forward`` on the instances would let
+    ``torch.compile`` compile every layer of a model by itself.
 
     Attributes:
-        precision: the name of the number type in which the layer multiplies, which
+        rounded_input: the rounded hidden states that the layer shares with others.
+        products: the number type in which the layer multiplies, which
             :func:`tilefold._internal.precision.precision_of` reads.
     """
 
-    precision = "fp8"
+    rounded_input: SharedRows
+    products = "fp8"
 
-    def __init__(self, layer: nn.Linear, shared: SharedRows) -> None:
-        super().__init__(layer)
-        self.shared = shared
-
-    def __call__(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:
         """Compute the layer for hidden states ``[..., K]``.
 
         Args:
             hidden: the input of the layer.
         """
-        layer = self.owner
         if torch.is_grad_enabled():
-            return nn.Linear.forward(layer, hidden)
+            return super().forward(hidden)
         out_dtype = hidden.dtype
         device_type = hidden.device.type
         if torch.is_autocast_enabled(device_type):
             out_dtype = torch.get_autocast_dtype(device_type)
         output = fp8_linear(
-            self.shared.rows_of(hidden),
-            layer.weight,
-            layer.bias,
+            self.rounded_input.rows_of(hidden),
+            self.weight,
+            self.bias,
             out_dtype=out_dtype,
         )
         return output.view(*hidden.shape[:-1], output.size(1))
@@ -116,7 +110,7 @@ def use_fp8(model: Model) -> None:
     """Let the linear layers of a model's trunks multiply in fp8, if no gradient is needed.
 
     LM heads, poolings and projections keep their precision, and so do layers whose sizes are no
-    multiples of 16. ``restore`` undoes this.
+    multiples of 16. :func:`stop_fp8` undoes this.
 
     Args:
         model: an accelerated model.
@@ -127,6 +121,18 @@ def use_fp8(model: Model) -> None:
     check_fp8_device(torch.device(model.device))
     for transformer in _transformers(model):
         _install_fp8(transformer.model)
+
+
+def stop_fp8(model: Model) -> None:
+    """Undo :func:`use_fp8`; a model that does not multiply in fp8 does not change.
+
+    Args:
+        model: the model.
+    """
+    for module in model.modules():
+        if type(module) is Fp8Linear:
+            del module.rounded_input
+            module.__class__ = nn.Linear
 
 
 def _transformers(model: Model) -> list[Transformer]:
@@ -149,7 +155,7 @@ def _transformers(model: Model) -> list[Transformer]:
 
 
 def _install_fp8(network: Any) -> None:
-    """Replace the forwards of all linear layers of a network's trunk that can run in fp8.
+    """Give all linear layers of a network's trunk that can run in fp8 the class that does so.
 
     Args:
         network: a transformers model, whose ``base_model`` is the trunk below its head.
@@ -162,9 +168,10 @@ def _install_fp8(network: Any) -> None:
         for siblings in _layers_by_input(parent):
             shared = SharedRows(len(siblings))
             for layer in siblings:
-                layer.forward = Fp8Forward(layer, shared)
-    # Another Transformer may have the same network, whose layers were replaced with it.
-    if not any(isinstance(vars(layer).get("forward"), Fp8Forward) for layer in trunk.modules()):
+                layer.__class__ = Fp8Linear
+                layer.rounded_input = shared
+    # Another Transformer may have the same network, whose layers have the class already.
+    if not any(type(layer) is Fp8Linear for layer in trunk.modules()):
         raise ValueError(
             "fp8 needs linear layers whose sizes are multiples of 16, and "
             f"{type(network).__name__} has none; leave fp8 out.",

@@ -121,6 +121,9 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         )
         if quantized is not None:
             return QuantizedWeight(*quantized)
+    if torch.compiler.is_compiling():  # the number of slabs would depend on the size
+        with torch.no_grad():
+            return QuantizedWeight(*quantize_rows(weight))
     refuse_capture(QUANTIZED_HEAD, weight.device)
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
