@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import programs
 from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.processes import environment
 from tests.recipes.small import small_masked_lm
 from tests.serve.running import served, wait_until
 from tilefold import retrieval as r
@@ -18,6 +23,7 @@ from tilefold.cli.migrate import Preview
 from tilefold.retrieval.encoding import throttle
 from tilefold.retrieval.index.opening import open_index
 
+N_RANDOM_KILLS = 12
 NEW_DOCUMENT = {"_id": "kettles", "title": "Kettles", "text": "Read and write about kettles."}
 
 
@@ -303,6 +309,93 @@ def test_a_preview_counts_changed_documents() -> None:
     assert preview.changed == {"q1": 1, "q2": 0, "q3": 0}
     assert preview.mean_changed == pytest.approx(1 / 3)
     assert preview.same_set == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        pytest.param("dense", "dense", id="sparse to dense"),
+        pytest.param("tokens", "late", id="sparse to late interaction"),
+    ],
+)
+def test_an_index_moves_to_a_model_of_another_kind(
+    call: Call,
+    live: Path,
+    shared: Path,
+    tmp_path: Path,
+    kind: str,
+    backend: str,
+) -> None:
+    model = "minilm" if kind == "dense" else str(shared / "late")
+    data = ("--data", shared / "data")
+    done(call("migrate", "--index", live, "--model", model, "--kind", kind, *data, "--cut-over"))
+    assert json.loads((live / "index.json").read_text())["backend"] == backend
+    vectors, fresh = tmp_path / "vectors", tmp_path / "fresh"
+    vectors_option = "--tokens" if kind == "tokens" else "--vectors"
+    index = ("--backend", "late") if kind == "tokens" else ()
+    run_steps(
+        ("encode", "--model", model, "--kind", kind, *data, "--output", vectors),
+        ("index", *index, vectors_option, vectors, "--output", fresh),
+    )
+    assert files_of(live) == files_of(fresh)
+    done(call("migrate", "--index", live, "--rollback"))
+    assert files_of(live) == files_of(shared / "index")
+
+
+def test_field_names_are_recorded_for_the_preview(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(shared / "data", data)
+    rows = [json.loads(line) for line in (data / "corpus.jsonl").read_text().splitlines()]
+    lines = [
+        json.dumps({"key": row["_id"], "head": row["title"], "body": row["text"]}) for row in rows
+    ]
+    (data / "corpus.jsonl").write_text("\n".join(lines))
+    fields = ("--id-field", "key", "--title-field", "head", "--text-field", "body")
+    done(start(call, live, new_model, data, *fields, "--old-model", masked_lm))
+    preview = measured(
+        call("migrate", "--index", live, "--preview", data / "queries.jsonl", "--json"),
+    )
+    assert preview["judged"] is not None
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_at_random_leave_the_old_or_the_new_index(
+    live: Path,
+    shared: Path,
+    new_model: str,
+    tmp_path: Path,
+) -> None:
+    old_files = files_of(live)
+    migration = ("migrate", "--index", live, "--share", "1")
+    start_options = ("--model", new_model, "--data", shared / "data", "--top-k", "64")
+    vectors, fresh = tmp_path / "vectors", tmp_path / "fresh"
+    run_steps(
+        ("encode", *start_options, "--output", vectors),
+        ("index", "--vectors", vectors, "--output", fresh),
+        (*migration, *start_options),
+        ("migrate", "--index", live, "--discard"),
+    )
+    new_files = files_of(fresh)
+    generator = random.Random(0)  # noqa: S311 - not for cryptography
+    for _ in range(N_RANDOM_KILLS):
+        command = ("-m", "tilefold.cli", *migration, *start_options, "--cut-over")
+        with programs.start(*command, env=environment()) as process:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(generator.uniform(0.2, 4.0))
+            process.kill()
+        assert files_of(live) in (old_files, new_files)
+        if files_of(live) == new_files:
+            run_steps((*migration, "--rollback"), ("migrate", "--index", live, "--discard"))
+            assert files_of(live) == old_files
+    run_steps((*migration, *start_options, "--cut-over"))
+    assert files_of(live) == new_files
 
 
 @pytest.mark.slow

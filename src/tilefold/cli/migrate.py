@@ -37,6 +37,7 @@ MIN_JUDGED_QUERIES = 2
 # Options of encoding that are recorded, so that a resumed migration needs no options.
 RECORDED_OPTIONS = (
     "kind",
+    "dtype",
     "top_k",
     "special_tokens",
     "max_length",
@@ -352,9 +353,7 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         )
     read_description(request.index)  # raises an error before the model is loaded
     encoder = _load_encoder(request, request.model, "--model")
-    with _common.document_fields(
-        DocumentFields(request.id_field, request.title_field, request.text_field),
-    ):
+    with _common.document_fields(_fields_of(request.recorded_options())):
         collection = _common.load_data(
             request.data,
             documents_only=True,
@@ -372,6 +371,11 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     if request.cut_over:
         migration.exchange(encoder)
     _print_state(request, migration)
+
+
+def _fields_of(options: Mapping[str, Any]) -> DocumentFields:
+    """Return the field names of the documents that recorded options set."""
+    return DocumentFields(options["id_field"], options["title_field"], options["text_field"])
 
 
 def _start(
@@ -575,7 +579,8 @@ def _preview(request: MigrateRequest, queries_file: Path) -> None:
     old_run = _search(request, old_index, old_model, queries)
     new_run = _search(request, new_index, record.model, queries)
     preview = Preview.of(old_run, new_run, queries, PREVIEW_DEPTH)
-    difference = _difference(request, record.data, queries, old_run, new_run)
+    with _common.document_fields(_fields_of(record.options)):
+        difference = _difference(request, record.data, queries, old_run, new_run)
     result = {
         **asdict(preview),
         "judged": None if difference is None else difference.to_dict(),
