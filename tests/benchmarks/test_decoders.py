@@ -11,11 +11,15 @@ from benchmarks.decoders import (
     CASES,
     MAX_TOKENS,
     MEDIAN_TOKENS,
+    PACKED,
+    PARQUET,
     check_packed,
     make_abstracts,
     make_decoder,
+    measure,
 )
 from benchmarks.encode_data import ACTIVE_TERMS
+from benchmarks.job import JobOptions
 from benchmarks.train_data import load_tokenizer
 from tilefold.integrations.transformers import packed
 
@@ -60,3 +64,28 @@ def test_the_gate_refuses_attention_to_later_tokens(
     monkeypatch.setattr(packed, "_is_causal_call", lambda module, is_causal: False)
     monkeypatch.setattr(packed, "_mismatch_reason", lambda model: None)
     assert "packed texts have an error" in str(check_packed(model, CPU)["gate"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "works"),
+    [
+        pytest.param("tiny-lora", {"step of 4 pairs"}, id="LoRA"),
+        pytest.param("tiny-echo", {"encode", "step of 4 pairs"}, id="echo"),
+        pytest.param("tiny-cached", {"step of 8 pairs"}, id="mini-batches"),
+    ],
+)
+def test_other_trainings_pass_the_gate(
+    name: str,
+    works: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.decoders.MANY_STEPS", 4)
+    monkeypatch.setattr("benchmarks.decoders.FEW_STEPS", 4)
+    case = next(case for case in CASES if case.name == name)
+    rows = list(measure(case, JobOptions(CPU)))
+    assert [row["gate"] for row in rows] == ["ok"] * len(rows)
+    assert {row["work"] for row in rows} == works
+    ways = {row["way"] for row in rows}
+    assert PACKED in ways
+    assert (PARQUET in ways) == ("encode" in works)
