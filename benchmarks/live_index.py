@@ -1,0 +1,323 @@
+r"""Search a served index at a constant rate while it changes: failed requests, p50 and p99.
+
+    python -m benchmarks.live_index --work FOLDER [--model minilm] [--documents 20000] [--rate 20] \
+        [--seconds 30] [--device cuda]
+
+Timed: a search from the moment at which it is due, at `--rate` per second, to its answer. Searches
+are sent whether or not earlier ones were answered. A row is a phase of at least `--seconds`: at
+rest, during an update from the command line, a deletion, a merge, documents that are put and
+deleted over HTTP, and at rest again. A phase ends when the change has been visible for a moment, so
+that the release of the old generation belongs to it.
+
+Gate: every answer has code 200 and hits, and each change is visible at the end of its phase.
+
+`--work` keeps the model's vectors and the index between runs. The documents are random words of
+pydocs, and the queries are its queries. Clients, server and changes share the cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import http.client
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.serve_clients import HOST, Measured, answer, request, server
+from tilefold.bench.results import collect, results_file, write_csv
+from tilefold.retrieval import load_collection
+
+CSV_KEY = ("model", "documents", "phase")
+ADMIN_KEY = "benchmark"
+INDEX_NAME = "live"
+SEARCH_PATH = f"/v1/{INDEX_NAME}/search"
+WORDS_PER_DOCUMENT = 16
+N_NEW = 500  # documents of an update from the command line
+N_DELETED = 200
+N_PUT = 100  # documents that are put over HTTP
+WARMUP_SECONDS = 3.0
+# The phase goes on after the change is visible.
+AFTER_CHANGE_SECONDS = 3.0
+LONGEST_CHANGE_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of a benchmark.
+
+    Attributes:
+        work: folder that is kept between runs.
+        index: copy of the index that is served and changed.
+        new_vectors: vectors of the documents that are added from the command line.
+        deleted: file with the ids of documents that are deleted.
+        key: file with the admin key.
+    """
+
+    work: Path
+    index: Path
+    new_vectors: Path
+    deleted: Path
+    key: Path
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure every phase, print and save the rows."""
+    options = parse(argv)
+    files = prepare(options)
+    queries = list(load_collection("pydocs").queries.values())
+    rows = asyncio.run(measure(options, files, queries))
+    failed = sum(row["failed"] for row in rows)
+    print(f"{failed} failed requests")
+    if options.output is not None:
+        provenance = collect(torch.device(options.device or "cpu"))
+        target = results_file(options.output, "live_index", provenance)
+        write_csv(target, rows, provenance, CSV_KEY)
+        print(f"saved to {target}")
+    return 1 if failed else 0
+
+
+def tilefold(*arguments: str | Path) -> None:
+    """Run a command of tilefold, or raise ``CalledProcessError``."""
+    subprocess.run(  # noqa: S603 - the arguments are those of this program
+        [sys.executable, "-m", "tilefold.cli", *map(str, arguments)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def prepare(options: argparse.Namespace) -> Files:
+    """Encode and index the documents unless an earlier run did, and copy the index."""
+    work: Path = options.work
+    work.mkdir(parents=True, exist_ok=True)
+    words = sorted(
+        {word for text in load_collection("pydocs").contents().values() for word in text.split()},
+    )
+    generator = random.Random(0)  # noqa: S311
+    for name, count in (("old", options.documents), ("new", N_NEW)):
+        write_documents(work / f"{name}.jsonl", name, count, words, generator)
+        encode = ("encode", "--model", options.model, "--data", work / f"{name}.jsonl")
+        kind = () if options.kind is None else ("--kind", options.kind)
+        tilefold(*encode, *kind, "--output", work / f"{name}-vectors")  # resumes what is there
+    if not (work / "index").exists():
+        tilefold("index", "--vectors", work / "old-vectors", "--output", work / "index")
+    index = work / INDEX_NAME
+    for path in (index, work / f"{INDEX_NAME}.documents"):
+        shutil.rmtree(path, ignore_errors=True)
+    shutil.copytree(work / "index", index)
+    deleted = work / "deleted.txt"
+    deleted.write_text("".join(f"old{number}\n" for number in range(N_DELETED)))
+    key = work / "key.txt"
+    key.write_text(ADMIN_KEY)
+    return Files(work, index, work / "new-vectors", deleted, key)
+
+
+def write_documents(
+    path: Path,
+    prefix: str,
+    count: int,
+    words: Sequence[str],
+    generator: random.Random,
+) -> None:
+    """Write documents of random words.
+
+    Args:
+        path: the file of JSON lines.
+        prefix: beginning of their ids.
+        count: number of documents.
+        words: the words.
+        generator: chooses the words.
+    """
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(count):
+            text = " ".join(generator.choices(words, k=WORDS_PER_DOCUMENT))
+            file.write(json.dumps({"_id": f"{prefix}{number}", "title": "", "text": text}) + "\n")
+
+
+async def measure(
+    options: argparse.Namespace,
+    files: Files,
+    queries: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Serve the index, and return a row for each phase."""
+    command = ["-m", "tilefold.cli", "serve", "--model", options.model, "--port", "0"]
+    command += ["--index", str(files.index), "--admin-key-file", str(files.key)]
+    if options.device is not None:
+        command += ["--device", options.device]
+    bodies = [request(SEARCH_PATH, {"query": query, "hits": 10}) for query in queries]
+    rows: list[dict[str, Any]] = []
+    with server(command, files.work / "server.log") as (port, _):
+        await search_while(port, bodies, options.rate, WARMUP_SECONDS, None)
+        for phase, change in phases(files, port).items():
+            measured, visible_after = await search_while(
+                port,
+                bodies,
+                options.rate,
+                options.seconds,
+                change,
+            )
+            row = {
+                "model": options.model,
+                "documents": options.documents,
+                "phase": phase,
+                "requests": len(measured.seconds) + measured.refused,
+                "failed": measured.refused,
+                "p50_ms": round(measured.quantile(0.5), 1),
+                "p99_ms": round(measured.quantile(0.99), 1),
+                "visible_s": "" if visible_after is None else round(visible_after, 1),
+            }
+            rows.append(row)
+            print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+    return rows
+
+
+def phases(files: Files, port: int) -> dict[str, Callable[[], None] | None]:
+    """Return phase -> function that makes its change and returns when it is visible, or None."""
+    update = ("index", "--update", "--vectors", files.new_vectors, "--output", files.index)
+    delete = ("index", "--delete", files.deleted, "--output", files.index)
+    merge = ("index", "--merge", "--output", files.index)
+    documents = [{"id": f"put{number}", "text": f"parcel {number}"} for number in range(N_PUT)]
+    ids = [document["id"] for document in documents]
+    return {
+        "rest": None,
+        "update": partial(change_files, port, *update),
+        "delete": partial(change_files, port, *delete),
+        "merge": partial(change_files, port, *merge),
+        "put": partial(change_documents, port, "PUT", {"documents": documents}),
+        "put deleted": partial(change_documents, port, "DELETE", {"ids": ids}),
+        "rest again": None,
+    }
+
+
+def change_files(port: int, *arguments: str | Path) -> None:
+    """Change the index from the command line, and wait until the server has followed."""
+    generation = served_generation(port)
+    tilefold(*arguments)
+    while served_generation(port) == generation:
+        time.sleep(0.1)
+
+
+def change_documents(port: int, method: str, body: Any) -> None:
+    """Change documents over HTTP, and wait until they are visible."""
+    reply = send(port, method, "/documents?wait=true", body)
+    if not reply["visible"]:
+        raise RuntimeError(f"the documents are not visible: {reply}")
+
+
+def served_generation(port: int) -> str:
+    """Return the generation from which the server answers."""
+    return str(send(port, "GET", "/info")["index"]["generation"])
+
+
+def send(port: int, method: str, path: str, body: Any = None) -> Any:
+    """Send a request with the admin key, and return the JSON of the answer."""
+    connection = http.client.HTTPConnection(HOST, port, timeout=LONGEST_CHANGE_SECONDS)
+    headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"}
+    try:
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return json.loads(connection.getresponse().read())
+    finally:
+        connection.close()
+
+
+async def search_while(
+    port: int,
+    bodies: Sequence[bytes],
+    rate: float,
+    seconds: float,
+    change: Callable[[], None] | None,
+) -> tuple[Measured, float | None]:
+    """Search at a constant rate for some seconds, and until a change is visible.
+
+    Args:
+        port: port of the server.
+        bodies: the requests, which are sent in turn.
+        rate: searches per second.
+        seconds: the least time.
+        change: function that changes the index; ``None`` for a phase at rest.
+
+    Returns:
+        The answers, and the seconds after which the change was visible.
+    """
+    loop = asyncio.get_running_loop()
+    measured = Measured()
+    start = time.perf_counter()
+    changing = None if change is None else loop.run_in_executor(None, change)
+    visible_after: float | None = None
+    searches: list[asyncio.Task[None]] = []
+    while True:
+        due = start + len(searches) / rate
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        searches.append(
+            loop.create_task(search(port, bodies[len(searches) % len(bodies)], due, measured))
+        )
+        elapsed = time.perf_counter() - start
+        if changing is not None and visible_after is None and changing.done():
+            await changing
+            visible_after = elapsed
+        is_changed = changing is None or visible_after is not None
+        if (
+            elapsed > seconds
+            and is_changed
+            and elapsed > (visible_after or 0) + AFTER_CHANGE_SECONDS
+        ):
+            break
+        if elapsed > seconds + LONGEST_CHANGE_SECONDS:
+            raise RuntimeError(f"the change was not visible after {elapsed:.0f} s")
+    await asyncio.gather(*searches)
+    measured.wall = time.perf_counter() - start
+    return measured, visible_after
+
+
+async def search(port: int, content: bytes, due: float, measured: Measured) -> None:
+    """Send a search on a new connection, and record its time or its failure.
+
+    Args:
+        port: port of the server.
+        content: the request.
+        due: ``time.perf_counter()`` at which the request was due.
+        measured: collects the answers.
+    """
+    try:
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(content)
+            code, body = await answer(reader)
+        finally:
+            writer.close()
+    except (OSError, asyncio.IncompleteReadError):
+        measured.refused += 1
+        return
+    if code != 200 or not json.loads(body)["candidates"]:
+        measured.refused += 1
+        return
+    measured.seconds.append(time.perf_counter() - due)
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--work", type=Path, required=True, help="folder that is kept")
+    parser.add_argument("--model", default="minilm", help="of documents and queries")
+    parser.add_argument("--kind", help="of vectors, such as dense; by default as the model")
+    parser.add_argument("--documents", type=int, default=20_000)
+    parser.add_argument("--rate", type=float, default=20.0, help="searches per second")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase at least")
+    parser.add_argument("--device", help="of the index, such as cuda")
+    parser.add_argument("--output", type=Path, help="folder of results, such as benchmarks/results")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
