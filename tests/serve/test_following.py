@@ -76,7 +76,8 @@ def following_server(
     """Serve an index folder, and follow its changes."""
 
     def reopen(served: Searchable, generation: str) -> Searchable:
-        return Searchable(NAME, open_index(path), served.encoder, generation=generation)
+        index = open_index(path, opened=served.index)
+        return Searchable(NAME, index, served.encoder, generation=generation)
 
     generation = read_generation(path)
     searchable = Searchable(NAME, open_index(path), encoder, generation=generation.id)
@@ -205,6 +206,23 @@ def test_a_request_keeps_its_generation_and_the_last_one_releases_it(
     assert unwatched.client.metric("tilefold_index_open_generations") == 1
 
 
+def test_parts_that_did_not_change_are_not_opened_again(
+    unwatched: Running,
+    last: r.SparseVectors,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = unwatched.service.searchable.index
+    update_index(unwatched.path, last)
+    monkeypatch.setattr(following, "memory_left", lambda: 0)  # an exact index is mapped
+    assert unwatched.reload().status == 200
+    segments = unwatched.service.searchable.index
+    assert segments.parts[0] is index
+    assert [part.n_documents for part in segments.parts] == [15, 1]
+    merge_segments(unwatched.path)
+    assert unwatched.reload().status == 200
+    assert unwatched.service.searchable.index is not index
+
+
 def damage(path: Path) -> None:
     """Change a byte in the middle of the weights of the newest segment of an index."""
     segment = sorted(entry for entry in (path / "segments").iterdir() if entry.is_dir())[-1]
@@ -261,7 +279,7 @@ def test_a_generation_without_memory_is_refused(
     r.build_index(vectors, "seismic").save(path)
     with following_server(path, encoder, watch_seconds=0) as running:
         update_index(path, last)
-        monkeypatch.setattr(following, "memory_left", lambda: 1000)
+        monkeypatch.setattr(following, "memory_left", lambda: 0)
         reply = running.reload()
         assert reply.status == 409
         assert "MB of memory next to the served one, and 0 MB are free" in reply.json["error"]

@@ -468,16 +468,20 @@ def load_index(request: IndexOptions) -> LoadedIndex:
     return LoadedIndex(index, encoder, request.search_options(index.backend))
 
 
-def reopen_index(request: IndexOptions) -> LoadedIndex:
+def reopen_index(request: IndexOptions, opened: AnyIndex) -> LoadedIndex:
     """Open the index of ``--index`` again, without its model, after the folder has changed.
 
     Args:
         request: the options that name the index and the model.
+        opened: the index as it was opened before, whose unchanged parts are used again.
 
     Raises:
         UsageError: if options do not fit the index.
     """
-    index = move_to_device(_open_index(request), request.device, request.searched_folder)
+    from tilefold.retrieval.index.opening import open_index
+
+    folder = request.searched_folder
+    index = move_to_device(open_index(folder, opened=opened), request.device, folder)
     check_index_options(request, index.backend)
     return LoadedIndex(index, None, request.search_options(index.backend))
 

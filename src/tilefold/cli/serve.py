@@ -729,7 +729,7 @@ def _open_generation(
                 "generation, so the model of its queries is not known. Start a server with it.",
             )
         return _load_with_index(request, index_path, generation_id, log)
-    loaded = _retrievers.reopen_index(request)
+    loaded = _retrievers.reopen_index(request, served.index)
     if loaded.index.backend != served.index.backend:
         return _load_with_index(request, index_path, generation_id, log)
     tokens = None if served.store is None else retrieval.open_tokens(Path(str(request.tokens)))

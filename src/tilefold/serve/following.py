@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tilefold._internal.memory import memory_left
+from tilefold.retrieval.common.files import FileIdentity
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.generations import (
-    FileIdentity,
     IndexGeneration,
     OpeningMemory,
     open_current,
@@ -22,6 +22,7 @@ from tilefold.retrieval.index.generations import (
     read_generation,
     verify_files,
 )
+from tilefold.retrieval.index.opening import opened_parts
 from tilefold.retrieval.search.searcher import SearchRequest
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.searchable import QUERY, Searchable
@@ -85,11 +86,13 @@ class _Opened:
         generation: the generation.
         searchable: the index with everything that belongs to it.
         files: its files, whose checksums were compared.
+        memory: memory of all its files.
     """
 
     generation: IndexGeneration
     searchable: Searchable
     files: set[FileIdentity]
+    memory: OpeningMemory
 
 
 class IndexFollower:
@@ -248,6 +251,7 @@ class IndexFollower:
         service.replace_searchable(opened.searchable)
         self.n_segments = opened.generation.n_segments
         self._verified_files = opened.files
+        self._memory = opened.memory
         self.refusal = None
         service.metrics.count("tilefold_index_reload_count")
         _logger.info(
@@ -271,14 +275,20 @@ class IndexFollower:
         self._check_memory()
         files = verify_files(self.source.path, self._verified_files)
         searchable = self.source.open(self.served, generation.id)
-        return _Opened(generation, searchable, files)
+        memory = opening_memory(self.source.path, on_gpu=self.source.gpu is not None)
+        return _Opened(generation, searchable, files, memory)
 
     def _check_memory(self) -> None:
         """Raise ``MemoryError`` if the memory is too small for two generations.
 
-        The served generation stays in memory until its last request ends.
+        The served generation stays in memory until its last request ends. Parts that both have are
+        in memory once.
         """
-        needed = opening_memory(self.source.path, on_gpu=self.source.gpu is not None)
+        needed = opening_memory(
+            self.source.path,
+            on_gpu=self.source.gpu is not None,
+            opened=opened_parts(self.served.index),
+        )
         free_bytes = memory_left()
         if free_bytes is not None and needed.cpu_bytes > _MEMORY_SHARE * free_bytes:
             raise MemoryError(_memory_message("memory", needed.cpu_bytes, free_bytes))
@@ -291,7 +301,6 @@ class IndexFollower:
         # An index that is too large for the GPU in any case is searched block by block.
         if fits_by_itself and not fits_next_to_served:
             raise MemoryError(_memory_message("GPU memory", needed.device_bytes, free_bytes))
-        self._memory = needed
 
     async def _search_once(self, searchable: Searchable) -> None:
         """Search a generation once, so that no request waits for its initialisation.

@@ -18,7 +18,7 @@ from tilefold.retrieval.index.generations import (
     verify_files,
 )
 from tilefold.retrieval.index.merging import merge_segments, update_index
-from tilefold.retrieval.index.opening import open_index
+from tilefold.retrieval.index.opening import open_index, opened_parts
 
 
 def vectors_of(*ids: str) -> r.SparseVectors:
@@ -101,4 +101,29 @@ def test_only_files_that_are_read_into_memory_count(path: Path, tmp_path: Path) 
     files = [file for file in path.iterdir() if file.name != "index.json"]
     assert n_bytes == sum(file.stat().st_size for file in files)
     r.build_index(vectors_of("a", "b"), "seismic").save(tmp_path / "seismic")
-    assert opening_memory(tmp_path / "seismic").cpu_bytes > 0
+    n_bytes = opening_memory(tmp_path / "seismic").cpu_bytes
+    assert n_bytes > 0
+    parts = opened_parts(open_index(tmp_path / "seismic"))
+    update_index(tmp_path / "seismic", vectors_of("c"))
+    assert 0 < opening_memory(tmp_path / "seismic", opened=parts).cpu_bytes < n_bytes
+
+
+@pytest.mark.parametrize("backend", ["exact", "seismic"])
+def test_an_index_that_shares_parts_with_an_earlier_generation_has_the_same_results(
+    tmp_path: Path,
+    backend: str,
+) -> None:
+    path = tmp_path / "index"
+    r.build_index(vectors_of("a", "b"), backend).save(path)
+    first = open_index(path)
+    update_index(path, vectors_of("c"), delete=["a"])
+    second = open_index(path, opened=first)
+    update_index(path, vectors_of("d"))
+    third = open_index(path, opened=second)
+    assert third.parts[:2] == second.parts
+    assert second.parts[0] is first
+    query = vectors_of("q")
+    assert [hit.id for hit in first.search(query, 9)[0]] == ["a", "b"]
+    assert third.search(query, 9) == open_index(path).search(query, 9)
+    merge_segments(path)
+    assert sorted(open_index(path, opened=third).ids) == ["b", "c", "d"]

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from tilefold._internal.files import sha256_file, write_json
 from tilefold.retrieval.errors import DataError, MissingPackageError
@@ -168,6 +168,28 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+class FileIdentity(NamedTuple):
+    """Numbers by which a file differs from the files that replace it.
+
+    Attributes:
+        device: device number of the file system.
+        inode: inode number.
+        modified_ns: time of the last change in nanoseconds.
+        size: number of bytes.
+    """
+
+    device: int
+    inode: int
+    modified_ns: int
+    size: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """Return the identity of a file."""
+        status = path.stat()
+        return cls(status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def check_text_ids(argument: str, ids: Collection[object]) -> None:

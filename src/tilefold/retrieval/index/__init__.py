@@ -5,7 +5,7 @@ The backends are ``exact`` (numpy), ``seismic`` (approximate, pyseismic-lsr) and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -35,7 +35,7 @@ DENSE = "dense"
 LATE = "late"
 
 
-def _index_type(name: str) -> Any:
+def backend_class(name: str) -> Any:
     """Import the index class of a backend, such as ``exact.ExactIndex``."""
     return getattr(import_module(f"{__name__}.{name}"), f"{name.capitalize()}Index")
 
@@ -75,7 +75,7 @@ def build_index(
     """
     check_vectors("vectors", vectors)
     check_choice("backend", backend, BACKENDS)
-    index_type = _index_type(backend)
+    index_type = backend_class(backend)
     if backend == "qdrant":
         # The build of a Qdrant collection stores the metadata as payloads of its documents.
         return cast("SparseIndex", index_type.build(vectors, metadata=metadata, **options))
@@ -118,12 +118,18 @@ def load_index(path: str | Path) -> SparseIndex:
     return cast("SparseIndex", open_with_segments(path, backend))
 
 
-def open_with_segments(path: str | Path, backend: str) -> Any:
+def open_with_segments(
+    path: str | Path,
+    backend: str,
+    load: Callable[[Path], Any] | None = None,
+) -> Any:
     """Open a saved index and its segments.
 
     Args:
         path: the folder of the index.
         backend: a backend of sparse, dense or token vectors.
+        load: function that loads the index or a segment from its folder; None loads all files.
     """
-    load = _index_type(backend).load
-    return open_segments(Path(path), load(path), load)
+    if load is None:
+        load = backend_class(backend).load
+    return open_segments(Path(path), load(Path(path)), load)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from tilefold._internal.arguments import path_of
-from tilefold.retrieval.common.files import listed_file
+from tilefold.retrieval.common.files import FileIdentity, listed_file
 from tilefold.retrieval.index.protocol import (
     MANIFEST_NAME,
     REMEDY,
@@ -19,7 +19,6 @@ from tilefold.retrieval.index.protocol import (
 from tilefold.retrieval.index.segments import listed_parts
 
 __all__ = [
-    "FileIdentity",
     "IndexGeneration",
     "OpeningMemory",
     "open_current",
@@ -134,22 +133,6 @@ def part_folders(path: str | Path) -> list[Path]:
     return [folder, *(folder / SEGMENTS / name for name in names if name)]
 
 
-class FileIdentity(NamedTuple):
-    """Numbers by which a file differs from the files that replace it.
-
-    Attributes:
-        device: device number of the file system.
-        inode: inode number.
-        modified_ns: time of the last change in nanoseconds.
-        size: number of bytes.
-    """
-
-    device: int
-    inode: int
-    modified_ns: int
-    size: int
-
-
 def verify_files(
     path: str | Path,
     verified: Collection[FileIdentity] = (),
@@ -171,8 +154,7 @@ def verify_files(
     """
     identities = set()
     for folder, name, digest in _listed_files(path):
-        status = (folder / name).stat()
-        identity = FileIdentity(status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+        identity = FileIdentity.of(folder / name)
         if identity not in verified:
             listed_file(folder, name, digest, MANIFEST_NAME, REMEDY)
         identities.add(identity)
@@ -203,15 +185,24 @@ class OpeningMemory(NamedTuple):
     device_bytes: int
 
 
-def opening_memory(path: str | Path, *, on_gpu: bool = False) -> OpeningMemory:
+def opening_memory(
+    path: str | Path,
+    *,
+    on_gpu: bool = False,
+    opened: Collection[FileIdentity] = (),
+) -> OpeningMemory:
     """Estimate the memory that opening an index takes, from the sizes of its files.
 
     Args:
         path: the folder of the index.
         on_gpu: whether the index is copied to a GPU.
+        opened: manifests of parts that are open already, and take no more memory.
     """
     backend = read_description(path)["backend"]
-    n_bytes = sum((folder / name).stat().st_size for folder, name, _ in _listed_files(path))
+    n_bytes = 0
+    for folder, name, _ in _listed_files(path):
+        if FileIdentity.of(folder / MANIFEST_NAME) not in opened:
+            n_bytes += (folder / name).stat().st_size
     # Parts of an exact index are concatenated in memory before they are copied to a GPU.
     is_read = backend in _READ_INTO_MEMORY or (on_gpu and backend == "exact")
     return OpeningMemory(

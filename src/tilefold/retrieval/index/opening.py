@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tilefold.retrieval.index import DENSE, LATE, SparseIndex, load_index, open_with_segments
+from tilefold.retrieval.common.files import FileIdentity
+from tilefold.retrieval.index import (
+    DENSE,
+    LATE,
+    SparseIndex,
+    backend_class,
+    load_index,
+    open_with_segments,
+)
 from tilefold.retrieval.index.bm25 import BM25Index
-from tilefold.retrieval.index.generations import open_current
+from tilefold.retrieval.index.generations import IndexGeneration, open_current
+from tilefold.retrieval.index.protocol import MANIFEST_NAME, FolderIndex
+from tilefold.retrieval.index.segments import Segments
 
 if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
 
-__all__ = ["open_index"]
+__all__ = ["open_index", "opened_parts"]
 
 
-def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
+def open_index(
+    path: str | Path,
+    *,
+    opened: object = None,
+) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
     """Open a saved index of any backend: sparse, BM25, dense or late interaction.
 
     If an update or a merge commits another generation meanwhile, the index is opened again, so that
@@ -24,25 +40,61 @@ def open_index(path: str | Path) -> SparseIndex | BM25Index | DenseIndex | LateI
 
     Args:
         path: the folder of the index.
+        opened: an earlier generation of the index. Its parts are never changed, so that those which
+            the current generation still has are used again. They take no time and no memory.
 
     Raises:
         DataError: if the folder is not an index, is damaged, or was written by a newer release.
     """
-    return open_current(path, lambda generation: _open(path, generation.backend))
+    parts = opened_parts(opened)
+
+    def open_generation(generation: IndexGeneration) -> Any:
+        if generation.backend == BM25Index.backend:
+            return BM25Index.load(path)
+        if not parts and generation.backend not in (DENSE, LATE):
+            return load_index(path)
+        return open_with_segments(
+            path,
+            generation.backend,
+            partial(_load_or_reuse, parts, generation.backend) if parts else None,
+        )
+
+    index: SparseIndex | BM25Index | DenseIndex | LateIndex = open_current(path, open_generation)
+    return index
 
 
-def _open(
-    path: str | Path,
-    backend: str,
-) -> SparseIndex | BM25Index | DenseIndex | LateIndex:
-    """Open a saved index.
+def opened_parts(index: object) -> dict[FileIdentity, FolderIndex]:
+    """Return the parts of an open index by their manifests: the index itself and its segments.
 
     Args:
-        path: the folder of the index.
-        backend: the backend of the index.
+        index: an index of any kind. Only indexes that were loaded from a folder have parts.
     """
-    if backend in (DENSE, LATE):
-        return cast("DenseIndex | LateIndex", open_with_segments(path, backend))
-    if backend == BM25Index.backend:
-        return BM25Index.load(path)
-    return load_index(path)
+    parts = index.parts if isinstance(index, Segments) else [index]
+    return {
+        part.manifest_identity: part
+        for part in parts
+        if isinstance(part, FolderIndex) and part.manifest_identity is not None
+    }
+
+
+def _load_or_reuse(
+    parts: Mapping[FileIdentity, FolderIndex],
+    backend: str,
+    folder: Path,
+) -> FolderIndex:
+    """Load a part of an index, unless it is open already.
+
+    Args:
+        parts: manifest -> open part.
+        backend: backend of the index.
+        folder: the folder of the part.
+
+    Raises:
+        DataError: if the part is damaged.
+        FileNotFoundError: if the folder has no manifest.
+    """
+    manifest = folder / MANIFEST_NAME
+    part = parts.get(FileIdentity.of(manifest)) if manifest.is_file() else None
+    if part is not None and part.backend == backend:
+        return part
+    return cast("FolderIndex", backend_class(backend).load(folder))

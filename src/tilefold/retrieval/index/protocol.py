@@ -25,6 +25,7 @@ from tilefold._version import __version__
 from tilefold.pipeline.ragged import offsets_of
 from tilefold.retrieval.common.array_checks import check_offsets
 from tilefold.retrieval.common.files import (
+    FileIdentity,
     Json,
     check_folder,
     listed_file,
@@ -419,6 +420,8 @@ class FolderIndex(ABC):
             dimension here.
         provenance: fingerprints of the model and of the documents.
         options: options of the build, a mapping or a dataclass.
+        manifest_identity: the manifest of the folder that the index was loaded from; None if it was
+            not loaded.
     """
 
     backend: ClassVar[str]
@@ -431,6 +434,7 @@ class FolderIndex(ABC):
     vocab_size: int
     provenance: Provenance
     options: Any = MappingProxyType({})
+    manifest_identity: FileIdentity | None = None
 
     @property
     def n_documents(self) -> int:
@@ -500,8 +504,10 @@ class FolderIndex(ABC):
         """
         manifest = read_manifest(path, cls.backend, unverified=cls.checked_lazily)
         folder = Path(path)
+        manifest_identity = FileIdentity.of(folder / MANIFEST_NAME)
         index = cls._read(folder, manifest, StoredIds.load(folder, manifest["n_documents"]))
         index.metadata = Metadata.load(folder, index.n_documents)
+        index.manifest_identity = manifest_identity
         return index
 
 
