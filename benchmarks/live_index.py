@@ -7,7 +7,8 @@ Timed: a search from the moment at which it is due, at `--rate` per second, to i
 are sent whether or not earlier ones were answered. A row is a phase of at least `--seconds`: at
 rest, during an update from the command line, a deletion, a merge, documents that are put and
 deleted over HTTP, and at rest again. A phase ends when the change has been visible for a moment, so
-that the release of the old generation belongs to it.
+that the release of the old generation belongs to it. Changes from the command line have a lower
+priority than the server (`nice`), as the page on serving recommends.
 
 Gate: every answer has code 200 and hits, and each change is visible at the end of its phase.
 
@@ -46,6 +47,7 @@ WORDS_PER_DOCUMENT = 16
 N_NEW = 500  # documents of an update from the command line
 N_DELETED = 200
 N_PUT = 100  # documents that are put over HTTP
+NICE = ("nice", "-n", "10")
 WARMUP_SECONDS = 3.0
 # The phase goes on after the change is visible.
 AFTER_CHANGE_SECONDS = 3.0
@@ -90,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 def tilefold(*arguments: str | Path) -> None:
     """Run a command of tilefold, or raise ``CalledProcessError``."""
     subprocess.run(  # noqa: S603 - the arguments are those of this program
-        [sys.executable, "-m", "tilefold.cli", *map(str, arguments)],
+        [*NICE, sys.executable, "-m", "tilefold.cli", *map(str, arguments)],
         check=True,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
