@@ -3,10 +3,12 @@ r"""Take the pictures of `tilefold serve`'s page for docs/images, with Chromium.
     tilefold demo --minutes 5
     python -m benchmarks.serve_images --demo tilefold-demo/minutes-5-... [--documents 3000] \
         [--output docs/images]
+    python -m benchmarks.serve_images --pages
 
 The page searches the demo's collection, pydocs, with everything that has a column on the page. An
 embedded Qdrant collection holds the demo's sparse vectors, and dense vectors of the packaged
 all-MiniLM-L6-v2. A BM25 index and the token vectors that the demo has stored are searched too.
+With --pages, the pictures show page images of the tutorial on pages instead, with a random model.
 
 It needs `pip install "tilefold[page,serve,qdrant]" pillow` and Chromium (apt install chromium).
 """
@@ -24,7 +26,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sentence_transformers import SentenceTransformer, SparseEncoder
+from sentence_transformers import MultiVectorEncoder, SentenceTransformer, SparseEncoder
 
 from tilefold import retrieval as r
 from tilefold.cli._models import load_model
@@ -35,8 +37,14 @@ from tilefold.retrieval.index.qdrant.index import QdrantIndex
 from tilefold.serve import Served, Service, create_app
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.server import Server, bind
+from tilefold.testing.page_models import save_page_model
+from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
 
 QUERY = "how do I read a csv file"
+# words, pages and a query of the tutorial on page images
+N_PAGE_WORDS = 300
+N_PAGES = 30
+PAGE_QUERY = "zopabu vine"
 # colours of a picture's palette
 COLOURS = 96
 # pictures by name: size of the window, colour scheme, and ids of the checkboxes to tick
@@ -49,6 +57,26 @@ SHOTS: dict[str, dict[str, Any]] = {
     },
     "serve-page-dark": {"width": 980, "height": 760, "scheme": "dark", "open": ("prf",)},
     "serve-page-phone": {"width": 360, "height": 760, "scheme": "light", "open": ("fusion",)},
+}
+
+
+# pictures of page images: the results, and a page with its heat map
+PAGE_SHOTS: dict[str, dict[str, Any]] = {
+    "serve-pages": {
+        "width": 760,
+        "height": 560,
+        "scheme": "light",
+        "open": (),
+        "query": PAGE_QUERY,
+    },
+    "serve-pages-heat-map": {
+        "width": 760,
+        "height": 760,
+        "scheme": "light",
+        "open": (),
+        "query": PAGE_QUERY,
+        "opens_page": True,
+    },
 }
 
 
@@ -87,6 +115,23 @@ def searchable(demo: Path, documents: int, folder: Path) -> Searchable:
         r.open_tokens(stored / "tokens"),
         dense=Served(minilm, "dense", "minilm"),
     )
+
+
+def searchable_pages(folder: Path) -> Searchable:
+    """Index the pages of the tutorial on page images with its random model.
+
+    Args:
+        folder: an empty folder for model, pages, vectors and index.
+    """
+    words = random_words(N_PAGE_WORDS)
+    save_page_collection(folder / "pages", random_pages(N_PAGES, words))
+    save_page_model(folder / "model", "colqwen2", words=words)
+    model: Any = MultiVectorEncoder(str(folder / "model"), device="cpu")
+    collection = r.load_collection(folder / "pages")
+    r.encode_tokens(model, collection.content(), folder / "tokens")
+    index = r.LateIndex.build(r.open_tokens(folder / "tokens"), folder / "index")
+    encoder = Served(model, "multi-vector", "random-model")
+    return Searchable("pages", index, encoder, collection.documents)
 
 
 @contextmanager
@@ -136,12 +181,16 @@ def picture(browser: Any, port: int, shot: dict[str, Any]) -> bytes:
     page.wait_for_selector("#options:not([hidden])")
     for name in shot["open"]:
         page.check(f"#{name}")
-    page.fill("#query", QUERY)
+    page.fill("#query", shot.get("query", QUERY))
     # The first search is slower than usual, and the page shows times.
     for _ in range(2):
         with page.expect_response(lambda response: response.url.endswith("/search")):
             page.click("#go")
         page.wait_for_selector("#results article")
+        page.wait_for_timeout(500)
+    if shot.get("opens_page"):
+        page.locator(".thumbnail").first.click()
+        page.wait_for_selector("#viewer-image[src^='blob:']")
         page.wait_for_timeout(500)
     screenshot = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     page.close()
@@ -162,12 +211,9 @@ def main(argv: Sequence[str]) -> int:
     from playwright.sync_api import sync_playwright
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--demo",
-        type=Path,
-        required=True,
-        help="a folder of the demo with model and vectors",
-    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--demo", type=Path, help="a folder of the demo with model and vectors")
+    source.add_argument("--pages", action="store_true", help="show page images")
     parser.add_argument("--documents", type=int, default=3000)
     parser.add_argument("--output", type=Path, default=Path("docs/images"))
     options = parser.parse_args(argv)
@@ -176,18 +222,40 @@ def main(argv: Sequence[str]) -> int:
         or shutil.which("chromium-browser")
         or shutil.which("google-chrome")
     )
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        serving(searchable(options.demo, options.documents, Path(folder))) as port,
-        sync_playwright() as playwright,
-    ):
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        for name, shot in SHOTS.items():
-            target = options.output / f"{name}.png"
+    shots = PAGE_SHOTS if options.pages else SHOTS
+    with tempfile.TemporaryDirectory() as name_of_folder, sync_playwright() as playwright:
+        folder = Path(name_of_folder)
+        if options.pages:
+            collection = searchable_pages(folder)
+        else:
+            collection = searchable(options.demo, options.documents, folder)
+        _take_pictures(collection, shots, playwright.chromium, chromium, options.output)
+    return 0
+
+
+def _take_pictures(
+    collection: Searchable,
+    shots: dict[str, dict[str, Any]],
+    chromium: Any,
+    executable: str | None,
+    output: Path,
+) -> None:
+    """Serve a collection, and write its pictures.
+
+    Args:
+        collection: the collection.
+        shots: pictures by name.
+        chromium: the Chromium of playwright.
+        executable: path of the browser.
+        output: folder of the pictures.
+    """
+    with serving(collection) as port:
+        browser = chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        for name, shot in shots.items():
+            target = output / f"{name}.png"
             target.write_bytes(picture(browser, port, shot))
             print(f"{target}: {target.stat().st_size:,} bytes")
         browser.close()
-    return 0
 
 
 if __name__ == "__main__":
