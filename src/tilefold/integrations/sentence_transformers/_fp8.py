@@ -129,10 +129,10 @@ def stop_fp8(model: Model) -> None:
     Args:
         model: the model.
     """
-    for module in model.modules():
-        if type(module) is Fp8Linear:
-            del module.rounded_input
-            module.__class__ = nn.Linear
+    layers: list[Any] = [module for module in model.modules() if type(module) is Fp8Linear]
+    for layer in layers:
+        del layer.rounded_input
+        layer.__class__ = nn.Linear
 
 
 def _transformers(model: Model) -> list[Transformer]:
