@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from sentence_transformers import MultiVectorEncoder
 
 from tilefold.recipes import TrainResult, train
-from tilefold.recipes.colbert import ColbertRecipe
+from tilefold.recipes.colbert import ColbertRecipe, scores_of_all_ranks
 from tilefold.retrieval import Collection, load_collection
 from tilefold.testing.page_models import save_page_model
 from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
@@ -106,3 +106,33 @@ def test_lora_trains_the_language_model_and_the_projection(
 def test_lora_needs_projections_with_known_names(tmp_path: Path, pages: Collection) -> None:
     with pytest.raises(ValueError, match="lora needs a model with projections named"):
         train(ColbertRecipe(lora=2, max_steps=1, batch_size=2), pages, tmp_path / "model")
+
+
+def test_scores_of_pages_are_padded_to_the_longest_page_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page has no maximum length, so ranks must agree on one before they gather."""
+    longest_of_others = 7
+
+    def all_reduce(tensor: torch.Tensor, *_: Any) -> None:
+        tensor.clamp_(min=longest_of_others)
+
+    gathered: list[torch.Size] = []
+
+    def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
+        gathered.append(tensor.shape)
+        return tensor
+
+    monkeypatch.setattr("torch.distributed.all_reduce", all_reduce)
+    monkeypatch.setattr("tilefold.distributed.process_group.gather_rows", gather_rows)
+    generator = torch.Generator().manual_seed(0)
+    documents = torch.randn(2, 1, 5, 8, generator=generator)
+    scores_of_all_ranks(
+        torch.randn(2, 3, 8, generator=generator),
+        documents,
+        torch.ones(2, 3, dtype=torch.bool),
+        torch.ones(2, 1, 5, dtype=torch.bool),
+        score_function=lambda queries, pages, **masks: queries,
+        length=None,
+    )
+    assert gathered == [torch.Size([2, 1, 7]), torch.Size([2, 1, 7, 8])]

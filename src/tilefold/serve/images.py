@@ -14,9 +14,11 @@ from tilefold.serve.bodies import ImageData, ServeError, invalid
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageInput", "decode_image", "jpeg_of"]
+__all__ = ["ImageInput", "blank_page", "decode_image", "jpeg_of"]
 
 _JPEG_QUALITY = 88
+# Width and height of a blank page in pixels.
+_BLANK_SIZE = (420, 594)
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +40,12 @@ class ImageInput:
     def __hash__(self) -> int:
         """Return a hash of the digest."""
         return hash(self.digest)
+
+
+def blank_page() -> ImageInput:
+    """Return a small white page, with which a model is warmed up."""
+    pillow: Any = require("PIL.Image", "Pillow", "an image", extra="pages")
+    return ImageInput(pillow.new("RGB", _BLANK_SIZE, "white"), b"blank")
 
 
 def decode_image(data: ImageData, max_pixels: int) -> ImageInput:

@@ -268,7 +268,10 @@ class Served:
             key: value or "" for key, value in (self.model.prompts or {}).items()
         }
         self.model.eval()
-        self._calls = {side: self._sample_call(side) for side in SIDES}
+        query_call = self._sample_call("query")
+        # The processor of a model of page images reads every text as a query.
+        document_call = query_call if self.takes_images else self._sample_call("document")
+        self._calls: dict[Side, TokenizerCall] = {"query": query_call, "document": document_call}
 
     @functools.cached_property
     def device(self) -> str:

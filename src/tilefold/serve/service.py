@@ -19,7 +19,7 @@ from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
 from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
-from tilefold.serve.images import ImageInput, decode_image
+from tilefold.serve.images import ImageInput, blank_page, decode_image
 from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
 
@@ -356,11 +356,15 @@ class Service:
     def warm_up(self) -> None:
         """Encode a short text with every model, so that no request waits for initialisation.
 
-        For accelerated models on a GPU, this also captures CUDA graphs for short texts.
+        A model of page images encodes a blank page as a document. For accelerated models on a GPU,
+        this also captures CUDA graphs for short texts.
         """
         for model in self.models.values():
             for side in SIDES:
                 key = model.batch_key(side, prompt_name=None)
+                if side == "document" and model.takes_images:
+                    model.encode(key._replace(has_images=True), [blank_page()])
+                    continue
                 encode = functools.partial(model.encode, key)
                 encode(["a"])
                 graphs = graphs_of(model.model)
