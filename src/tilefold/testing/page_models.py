@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["ARCHITECTURES", "PageModelSize", "save_page_model"]
+__all__ = ["ARCHITECTURES", "COLPALI_3B", "PageModelSize", "save_page_model"]
 
 Architecture = Literal["colpali", "colqwen2", "colmodernvbert"]
 ARCHITECTURES: tuple[Architecture, ...] = ("colpali", "colqwen2", "colmodernvbert")
@@ -58,6 +58,12 @@ class PageModelSize:
         max_pixels: largest image of ColQwen2 in pixels.
         longest_edge: longest edge of an image of ColModernVBERT before it is divided into tiles.
         embedding_dim: entries of a token vector.
+        intermediate_size: width of the feed-forward layers of the language model; None is twice the
+            hidden size.
+        n_key_value_heads: key and value heads of the language model of ColPali.
+        vision: width, layers, heads and feed-forward width of the vision model, if they differ from
+            those of the language model.
+        vocab_size: least number of tokens of the language model.
     """
 
     hidden_size: int = 32
@@ -68,6 +74,24 @@ class PageModelSize:
     max_pixels: int = 64 * 64
     longest_edge: int = 64
     embedding_dim: int = 16
+    intermediate_size: int | None = None
+    n_key_value_heads: int = 1
+    vision: tuple[int, int, int, int] | None = None
+    vocab_size: int = 0
+
+
+# The sizes of vidore/colpali-v1.3: PaliGemma of 3 billion weights, 1,024 patches per page.
+COLPALI_3B = PageModelSize(
+    hidden_size=2048,
+    n_layers=18,
+    n_heads=8,
+    patch_size=14,
+    image_size=448,
+    embedding_dim=128,
+    intermediate_size=16384,
+    vision=(1152, 27, 16, 4304),
+    vocab_size=257216,
+)
 
 
 def save_page_model(
@@ -77,6 +101,7 @@ def save_page_model(
     size: PageModelSize | None = None,
     words: Sequence[str] = (),
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """Save a random model of page images with its processor.
 
@@ -86,6 +111,7 @@ def save_page_model(
         size: sizes of the model; by default a few thousand weights.
         words: words that are one token. Other words are split into letters.
         seed: seed of the weights.
+        dtype: dtype of the saved weights.
 
     Returns:
         The folder.
@@ -108,7 +134,7 @@ def save_page_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model, processor = builders[architecture](size, tokenizer)
-    model.save_pretrained(str(folder))
+    model.to(dtype).save_pretrained(str(folder))
     processor.save_pretrained(str(folder))
     return folder
 
@@ -148,7 +174,7 @@ def _text_sizes(size: PageModelSize, vocab_size: int) -> dict[str, Any]:
     return {
         "vocab_size": vocab_size,
         "hidden_size": size.hidden_size,
-        "intermediate_size": 2 * size.hidden_size,
+        "intermediate_size": size.intermediate_size or 2 * size.hidden_size,
         "num_hidden_layers": size.n_layers,
         "num_attention_heads": size.n_heads,
         "max_position_embeddings": 2048,
@@ -157,12 +183,14 @@ def _text_sizes(size: PageModelSize, vocab_size: int) -> dict[str, Any]:
 
 def _siglip_sizes(size: PageModelSize) -> dict[str, Any]:
     """Return the options of the vision model SigLIP."""
+    own_size = (size.hidden_size, size.n_layers, size.n_heads, 2 * size.hidden_size)
+    hidden_size, n_layers, n_heads, intermediate_size = size.vision or own_size
     return {
         "model_type": "siglip_vision_model",
-        "hidden_size": size.hidden_size,
-        "intermediate_size": 2 * size.hidden_size,
-        "num_hidden_layers": size.n_layers,
-        "num_attention_heads": size.n_heads,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": n_layers,
+        "num_attention_heads": n_heads,
         "patch_size": size.patch_size,
         "image_size": size.image_size,
         "vision_use_head": False,
@@ -179,7 +207,7 @@ def _colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
     )
 
     image_token_id = tokenizer.convert_tokens_to_ids("<image>")
-    vocab_size = len(tokenizer) + _N_PALIGEMMA_TOKENS
+    vocab_size = max(size.vocab_size, len(tokenizer) + _N_PALIGEMMA_TOKENS)
     config = ColPaliConfig(
         vlm_config={
             "model_type": "paligemma",
@@ -191,7 +219,7 @@ def _colpali(size: PageModelSize, tokenizer: Any) -> tuple[Any, Any]:
             "vision_config": _siglip_sizes(size),
             "text_config": {
                 "model_type": "gemma",
-                "num_key_value_heads": 1,
+                "num_key_value_heads": size.n_key_value_heads,
                 "head_dim": size.hidden_size // size.n_heads,
                 "pad_token_id": tokenizer.pad_token_id,
                 **_text_sizes(size, vocab_size),
