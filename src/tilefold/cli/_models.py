@@ -219,7 +219,7 @@ def load_model(
         from tilefold.retrieval.encoding.pages import encodes_images
 
         if invariant:
-            _make_invariant(model, name)
+            make_invariant(model, name)
         # Models of images run on padded batches, which acceleration would warn about.
         elif kind in fast and not encodes_images(model):
             _accelerate(model)
@@ -401,7 +401,7 @@ def _accelerate(model: Model) -> None:
         note(f"encoding with the plain head: {first_line(error)}")
 
 
-def _make_invariant(model: Model, name: str) -> None:
+def make_invariant(model: Model, name: str) -> None:
     """Let a model compute the same bits for a text in every batch.
 
     Args:

@@ -115,6 +115,14 @@ class ServeRequest(_retrievers.IndexOptions, DocumentFieldOptions):
             "Maximum tokens per text; by default the maximum of the model.",
         ),
     ] = None
+    invariant: Annotated[
+        bool,
+        option(
+            "Compute the same bits for a text in every batch, on one device with one release of "
+            "its libraries.",
+            "--invariant",
+        ),
+    ] = False
     host: Annotated[
         str,
         option(
@@ -609,7 +617,12 @@ def _load_models(request: ServeRequest) -> list[Served]:
     models: list[Served] = []
     if request.model is not None:
         kinds = ("sparse", "multi-vector", "dense")
-        model, kind = _models.load_model(request.model, kinds=kinds, dtype=request.dtype)
+        model, kind = _models.load_model(
+            request.model,
+            kinds=kinds,
+            dtype=request.dtype,
+            invariant=request.invariant,
+        )
         _models.note_precision(request.model, model)
         _limit_length(model, request.max_length)
         models.append(Served(model, kind, request.model))  # type: ignore[arg-type]
@@ -645,6 +658,8 @@ def _load_with_index(
     _refuse_unused_options(request, index_path, index.backend)
     encoder = None
     if loaded.model is not None:
+        if request.invariant:
+            _models.make_invariant(loaded.model, str(request.model))
         _limit_length(loaded.model, request.max_length)
         encoder = _served_encoder(loaded.model, index.backend, str(request.model))
     reranking_model = None
@@ -808,6 +823,11 @@ def _refuse_unused_options(request: ServeRequest, index_path: Path, backend: str
             {"--vectors": request.vectors, "--bm25": request.bm25},
             f"has no effect: {index_path} is a BM25 index",
         )
+        if request.tokens is None:
+            refuse_options(
+                {"--invariant": request.invariant},
+                f"has no effect: {index_path} is a BM25 index, which has no model",
+            )
     if backend == DENSE:
         refuse_options(
             {"--vectors": request.vectors},
@@ -895,6 +915,8 @@ def _load_reranker(request: ServeRequest, source: str, *, encodes_texts: bool) -
         has_texts=encodes_texts,
         option="--tokens",
     )
+    if request.invariant:
+        _models.make_invariant(model, source)
     # A query must be encoded with the length that was set when the token vectors were made.
     reranks_stored_vectors = tokens is not None and request.index is not None
     if not reranks_stored_vectors:

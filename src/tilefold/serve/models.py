@@ -289,6 +289,15 @@ class Served:
         """Dtype of the matrix products, such as ``"bf16"``, which may differ from the weights'."""
         return inference_precision(self.model)
 
+    @property
+    def invariant(self) -> dict[str, str] | None:
+        """The device and the libraries that decide the bits of vectors.
+
+        It is None unless the model computes the same bits for a text in every batch.
+        """
+        invariance = getattr(self.model, "invariance", None)  # set by accelerate(invariant=True)
+        return None if invariance is None else dict(invariance.environment())
+
     def _sample_call(self, side: Side) -> TokenizerCall:
         """Preprocess a text to learn how the model calls its tokenizer for queries or documents."""
         with counting_truncation() as counts:

@@ -536,6 +536,7 @@ class Routes:
             "docker_label": None,
             "models": {model.kind: model.name for model in models},
             "precision": {model.kind: model.precision for model in models},
+            "invariant": {model.kind: model.invariant for model in models},
             "side": self.side,
         }
         if self.service.searchable is not None:
