@@ -29,9 +29,9 @@ SIZES = (4, 8, 16, 32)
         pytest.param(0, [], id="no rows"),
         pytest.param(1, [(0, 1, 4)], id="fewer than the smallest size"),
         pytest.param(8, [(0, 8, 8)], id="a size"),
-        pytest.param(14, [(0, 14, 16)], id="little padding"),
+        pytest.param(15, [(0, 15, 16)], id="little padding"),
         pytest.param(9, [(0, 8, 8), (8, 9, 4)], id="two groups waste less"),
-        pytest.param(71, [(0, 32, 32), (32, 64, 32), (64, 71, 8)], id="more than the largest"),
+        pytest.param(79, [(0, 32, 32), (32, 64, 32), (64, 79, 16)], id="more than the largest"),
     ],
 )
 def test_rows_are_divided_into_groups(n_rows: int, groups: list[tuple[int, int, int]]) -> None:
@@ -79,7 +79,7 @@ def test_autocast_decides_the_dtype() -> None:
 
 def _without_probes(monkeypatch: pytest.MonkeyPatch, multiply: object) -> None:
     """Replace the product, and forget which sizes were usable before."""
-    row_groups._usable_sizes.cache_clear()
+    _forget_sizes()
     monkeypatch.setattr(row_groups, "_multiply", multiply)
 
 
@@ -87,7 +87,12 @@ def _without_probes(monkeypatch: pytest.MonkeyPatch, multiply: object) -> None:
 def forgotten_sizes() -> Iterator[None]:
     """Sizes that a test finds usable are forgotten after it."""
     yield
-    row_groups._usable_sizes.cache_clear()
+    _forget_sizes()
+
+
+def _forget_sizes() -> None:
+    row_groups._probe_of.cache_clear()
+    row_groups._usable_groups.cache_clear()
 
 
 def test_sizes_with_other_bits_are_not_used(
@@ -103,7 +108,9 @@ def test_sizes_with_other_bits_are_not_used(
     _without_probes(monkeypatch, differs_below_16)
     sizes = usable_sizes(torch.randn(8, 16), has_bias=False)
     assert sizes[0] == 16
-    assert sizes[-1] == 1024
+    assert sizes[-1] == 4096
+    rows = torch.randn(9, 16)
+    assert grouped_linear(rows, torch.randn(8, 16)).shape == (9, 8)
 
 
 def test_sizes_whose_rows_depend_on_their_position_are_not_used(

@@ -15,7 +15,13 @@ from tilefold.recipes.loading import load_saved
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
 
-TEXTS = ["csv", "read and write files of rows", "sum", "random numbers, and their seeds", "a b c d e"]
+TEXTS = [
+    "csv",
+    "read and write files of rows",
+    "sum",
+    "random numbers, and their seeds",
+    "a b c d e",
+]
 
 
 @pytest.fixture(scope="module")

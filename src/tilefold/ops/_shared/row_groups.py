@@ -2,8 +2,8 @@
 
 A library chooses the kernel of a matrix product by the number of rows, and kernels add in different
 orders. Here, rows are multiplied in groups of a few sizes, and a group that is too small is padded.
-Before the first product with a weight of a shape, all sizes multiply the same random rows, at
-different positions. Sizes that give other bits than the largest one are not used.
+Before a size is used with weights of a shape for the first time, it multiplies the same random rows
+as the largest size, at other positions. A size that gives other bits is never used.
 
 This module alone decides how rows are grouped, for linear layers on CPUs and GPUs, and for the
 tiles of :func:`tilefold.ops.lsr_head`.
@@ -11,6 +11,7 @@ tiles of :func:`tilefold.ops.lsr_head`.
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -36,15 +37,32 @@ __all__ = [
     "usable_sizes",
 ]
 
-# Candidates for the number of rows of a product, by the type of the device.
-# On CPUs, a query of few tokens costs little more than its rows, and from 512 rows on a product is
-# as fast as with more. GPUs take as long for 256 rows as for 1.
-_CPU_SIZES = (4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-_GPU_SIZES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+def _sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
+    """Return numbers of rows that grow by an eighth or so from one to the next.
+
+    Args:
+        smallest: the smallest number, and the distance of the first numbers.
+        largest: the largest number: the smallest one times a power of two.
+        steps: how many numbers lie between a number and its double.
+    """
+    sizes = list(range(smallest, 2 * steps * smallest, smallest))
+    start = 2 * steps * smallest
+    while start < largest:
+        sizes += range(start, 2 * start, start // steps)
+        start *= 2
+    return (*sizes, largest)
+
+
+# Candidates for the number of rows of a product, by the type of the device. On CPUs, the time of a
+# product of few rows follows their number. GPUs take as long for 256 rows as for 1.
+_CPU_SIZES = _sizes(smallest=2, largest=4096, steps=8)
+_GPU_SIZES = _sizes(smallest=256, largest=32768, steps=4)
 # A group may be padded by this share of its rows. More rows are multiplied in two groups.
-_MAX_PADDING_SHARE = 1 / 4
-# The sizes multiply the same rows at positions that differ by this number, which is less than the
-# smallest size.
+_MAX_PADDING_SHARE = 1 / 8
+# Number of different random rows with which sizes are compared.
+_PROBE_ROWS = 64
+# The sizes multiply these rows at positions that differ by this number.
 _PROBE_SHIFT = 3
 # Alignment of the rows of a product in bytes: libraries also choose kernels by it.
 _ALIGNMENT = 64
@@ -124,11 +142,10 @@ def group_rows(n_rows: int, sizes: Sequence[int]) -> list[RowGroup]:
     start = 0
     while start < n_rows:
         remaining = n_rows - start
-        larger_sizes = [size for size in sizes if size >= remaining]
-        smaller_sizes = [size for size in sizes if size < remaining]
-        size = larger_sizes[0] if larger_sizes else smaller_sizes[-1]
-        if smaller_sizes and size - remaining > remaining * _MAX_PADDING_SHARE:
-            size = smaller_sizes[-1]
+        position = bisect.bisect_left(sizes, remaining)  # of the first size that is large enough
+        size = sizes[min(position, len(sizes) - 1)]
+        if position > 0 and size - remaining > remaining * _MAX_PADDING_SHARE:
+            size = sizes[position - 1]
         stop = min(start + size, n_rows)
         groups.append(RowGroup(start, stop, size))
         start = stop
@@ -181,9 +198,8 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         ``[T, N]``.
     """
     weight = weight.contiguous()
-    sizes = usable_sizes(weight, bias is not None)
     n_rows = rows.size(0)
-    groups = group_rows(n_rows, sizes)
+    groups = _usable_groups(n_rows, _kind_of(weight, bias is not None))
     if len(groups) == 1:  # no copy of the result
         return _multiply(_padded(rows, groups[0].size), weight, bias)[:n_rows]
     outputs = rows.new_empty(n_rows, weight.size(0))
@@ -252,76 +268,141 @@ def usable_sizes(weight: Tensor, has_bias: bool) -> tuple[int, ...]:
     Raises:
         RuntimeError: if there is no such number.
     """
+    probe = _probe_of(_kind_of(weight, has_bias))
+    return tuple(size for size in probe.sizes if probe.is_usable(size))
+
+
+def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
+    """Return the kind of the products with a weight.
+
+    Args:
+        weight: ``[N, K]``.
+        has_bias: whether a bias is added.
+    """
     on_cpu = weight.device.type == "cpu"
-    return _usable_sizes(
-        _ProductKind(
-            n_outputs=weight.size(0),
-            n_inputs=weight.size(1),
-            has_bias=has_bias,
-            dtype=weight.dtype,
-            device=weight.device,
-            n_threads=torch.get_num_threads() if on_cpu else 0,
-            fp32_precision=torch.get_float32_matmul_precision(),
-        ),
+    return _ProductKind(
+        n_outputs=weight.size(0),
+        n_inputs=weight.size(1),
+        has_bias=has_bias,
+        dtype=weight.dtype,
+        device=weight.device,
+        n_threads=torch.get_num_threads() if on_cpu else 0,
+        fp32_precision=torch.get_float32_matmul_precision(),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
+    """Divide rows into groups of usable sizes, each of which is compared at its first use.
+
+    Args:
+        n_rows: the number of rows.
+        kind: the kind of the products.
+    """
+    probe = _probe_of(kind)
+    while True:
+        groups = group_rows(n_rows, probe.sizes)
+        # A size that is not usable is no longer among the sizes of the probe.
+        if all(probe.is_usable(group.size) for group in groups):
+            return groups
 
 
 @functools.cache
-def _usable_sizes(kind: _ProductKind) -> tuple[int, ...]:
-    """Return the usable sizes for a kind of product, after multiplying random rows by all sizes.
-
-    The largest size whose rows do not depend on their positions is the reference.
-
-    Args:
-        kind: the shape, the dtype and the device of the weight.
-    """
-    if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "rows of products must be grouped before a CUDA graph is captured, got the first "
-            f"product with a weight of shape [{kind.n_outputs}, {kind.n_inputs}] in a capture; "
-            "encode a text before.",
-        )
-    sizes: tuple[int, ...] = _CPU_SIZES if kind.device.type == "cpu" else _GPU_SIZES
-    while sizes:
-        *smaller_sizes, largest = sizes
-        probe = _Probe(kind, largest)
-        if probe.gives_equal_rows(largest):
-            return (*filter(probe.gives_equal_rows, smaller_sizes), largest)
-        sizes = tuple(smaller_sizes)
-    raise RuntimeError(
-        "invariant=True needs a device whose products do not depend on the position of a row, got "
-        f"{kind.device} and a weight of shape [{kind.n_outputs}, {kind.n_inputs}] in {kind.dtype}, "
-        "for which no number of rows gives equal bits; use another dtype or accelerate(model).",
-    )
+def _probe_of(kind: _ProductKind) -> _Probe:
+    return _Probe(kind)
 
 
 class _Probe:
-    """Random rows, and their product in one group of a size.
+    """Random rows and their products with a random weight, with which sizes are compared.
+
+    The rows are repeated until there are as many as a size has. Products of the largest size are
+    the reference, if equal rows have equal products at all positions. Otherwise it is the next
+    size.
+
+    Attributes:
+        sizes: the sizes, ascending, without those that have been found not to be usable.
 
     Args:
         kind: the shape, the dtype and the device of the weight.
-        size: the number of rows of the product.
+
+    Raises:
+        RuntimeError: if the products of every size depend on the position of a row.
     """
 
-    def __init__(self, kind: _ProductKind, size: int) -> None:
-        generator = torch.Generator().manual_seed(0)
+    def __init__(self, kind: _ProductKind) -> None:
+        self._kind = kind
+        self.sizes = _CPU_SIZES if kind.device.type == "cpu" else _GPU_SIZES
+        self._usable_sizes: set[int] = set()
+        self._expected: Tensor | None = None  # [_PROBE_ROWS, N]
+        while self._expected is None:
+            if self.sizes[-1] < 2 * _PROBE_ROWS:  # a row must occur at two positions
+                raise RuntimeError(
+                    "invariant=True needs a device whose products do not depend on the position of "
+                    f"a row, got {kind.device} and a weight of shape [{kind.n_outputs}, "
+                    f"{kind.n_inputs}] in {kind.dtype}, for which no number of rows gives equal "
+                    "bits; use another dtype or accelerate(model).",
+                )
+            products = self._products(self.sizes[-1], shift=0)
+            expected = products[:_PROBE_ROWS].clone()
+            if torch.equal(products, expected[_repeated_rows(self.sizes[-1], 0, kind.device)]):
+                self._expected = expected
+                self._usable_sizes.add(self.sizes[-1])
+            else:
+                self.sizes = self.sizes[:-1]
 
-        def random(*shape: int) -> Tensor:
-            values = torch.randn(shape, generator=generator)
-            return values.to(kind.device, kind.dtype)
-
-        self._rows = random(size + _PROBE_SHIFT, kind.n_inputs)
-        self._weight = random(kind.n_outputs, kind.n_inputs)
-        self._bias = random(kind.n_outputs) if kind.has_bias else None
-        self._expected = _multiply(self._rows[:size].contiguous(), self._weight, self._bias)
-
-    def gives_equal_rows(self, size: int) -> bool:
-        """Return whether a product of a size gives the same bits, with rows at other positions.
+    def is_usable(self, size: int) -> bool:
+        """Return whether a size gives the same bits as the reference, at all positions.
 
         Args:
-            size: the number of rows, at most that of the probe.
+            size: a number of rows. If it is not usable, it is removed from the sizes.
         """
-        shifted_rows = self._rows[_PROBE_SHIFT : _PROBE_SHIFT + size].clone()
-        products = _multiply(shifted_rows, self._weight, self._bias)
-        expected = self._expected[_PROBE_SHIFT : _PROBE_SHIFT + size]
-        return torch.equal(products[: expected.size(0)], expected)
+        if size in self._usable_sizes:
+            return True
+        if self._expected is None or size not in self.sizes:
+            return False
+        products = self._products(size, _PROBE_SHIFT)
+        expected = self._expected[_repeated_rows(size, _PROBE_SHIFT, self._kind.device)]
+        if torch.equal(products, expected):
+            self._usable_sizes.add(size)
+            return True
+        self.sizes = tuple(other for other in self.sizes if other != size)
+        return False
+
+    def _products(self, size: int, shift: int) -> Tensor:
+        """Return the products of repeated random rows, ``[size, N]``.
+
+        The random numbers are drawn again each time, because storing a weight of every shape would
+        take as much memory as the model.
+
+        Args:
+            size: the number of rows.
+            shift: which of the random rows comes first.
+        """
+        kind = self._kind
+        if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "rows of products must be grouped before a CUDA graph is captured, got the first "
+                f"product of {size} rows with a weight of shape [{kind.n_outputs}, "
+                f"{kind.n_inputs}] in a capture; encode a text before.",
+            )
+        generator = torch.Generator(kind.device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            values = torch.randn(shape, generator=generator, device=kind.device)
+            return values.to(kind.dtype)
+
+        weight = random(kind.n_outputs, kind.n_inputs)
+        bias = random(kind.n_outputs) if kind.has_bias else None
+        rows = random(_PROBE_ROWS, kind.n_inputs)
+        return _multiply(rows[_repeated_rows(size, shift, kind.device)], weight, bias)
+
+
+def _repeated_rows(size: int, shift: int, device: torch.device) -> Tensor:
+    """Return the random row at each position of a product, int64 ``[size]``.
+
+    Args:
+        size: the number of rows of the product.
+        shift: the random row at the first position.
+        device: the device.
+    """
+    return torch.arange(shift, shift + size, device=device) % _PROBE_ROWS
