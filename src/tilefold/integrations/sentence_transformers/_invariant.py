@@ -113,7 +113,8 @@ class InvariantMean(Replacement):
         """
         states: Tensor = features["token_embeddings"].squeeze(0)
         lengths = features[OFFSETS].diff().long()
-        sums = torch.segment_reduce(states.float(), "sum", lengths=lengths, axis=0)
+        # Without checks of the lengths, for which the CPU would wait for the GPU.
+        sums = torch.segment_reduce(states.float(), "sum", lengths=lengths, axis=0, unsafe=True)
         means = sums / lengths.clamp(min=1)[:, None]
         features["sentence_embedding"] = means.to(states.dtype)
         return features
