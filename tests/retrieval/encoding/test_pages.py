@@ -249,6 +249,7 @@ def test_pooled_vectors_are_those_of_sentence_transformers(
 def test_texts_and_pages_share_a_collection(
     models: dict[str, Any],
     contents: dict[str, Content],
+    tmp_path: Path,
 ) -> None:
     model = models["colpali"]
     mixed = {"text": " ".join(WORDS[:3]), **contents}
@@ -259,6 +260,11 @@ def test_texts_and_pages_share_a_collection(
     (expected,) = model.encode_document([mixed["text"]])
     first_end = int(vectors.offsets[1])
     torch.testing.assert_close(vectors.values[:first_end].float(), expected, rtol=2e-3, atol=2e-3)
+    for n_workers in (0, 1):
+        output = tmp_path / f"{n_workers} workers"
+        encode_tokens(model, mixed, output, batch_size=8, page_workers=n_workers)
+        stored = open_tokens(output).read(list(mixed))
+        torch.testing.assert_close(stored.values, vectors.values, rtol=2e-3, atol=2e-3)
 
 
 def test_an_interrupted_run_is_resumed(
@@ -342,6 +348,13 @@ def test_dense_vectors_of_pages_are_refused(
 def test_few_pages_need_no_worker_processes() -> None:
     assert default_page_workers(63) == 0
     assert 1 <= default_page_workers(64) <= 8
+
+
+def test_ranks_of_a_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(page_encoding, "share_of_cores", {1: 32, 4: 8}.__getitem__)
+
+    assert default_page_workers(64) == 7
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold._internal.typing import Model
+from tilefold.distributed.ranks import share_of_cores
 from tilefold.pipeline.rows import bisect_failures
 from tilefold.pipeline.threads import Prefetcher
 from tilefold.retrieval.data.documents import Content
@@ -91,7 +92,7 @@ def check_encodes_images(model: Model) -> None:
 def default_page_workers(n_pages: int) -> int:
     """Return the number of worker processes that decode pages: one per spare core, at most 8.
 
-    There are none for a few pages, and where processes cannot be forked.
+    Ranks of the same machine share its cores. There are none for a few pages, and where processes cannot be forked.
 
     Args:
         n_pages: number of pages to decode.
@@ -99,8 +100,9 @@ def default_page_workers(n_pages: int) -> int:
     can_fork = "fork" in multiprocessing.get_all_start_methods()
     if not can_fork or n_pages < _MIN_PAGES_FOR_WORKERS:
         return 0
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, min((n_cores or 1) - 1, _MAX_WORKERS))
+    ranks_of_machine = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    n_cores = share_of_cores(max(1, ranks_of_machine))
+    return max(1, min(n_cores - 1, _MAX_WORKERS))
 
 
 def prompt_of(model: Any, kind: str) -> str | None:
