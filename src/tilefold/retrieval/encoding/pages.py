@@ -92,7 +92,8 @@ def check_encodes_images(model: Model) -> None:
 def default_page_workers(n_pages: int) -> int:
     """Return the number of worker processes that decode pages: one per spare core, at most 8.
 
-    Ranks of the same machine share its cores. There are none for a few pages, and where processes cannot be forked.
+    Ranks of the same machine share its cores. There are no workers for a few pages, and where
+    processes cannot be forked.
 
     Args:
         n_pages: number of pages to decode.
