@@ -275,7 +275,7 @@ def measure(form: Form, model_folder: Path, collection: r.Collection, folder: Pa
     searcher = r.Searcher(index, model, documents=collection.documents)
     ranking = searcher.rank(collection.queries, r.SearchRequest(k=CUT_OFF))
     measures = r.evaluate(ranking.run, collection.qrels["test"], [f"nDCG@{CUT_OFF}"])
-    return measures[f"nDCG@{CUT_OFF}"]
+    return float(measures[f"nDCG@{CUT_OFF}"])
 
 
 def run_once(form: Form, folder: Path, *, fused: bool) -> Outcome:
