@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -474,3 +475,27 @@ def test_page_images_have_thumbnails_and_open_with_their_heat_maps(
         assert [
             message for message in page.said if not any(code in message for code in expected)
         ] == []
+
+
+def test_hits_of_late_interaction_list_the_tokens_that_match(
+    page: Any,
+    late: Any,
+    collection: Collection,
+    tmp_path: Path,
+) -> None:
+    texts = collection.contents()
+    index = r.LateIndex.build(r.encode_texts(late, texts, kind="document"), tmp_path / "index")
+    served = Served(late, "multi-vector", "colbert")
+    searchable = Searchable("texts", index, served, collection.documents)
+    with serving(Service([served], searchable=searchable)) as client:
+        visit(page, client, "?q=csv+files")
+        body = {"query": "csv files", "hits": 10, "explain": True}
+        (best, *_) = client.post("/v1/texts/search", body).json["candidates"]
+        shown = page.locator("#results article").first.locator(".terms li").all_inner_texts()
+        expected = [
+            f"{match['query_token']} → {match['document_token']} {match['similarity']:.2f}"
+            for match in best["explanation"]["matches"]
+            if match["content"]
+        ]
+        assert shown == expected
+        assert page.said == []
