@@ -9,6 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -235,6 +236,35 @@ def test_lora_on_frozen_weights_in_bf16_is_trained_in_fp32(
     use_fp32_weights(model, frozen=False)
     dtypes = {(parameter.requires_grad, parameter.dtype) for parameter in model.parameters()}
     assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_gradient_checkpointing_runs_layers_again_and_has_the_same_losses(
+    bases: dict[str, str],
+    collection: Collection,
+    tmp_path: Path,
+) -> None:
+    recipe = LsrRecipe(
+        base_model=bases["causal"],
+        document=CausalSpec(),
+        gradient_checkpointing=True,
+        **RUN,
+    )
+    mlp_class = transformers.models.qwen2.modeling_qwen2.Qwen2MLP  # runs once in a layer
+    losses, n_forwards = [], []
+    for is_recomputed in (False, True):
+        run = replace(recipe, gradient_checkpointing=is_recomputed)
+        with mock.patch.object(
+            mlp_class,
+            "forward",
+            autospec=True,
+            side_effect=mlp_class.forward,
+        ) as forward:
+            result = train(run, collection, tmp_path / str(is_recomputed))
+        losses.append(result.loss)
+        n_forwards.append(forward.call_count)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    n_layers, n_steps = 2, RUN["max_steps"]
+    assert n_forwards[1] - n_forwards[0] == n_layers * n_steps
 
 
 def test_texts_are_packed_with_an_end_token_between_them(bases: dict[str, str]) -> None:

@@ -17,6 +17,7 @@ from tilefold.distributed.ranks import has_other_ranks
 from tilefold.distributed.world import World
 from tilefold.recipes._rows import BalancedBatches, Column, Reader
 from tilefold.recipes._run import COMPLETE_FILE, NDCG, TrainingError, TrainingRun
+from tilefold.recipes._settings import TrainingSettings
 from tilefold.recipes._sharding import ShardedModel
 from tilefold.recipes._steps import PairCounts, expected_pairs, step_warnings
 from tilefold.recipes._training import DEFAULT_ALPHA, TrainingJob, TrainResult
@@ -581,6 +582,7 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         }
     return {
         **distributed_settings,
+        **_checkpointing_settings(recipe),
         "batch_sampler": "no_duplicates" if recipe.distinct_texts else "batch_sampler",
         "dataloader_drop_last": job.run.resume_point.fill_batches,
         "output_dir": str(job.run.work_dir),
@@ -591,8 +593,6 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "warmup_steps": int(recipe.warmup_ratio * steps),
         "weight_decay": 0.0,
         "bf16": job.result.bf16,
-        "gradient_checkpointing": recipe.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "use_cpu": not on_gpu,
         "dataloader_pin_memory": on_gpu,
         "eval_strategy": "steps" if job.evaluator else "no",
@@ -612,6 +612,25 @@ def _settings(job: TrainingJob) -> dict[str, object]:
         "disable_tqdm": not job.call.verbose,
         "seed": recipe.seed,
     }
+
+
+def _checkpointing_settings(recipe: TrainingSettings) -> dict[str, object]:
+    """Return the trainer's arguments for layers that are recomputed in the backward pass.
+
+    Args:
+        recipe: the recipe, with the field ``gradient_checkpointing``.
+
+    Returns:
+        Name -> value of fields of ``TrainingArguments``; empty if no layer is recomputed.
+    """
+    from transformers import TrainingArguments
+
+    if not recipe.gradient_checkpointing:
+        return {}
+    # transformers 5.23 renamed the fields, and warns of the old names.
+    is_renamed = hasattr(TrainingArguments, "activation_checkpointing")
+    name = "activation_checkpointing" if is_renamed else "gradient_checkpointing"
+    return {name: True, f"{name}_kwargs": {"use_reentrant": False}}
 
 
 def warn_unused_gpus() -> None:
