@@ -306,6 +306,20 @@ def test_a_full_disk_accepts_nothing(running: Running, monkeypatch: pytest.Monke
     assert "second" not in running.hits("print the label")
 
 
+def test_a_missing_permission_is_named(
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(log: DocumentLog) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(log.folder))
+
+    monkeypatch.setattr(DocumentLog, "lock", refuse)
+    reply = running.put(NEW)
+    assert reply.status == 507
+    assert "nothing was accepted" in reply.json["error"]
+    assert "Permission denied" in reply.json["error"]
+
+
 def test_changes_that_cannot_be_written_are_reported_and_tried_again(
     path: Path,
     encoder: Served,
@@ -437,6 +451,7 @@ def test_documents_of_a_log_replace_and_hide_those_of_the_collection(tmp_path: P
     assert documents["a"] == changes[0].document
     assert documents["c"].text == "old"
     assert len(documents) == 3
+    assert bool(documents)
     log.unlock()
 
 

@@ -108,7 +108,8 @@ class DocumentLog:
         Raises:
             DataError: if the log is damaged.
         """
-        self.folder = index_path.parent / f"{index_path.name}.documents"
+        index_path = index_path.absolute()  # "." has no name
+        self.folder = index_path.with_name(f"{index_path.name}.documents")
         self.applied = 0
         self.last = 0
         self.failed: dict[str, str] = {}
@@ -368,6 +369,10 @@ class LoggedDocuments(Mapping[str, Document]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        """Return whether there are documents, without counting them: each search asks."""
+        return bool(self._put) or bool(self._base)
 
 
 def _lock_inheritable(path: Path) -> IO[bytes] | None:

@@ -220,8 +220,9 @@ class IndexFollower:
             self.refusal = None
             return False
         refusal = self.refusal
-        is_refused = refusal is not None and refusal.generation == current
-        return not is_refused or time.monotonic() - refusal.time > _RETRY_SECONDS  # type: ignore[union-attr]
+        if refusal is None or refusal.generation != current:
+            return True
+        return time.monotonic() - refusal.time > _RETRY_SECONDS
 
     async def _open_and_replace(self) -> Searchable:
         """Open the current generation, search it once, and let it take over.
