@@ -21,6 +21,7 @@ pytest.importorskip("sentence_transformers")
 import torch
 
 from tests.cli.program import Call, done, fails, measured, run_steps
+from tests.recipes.small import small_collection
 from tilefold.retrieval import load_queries, open_tokens
 from tilefold.testing.page_models import save_page_model
 from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
@@ -220,8 +221,9 @@ def test_a_model_of_texts_refuses_pages(call: Call, masked_lm: str, tmp_path: Pa
     fails(outcome, 2, "--data: expected texts for a SparseEncoder, got page images")
 
 
-def test_options_of_pages_are_refused_for_texts(call: Call, shared: Path, tmp_path: Path) -> None:
-    texts = ("--model", shared / "late", "--data", shared / "data", "--output", tmp_path / "tokens")
+def test_options_of_pages_are_refused_for_texts(call: Call, tmp_path: Path) -> None:
+    small_collection().save_beir(tmp_path / "data")
+    texts = (*MODEL, "--data", tmp_path / "data", "--output", tmp_path / "tokens")
 
     fails(call("encode", *texts, "--dpi", "72"), 2, "--dpi requires pages")
     fails(call("encode", *texts, "--pages", "1"), 2, "--pages: expected a folder of PDFs")
