@@ -387,10 +387,13 @@ def main() -> int:
     sizes = DEFAULT_SIZES[device]
     if arguments.compositions is not None:
         sizes = Sizes(sizes.n_texts, arguments.compositions, sizes.most_texts)
-    default_dtypes = ("fp32", "bf16") if device == "cpu" else ("bf16", "fp16", "fp32")
+    default_dtypes: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
+    if device == "cpu":
+        default_dtypes = ("fp32", "bf16")
+    dtypes: Sequence[Dtype] = arguments.dtype or default_dtypes
     n_failed = 0
     for name in arguments.network or [name for name in NAMES if name != "tiny"]:
-        for dtype in arguments.dtype or default_dtypes:
+        for dtype in dtypes:
             row = measure(name, dtype, device, sizes)
             n_failed += row.invariant_differing > 0
             print(row, flush=True)
