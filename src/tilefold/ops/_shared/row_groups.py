@@ -175,13 +175,18 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         >>> bool((grouped_linear(rows, weight)[7] == grouped_linear(rows[7:8], weight)[0]).all())
         True
     """
-    dtype = _dtype_of_product(rows)
-    with torch.autocast(rows.device.type, enabled=False):
-        outputs = grouped_product(
-            rows.reshape(-1, rows.size(-1)).to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-        )
+    packed_rows = rows.reshape(-1, rows.size(-1))
+    device_type = rows.device.type
+    if torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device_type)
+        with torch.autocast(device_type, enabled=False):
+            outputs = grouped_product(
+                packed_rows.to(dtype),
+                weight.to(dtype),
+                None if bias is None else bias.to(dtype),
+            )
+    else:
+        outputs = grouped_product(packed_rows, weight, bias)
     return outputs.view(*rows.shape[:-1], weight.size(0))
 
 
@@ -212,13 +217,6 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         else:
             group_outputs.copy_(_multiply(operand, weight, bias)[:n_grouped])
     return outputs
-
-
-def _dtype_of_product(rows: Tensor) -> torch.dtype:
-    """Return the dtype in which autocast, if it is on, lets a linear layer multiply rows."""
-    device_type = rows.device.type
-    is_converted = torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64
-    return torch.get_autocast_dtype(device_type) if is_converted else rows.dtype
 
 
 def _padded(rows: Tensor, size: int) -> Tensor:
