@@ -1,12 +1,13 @@
 r"""Search a served index at a constant rate while it changes: failed requests, p50 and p99.
 
     python -m benchmarks.live_index --work FOLDER [--model minilm] [--documents 20000] [--rate 20] \
-        [--seconds 30] [--device cuda]
+        [--seconds 30] [--device cuda] [--new-model FOLDER]
 
 Timed: a search from the moment at which it is due, at `--rate` per second, to its answer. Searches
 are sent whether or not earlier ones were answered. A row is a phase of at least `--seconds`: at
 rest, during an update from the command line, a deletion, a merge, documents that are put and
-deleted over HTTP, and at rest again. A phase ends when the change has been visible for a moment, so
+deleted over HTTP, and at rest again. With `--new-model`, the first phases are a migration to this
+model, its cut-over and its rollback. A phase ends when the change has been visible for a moment, so
 that the release of the old generation belongs to it. Changes from the command line have a lower
 priority than the server (`nice`), as the page on serving recommends.
 
@@ -51,7 +52,8 @@ NICE = ("nice", "-n", "10")
 WARMUP_SECONDS = 3.0
 # The phase goes on after the change is visible.
 AFTER_CHANGE_SECONDS = 3.0
-LONGEST_CHANGE_SECONDS = 300.0
+LONGEST_REQUEST_SECONDS = 300.0
+LONGEST_CHANGE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,11 @@ def prepare(options: argparse.Namespace) -> Files:
     if not (work / "index").exists():
         tilefold("index", "--vectors", work / "old-vectors", "--output", work / "index")
     index = work / INDEX_NAME
-    for path in (index, work / f"{INDEX_NAME}.documents"):
+    for path in (
+        index,
+        work / f"{INDEX_NAME}.documents",
+        work / f"{INDEX_NAME}.migration",
+    ):
         shutil.rmtree(path, ignore_errors=True)
     shutil.copytree(work / "index", index)
     deleted = work / "deleted.txt"
@@ -161,7 +167,10 @@ async def measure(
     rows: list[dict[str, Any]] = []
     with server(command, files.work / "server.log") as (port, _):
         await search_while(port, bodies, options.rate, WARMUP_SECONDS, None)
-        for phase, change in phases(files, port).items():
+        all_phases = phases(files, port)
+        if options.new_model is not None:
+            all_phases = {**migration_phases(options, files, port), **all_phases}
+        for phase, change in all_phases.items():
             measured, visible_after = await search_while(
                 port,
                 bodies,
@@ -202,6 +211,36 @@ def phases(files: Files, port: int) -> dict[str, Callable[[], None] | None]:
     }
 
 
+def migration_phases(
+    options: argparse.Namespace,
+    files: Files,
+    port: int,
+) -> dict[str, Callable[[], None] | None]:
+    """Return the phases of a migration to ``--new-model`` and back, which come first.
+
+    Args:
+        options: the options of the benchmark.
+        files: the files of the benchmark.
+        port: port of the server.
+    """
+    migrate = ("migrate", "--index", files.index)
+    start: list[str | Path] = [*migrate, "--model", options.new_model, "--old-model", options.model]
+    start += ["--data", files.work / "old.jsonl", "--share", str(options.share)]
+    if options.kind is not None:
+        start += ["--kind", options.kind]
+
+    def roll_back() -> None:
+        change_files(port, *migrate, "--rollback")
+        tilefold(*migrate, "--discard")
+
+    return {
+        "rest before migration": None,
+        "migrate": partial(tilefold, *start),
+        "cut over": partial(change_files, port, *migrate, "--cut-over"),
+        "roll back": roll_back,
+    }
+
+
 def change_files(port: int, *arguments: str | Path) -> None:
     """Change the index from the command line, and wait until the server has followed."""
     generation = served_generation(port)
@@ -224,7 +263,7 @@ def served_generation(port: int) -> str:
 
 def send(port: int, method: str, path: str, body: Any = None) -> Any:
     """Send a request with the admin key, and return the JSON of the answer."""
-    connection = http.client.HTTPConnection(HOST, port, timeout=LONGEST_CHANGE_SECONDS)
+    connection = http.client.HTTPConnection(HOST, port, timeout=LONGEST_REQUEST_SECONDS)
     headers = {"authorization": f"Bearer {ADMIN_KEY}", "content-type": "application/json"}
     try:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
@@ -313,6 +352,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--work", type=Path, required=True, help="folder that is kept")
     parser.add_argument("--model", default="minilm", help="of documents and queries")
     parser.add_argument("--kind", help="of vectors, such as dense; by default as the model")
+    parser.add_argument("--new-model", help="first migrate to this model, and back")
+    parser.add_argument("--share", type=float, default=0.5, help="of the machine, to migrate")
     parser.add_argument("--documents", type=int, default=20_000)
     parser.add_argument("--rate", type=float, default=20.0, help="searches per second")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each phase at least")

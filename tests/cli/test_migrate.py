@@ -30,7 +30,7 @@ NEW_DOCUMENT = {"_id": "kettles", "title": "Kettles", "text": "Read and write ab
 @pytest.fixture(autouse=True)
 def keep_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this process keep its priority, which a command may lower but not raise again."""
-    monkeypatch.setattr(throttle, "lower_priority", lambda: None)
+    monkeypatch.setattr("tilefold.cli.migrate.lower_priority", lambda: None)
 
 
 @pytest.fixture(scope="session")
@@ -176,6 +176,7 @@ def test_an_interrupted_migration_is_resumed_by_its_index_alone(
     live: Path,
     shared: Path,
     new_model: str,
+    masked_lm: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def interrupt(self: throttle.Throttle) -> None:
@@ -204,7 +205,13 @@ def test_an_interrupted_migration_is_resumed_by_its_index_alone(
         "--top-k requires a sparse model",
     )
     done(call("migrate", "--index", live))
-    done(call("migrate", "--index", live, "--cut-over"))
+    fails(
+        call("migrate", "--index", live, "--model", masked_lm, "--cut-over"),
+        2,
+        f"--model: the migration of {live} was started with {new_model}, got {masked_lm}",
+    )
+    cut_over = done(call("migrate", "--index", live, "--cut-over"))
+    assert "computes in" not in cut_over.err, "without changes, no model is loaded"
 
 
 @pytest.mark.parametrize(

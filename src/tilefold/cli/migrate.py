@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +17,7 @@ from tilefold.cli._options import DocumentFieldOptions, option, refuse_options
 from tilefold.cli.encode import EncodingOptions
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.fields import DocumentFields
+from tilefold.retrieval.encoding.throttle import lower_priority
 from tilefold.retrieval.index import DENSE, LATE
 from tilefold.retrieval.index.protocol import read_description
 
@@ -228,6 +230,8 @@ def migrate(request: MigrateRequest) -> None:
     Example:
         tilefold migrate --index INDEX --model NEW_MODEL --data DATA
     """
+    if request.share < 1:
+        lower_priority()  # before libraries start threads, which inherit it
     with _clear_permission_errors(request.index):
         if request.discard:
             _discard(request)
@@ -257,34 +261,50 @@ def _clear_permission_errors(index: Path) -> Iterator[None]:
 
 
 class ModelEncoder:
-    """A model with its options of encoding, as a migration uses it.
+    """A model with its options of encoding, as a migration uses it; loaded when it is needed.
 
-    Attributes:
-        model: the model.
-        fingerprint: digest of the model.
+    Args:
+        request: the options of the command.
+        model_name: the folder or the name of the model.
+        option_name: the option that names it, for messages.
     """
 
-    def __init__(self, model: Model, encoding: Encoding, share: float) -> None:
-        """Wrap a model.
+    def __init__(self, request: MigrateRequest, model_name: str, option_name: str) -> None:
+        self._request = request
+        self._name = model_name
+        self._option_name = option_name
 
-        Args:
-            model: the model.
-            encoding: the options of encoding.
-            share: the share of the machine that encoding may take.
-        """
+    @cached_property
+    def _loaded(self) -> tuple[Model, Encoding]:
+        """The model and its options of encoding."""
+        path = _models.checked_model_name(self._name, self._option_name)
+        model, model_kind = _models.load_kind(
+            self._name if self._name == _models.PACKAGED else path,
+            self._request.kind,
+            self._request.dtype,
+            fp8=self._request.fp8,
+            invariant=self._request.invariant,
+        )
+        _models.note_precision(self._name, model)
+        with _options.option_errors(storage="--storage"):
+            encoding = self._request.encoding(self._name, model_kind)
+        return model, encoding
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the model."""
         from tilefold.retrieval.common.provenance import model_fingerprint
 
-        self.model = model
-        self.fingerprint = model_fingerprint(model)
-        self._encoding = encoding
-        self._share = share
+        model, _ = self._loaded
+        return model_fingerprint(model)
 
     def encode(self, texts: Mapping[str, str], folder: Path) -> Any:
         """Encode texts into a folder, and return the vectors; see :class:`DocumentEncoder`."""
         from tilefold.retrieval.encoding.sparse import Output, encode_to_folder
         from tilefold.retrieval.encoding.throttle import Throttle
 
-        throttle = Throttle(self._share, on_gpu=self.model.device.type == "cuda")
+        model, encoding = self._loaded
+        throttle = Throttle(self._request.share, on_gpu=model.device.type == "cuda")
         option_errors = _options.option_errors(max_length="--max-length", dimension="--dimension")
         with _common.resumable_progress_bar("encoding") as show, option_errors:
 
@@ -293,7 +313,7 @@ class ModelEncoder:
                 throttle.pause()
 
             output = Output(folder, progress=report_and_pause)
-            manifest = encode_to_folder(self._encoding, self.model, texts, output)
+            manifest = encode_to_folder(encoding, model, texts, output)
         for name, reason in manifest.failed.items():
             note(f"not encoded: {name}: {reason}")
         if manifest.layout == "sparse":
@@ -303,33 +323,6 @@ class ModelEncoder:
         return retrieval.open_tokens(folder)
 
 
-def _load_encoder(request: MigrateRequest, model_name: str, option_name: str) -> ModelEncoder:
-    """Load a model that encodes the documents of a migration.
-
-    Args:
-        request: the options of the command.
-        model_name: the folder or the name of the model.
-        option_name: the option that names it, for messages.
-    """
-    from tilefold.retrieval.encoding.throttle import lower_priority
-
-    path = _models.checked_model_name(model_name, option_name)
-    if request.share < 1:
-        lower_priority()  # before threads are started, which inherit it
-    name = model_name if model_name == _models.PACKAGED else path
-    model, model_kind = _models.load_kind(
-        name,
-        request.kind,
-        request.dtype,
-        fp8=request.fp8,
-        invariant=request.invariant,
-    )
-    _models.note_precision(model_name, model)
-    with _options.option_errors(storage="--storage"):
-        encoding = request.encoding(model_name, model_kind)
-    return ModelEncoder(model, encoding, request.share)
-
-
 def _build_and_cut_over(request: MigrateRequest) -> None:
     """Start or resume the migration, repeat the changes so far, and cut over with ``--cut-over``.
 
@@ -337,7 +330,6 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         request: the options of the command.
     """
     from tilefold.retrieval.index.migration import Migration, MigrationRecord
-    from tilefold.serve.document_log import DocumentLog
 
     record = MigrationRecord.read(request.index)
     if record is not None:
@@ -351,15 +343,60 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
             f"{missing}: required to start a migration; an index holds neither the name of its "
             "model nor the texts of its documents.",
         )
-    read_description(request.index)  # raises an error before the model is loaded
-    encoder = _load_encoder(request, request.model, "--model")
+    encoder = ModelEncoder(request, request.model, "--model")
+    if record is None:
+        read_description(request.index)  # raises an error before the model is loaded
+        _ = encoder.fingerprint  # raises an error before anything is written
+    elif _recorded_name(request.model) != record.model:
+        _check_recorded_model(request, encoder, record)
+    if record is None or not Migration(request.index, record).is_built:
+        migration = _build(request, request.data, encoder)
+    else:
+        migration = Migration(request.index, record)
+    migration.catch_up(encoder)
+    if request.cut_over:
+        migration.exchange(encoder)
+    _print_state(request, migration)
+
+
+def _check_recorded_model(
+    request: MigrateRequest,
+    encoder: ModelEncoder,
+    record: MigrationRecord,
+) -> None:
+    """Raise ``UsageError`` if ``--model`` is not the model with which the migration was started.
+
+    Args:
+        request: the options of the command.
+        encoder: the model of ``--model``.
+        record: the record of the migration.
+    """
+    if encoder.fingerprint != record.model_fingerprint:
+        raise UsageError(
+            f"--model: the migration of {request.index} was started with {record.model}, got "
+            f"{request.model}. Leave it out, or discard the migration (--discard).",
+        )
+
+
+def _build(request: MigrateRequest, data: str, encoder: ModelEncoder) -> Migration:
+    """Start the migration unless it was started, and build the new index.
+
+    Args:
+        request: the options of the command.
+        data: the documents of the index.
+        encoder: the new model.
+    """
+    from tilefold.retrieval.index.migration import Migration, MigrationRecord
+    from tilefold.serve.document_log import DocumentLog
+
     with _common.document_fields(_fields_of(request.recorded_options())):
         collection = _common.load_data(
-            request.data,
+            data,
             documents_only=True,
             stored=_scores.STREAMED_FILE_BYTES,
         )
     log = DocumentLog(request.index.resolve())
+    record = MigrationRecord.read(request.index)
     if record is None:
         migration = _start(request, collection, log, encoder)
     else:
@@ -367,10 +404,7 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     # After an interruption, the user is told that the same command resumes.
     _common.finished_work_checks.append(lambda: True)
     migration.build(log.documents(collection.documents), encoder)
-    migration.catch_up(encoder)
-    if request.cut_over:
-        migration.exchange(encoder)
-    _print_state(request, migration)
+    return migration
 
 
 def _fields_of(options: Mapping[str, Any]) -> DocumentFields:
@@ -474,9 +508,9 @@ def _roll_back(request: MigrateRequest) -> None:
         )
     old_model = request.old_model or migration.record.old_model
     encoder = None
-    if migration.n_changes() and old_model is not None:
+    if old_model is not None:
         kind = _KIND_OF_BACKEND[read_description(migration.standby)["backend"]]
-        encoder = _load_encoder(replace(request, kind=kind), old_model, "--old-model")
+        encoder = ModelEncoder(replace(request, kind=kind), old_model, "--old-model")
     migration.exchange(encoder)
     _print_state(request, migration)
 

@@ -83,11 +83,12 @@ _SHOWN_IDS = 5
 class DocumentEncoder(Protocol):
     """A model that encodes the documents of a migration.
 
-    Attributes:
-        fingerprint: digest of the model.
+    It may be loaded when it is first used: a migration without anything to encode does not use it.
     """
 
-    fingerprint: str
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the model."""
 
     def encode(self, texts: Mapping[str, str], folder: Path) -> Any:
         """Encode texts into a folder, and return the vectors that are stored there.
