@@ -206,6 +206,21 @@ def test_a_request_keeps_its_generation_and_the_last_one_releases_it(
     assert unwatched.client.metric("tilefold_index_open_generations") == 1
 
 
+def test_a_generation_is_released_without_the_garbage_collector(
+    unwatched: Running,
+    last: r.SparseVectors,
+) -> None:
+    gc.disable()  # collections are rare in a server whose objects are frozen
+    try:
+        for _ in range(2):
+            update_index(unwatched.path, last)
+            assert unwatched.reload().status == 200
+            assert last.ids[0] in unwatched.ids()
+        wait_until(lambda: unwatched.client.metric("tilefold_index_open_generations") == 1)
+    finally:
+        gc.enable()
+
+
 def test_parts_that_did_not_change_are_not_opened_again(
     unwatched: Running,
     last: r.SparseVectors,

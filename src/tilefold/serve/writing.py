@@ -372,14 +372,15 @@ class DocumentWriter:
         """
         folder = self.log.folder / "segment"
         await self.service.run_in_background(_create_empty, folder)
-        searchable = self.follower.served
+        # No reference to the generation itself is kept, so that it can be released meanwhile.
+        backend = self.follower.served.index.backend
         vectors = None
-        if batch.documents and searchable.index.backend != BM25Index.backend:
+        if batch.documents and backend != BM25Index.backend:
             vectors = await self._encode(batch, folder / "vectors")
         change = await self.service.run_in_background(
             _write_change,
             self._index,
-            searchable.index.backend,
+            backend,
             batch,
             folder,
             vectors,
@@ -401,11 +402,11 @@ class DocumentWriter:
         Raises:
             DataError: if the served model has not encoded the index.
         """
-        searchable = self.follower.served
-        model = searchable.encoder
+        model = self.follower.served.encoder
         if model is None:
             raise DataError("the index has vectors, but the server has no model for them.")
-        provenance = searchable.index.provenance
+        provenance = self.follower.served.index.provenance
+        dimension = getattr(self.follower.served.index, "dimension", None)
         await self._check_model(model, provenance)
         rows = await self._encode_documents(model, batch, provenance.passages)
         if not batch.documents:
@@ -416,7 +417,7 @@ class DocumentWriter:
             _texts_of(batch.documents, provenance.passages),
             rows,
             provenance,
-            getattr(searchable.index, "dimension", None),
+            dimension,
             folder,
         )
         return folder
