@@ -41,6 +41,14 @@ from tilefold.integrations.sentence_transformers import accelerate, encode_spars
 from tilefold.recipes.backbone import minilm_path, minilm_splade
 
 VOCABULARY = 30522  # of the tokenizer of MiniLM
+# Ids of its special tokens.
+TOKENS = {
+    "pad_token_id": 0,
+    "bos_token_id": 101,
+    "cls_token_id": 101,
+    "eos_token_id": 102,
+    "sep_token_id": 102,
+}
 LONGEST = 512
 PROMPT = "query: "
 QUERY = "read a file line by line and sort the numbers of it"
@@ -190,6 +198,7 @@ def make_model(name: str, device: str) -> SparseEncoder:
     network = NETWORKS[name]
     config = getattr(transformers, network.config)(
         **network.sizes,
+        **TOKENS,
         vocab_size=VOCABULARY,
         max_position_embeddings=LONGEST,
     )
