@@ -562,3 +562,31 @@ def test_figures_of_trunks_in_fp8() -> None:
     ):
         (figure,) = re.findall(pattern, page)
         assert float(figure) == round(float(row[column]), decimals(figure))
+
+
+@pytest.mark.parametrize(
+    ("folder", "network", "name"),
+    [
+        pytest.param("cpu-amd-epyc-1-threads", "minilm", "MiniLM", id="minilm"),
+        pytest.param("cpu-amd-epyc-2-threads", "tiny", "tiny BERT", id="tiny"),
+    ],
+)
+def test_the_table_of_invariant_vectors_has_the_measured_rows(
+    folder: str,
+    network: str,
+    name: str,
+) -> None:
+    path = f"benchmarks/results/{folder}/invariance.csv"
+    with (ROOT / path).open(encoding="utf-8") as file:
+        (row,) = [row for row in csv.DictReader(file) if row["network"] == network]
+    cells = (
+        f"[{name}](../{path})",
+        row["threads"],
+        f"{int(row['rows']):,}",
+        row["differing"],
+        row["invariant_differing"],
+        f"{float(row['throughput']):.2f}".removeprefix("0"),
+        f"{float(row['query_time']):.2f}",
+    )
+    page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
+    assert f"| {' | '.join(cells)} |" in page
