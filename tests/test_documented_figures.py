@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import recipes_table
+from tilefold.recipes import CausalSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -590,3 +591,22 @@ def test_the_table_of_invariant_vectors_has_the_measured_rows(
     )
     page = (ROOT / "docs" / "numerics.md").read_text(encoding="utf-8")
     assert f"| {' | '.join(cells)} |" in page
+
+
+@pytest.mark.parametrize(
+    ("ending", "pattern"),
+    [
+        pytest.param("batch_size=16", r"to (\.\d+) ± (\.\d+) on packed tokens", id="packed"),
+        pytest.param("fused=false", r"the same model reaches (\.\d+) ± (\.\d+)", id="padded"),
+    ],
+)
+def test_figures_of_the_small_decoder(ending: str, pattern: str) -> None:
+    rows = matching_rows(EPYC_ONE_THREAD, "recipes", data="scifact-400", base="adapted")
+    values = [float(row["nDCG@10"]) for row in rows if row["recipe"].endswith(ending)]
+    ((mean, deviation),) = re.findall(pattern, page_path("recipes.md").read_text(encoding="utf-8"))
+    check_figure(mean, [statistics.fmean(values)])
+    check_figure(deviation, [statistics.stdev(values)])
+    assert mean in CausalSpec.measured
+    (start,) = {row["start_nDCG@10"] for row in rows}
+    check_figure(re.findall(r"from an nDCG@10 of (\.\d+)", CausalSpec.measured)[0], [float(start)])
+    assert min(values) > float(start)

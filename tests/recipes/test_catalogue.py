@@ -114,6 +114,9 @@ def test_two_steps_leave_a_model_that_searches(
     ]
     assert any("tilefold" in text for text in listed) == (entry.name not in STOCK)
     assert (result.steps, result.reused) == (2, False)
+    measured = "" if isinstance(recipe, ColbertRecipe) else recipe.document.measured
+    assert bool(measured) == (entry.name == "causal-splade")
+    assert measured in (tmp_path / "m" / "README.md").read_text()
     if isinstance(recipe, ColbertRecipe):
         late: Any = MultiVectorEncoder(str(tmp_path / "m"), device="cpu")
         vectors = late.encode_query(list(collection.queries.values()))

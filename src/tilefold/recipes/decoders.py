@@ -43,6 +43,11 @@ class CausalLmSpec(PooledHeadSpec):
 
     network_fields: ClassVar[tuple[str, ...]] = ("base_model", "lora")
     transformer_task: ClassVar[str] = "text-generation"
+    measured: ClassVar[str] = (
+        "Decoders are trained on packed tokens, without padding. In a test of tilefold on 400 "
+        "documents of SciFact, a Llama of three layers improved in 48 steps from an nDCG@10 of "
+        ".100 to .304, and to .295 on padded tokens (means of three seeds)."
+    )
 
     lora: int | None = checked(None, integer())
 
