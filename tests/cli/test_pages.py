@@ -87,6 +87,28 @@ def test_encoding_reports_pages_and_files_that_cannot_be_opened(call: Call) -> N
     assert "not opened: broken.pdf" in again.err
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="defaults"),
+        pytest.param(("--dpi", "20", "--pool-factor", "2", "--pages", "1"), id="options of encode"),
+    ],
+)
+def test_vectors_of_pages_are_verified(
+    call: Call,
+    tmp_path: Path,
+    options: tuple[str, ...],
+) -> None:
+    tokens = tmp_path / "tokens"
+    done(call("encode", *MODEL, *PAGES, "--output", tokens, *options))
+    pages = options[-2:] if "--pages" in options else ()
+
+    verified = measured(call("verify", tokens, *MODEL, *PAGES, *pages, "--sample", "4", "--json"))
+
+    assert (verified["n_compared"], verified["passed"]) == (4, True)
+    assert verified["largest_difference"] < 1e-2  # of another number of tokens, it is infinite
+
+
 def test_a_search_finds_the_pages_that_exact_scores_rank_first(call: Call) -> None:
     for query in list(load_queries("pages/queries.jsonl").values())[:3]:
         searched = call("search", query, "--index", "index", *MODEL, *PAGES, "--k", "4", "--json")

@@ -24,11 +24,13 @@ class PageParts:
         model: a model of page images.
         collection: the pages.
         index: an index of the pages' token vectors.
+        folder: the folder of the model, the pages and the index.
     """
 
     model: Any
     collection: r.Collection
     index: r.LateIndex
+    folder: Path
 
     def service(self, **limits: Any) -> Service:
         """Return a service of the model and the index, with some limits."""
@@ -55,4 +57,4 @@ def make_page_parts(folder: Path, n_pages: int = 7) -> PageParts:
     dimension = vectors[0].size(1)
     tokens = r.TokenVectors.pack(list(collection.documents), vectors, dimension, "fp16")
     index = r.LateIndex.build(tokens, folder / "index")
-    return PageParts(model, collection, index)
+    return PageParts(model, collection, index, folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 
 from tests.serve.page_service import PageParts, make_page_parts
 from tests.serve.running import Client, serving
+from tests.serve.test_documents import writing_server
 from tilefold import retrieval as r
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
@@ -193,6 +195,48 @@ def test_heat_maps_are_those_of_the_searcher(client: Client, parts: PageParts) -
         actual = np.asarray(opened(client.get(address)), float)
         expected = np.asarray(explanation.draw(image, token), float)
         assert np.abs(actual - expected).mean() < 6, "JPEG loses little"
+
+
+def test_a_page_that_the_index_lacks_has_no_heat_map(parts: PageParts) -> None:
+    first_page = next(iter(parts.collection.documents.values()))
+    documents = {**parts.collection.documents, "new.png": replace(first_page, id="new.png")}
+    served = Served(parts.model, "multi-vector", "tiny-colpali")
+    searchable = Searchable("pages", parts.index, served, documents)
+    with serving(Service([served], searchable=searchable)) as client:
+        opened(client.get(image_path("new.png")))
+        reply = client.get(f"{image_path('new.png')}?query=a")
+    assert (reply.status, reply.json["error"]) == (404, "the index has no document 'new.png'")
+
+
+def test_pooled_vectors_are_the_reason_that_there_is_no_heat_map(
+    parts: PageParts,
+    tmp_path: Path,
+) -> None:
+    page_ids = list(parts.collection.documents)
+    vectors = [vectors[::2] for vectors in parts.index.token_vectors(page_ids)]
+    tokens = r.TokenVectors.pack(page_ids, vectors, vectors[0].size(1), "fp16")
+    index = r.LateIndex.build(tokens, tmp_path / "index")
+    served = Served(parts.model, "multi-vector", "tiny-colpali")
+    searchable = Searchable("pages", index, served, parts.collection.documents)
+    with serving(Service([served], searchable=searchable)) as client:
+        reply = client.get(f"{image_path(page_ids[0])}?query=a")
+    assert (reply.status, "The vectors were pooled" in reply.json["error"]) == (424, True)
+
+
+def test_an_index_of_pages_takes_no_texts(parts: PageParts, tmp_path: Path) -> None:
+    index_folder = shutil.copytree(parts.folder / "index", tmp_path / "index")
+    served = Served(parts.model, "multi-vector", "tiny-colpali")
+    documents = dict(parts.collection.documents)
+    page_id = next(iter(documents))
+    with writing_server(index_folder, served, documents) as server:
+        reply = server.put({"id": "text", "text": QUERY})
+        assert (reply.status, server.log.n_pending) == (422, 0)
+        assert "document 'text' is a text, and tiny-colpali encodes only" in reply.json["error"]
+        assert server.delete(page_id).status == 200
+        assert server.client.get(f"/v1/papers/image/{quote(page_id)}").status == 404
+        (index,) = server.client.get("/v1/indexes").json["indexes"]
+        assert index["features"]["images"]
+        assert server.put({"id": "text", "text": QUERY}).status == 422
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tilefold.cli._common import UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, argument, option, positive, refuse_options
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.data.documents import Content
     from tilefold.retrieval.encoding.verification import Verification
 
 # Kind of the model by the layout of its vectors.
@@ -39,8 +40,8 @@ class VerifyRequest(DocumentFieldOptions):
     data: Annotated[
         str,
         option(
-            "The --data of `tilefold encode`: a folder in the BEIR layout, a file of documents, or "
-            "pydocs.",
+            "The --data of `tilefold encode`: a folder in the BEIR layout, a file of documents, a "
+            "folder of page images, or pydocs.",
         ),
     ]
     split: Annotated[
@@ -52,13 +53,13 @@ class VerifyRequest(DocumentFieldOptions):
     sample: Annotated[
         int,
         positive(
-            "Number of texts to encode again.",
+            "Number of texts or pages to encode again.",
         ),
     ] = 100
     seed: Annotated[
         int,
         option(
-            "Equal seeds select equal texts.",
+            "Equal seeds select equal texts or pages.",
             min=0,
         ),
     ] = 0
@@ -72,7 +73,7 @@ class VerifyRequest(DocumentFieldOptions):
 
 
 def verify(request: VerifyRequest) -> None:
-    """Encode a sample of texts again, and compare the bits with the vectors of a folder.
+    """Encode a sample of texts or pages again, and compare the bits with the vectors of a folder.
 
     The exit code is 1 if the model has changed, or if vectors of `encode --invariant` differ.
     Other vectors may differ in their last bits.
@@ -87,7 +88,7 @@ def verify(request: VerifyRequest) -> None:
     manifest = manifest_of(request.vectors)
     if manifest.kind != "query":
         refuse_options({"--split": request.split}, "requires vectors of queries")
-    texts = _texts_of(request, manifest)
+    contents = _contents_of(request, manifest)
     model, _ = _models.load_model(
         request.model,
         kinds=(_MODEL_KINDS[manifest.layout],),
@@ -97,7 +98,7 @@ def verify(request: VerifyRequest) -> None:
     verification = verify_vectors(
         request.vectors,
         model,
-        texts,
+        contents,
         sample=request.sample,
         seed=request.seed,
     )
@@ -107,8 +108,8 @@ def verify(request: VerifyRequest) -> None:
         raise typer.Exit(1)
 
 
-def _texts_of(request: VerifyRequest, manifest: Any) -> Mapping[str, str]:
-    """Return the texts that were encoded, by id.
+def _contents_of(request: VerifyRequest, manifest: Any) -> Mapping[str, Content]:
+    """Return the texts or pages that were encoded, by id.
 
     Args:
         request: the options of the command.
@@ -126,7 +127,7 @@ def _texts_of(request: VerifyRequest, manifest: Any) -> Mapping[str, str]:
     if not is_query:
         passages = manifest.provenance.passages
         if passages is None:
-            return collection.contents()
+            return collection.content()
         return Passages.parse(passages).of(collection.documents)
     if not collection.queries:
         raise UsageError(f"--data: {request.data} has no queries.")

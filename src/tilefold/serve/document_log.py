@@ -322,7 +322,11 @@ class DocumentLog:
 
 
 class LoggedDocuments(Mapping[str, Document]):
-    """Documents of a collection with those of a log, which are read when they are used."""
+    """Documents of a collection with those of a log, which are read when they are used.
+
+    Attributes:
+        base: documents of the collection.
+    """
 
     def __init__(
         self,
@@ -339,7 +343,7 @@ class LoggedDocuments(Mapping[str, Document]):
             lines: id -> the last line about the document.
             deleted: ids of documents that the index does not have any more.
         """
-        self._base = base
+        self.base = base
         self._path = path
         self._deleted = deleted
         self._put = {name: line for name, line in lines.items() if not line.is_deleted}
@@ -350,7 +354,7 @@ class LoggedDocuments(Mapping[str, Document]):
             raise KeyError(document_id)
         line = self._put.get(document_id)
         if line is None:
-            return self._base[document_id]
+            return self.base[document_id]
         with self._path.open("rb") as file:
             file.seek(line.offset)
             change = Change.from_json(json.loads(file.read(line.size)))
@@ -360,11 +364,11 @@ class LoggedDocuments(Mapping[str, Document]):
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the ids: those of the collection, then those that are only in the log."""
-        for document_id in self._base:
+        for document_id in self.base:
             if document_id not in self._deleted:
                 yield document_id
         for document_id in self._put:
-            if document_id not in self._base:
+            if document_id not in self.base:
                 yield document_id
 
     def __len__(self) -> int:
@@ -372,7 +376,7 @@ class LoggedDocuments(Mapping[str, Document]):
 
     def __bool__(self) -> bool:
         """Return whether there are documents, without counting them: each search asks."""
-        return bool(self._put) or bool(self._base)
+        return bool(self._put) or bool(self.base)
 
 
 def _lock_inheritable(path: Path) -> IO[bytes] | None:

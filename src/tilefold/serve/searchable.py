@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ from tilefold.retrieval.search.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 from tilefold.serve.bodies import keep_largest
+from tilefold.serve.document_log import LoggedDocuments
 from tilefold.serve.models import Served, TextTokens
 
 Options = Mapping[str, Any]
@@ -132,9 +133,28 @@ class Searchable:
     @cached_property
     def has_images(self) -> bool:
         """Whether a document is a page image."""
-        if not isinstance(self.documents, dict):  # documents that are read one by one are texts
-            return False
-        return any(document.page is not None for document in self.documents.values())
+        return any(document.page is not None for document in self._possible_pages)
+
+    @cached_property
+    def has_only_images(self) -> bool:
+        """Whether all documents are page images, apart from texts that were put over HTTP.
+
+        Without documents, the index says whether page images were encoded.
+        """
+        if not self.documents:
+            return self.index.provenance.dpi is not None
+        pages = self._possible_pages
+        return bool(pages) and all(document.page is not None for document in pages)
+
+    @property
+    def _possible_pages(self) -> Collection[Document]:
+        """Documents of the collection, if page images may be among them."""
+        documents = self.documents
+        if isinstance(documents, LoggedDocuments):  # documents that were put over HTTP are texts
+            documents = documents.base
+        if not isinstance(documents, dict):  # documents that are read one by one are texts
+            return ()
+        return documents.values()
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """Convert an encoded query to the form in which the index searches with it.

@@ -21,7 +21,7 @@ from tilefold.retrieval.data.metadata import Filter
 from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.data.passages import document_of
 from tilefold.retrieval.encoding.scored_tokens import query_tokens
-from tilefold.retrieval.errors import DataError, MissingDocumentError
+from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
 from tilefold.retrieval.search.feedback import Feedback
 from tilefold.retrieval.search.fusion import Fusion, Normalization
 from tilefold.retrieval.search.reranking import Reranking
@@ -448,7 +448,8 @@ class _Search:
             image: the page.
 
         Raises:
-            ServeError: if the index has no token vectors, or not those of the page.
+            ServeError: if the index has no token vectors, or not those of the page. The status is
+                404 if the page is in the collection, and not in the index.
         """
         searchable = self.searchable
         encoder = searchable.encoder
@@ -460,7 +461,14 @@ class _Search:
             explained = searchable.searcher.explain_items(query, {document_id: image})
             return explained[document_id]
 
-        return await self._run_explanation(encoder, explain)
+        try:
+            return await self._run_explanation(encoder, explain)
+        except MissingDocumentError as error:
+            raise ServeError(
+                "Validation",
+                f"the index has no document {document_id!r}",
+                status=404,
+            ) from error
 
     async def _run_explanation(self, encoder: Served, explain: Callable[[], T]) -> T:
         """Run a function that explains scores by tokens, in the batch worker of a model.
@@ -470,14 +478,19 @@ class _Search:
             explain: the function.
 
         Raises:
-            ServeError: if the index does not have the vectors of a document's tokens.
+            ServeError: if the vectors of a document are not one per token.
+            MissingDocumentError: if the index does not have a document.
         """
-        try:
-            return await self.service.run_on_device(encoder, explain)
-        except MissingDocumentError:
-            raise
-        except DataError as error:
-            raise ServeError("Backend", str(error)) from error
+
+        def run() -> T:
+            try:
+                return explain()
+            except MissingDocumentError:
+                raise
+            except ArgumentDataError as error:  # its message has no path
+                raise ServeError("Backend", str(error)) from error
+
+        return await self.service.run_on_device(encoder, run)
 
     async def _match_tokens(self, query: str, ranking: Ranking, n_hits: int) -> _TokenMatches:
         """Return the tokens of the query, and the matches of the best hits that are texts.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
+from tilefold.retrieval.errors import MissingDocumentError
 from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
 from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
 from tilefold.serve.images import ImageInput, blank_page, decode_image
@@ -584,9 +585,22 @@ class Service:
         self.searchable = searchable
 
     async def run_on_device(self, model: Served, function: Callable[[], T]) -> T:
-        """Run a function in the batch worker of a model's device."""
-        answer = await self._workers[model.device].submit(_FUNCTION_KEY, function, tokens=0)
-        value: T = answer.value
+        """Run a function in the batch worker of a model's device.
+
+        Raises:
+            MissingDocumentError: if the function raises it. Other errors become a ``ServeError``.
+        """
+
+        def run() -> T | MissingDocumentError:
+            try:
+                return function()
+            except MissingDocumentError as error:  # the caller says what lacks the document
+                return error
+
+        answer = await self._workers[model.device].submit(_FUNCTION_KEY, run, tokens=0)
+        value: T | MissingDocumentError = answer.value
+        if isinstance(value, MissingDocumentError):
+            raise value
         return value
 
     def acquire_inputs(

@@ -30,7 +30,7 @@ from tilefold.retrieval.index import LATE
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.vectors.sparse import SparseVectors
-from tilefold.serve.bodies import ServeError
+from tilefold.serve.bodies import ServeError, invalid
 from tilefold.serve.document_log import Change, DocumentLog
 from tilefold.serve.following import IndexFollower
 from tilefold.serve.models import Served
@@ -230,9 +230,10 @@ class DocumentWriter:
             wait: whether to wait until searches see the changes.
 
         Raises:
-            ServeError: if there are too many pending changes, another process writes, or the disk
-                cannot be written. None of the changes is then accepted.
+            ServeError: if the index takes no texts, there are too many pending changes, another
+                process writes, or the disk cannot be written. None of the changes is then accepted.
         """
+        self._check_takes_texts(changes)
         async with self._append_lock:
             if self.log.n_pending + len(changes) > MAX_PENDING_DOCUMENTS:
                 raise ServeError(
@@ -260,6 +261,27 @@ class DocumentWriter:
         if wait:
             await self._wait_for(sequence)
         return self._receipt(sequence, len(changes))
+
+    def _check_takes_texts(self, changes: Sequence[Change]) -> None:
+        """Raise ``ServeError`` if a text is put into an index of page images.
+
+        The model of such an index encodes each text as a query. Its vectors are more similar to
+        those of queries than a page is, so that the text would rank first.
+
+        Args:
+            changes: the changes of a request.
+        """
+        searchable = self.follower.served
+        model = searchable.encoder
+        if model is None or not model.takes_images or not searchable.has_only_images:
+            return
+        for change in changes:
+            if change.document is not None:
+                raise invalid(
+                    f"document {change.document_id!r} is a text, and {model.name} encodes only "
+                    "page images as documents: add the page to the folder of --data, encode it, "
+                    "and run `tilefold index --update`",
+                )
 
     def _receipt(self, sequence: int, accepted: int) -> Receipt:
         """Return the answer to a request.

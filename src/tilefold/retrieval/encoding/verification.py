@@ -1,4 +1,4 @@
-"""Comparison of stored vectors with those that a model computes now, for a sample of the texts."""
+"""Comparison of stored vectors with those that a model computes now, for a sample."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from tilefold._internal.arguments import check_encoder, check_least_count, check
 from tilefold._internal.precision import computing_in
 from tilefold._internal.typing import Model
 from tilefold.retrieval.common.provenance import model_fingerprint, provenance_of
+from tilefold.retrieval.data.documents import Content
+from tilefold.retrieval.data.pages import DEFAULT_DPI
 from tilefold.retrieval.encoding.job import IN_MEMORY, INVARIANT, Encoding
 from tilefold.retrieval.encoding.pending_shards import encode_in_memory
 from tilefold.retrieval.encoding.sparse import SparseEncoding
@@ -74,20 +76,21 @@ class _StoredVectors(NamedTuple):
 def verify_vectors(
     folder: str | Path,
     model: Model,
-    texts: Mapping[str, str],
+    texts: Mapping[str, Content],
     *,
     sample: int = 100,
     seed: int = 0,
 ) -> Verification:
-    """Encode a sample of texts again, and compare the bits with the vectors of a folder.
+    """Encode a sample of texts or pages again, and compare the bits with the vectors of a folder.
 
     Args:
         folder: a complete folder of sparse, token or dense vectors.
         model: the model of the vectors. If they promise the same bits in every batch, it must be
             accelerated with ``invariant=True``.
-        texts: all texts of the folder, id -> text.
-        sample: the number of texts that are encoded, at most.
-        seed: equal seeds select equal texts.
+        texts: all texts of the folder, id -> text; or pages, if the folder has those of a model of
+            images.
+        sample: the number of texts or pages that are encoded, at most.
+        seed: equal seeds select equal texts or pages.
 
     Raises:
         ValueError: if the texts are others than those of the folder, or `model` does not keep the
@@ -177,7 +180,13 @@ def encoding_of(manifest: Any) -> Encoding:
             storage=manifest.storage,
             dimension=manifest.dimension,
         )
-    return TokenEncoding(kind=manifest.kind, max_length=max_length, storage=manifest.storage)
+    return TokenEncoding(
+        kind=manifest.kind,
+        max_length=max_length,
+        storage=manifest.storage,
+        pool_factor=settings.get("pool_factor"),
+        dpi=settings.get("dpi", DEFAULT_DPI),
+    )
 
 
 def _dtype_of(manifest: Manifest) -> Any:
@@ -188,7 +197,7 @@ def _dtype_of(manifest: Manifest) -> Any:
 
 def _sample_ids(
     manifest: Manifest,
-    texts: Mapping[str, str],
+    texts: Mapping[str, Content],
     sample: int,
     seed: int,
 ) -> list[str]:

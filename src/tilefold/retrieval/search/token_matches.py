@@ -14,7 +14,7 @@ from tilefold.retrieval.encoding.scored_tokens import (
     content_positions,
     scored_tokens,
 )
-from tilefold.retrieval.errors import DataError
+from tilefold.retrieval.errors import ArgumentDataError
 from tilefold.retrieval.search.heat_maps import (
     Box,
     PatchGrid,
@@ -205,8 +205,9 @@ class ExplainedQuery:
 def _check_count(description: str, tokens: ScoredTokens, vectors: Any) -> None:
     """Raise ``DataError`` if a model returns another number of tokens than there are vectors."""
     if len(tokens.ids) != len(vectors):
-        raise DataError(
-            f"explain: expected one vector per token of {description}, got {len(vectors)} vectors "
+        raise ArgumentDataError(
+            "explain",
+            f"expected one vector per token of {description}, got {len(vectors)} vectors "
             f"for {len(tokens.ids)} tokens. The vectors were pooled, or encoded with another "
             "--max-length or --dpi, or from another text. Build the index with the defaults of "
             "encode to explain its hits.",
