@@ -19,7 +19,7 @@ from tests.processes import environment
 from tests.recipes.small import small_masked_lm
 from tests.serve.running import served, wait_until
 from tilefold import retrieval as r
-from tilefold.cli.migrate import Preview
+from tilefold.cli.migrate import Preview, _describe_preview
 from tilefold.retrieval.encoding import throttle
 from tilefold.retrieval.index.opening import open_index
 
@@ -76,7 +76,9 @@ def test_an_index_moves_to_another_model_and_back(
 ) -> None:
     old_files = files_of(live)
     started = done(start(call, live, new_model, shared / "data", "--old-model", masked_lm))
-    assert f"{live} is still the old one" in started.out
+    assert f"the new index (sparse, {new_model}) has all 16 documents" in started.out
+    assert f"{live} is still the old one (sparse, {masked_lm})" in started.out
+    assert "--old-model" not in started.err
     assert files_of(live) == old_files
 
     queries = r.load_queries(shared / "data" / "queries.jsonl")
@@ -103,11 +105,21 @@ def test_an_index_moves_to_another_model_and_back(
     )
     assert files_of(live) == files_of(tmp_path / "fresh")
     again = done(call("migrate", "--index", live, "--cut-over"))
-    assert f"{live} is the index of {new_model}" in again.out
+    assert f"{live} is the new index (sparse, {new_model}), with 16 documents" in again.out
 
-    done(call("migrate", "--index", live, "--rollback"))
+    rolled_back = done(call("migrate", "--index", live, "--rollback"))
+    assert (
+        f"{live} is the old index again (sparse, {masked_lm}), with 16 documents; the new one "
+        f"(sparse, {new_model}) is kept in {live}.migration/index" in rolled_back.out
+    )
     assert files_of(live) == old_files
     done(call("migrate", "--index", live, "--discard"))
+    fails(
+        call("migrate", "--index", live, "--rollback"),
+        1,
+        f"--rollback: there is no old index to return to, because {live} has no migration",
+        f"tilefold migrate --index {live} --model OLD_MODEL",
+    )
     assert not live.with_name("live.migration").exists()
     assert files_of(live) == old_files
 
@@ -121,7 +133,9 @@ def test_documents_that_are_added_meanwhile_come_into_both_indexes(
     new_documents: Path,
     tmp_path: Path,
 ) -> None:
-    done(start(call, live, new_model, shared / "data"))
+    started = done(start(call, live, new_model, shared / "data"))
+    assert "--old-model was not given: pass it to --preview" in started.err
+    assert "--preview QUERIES --old-model OLD_MODEL" in started.out
     vectors = tmp_path / "new-vectors"
     encode = ("encode", "--model", masked_lm, "--data", new_documents, "--output", vectors)
     done(call(*encode, "--top-k", "64"))
@@ -204,7 +218,8 @@ def test_an_interrupted_migration_is_resumed_by_its_index_alone(
         2,
         "--top-k requires a sparse model",
     )
-    done(call("migrate", "--index", live))
+    resumed = done(call("migrate", "--index", live))
+    assert f"resuming the migration of {live} to {new_model}" in resumed.err
     fails(
         call("migrate", "--index", live, "--model", masked_lm, "--cut-over"),
         2,
@@ -238,7 +253,8 @@ def test_an_interrupted_migration_is_resumed_by_its_index_alone(
             id="model of a discarded migration",
         ),
         pytest.param(("--split", "dev"), 2, "--split requires --preview", id="split alone"),
-        pytest.param(("--rollback",), 1, "expected a migration of", id="nothing to roll back"),
+        pytest.param(("--discard",), 1, "expected a migration of", id="nothing to discard"),
+        pytest.param(("--rollback",), 1, "there is no old index", id="nothing to roll back"),
         pytest.param(
             ("--model", "./missing", "--data", "{data}"),
             2,
@@ -286,6 +302,61 @@ def test_migrations_that_cannot_be_are_refused_and_the_index_stays(
     assert not live.with_name("live.migration").exists()
 
 
+@pytest.mark.parametrize(
+    ("n_documents", "text", "message"),
+    [
+        pytest.param(
+            13,
+            None,
+            "expected the texts of all 16 documents of {live}, got 13; 3 are missing (",
+            id="too few",
+        ),
+        pytest.param(
+            16,
+            "Another text.",
+            "--data: {data} has the ids of {live}, but other texts or another order",
+            id="other text",
+        ),
+    ],
+)
+def test_other_documents_than_those_of_the_index_are_described(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    tmp_path: Path,
+    n_documents: int,
+    text: str | None,
+    message: str,
+) -> None:
+    lines = (shared / "data" / "corpus.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines[:n_documents]]
+    if text is not None:
+        rows[-1]["text"] = text
+    data = tmp_path / "documents.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    outcome = start(call, live, new_model, data)
+    fails(outcome, 1, str(data), message.format(live=live, data=data))
+    assert "--save-run" not in outcome.err
+    assert not live.with_name("live.migration").exists()
+
+
+def test_an_index_of_words_is_refused_before_a_model_is_loaded(
+    call: Call,
+    shared: Path,
+    tmp_path: Path,
+) -> None:
+    data = ("--data", shared / "data")
+    words = tmp_path / "words"
+    done(call("index", "--backend", "bm25", *data, "--output", words))
+    (tmp_path / "no-model").mkdir()
+    fails(
+        call("migrate", "--index", words, "--model", tmp_path / "no-model", *data),
+        1,
+        "one of BM25, which has no model, so that there is nothing to migrate",
+    )
+
+
 def test_a_folder_without_permission_is_named(
     call: Call,
     live: Path,
@@ -312,6 +383,8 @@ def test_a_preview_counts_changed_documents() -> None:
     preview = Preview.of(old_run, new_run, queries, depth=2)
     assert preview.changed == {"q1": 0, "q2": 0, "q3": 0}
     assert preview.other_first == 2
+    assert preview.other_first_queries == ["q1", "q3"]
+    assert _describe_preview(preview, None)[1] == "another first document: q1, q3"
     preview = Preview.of(old_run, new_run, queries, depth=3)
     assert preview.changed == {"q1": 1, "q2": 0, "q3": 0}
     assert preview.mean_changed == pytest.approx(1 / 3)
@@ -335,7 +408,10 @@ def test_an_index_moves_to_a_model_of_another_kind(
 ) -> None:
     model = "minilm" if kind == "dense" else str(shared / "late")
     data = ("--data", shared / "data")
-    done(call("migrate", "--index", live, "--model", model, "--kind", kind, *data, "--cut-over"))
+    migrate = ("migrate", "--index", live, "--model", model, "--kind", kind, *data)
+    cut_over = done(call(*migrate, "--cut-over"))
+    assert f"{live} is the new index ({kind}, {model})" in cut_over.out
+    assert "the old one (sparse) is in" in cut_over.out
     assert json.loads((live / "index.json").read_text())["backend"] == backend
     vectors, fresh = tmp_path / "vectors", tmp_path / "fresh"
     vectors_option = "--tokens" if kind == "tokens" else "--vectors"

@@ -369,5 +369,6 @@ def test_a_check_of_an_index_reports_its_parts_and_fails_if_a_file_is_damaged(
     assert outcome.code == 1
     check = json.loads(outcome.out)
     assert not check["intact"]
+    assert check["merge"] is None
     assert check["damage"] == [f"{ids}: damaged; its checksum is not the one in index.json."]
     assert [part["n_documents"] for part in check["parts"]] == [n_documents, n_documents]

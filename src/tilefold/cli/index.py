@@ -484,11 +484,13 @@ def _describe_check(check: IndexCheck) -> list[str]:
         lines.append("another process is writing the index, so orphans were not searched")
     merge = check.merge
     if merge is not None and (merge.n_segments or merge.n_removed):
-        lines.append(
-            f"--merge would combine {_counted(merge.n_segments + 1, 'part')}, and delete "
-            f"{_counted(merge.n_removed, 'removed document')} "
-            f"(about {_common.size(merge.n_bytes)})",
-        )
+        line = f"--merge would combine {_counted(merge.n_segments + 1, 'part')}"
+        if merge.n_removed:
+            line += (
+                f", and delete {_counted(merge.n_removed, 'removed document')} "
+                f"(about {_common.size(merge.n_bytes)})"
+            )
+        lines.append(line)
     return lines
 
 

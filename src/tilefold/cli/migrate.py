@@ -36,6 +36,8 @@ PREVIEW_DEPTH = 10
 PREVIEW_MEASURE = "nDCG@10"
 # Fewest judged queries for a significance test.
 MIN_JUDGED_QUERIES = 2
+# Queries with another first document that --preview names.
+SHOWN_QUERIES = 5
 # Options of encoding that are recorded, so that a resumed migration needs no options.
 RECORDED_OPTIONS = (
     "kind",
@@ -329,7 +331,11 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     Args:
         request: the options of the command.
     """
-    from tilefold.retrieval.index.migration import Migration, MigrationRecord
+    from tilefold.retrieval.index.migration import (
+        Migration,
+        MigrationRecord,
+        check_is_migratable,
+    )
 
     record = MigrationRecord.read(request.index)
     if record is not None:
@@ -345,11 +351,13 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         )
     encoder = ModelEncoder(request, request.model, "--model")
     if record is None:
-        read_description(request.index)  # raises an error before the model is loaded
+        check_is_migratable(request.index)  # raises an error before the model is loaded
         _ = encoder.fingerprint  # raises an error before anything is written
     elif _recorded_name(request.model) != record.model:
         _check_recorded_model(request, encoder, record)
     if record is None or not Migration(request.index, record).is_built:
+        if record is not None:
+            note(f"resuming the migration of {request.index} to {record.model}")
         migration = _build(request, request.data, encoder)
     else:
         migration = Migration(request.index, record)
@@ -427,26 +435,41 @@ def _start(
         encoder: the new model.
 
     Raises:
-        CommandError: if the index was made from other documents.
+        CommandError: if the index was made from other texts.
+        DataError: if the index has other documents than the collection.
     """
-    from tilefold.retrieval.index.migration import Migration
+    from tilefold.retrieval.index.migration import Migration, check_same_documents
 
+    data = str(request.data)
+    if Path(data).exists():
+        data = str(Path(data).resolve())
     provenance = Provenance.from_dict(read_description(request.index))
     is_updated = (request.index / "segments").exists()  # has other documents than at its build
     if not is_updated:
-        _scores.check_made_from(collection, f"--index {request.index}", provenance)
-    data = str(request.data)
+        check_same_documents(request.index, collection.documents, data)
+        if _scores.provenance_of_documents(collection).differing_fields(provenance):
+            raise CommandError(
+                f"--data: {data} has the ids of {request.index}, but other texts or another order. "
+                "Give the texts that the index was made from, or add the changed documents to the "
+                "index first (tilefold index --update).",
+            )
     old_model = request.old_model
-    return Migration.start(
+    migration = Migration.start(
         request.index,
         log.documents(collection.documents),
         encoder,
         model=_recorded_name(str(request.model)),
-        data=str(Path(data).resolve()) if Path(data).exists() else data,
+        data=data,
         old_model=None if old_model is None else _recorded_name(old_model),
         options=request.recorded_options(),
         pending={change.document_id for change in log.pending(log.n_pending).values()},
     )
+    if old_model is None:
+        note(
+            "--old-model was not given: pass it to --preview, which requires it, and to --rollback "
+            "if documents are added after the cut-over",
+        )
+    return migration
 
 
 def _recorded_name(model: str) -> str:
@@ -454,12 +477,18 @@ def _recorded_name(model: str) -> str:
     return model if model == _models.PACKAGED else _models.absolute(model)
 
 
-def _print_state(request: MigrateRequest, migration: Migration) -> None:
+def _print_state(
+    request: MigrateRequest,
+    migration: Migration,
+    *,
+    is_rolled_back: bool = False,
+) -> None:
     """Print which index is searched, and the next commands.
 
     Args:
         request: the options of the command.
         migration: the migration.
+        is_rolled_back: whether the old index has just taken over again.
     """
     index = request.index
     record = migration.record
@@ -473,20 +502,48 @@ def _print_state(request: MigrateRequest, migration: Migration) -> None:
         "cut_over": is_cut_over,
         "standby": str(standby),
     }
+    old_model = record.old_model or request.old_model
     if is_cut_over:
+        new_side = _side(migration.index, record.model)
+        old_side = _side(migration.standby, old_model)
         lines = [
-            f"{index} is the index of {record.model}, with {n_documents:,} documents; the old one "
-            f"is in {standby}",
+            f"{index} is the new index {new_side}, with {n_documents:,} documents; the old one "
+            f"{old_side} is in {standby}",
             f"next: tilefold migrate --index {index} --rollback, or --discard to remove the old "
             "index",
         ]
-    else:
+    elif is_rolled_back:
+        old_side = _side(migration.index, old_model)
+        new_side = _side(migration.standby, record.model)
         lines = [
-            f"the index of {record.model} has all {n_documents:,} documents: {standby}; "
-            f"{index} is still the old one",
-            f"next: tilefold migrate --index {index} --preview QUERIES, or --cut-over",
+            f"{index} is the old index again {old_side}, with {n_documents:,} documents; the new "
+            f"one {new_side} is kept in {standby}",
+            f"next: tilefold migrate --index {index} --cut-over, or --discard to remove the new "
+            "index",
+        ]
+    else:
+        old_side = _side(migration.index, old_model)
+        new_side = _side(migration.standby, record.model)
+        preview = "--preview QUERIES"
+        if record.old_model is None:
+            preview += " --old-model OLD_MODEL"
+        lines = [
+            f"the new index {new_side} has all {n_documents:,} documents: {standby}; "
+            f"{index} is still the old one {old_side}",
+            f"next: tilefold migrate --index {index} {preview}, or --cut-over",
         ]
     _common.print_result(result, request.as_json, *lines)
+
+
+def _side(index: Path, model: str | None) -> str:
+    """Return the kind and the model of an index in parentheses, such as ``"(sparse, minilm)"``.
+
+    Args:
+        index: the folder of the index.
+        model: the folder or the name of its model; None if it is not known.
+    """
+    kind = _KIND_OF_BACKEND[read_description(index)["backend"]]
+    return f"({kind})" if model is None else f"({kind}, {model})"
 
 
 def _roll_back(request: MigrateRequest) -> None:
@@ -496,11 +553,19 @@ def _roll_back(request: MigrateRequest) -> None:
         request: the options of the command.
 
     Raises:
-        CommandError: if the new index has not taken over.
+        CommandError: if there is no migration, or if the new index has not taken over.
     """
-    from tilefold.retrieval.index.migration import Migration
+    from tilefold.retrieval.index.migration import Migration, MigrationRecord
 
-    migration = Migration.open(request.index)
+    record = MigrationRecord.read(request.index)
+    if record is None:
+        raise CommandError(
+            f"--rollback: there is no old index to return to, because {request.index} has no "
+            "migration; --discard removes the old index. Restore a backup, or start a migration "
+            f"to the old model: tilefold migrate --index {request.index} --model OLD_MODEL "
+            "--data DATA",
+        )
+    migration = Migration(request.index, record)
     if not migration.is_cut_over:
         raise CommandError(
             f"--rollback: {request.index} is the old index, because the new one has not taken "
@@ -512,7 +577,7 @@ def _roll_back(request: MigrateRequest) -> None:
         kind = _KIND_OF_BACKEND[read_description(migration.standby)["backend"]]
         encoder = ModelEncoder(replace(request, kind=kind), old_model, "--old-model")
     migration.exchange(encoder)
-    _print_state(request, migration)
+    _print_state(request, migration, is_rolled_back=True)
 
 
 def _discard(request: MigrateRequest) -> None:
@@ -539,6 +604,7 @@ class Preview:
         mean_changed: mean number of documents in the new top `depth` that are not in the old one.
         same_set: number of queries with the same documents, in any order.
         other_first: number of queries with another first document.
+        other_first_queries: ids of these queries.
         changed: query id -> number of documents in the new top `depth` that are not in the old one.
     """
 
@@ -547,6 +613,7 @@ class Preview:
     mean_changed: float
     same_set: int
     other_first: int
+    other_first_queries: list[str]
     changed: dict[str, int]
 
     @classmethod
@@ -560,18 +627,20 @@ class Preview:
             depth: number of documents per query.
         """
         changed = {}
-        n_other_first = 0
+        other_first_queries = []
         for query in queries:
             old_ids = list(old_run.get(query, {}))[:depth]
             new_ids = list(new_run.get(query, {}))[:depth]
             changed[query] = len(set(new_ids).difference(old_ids))
-            n_other_first += old_ids[:1] != new_ids[:1]
+            if old_ids[:1] != new_ids[:1]:
+                other_first_queries.append(query)
         return cls(
             queries=len(queries),
             depth=depth,
             mean_changed=sum(changed.values()) / len(changed),
             same_set=sum(count == 0 for count in changed.values()),
-            other_first=n_other_first,
+            other_first=len(other_first_queries),
+            other_first_queries=other_first_queries,
             changed=changed,
         )
 
@@ -707,6 +776,10 @@ def _describe_preview(preview: Preview, difference: Difference | None) -> list[s
         f"documents change on average; {preview.same_set} queries keep all of them, and "
         f"{preview.other_first} have another first document",
     ]
+    if preview.other_first:
+        dots = ", ..." if preview.other_first > SHOWN_QUERIES else ""
+        shown_ids = ", ".join(preview.other_first_queries[:SHOWN_QUERIES])
+        lines.append(f"another first document: {shown_ids}{dots}")
     if difference is None:
         lines.append(f"{PREVIEW_MEASURE}: no judgements of these queries in --data")
     else:

@@ -71,10 +71,11 @@ def test_every_damaged_file_of_an_index_is_found(updated: Path) -> None:
     for folder in (updated, updated / "segments" / "00001"):
         for name in json.loads((folder / "index.json").read_text())["files"]:
             flip_byte(folder / name)
-            damage = check_index(updated).damage
-            assert damage == [
+            check = check_index(updated)
+            assert check.damage == [
                 f"{folder / name}: damaged; its checksum is not the one in index.json."
             ]
+            assert check.merge is None, "a damaged index cannot be merged"
             flip_byte(folder / name)
     assert check_index(updated).is_intact
 

@@ -318,7 +318,7 @@ def test_a_collection_that_no_update_has_changed_is_not_resumed(
 @pytest.mark.parametrize(
     ("documents", "message"),
     [
-        pytest.param({"d0": document(0)}, r"29 are missing \(d1, d10, d11", id="too few"),
+        pytest.param({"d0": document(0)}, r"got 1; 29 are missing \(d1, d10, d11", id="too few"),
         pytest.param(
             DOCUMENTS | FIRST_UPDATE,
             r"1 are not in the index \(d40\)",
@@ -385,7 +385,7 @@ def test_indexes_that_cannot_be_migrated_are_refused(live: Path, tmp_path: Path)
     with pytest.raises(DataError, match="got a symbolic link"):
         start(tmp_path / "link")
     r.BM25Index.build(contents(DOCUMENTS)).save(tmp_path / "words")
-    with pytest.raises(DataError, match="got bm25"):
+    with pytest.raises(DataError, match="BM25, which has no model"):
         start(tmp_path / "words")
 
 

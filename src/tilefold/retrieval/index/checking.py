@@ -99,7 +99,8 @@ class IndexCheck:
         orphans: files and folders that no manifest lists.
         is_being_written: whether another process was writing the index, so that orphans were not
             searched.
-        merge: what a merge would save; None for a backend without segments.
+        merge: what a merge would save; None for a backend without segments, and for a damaged
+            index, which cannot be merged.
     """
 
     path: str
@@ -182,6 +183,8 @@ def _check_once(folder: Path) -> IndexCheck:
     _check_parts(folder, listed, check)
     if check.is_intact:
         _check_opens(folder, check)
+    if check.is_intact and check.backend not in (_BM25, _QDRANT):
+        check.merge = _merge_savings(check.parts)
     segment_names = {str(part["folder"]) for part in listed}
     check.is_being_written = _is_locked(folder.parent.resolve() / f".{folder.name}{SCRATCH}")
     if not check.is_being_written:
@@ -226,8 +229,6 @@ def _check_parts(folder: Path, listed: list[Json], check: IndexCheck) -> None:
     first, *others = provenances or [Provenance()]
     if any("model_fingerprint" in first.differing_fields(other) for other in others):
         check.damage.append(f"{folder}: the parts were made by different models.")
-    if check.backend not in (_BM25, _QDRANT):
-        check.merge = _merge_savings(check.parts)
 
 
 def _check_files(folder: Path, manifest: Json, check: IndexCheck) -> int:

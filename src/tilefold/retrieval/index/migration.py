@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,7 +62,14 @@ from tilefold.retrieval.index.protocol import (
 from tilefold.retrieval.index.segments import listed_parts
 from tilefold.retrieval.vectors.sparse import SparseVectors
 
-__all__ = ["DocumentEncoder", "Migration", "MigrationRecord", "recorded_model"]
+__all__ = [
+    "DocumentEncoder",
+    "Migration",
+    "MigrationRecord",
+    "check_is_migratable",
+    "check_same_documents",
+    "recorded_model",
+]
 
 _BASE = "base"
 _TEXT_KEYS = "text_keys.npy"
@@ -194,7 +201,7 @@ class Migration:
         if record is None:
             raise FileNotFoundError(
                 f"{migration_folder(index)}: expected a migration of {index}, got none. Start one "
-                "with: tilefold migrate --index INDEX --model MODEL --data DATA",
+                f"with: tilefold migrate --index {index} --model MODEL --data DATA",
             )
         return cls(index, record)
 
@@ -231,12 +238,17 @@ class Migration:
             ValueError: if the backend has no segments.
         """
         folder = migration_folder(index)
-        manifest = _check_migratable(index, encoder)
+        manifest = check_is_migratable(index)
+        if manifest.get("model_fingerprint") == encoder.fingerprint:
+            raise DataError(
+                f"{index}: expected an index of another model, got one that this model has "
+                "encoded.",
+            )
         with cls._exclusively(index), _waiting_for_lock(index):
             if folder.exists():
                 raise FileExistsError(
                     f"{folder}: expected no migration of {index}, got one. Resume it (tilefold "
-                    "migrate --index INDEX), or discard it first (--discard).",
+                    f"migrate --index {index}), or discard it first (--discard).",
                 )
             passages = _passages_of(manifest)
             indexed_ids = _document_ids_of(index, passages)
@@ -245,7 +257,7 @@ class Migration:
                 documents = {
                     name: document for name, document in documents.items() if name not in left_out
                 }
-            _check_same_documents(index, indexed_ids, documents, data)
+            check_same_documents(index, documents, data)
             record = MigrationRecord(
                 model=model,
                 model_fingerprint=encoder.fingerprint,
@@ -515,7 +527,7 @@ class Migration:
             if not self.is_built:
                 raise FileNotFoundError(
                     f"{self.standby}: the new index is not built yet. Run tilefold migrate "
-                    "--index INDEX until it is.",
+                    f"--index {self.index} until it is.",
                 )
             self._catch_up_without_updates_waiting(encoder)
             self._check_standby_is_intact()
@@ -618,12 +630,15 @@ def _waiting_for_lock(index: Path) -> Iterator[None]:
         yield
 
 
-def _check_migratable(index: Path, encoder: DocumentEncoder) -> Json:
-    """Check that an index can move to a model, and return the manifest of the index.
+def check_is_migratable(index: Path) -> Json:
+    """Check that an index can move to another model, and return the manifest of the index.
 
     Args:
         index: the folder of the index.
-        encoder: the new model.
+
+    Raises:
+        DataError: if the folder is a symbolic link, or if the backend has no segments.
+        FileNotFoundError: if the folder is not an index.
     """
     if index.is_symlink():
         raise DataError(
@@ -631,44 +646,44 @@ def _check_migratable(index: Path, encoder: DocumentEncoder) -> Json:
             f"it points to: {index.resolve()}.",
         )
     manifest = read_description(index)
+    if manifest["backend"] == "bm25":
+        raise DataError(
+            f"{index}: expected an index of vectors, got one of BM25, which has no model, so that "
+            "there is nothing to migrate.",
+        )
     if manifest["backend"] not in GROWING:
         raise DataError(
             f"{index}: expected an index of backend {', '.join(GROWING)}, got "
             f"{manifest['backend']}. Build another index and replace this one.",
         )
-    if manifest.get("model_fingerprint") == encoder.fingerprint:
-        raise DataError(
-            f"{index}: expected an index of another model, got one that this model has encoded.",
-        )
     return manifest
 
 
-def _check_same_documents(
-    index: Path,
-    indexed_ids: Set[str],
-    documents: Mapping[str, Document],
-    data: str,
-) -> None:
-    """Raise ``DataError`` unless a collection has exactly the documents of an index.
+def check_same_documents(index: Path, documents: Mapping[str, Document], data: str) -> None:
+    """Check that a collection has the ids of an index, and no other ids.
 
     Args:
-        index: the folder of the index, for the error.
-        indexed_ids: the ids of its documents.
+        index: the folder of the index.
         documents: the documents of the collection.
-        data: the name of the collection, for the error.
+        data: the path or the name of the collection, for the error.
+
+    Raises:
+        DataError: if documents are missing or not in the index.
     """
+    indexed_ids = _document_ids_of(index, _passages_of(read_description(index)))
     missing = sorted(name for name in indexed_ids if name not in documents)
     if missing:
         raise DataError(
-            f"{data}: expected the texts of all documents of {index}; {len(missing)} are missing"
+            f"{data}: expected the texts of all {len(indexed_ids):,} documents of {index}, got "
+            f"{len(indexed_ids) - len(missing):,}; {len(missing):,} are missing"
             f"{_shown(missing)}. Add them to the collection.",
         )
     surplus = sorted(name for name in documents if name not in indexed_ids)
     if surplus:
         raise DataError(
-            f"{data}: expected the documents of {index} only; {len(surplus)} are not in the index"
-            f"{_shown(surplus)}. Add them to the index (tilefold index --update), or remove them "
-            "from the collection.",
+            f"{data}: expected only the {len(indexed_ids):,} documents of {index}; "
+            f"{len(surplus):,} are not in the index{_shown(surplus)}. Add them to the index "
+            "(tilefold index --update), or remove them from the collection.",
         )
 
 
