@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
 
 from tests.serve.running import Client, Reply, serving, wait_until
 from tilefold import retrieval as r
@@ -23,6 +24,7 @@ from tilefold.retrieval.index.merging import merge_segments, update_index
 from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.search.searcher import Searcher
 from tilefold.serve import following
+from tilefold.serve.app import create_app
 from tilefold.serve.following import IndexFollower, IndexSource
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
@@ -324,6 +326,26 @@ def test_a_server_without_an_admin_key_refuses_changes(keyed_server: Client) -> 
     reply = keyed_server.request("POST", "/admin/reload", authorization="Bearer sesam")
     assert reply.status == 403
     assert "--admin-key-file" in reply.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("method", "route"),
+    [("POST", "/admin/reload"), ("GET", "/documents"), ("PUT", "/documents")],
+)
+def test_changes_below_a_prefix_need_the_admin_key(
+    encoder: Served,
+    method: str,
+    route: str,
+) -> None:
+    app = create_app(Service([encoder]), admin_key=ADMIN_KEY)
+    client = TestClient(app, root_path="/prefix")
+    assert client.request(method, f"/prefix{route}").status_code == 401
+
+
+def test_health_checks_below_a_prefix_need_no_key(encoder: Served) -> None:
+    client = TestClient(create_app(Service([encoder]), "sesam"), root_path="/prefix")
+    assert client.get("/prefix/live").status_code == 200
+    assert client.get("/prefix/info").status_code == 401
 
 
 def test_an_index_of_words_is_followed(tmp_path: Path, collection: Collection) -> None:

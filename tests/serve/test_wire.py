@@ -452,6 +452,8 @@ def test_named_sites_may_read_answers(
     assert preflight.status == 200
     assert preflight.headers["access-control-allow-origin"] == allowed_origin
     assert "authorization" in preflight.headers["access-control-allow-headers"].lower()
+    allowed_methods = preflight.headers["access-control-allow-methods"].split(", ")
+    assert {"GET", "POST", "PUT", "DELETE"} <= set(allowed_methods)
     assert without_key.status == 401
     assert without_key.headers["access-control-allow-origin"] == allowed_origin
     assert without_key.headers["access-control-expose-headers"] == "x-truncated-inputs"

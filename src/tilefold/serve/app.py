@@ -170,7 +170,7 @@ def create_app(
         app.outer = CORSMiddleware(
             app.outer,
             allow_origins=list(origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
             allow_headers=["authorization", "content-type"],
             expose_headers=["x-truncated-inputs"],
         )
@@ -218,28 +218,28 @@ async def _http_error(request: Request, error: Exception) -> Response:
     message = message_of_status.get(status, "the request failed")
     headers = getattr(error, "headers", None)
     error_of_route = ServeError("Validation", message, status=status)
-    return _error_response(error_of_route, request.url.path, headers)
+    return _error_response(error_of_route, request.scope, headers)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     """Answer a request whose handler raised an unexpected error."""
     internal_error = ServeError("Backend", "internal error; the log says why", status=500)
-    return _error_response(internal_error, request.url.path)
+    return _error_response(internal_error, request.scope)
 
 
 def _error_response(
     error: ServeError,
-    path: str,
+    scope: Message,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
     """Create the JSON response of an error, in OpenAI's format if the path is OpenAI's.
 
     Args:
         error: the error.
-        path: path of the request.
+        scope: ASGI scope of the request.
         headers: headers of the response.
     """
-    content = error.openai_body() if path in _OPENAI_PATHS else error.body()
+    content = error.openai_body() if _route_path(scope) in _OPENAI_PATHS else error.body()
     return Response(content, error.status, headers, JSON)
 
 
@@ -306,7 +306,7 @@ class _Guard:
         refusal = self._refusal(scope)
         if refusal is not None:
             error_of_request, headers_of_error = refusal
-            response = _error_response(error_of_request, scope["path"], headers_of_error)
+            response = _error_response(error_of_request, scope, headers_of_error)
             await response(scope, receive, send_with_headers)
             return
         try:
@@ -315,7 +315,7 @@ class _Guard:
             # The server is stopping, and the time for running requests is over.
             if not response_started:
                 closing = ServeError("Unhealthy", "the service is closing")
-                response = _error_response(closing, scope["path"])
+                response = _error_response(closing, scope)
                 await response(scope, receive, send_with_headers)
         except Exception as error:
             # The client only learns that the request failed. The reason is in the log.
@@ -333,7 +333,9 @@ class _Guard:
             receive: ASGI function that returns the parts of the body.
             send: ASGI function that sends the head and body of the response.
         """
-        endpoint = self._endpoints.get(scope["path"]) if scope["method"] == "POST" else None
+        endpoint = None
+        if scope["method"] == "POST":
+            endpoint = self._endpoints.get(_route_path(scope))
         if endpoint is None:
             await self._app(scope, receive, send)
             return
@@ -352,7 +354,7 @@ class _Guard:
         if scope["http_version"] not in _HTTP_VERSIONS:
             error = ServeError("Validation", "expected HTTP/1.1 or HTTP/1.0", status=505)
             return error, {"connection": "close"}
-        if scope["path"] in ADMIN_PATHS and self._admin_key is None:
+        if _route_path(scope) in ADMIN_PATHS and self._admin_key is None:
             error = ServeError(
                 "Validation",
                 "this server takes no changes: start it with --admin-key-file",
@@ -378,13 +380,28 @@ class _Guard:
 
     def _has_access(self, scope: Message) -> bool:
         """Return whether a request has the key, or does not need it."""
-        expected_key = self._admin_key if scope["path"] in ADMIN_PATHS else self._key
-        if expected_key is None or (scope["method"] == "GET" and scope["path"] in OPEN_PATHS):
+        path = _route_path(scope)
+        expected_key = self._admin_key if path in ADMIN_PATHS else self._key
+        if expected_key is None or (scope["method"] == "GET" and path in OPEN_PATHS):
             return True
         scheme, _, key = _header(scope["headers"], b"authorization").partition(b" ")
         # Digests have equal lengths, so that the time of the comparison does not depend on the key.
         is_equal = hmac.compare_digest(_digest(key.strip()), expected_key)
         return is_equal and scheme.lower() == b"bearer"
+
+
+def _route_path(scope: Message) -> str:
+    """Return the path by which Starlette routes a request.
+
+    It is the path without the prefix below which the application is mounted, or which a proxy adds.
+    The key that a request needs depends on its route, so that it is looked up by this path.
+
+    Args:
+        scope: ASGI scope with the ``path``, and the prefix as ``root_path``.
+    """
+    path: str = scope["path"]
+    prefix = scope.get("root_path", "")
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 def _digest(key: bytes) -> bytes:
