@@ -190,6 +190,8 @@ def test_a_hangup_lets_a_server_open_the_changed_index(
         assert index["documents"] == open_index(path).n_documents
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 0
+        log = process.stderr.read()
+    assert f"index index: generation {generation} (exact, sparse model " in log
 
 
 def test_a_model_that_cannot_encode_is_refused_before_it_is_served(

@@ -259,6 +259,12 @@ def test_an_index_of_dense_vectors_takes_documents(
             "Extra inputs",
             id="unknown field",
         ),
+        pytest.param(
+            "PUT",
+            {"documents": [{"id": "a", "text": "b"}, {"_id": "c", "text": "d"}]},
+            "`documents.1`: expected the id as `id`, got `_id`",
+            id="id in the field of files",
+        ),
     ],
 )
 def test_invalid_documents_are_refused(

@@ -261,7 +261,9 @@ def test_a_damaged_generation_is_refused_and_a_whole_one_takes_over_later(
     reply = unwatched.reload()
     assert reply.status == 409
     assert "weights.npy: damaged" in reply.json["error"]
-    assert f"still answers from generation {generation}" in reply.json["error"]
+    assert str(unwatched.path) in reply.json["error"]
+    answer = f"--overwrite); the server still answers from generation {generation}"
+    assert answer in reply.json["error"]
     assert last.ids[0] not in unwatched.ids()
     info = unwatched.client.get("/info").json["index"]
     assert info["generation"] == generation
@@ -273,6 +275,32 @@ def test_a_damaged_generation_is_refused_and_a_whole_one_takes_over_later(
     update_index(unwatched.path, last)
     assert unwatched.reload().status == 200
     assert last.ids[0] in unwatched.ids()
+
+
+def test_an_unexpected_error_is_logged_once_and_the_folder_is_watched_on(
+    path: Path,
+    last: r.SparseVectors,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    n_failures = 0
+
+    def fail(path: Path) -> None:
+        nonlocal n_failures
+        n_failures += 1
+        raise KeyError("manifest")
+
+    with following_server(path, encoder, watch_seconds=0.01) as running:
+        with monkeypatch.context() as patch:
+            patch.setattr(following, "read_generation", fail)
+            wait_until(lambda: n_failures >= 3)
+        update_index(running.path, last)
+        wait_until(lambda: last.ids[0] in running.ids())
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.getMessage() == (
+        f"{path} could not be watched, and is looked at again: KeyError: 'manifest'"
+    )
 
 
 def test_the_server_goes_on_without_its_folder(running: Running) -> None:

@@ -421,6 +421,8 @@ def _run(
     from tilefold.serve.server import load_and_run
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    # The log says when another generation of the index takes over.
+    logging.getLogger("tilefold.serve.following").setLevel(logging.INFO)
     host = request.host
     host_in_url = f"[{host}]" if ":" in host else host  # as IPv6 addresses are written
     port = listening_socket.getsockname()[1]

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.data.collection import Document
@@ -54,6 +54,14 @@ class DocumentBody(_StrictBody):
     metadata: dict[str, Any] = Field(default_factory=dict)
 
     _check_id = field_validator("id")(_checked_id)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_field_of_the_id(cls, fields: Any) -> Any:
+        """Raise ``ValueError`` for ``_id``, as the id is called in files of documents."""
+        if isinstance(fields, dict) and "_id" in fields and "id" not in fields:
+            raise ValueError("expected the id as `id`, got `_id`; rename the field")
+        return fields
 
     def to_document(self) -> Document:
         """Return the document.

@@ -40,7 +40,8 @@ _DEVICE_MEMORY_SHARE = 0.5
 _REQUEST_SECONDS = 1.0
 _PROBE_TEXT = "a"
 
-_logger = logging.getLogger("tilefold.serve")
+# A logger of its own, so that `tilefold serve` can show its messages of level INFO.
+_logger = logging.getLogger("tilefold.serve.following")
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class IndexFollower:
         self._lock = asyncio.Lock()
         self._is_reload_requested = False
         self._watching: asyncio.Task[None] | None = None
+        self._watch_failure: str | None = None  # the last unexpected error, which is logged once
         service.follower = self
         metrics = service.metrics
         metrics.label("tilefold_index_generation", "generation", lambda: self.generation or "")
@@ -193,17 +195,44 @@ class IndexFollower:
             return await self._open_and_replace()
 
     async def _watch(self) -> None:
-        """Look at the folder again and again, and follow its changes and requests to reload."""
+        """Look at the folder again and again, and follow its changes and requests to reload.
+
+        No error ends the watching, because nobody would notice that the index stays old.
+        """
         interval = self.source.watch_seconds
         while True:
             await asyncio.sleep(interval if interval > 0 else _REQUEST_SECONDS)
-            must_open = self._is_reload_requested
-            self._is_reload_requested = False
-            if not must_open and interval > 0:
-                must_open = await self.service.run_in_background(self._has_news)
-            if must_open:
-                with suppress(ServeError):  # the refusal was logged
-                    await self.reload()
+            try:
+                await self._look_once()
+                self._watch_failure = None
+            except Exception as error:
+                self._log_watch_failure(error)
+
+    async def _look_once(self) -> None:
+        """Open the current generation if a reload was requested or the folder has news."""
+        must_open = self._is_reload_requested
+        self._is_reload_requested = False
+        if not must_open and self.source.watch_seconds > 0:
+            must_open = await self.service.run_in_background(self._has_news)
+        if must_open:
+            with suppress(ServeError):  # the refusal was logged
+                await self.reload()
+
+    def _log_watch_failure(self, error: Exception) -> None:
+        """Log an unexpected error of a look at the folder, with its traceback the first time.
+
+        Args:
+            error: the error.
+        """
+        failure = f"{type(error).__name__}: {error}"
+        if failure != self._watch_failure:
+            _logger.error(
+                "%s could not be watched, and is looked at again: %s",
+                self.source.path,
+                failure,
+                exc_info=error,
+            )
+        self._watch_failure = failure
 
     def _has_news(self) -> bool:
         """Return whether the folder has another generation than the served and the refused one.
@@ -242,7 +271,7 @@ class IndexFollower:
             self._refuse(generation, error)
             raise ServeError(
                 "Backend",
-                f"the index was not replaced: {_first_line(error)}; the server still answers from "
+                f"the index was not replaced: {_reason(error)}; the server still answers from "
                 f"generation {self.generation}",
                 status=409,
                 label="reload",
@@ -256,8 +285,10 @@ class IndexFollower:
         self.refusal = None
         service.metrics.count("tilefold_index_reload_count")
         _logger.info(
-            "generation %s of the index replaced %s after %.1f s",
+            "index %s: generation %s (%s) replaced %s after %.1f s",
+            opened.searchable.name,
             generation.id,
+            _kind_and_model(opened.searchable),
             old_generation,
             time.perf_counter() - started,
         )
@@ -337,7 +368,7 @@ class IndexFollower:
             generation: the generation; ``None`` if it could not be read.
             error: what was wrong.
         """
-        refusal = Refusal(None if generation is None else generation.id, _first_line(error))
+        refusal = Refusal(None if generation is None else generation.id, _reason(error))
         previous = self.refusal
         self.refusal = refusal
         is_repeated = (
@@ -383,7 +414,23 @@ def _free_device_bytes(device: str) -> int:
     return int(free_bytes + cached_bytes)
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if it has none."""
+def _kind_and_model(searchable: Searchable) -> str:
+    """Return the backend of an index and the model of its queries, for the log.
+
+    Args:
+        searchable: the index with its models.
+    """
+    backend = searchable.index.backend
+    encoder = searchable.encoder
+    if encoder is None:  # BM25 reads texts
+        return backend
+    return f"{backend}, {encoder.kind} model {encoder.name}"
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of an error's message without its final period.
+
+    The result is a part of a sentence. It is the name of the error's class if there is no message.
+    """
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].rstrip(".") if lines else type(error).__name__

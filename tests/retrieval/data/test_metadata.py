@@ -590,3 +590,17 @@ def test_a_run_is_not_fused_with_a_filtered_ranking(words: r.BM25Index) -> None:
 def test_a_request_with_an_empty_filter_is_refused() -> None:
     with pytest.raises(ValueError, match="where: expected at least one condition"):
         r.SearchRequest(where={})
+
+
+def test_a_text_in_a_field_of_numbers_is_in_no_range_and_can_be_filtered() -> None:
+    metadata = Metadata.from_fields({"a": {"year": 2020}, "b": {"year": "soon"}}, ["a", "b"], None)
+    assert metadata is not None
+    masks = {
+        condition: metadata.mask(Filter.parse([condition], metadata.kinds)).tolist()
+        for condition in ("year>=2000", "year=2020", "year=soon")
+    }
+    assert masks == {
+        "year>=2000": [True, False],
+        "year=2020": [True, False],
+        "year=soon": [False, True],
+    }
