@@ -76,6 +76,8 @@ class Postings:
         n_documents: number of documents of the index.
         checksums: ``[V]``, CRC-32 of the documents and weights of each term; None if the postings
             were not read from files.
+        folder: folder of the files that the postings were read from, for errors; None if they were
+            not read from files.
         trusted: ``[V]``, whether the postings of a term were checked.
     """
 
@@ -84,6 +86,7 @@ class Postings:
     weights: npt.NDArray[np.float32]
     n_documents: int
     checksums: npt.NDArray[np.uint32] | None = None
+    folder: Path | None = None
     trusted: npt.NDArray[np.bool_] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -242,7 +245,10 @@ class Postings:
 
     def _check_term(self, term: int) -> None:
         """Raise ``DataError`` if the postings of a term have changed since they were saved."""
-        damage = f"{_DOCUMENTS}, {_WEIGHTS}: damaged; the postings of term {term} have changed"
+        files = f"{_DOCUMENTS}, {_WEIGHTS}"
+        if self.folder is not None:
+            files = f"{self.folder / _DOCUMENTS}, {self.folder / _WEIGHTS}"
+        damage = f"{files}: damaged; the postings of term {term} have changed"
         if self.checksums is not None and self.checksum(term) != self.checksums[term]:
             raise DataError(f"{damage}. Their checksum does not match. {REMEDY}")
         span = slice(self.offsets[term], self.offsets[term + 1])
@@ -587,5 +593,6 @@ class ExactIndex(GrowingIndex):
             weights=read_array(folder / _WEIGHTS, np.float32, n_postings),
             n_documents=len(ids),
             checksums=read_array(folder / _CHECKSUMS, np.uint32, vocab_size),
+            folder=folder,
         )
         return cls(ids, postings, manifest.get("fingerprint"), Provenance.from_dict(manifest))
