@@ -11,7 +11,9 @@ from sentence_transformers.base.modules import Transformer
 
 from tests.cli.program import Call, run_steps
 from tests.recipes.small import small_masked_lm
+from tilefold.cli.verify import _lines_of
 from tilefold.integrations.sentence_transformers import _invariant
+from tilefold.retrieval.encoding.verification import Verification
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,57 @@ def test_another_model_fails(
     other = small_masked_lm(tmp_path / "other", seed=1)
     outcome = call("verify", invariant, "--model", other, "--data", shared / "data")
     assert outcome.code == 1
-    assert "vectors differ, by at most" in outcome.out
-    assert "model has changed" in outcome.out
+    model_line, difference_line = outcome.out.splitlines()
+    assert model_line.startswith("model has changed: ")
+    assert "vectors differ, by at most" in difference_line
+    assert "rounding" not in difference_line
+
+
+@pytest.mark.parametrize(
+    ("n_different", "difference", "expected"),
+    [
+        pytest.param(
+            7,
+            1.75e-07,
+            "7 of 30 vectors differ, by at most 1.75e-07, which is rounding: a, b, ...",
+            id="rounding",
+        ),
+        pytest.param(
+            2,
+            0.5,
+            "2 of 30 vectors differ, by at most 0.5: a, b",
+            id="more than rounding",
+        ),
+    ],
+)
+def test_small_differences_without_the_promise_are_called_rounding(
+    n_different: int,
+    difference: float,
+    expected: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    verification = Verification(
+        n_compared=30,
+        n_different=n_different,
+        largest_difference=difference,
+        different_ids=["a", "b"],
+        invariant=False,
+        changes={},
+    )
+    assert _lines_of(verification) == [expected]
+    assert "--invariant" in capsys.readouterr().err
+
+
+def test_a_model_of_another_kind_is_refused_with_advice_for_verify(
+    call: Call,
+    shared: Path,
+    invariant: Path,
+) -> None:
+    model = ("--model", shared / "late")
+    outcome = call("verify", invariant, *model, "--data", shared / "data")
+    assert outcome.code == 2
+    assert f"Pass the model that has computed {invariant}." in outcome.err
+    assert "--rerank" not in outcome.err
 
 
 def test_changed_libraries_are_listed(

@@ -159,6 +159,7 @@ def load_model(
     fast: tuple[str, ...] = ("sparse",),
     dtype: Dtype = "auto",
     invariant: bool = False,
+    advice: str | None = None,
 ) -> tuple[Any, str]:
     """Load a model of an accepted kind, and accelerate it if its kind is in `fast`.
 
@@ -174,6 +175,8 @@ def load_model(
         dtype: the value of ``--dtype``.
         invariant: whether the vector of a text must have the same bits in every batch. A model of
             any kind is accelerated then.
+        advice: what to do if the kind is not accepted, for the error; None says what a model of
+            that kind is good for.
 
     Returns:
         The model and its kind.
@@ -197,7 +200,7 @@ def load_model(
             expected = " or ".join(_NAMES[accepted] for accepted in kinds)
             raise UsageError(
                 f"{option}: {name} is {_NAMES[stored_kind]}; expected {expected}. "
-                f"{_advice_for_kind(name, kind, kinds)}",
+                f"{advice or _advice_for_kind(name, kind, kinds)}",
             )
         try:
             with option_errors(dtype="--dtype"):
@@ -380,7 +383,7 @@ def _advice_for_kind(name: str, kind: str, accepted_kinds: tuple[str, ...]) -> s
     if needs_multi_vector:
         return "Train one with: tilefold train --recipe colbert"
     if kind == "multi-vector":
-        return f"It reranks the hits of an index: --rerank {name}."
+        return f"It reranks the hits of an index: tilefold search --rerank {name}."
     if kind == "sparse":
         return (
             "It searches an index of its own vectors: tilefold encode, tilefold index, then "

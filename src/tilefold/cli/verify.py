@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # Kind of the model by the layout of its vectors.
 _MODEL_KINDS = {"sparse": "sparse", "tokens": "multi-vector", "dense": "dense"}
+# Largest difference that is called rounding: values around 1 that are stored in fp16.
+_MAX_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,7 @@ def verify(request: VerifyRequest) -> None:
         kinds=(_MODEL_KINDS[manifest.layout],),
         fast=_models.FUSED,
         invariant=INVARIANT in manifest.settings,
+        advice=f"Pass the model that has computed {request.vectors}.",
     )
     verification = verify_vectors(
         request.vectors,
@@ -137,22 +140,45 @@ def _contents_of(request: VerifyRequest, manifest: Any) -> Mapping[str, Content]
     return collection.split_queries(request.split)
 
 
+def _comparison_of(verification: Verification) -> str:
+    """Return how many vectors differ, by how much, and the ids of the first ones.
+
+    Args:
+        verification: the result.
+    """
+    n_compared = verification.n_compared
+    n_different = verification.n_different
+    if n_different == 0:
+        return f"{n_compared} vectors have the same bits"
+    largest = verification.largest_difference
+    is_promised = verification.invariant
+    has_other_model = "model" in verification.changes
+    is_rounding = not is_promised and not has_other_model and largest <= _MAX_ROUNDING
+    cause = ", which is rounding" if is_rounding else ""
+    ids = [*verification.different_ids]
+    if n_different > len(ids):
+        ids.append("...")
+    return (
+        f"{n_different} of {n_compared} vectors differ, by at most {largest:.3g}{cause}: "
+        f"{', '.join(ids)}"
+    )
+
+
 def _lines_of(verification: Verification) -> list[str]:
     """Return the result as lines of text.
 
     Args:
         verification: the result.
     """
-    n_compared = verification.n_compared
-    if verification.n_different == 0:
-        lines = [f"{n_compared} vectors have the same bits"]
-    else:
-        lines = [
-            f"{verification.n_different} of {n_compared} vectors differ, by at most "
-            f"{verification.largest_difference:.3g}: {', '.join(verification.different_ids)}",
-        ]
-    lines += [f"{name} has changed: {change}" for name, change in verification.changes.items()]
-    if verification.n_different and not verification.invariant:
+    changes = {
+        name: f"{name} has changed: {change}" for name, change in verification.changes.items()
+    }
+    model_change = changes.pop("model", None)
+    # Another model explains every difference, so it comes first.
+    lines = [] if model_change is None else [model_change]
+    lines.append(_comparison_of(verification))
+    lines += changes.values()
+    if verification.n_different and not verification.invariant and model_change is None:
         note(
             "these vectors do not promise the same bits in every batch: encode them with "
             "--invariant",
