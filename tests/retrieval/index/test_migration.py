@@ -416,6 +416,36 @@ def test_a_document_that_the_new_model_cannot_encode_stops_the_cut_over(live: Pa
     assert r.load_index(live).n_documents == len(DOCUMENTS) - 1
 
 
+@pytest.mark.parametrize(
+    "texts",
+    [pytest.param(contents, id="documents"), pytest.param(Passages(3).of, id="passages")],
+)
+def test_a_replaced_document_that_the_new_model_cannot_encode_stops_the_cut_over(
+    tmp_path: Path,
+    texts: Callable[[Mapping[str, Document]], Mapping[str, str]],
+) -> None:
+    live = tmp_path / "live"
+    r.build_index(OLD.vectors(texts(DOCUMENTS))).save(live)
+    migration = start(live)
+    migration.build(DOCUMENTS, NEW)
+    r.update_index(live, OLD.vectors(texts(FIRST_UPDATE)), documents=FIRST_UPDATE)
+    failing_texts = frozenset(texts(by_id(document(3, 1))))
+    with pytest.raises(DataError, match=rf"{len(failing_texts)} are missing \(d3"):
+        migration.exchange(WordEncoder("b", failing=failing_texts))
+    assert not migration.is_cut_over
+
+
+def test_replaced_documents_of_which_the_new_model_encodes_none_stop_the_cut_over(
+    live: Path,
+) -> None:
+    migration = start(live)
+    migration.build(DOCUMENTS, NEW)
+    update(live, OLD, by_id(document(3, 1)))
+    with pytest.raises(DataError, match=r"1 are missing \(d3\)"):
+        migration.exchange(WordEncoder("b", failing=frozenset({"d3"})))
+    assert not migration.is_cut_over
+
+
 def test_an_index_that_was_built_again_meanwhile_stops_the_cut_over(live: Path) -> None:
     migration = start(live)
     migration.build(DOCUMENTS, NEW)

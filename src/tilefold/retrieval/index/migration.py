@@ -466,8 +466,11 @@ class Migration:
             vectors = self._encode_change(change, passages, encoder)
             if _has_metadata(self.standby):
                 metadata = {name: item.metadata for name, item in change.documents.items()}
-        if change.documents or change.deleted:
-            update_index(self.standby, vectors, change.deleted, metadata=metadata)
+        # A document that the model cannot encode must not keep the vectors of its earlier text. It
+        # is then missing, which _check_standby_is_complete reports.
+        outdated = change.deleted | change.documents.keys()
+        if outdated:
+            update_index(self.standby, vectors, outdated, metadata=metadata)
         self._log.remove(entries)
         shutil.rmtree(self.folder / _CHANGED_VECTORS, ignore_errors=True)
         return len(change.documents) + len(change.deleted)
