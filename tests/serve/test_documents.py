@@ -350,6 +350,29 @@ def test_changes_that_cannot_be_written_are_reported_and_tried_again(
         assert running.client.get("/documents").json["error"] is None
 
 
+def test_an_internal_error_is_logged_with_its_traceback_and_writing_goes_on(
+    path: Path,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(writing, "_RETRY_SECONDS", 0.05)
+    n_failures = 0
+
+    def run(arguments: Sequence[str]) -> None:
+        nonlocal n_failures
+        if n_failures < 2:
+            n_failures += 1
+            raise KeyError("vectors")
+        run_index(arguments)
+
+    with writing_server(path, encoder, run=run) as running:
+        assert running.put(NEW).json["error"] == "KeyError: 'vectors'"
+        wait_until(lambda: "parcels" in running.hits("print the label"))
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.getMessage() == "documents were not written: KeyError: 'vectors'"
+
+
 def test_a_document_that_cannot_be_encoded_is_named_and_the_others_are_written(
     running: Running,
     encoder: Served,

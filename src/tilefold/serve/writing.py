@@ -54,6 +54,8 @@ _IDLE_SECONDS = 1.0
 _FIRST_ESTIMATE_SECONDS = 5.0
 # Weight of the latest segment in the moving average of durations.
 _SMOOTHING = 0.5
+# Errors of files, of the model and of the process. Their messages say what is wrong.
+_EXPECTED_ERRORS = (OSError, RuntimeError, ServeError, ValueError)
 # Priority of the process that changes the index, which must not delay searches.
 _NICENESS = 10
 
@@ -324,8 +326,12 @@ class DocumentWriter:
                 error = None
             except InUseError as in_use:  # another process writes the log or the index
                 error = str(in_use) if self.log.is_locked else None
-            except Exception as failure:  # of the model, of files, or of the process
+            except _EXPECTED_ERRORS as failure:
                 error = str(failure).strip() or type(failure).__name__
+            except Exception as failure:
+                error = f"{type(failure).__name__}: {failure}"
+                if error != self.error:
+                    _logger.error("documents were not written: %s", error, exc_info=failure)
             await self._report(error)
             if error is not None:
                 await asyncio.sleep(_RETRY_SECONDS)
