@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -436,6 +437,16 @@ def test_token_vectors_are_indexed_over_an_index_only_to_replace_it(tmp_path: Pa
 def test_an_index_is_saved_into_an_empty_folder(make_vectors: MakeVectors, tmp_path: Path) -> None:
     build_index(make_vectors(2)).save(tmp_path)
     assert load_index(tmp_path).n_documents == 2
+
+
+def test_the_error_for_ids_that_are_not_unicode_has_the_path_of_their_file(tmp_path: Path) -> None:
+    save_ids(["a", "b"], tmp_path)
+    file = tmp_path / "ids.npy"
+    np.save(file, np.array([0xFF, 0xFF], np.uint8))
+    stored = StoredIds.load(tmp_path, 2)
+    with pytest.raises(DataError) as raised:
+        stored.at_positions(np.array([1]))
+    assert str(raised.value).startswith(f"{file}: expected ids in UTF-8, got (")
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=20))

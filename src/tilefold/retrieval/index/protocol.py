@@ -288,11 +288,18 @@ class StoredIds(Sequence[str]):
     """Ids that are read from files when they are used.
 
     Args:
+        file: the file of the ids, for errors.
         text: the ids in UTF-8, one after the other, as uint8.
         offsets: int64 ``[N + 1]``, where each id begins in `text`.
     """
 
-    def __init__(self, text: npt.NDArray[np.uint8], offsets: npt.NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        file: Path,
+        text: npt.NDArray[np.uint8],
+        offsets: npt.NDArray[np.int64],
+    ) -> None:
+        self._file = file
         self._text = text
         self._offsets = offsets
 
@@ -314,7 +321,9 @@ class StoredIds(Sequence[str]):
         try:
             return encoded.decode("utf-8", _ENCODING_ERRORS)
         except UnicodeDecodeError as error:
-            raise DataError(f"{_IDS}: expected ids in UTF-8, got ({error}). {REMEDY}") from error
+            raise DataError(
+                f"{self._file}: expected ids in UTF-8, got ({error}). {REMEDY}",
+            ) from error
 
     def at_positions(self, positions: npt.NDArray[np.integer]) -> Sequence[str]:
         """Return the ids at some positions, more than twice as fast as one by one.
@@ -354,7 +363,8 @@ class StoredIds(Sequence[str]):
         offsets = read_offsets(folder / _OFFSETS, count)
         if (np.diff(offsets) < 1).any():
             raise DataError(f"{folder / _OFFSETS}: an id is empty. {REMEDY}")
-        return cls(read_array(folder / _IDS, np.uint8, int(offsets[-1])), offsets)
+        file = folder / _IDS
+        return cls(file, read_array(file, np.uint8, int(offsets[-1])), offsets)
 
 
 # Creates a hit from a pair of an id and a score, without a call of a Python function.
