@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import shutil
+import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.serve.page_service import PageParts, make_page_parts
 from tests.serve.running import Client, serving
 from tests.serve.test_documents import writing_server
 from tilefold import retrieval as r
+from tilefold.retrieval.data.collection import Document
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
@@ -49,6 +52,15 @@ def encoded(image: Any, file_format: str = "PNG") -> str:
     stream = io.BytesIO()
     image.save(stream, file_format)
     return base64.b64encode(stream.getvalue()).decode()
+
+
+def encoded_header(width: int, height: int) -> str:
+    """Return the base64 of a PNG that declares a size, and has no pixels."""
+    content = bytearray(base64.b64decode(encoded(Image.new("1", (1, 1)))))
+    header = slice(12, 29)  # the type of the chunk, and its 13 bytes
+    struct.pack_into(">II", content, 16, width, height)
+    struct.pack_into(">I", content, header.stop, zlib.crc32(content[header]))
+    return base64.b64encode(content).decode()
 
 
 def page(color: str = "white", size: tuple[int, int] = (60, 80)) -> Any:
@@ -120,6 +132,12 @@ def test_images_are_ranked_for_a_query(client: Client, parts: PageParts) -> None
         ),
         pytest.param(
             encoded(Image.new("1", (1000, 201))), 413, "more than the limit of 200000", id="pixels"
+        ),
+        pytest.param(
+            encoded_header(15_000, 15_000),
+            413,
+            "more pixels than the limit of 200000",
+            id="more pixels than Pillow reads",
         ),
         pytest.param(encoded(page())[:120], 422, "an image is damaged", id="half of a PNG"),
         pytest.param("https://example.org/a.png", 422, "URLs are not fetched", id="a URL"),
@@ -319,3 +337,28 @@ def test_pages_that_words_find_are_reranked_by_their_images(parts: PageParts) ->
         model.encode_document(images, show_progress_bar=False),
     )[0].tolist()
     assert list(scores.values()) == pytest.approx(expected, abs=1e-3)
+
+
+def test_texts_and_pages_that_words_find_are_reranked_together(parts: PageParts) -> None:
+    documents = {
+        name: replace(document, text=f"page {number}")
+        for number, (name, document) in enumerate(parts.collection.documents.items())
+    }
+    documents["a text"] = Document("a text", "", "page of text")
+    index = r.BM25Index.build({name: item.contents for name, item in documents.items()})
+    served = Served(parts.model, "multi-vector", "tiny-colpali")
+    searchable = Searchable("words", index, documents=documents, late=served)
+    with serving(Service([served], searchable=searchable)) as client:
+        body = {"query": "page", "hits": len(documents), "rerank": True}
+        answer = client.post("/v1/words/search", body).json
+    scores = {candidate["docid"]: candidate["score"] for candidate in answer["candidates"]}
+    model = parts.model
+    contents = [item.page.image() if item.page else item.text for item in documents.values()]
+    expected = [
+        model.similarity(
+            model.encode_query(["page"]),
+            model.encode_document([content], show_progress_bar=False),
+        ).item()
+        for content in contents
+    ]
+    assert [scores[name] for name in documents] == pytest.approx(expected, abs=1e-3)

@@ -709,7 +709,8 @@ class Service:
         image_rows = iter(image_outcome.rows)
         other_rows = iter(outcome.rows)
         rows = [
-            next(image_rows) if isinstance(item, ImageData) else next(other_rows) for item in inputs
+            next(image_rows if isinstance(item, ImageData | ImageInput) else other_rows)
+            for item in inputs
         ]
         return Outcome(
             rows=rows,
