@@ -81,6 +81,13 @@ def decode_image(data: ImageData, max_pixels: int) -> ImageInput:
             "expected an image in PNG, JPEG, WebP or TIFF, got another format",
             status=415,
         ) from None
+    except pillow.DecompressionBombError:  # Pillow reads the declared size, and refuses very many
+        limit = min(max_pixels, 2 * pillow.MAX_IMAGE_PIXELS)
+        raise ServeError(
+            "Validation",
+            f"an image has more pixels than the limit of {limit}",
+            status=413,
+        ) from None
     except Exception as error:  # Pillow raises exceptions of many classes for damaged files
         raise invalid(f"an image is damaged ({type(error).__name__})") from error
 
