@@ -155,7 +155,7 @@ def test_other_arguments_are_checked_again(
     [
         pytest.param("_releases", {"torch": "99.0"}, id="release"),
         pytest.param("_device_name", "another processor", id="device"),
-        pytest.param("_settings_of_torch", {"float32_matmul_precision": "medium"}, id="settings"),
+        pytest.param("_settings_of_torch", {"matmul_precision": "tf32"}, id="settings"),
     ],
 )
 def test_another_machine_or_release_checks_again(
@@ -168,6 +168,18 @@ def test_another_machine_or_release_checks_again(
     assert forwards.in_accelerate(tiny) == FORWARDS_OF_CHECKS
     monkeypatch.setattr(check_record, name, lambda *_: value)
     assert forwards.in_accelerate(tiny) == FORWARDS_OF_CHECKS
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="torch 2.8 has the old switches only",
+)
+def test_a_precision_set_by_the_new_switch_of_torch_is_recorded(tiny: SparseEncoder) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        assert check_record._settings_of_torch(tiny)["matmul_precision"] == "tf32"
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 def test_the_files_of_the_package_belong_to_its_release(tmp_path: Path) -> None:

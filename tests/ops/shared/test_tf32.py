@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tests.ops.base import tf32_allowed
 from tilefold.ops import entmax_attention, lsr_head, maxsim
+from tilefold.ops._shared.internals import cpu_matmul_precision, matmul_precision
+from tilefold.ops._shared.row_groups import grouped_linear
 
 MATMUL = torch.backends.cuda.matmul
 NEW = hasattr(MATMUL, "fp32_precision")
@@ -86,6 +88,28 @@ def test_every_switch_is_heeded(
             (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn, torch.int8),
         ),
     )
+
+
+@every_switch
+def test_rows_are_grouped_with_every_switch(
+    allowed: bool,
+    settings: list[tuple[Callable[..., None], object]],
+) -> None:
+    for switch, value in settings:
+        switch(value)
+    rows, weight = torch.randn(3, 16), torch.randn(8, 16)
+    assert torch.equal(grouped_linear(rows, weight)[:1], grouped_linear(rows[:1], weight))
+    assert (matmul_precision() == "tf32") is allowed
+
+
+@new
+@pytest.mark.parametrize("precision", ["ieee", "bf16"])
+def test_the_precision_of_products_on_a_cpu_is_read(precision: str) -> None:
+    torch.backends.mkldnn.matmul.fp32_precision = precision  # type: ignore[attr-defined]
+    try:
+        assert cpu_matmul_precision() == precision
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]
 
 
 def head(x: Tensor, **options: str) -> Tensor:

@@ -20,6 +20,7 @@ from tilefold._internal.files import InUseError, read_json, write_json
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold._version import __version__
+from tilefold.ops._shared.internals import cpu_matmul_precision, matmul_precision
 
 # With the value "always", every call of ``accelerate`` runs its self-checks.
 SELF_CHECK_VARIABLE = "TILEFOLD_SELF_CHECK"
@@ -258,7 +259,8 @@ def _settings_of_torch(model: Model) -> dict[str, str | bool]:
         model: the model, whose devices' autocast counts.
     """
     settings: dict[str, str | bool] = {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "matmul_precision": matmul_precision(),
+        "cpu_matmul_precision": cpu_matmul_precision(),
         "triton_interpret": os.environ.get("TRITON_INTERPRET", ""),
     }
     for device_type in {tensor.device.type for tensor in _tensors(model)}:

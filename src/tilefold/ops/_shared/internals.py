@@ -87,20 +87,28 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply
 
 
-def _precision_reader() -> Callable[[], str]:
-    """Return a function that reads the precision of fp32 products on a GPU."""
+def _precision_reader(backend: str) -> Callable[[], str]:
+    """Return a function that reads the precision of fp32 products.
+
+    Args:
+        backend: ``"cuda"`` for GPUs, or ``"mkldnn"`` for CPUs.
+    """
     # PyTorch 2.9 and newer have one setting for all switches. Once it was used, the old switches
     # cannot be read any more.
     reader: Callable[[str, str], str] | None = getattr(torch._C, "_get_fp32_precision_getter", None)
     if reader is not None:
-        return functools.partial(reader, "cuda", "matmul")
+        return functools.partial(reader, backend, "matmul")
+    if backend == "mkldnn":
+        return torch.get_float32_matmul_precision
     matmul = torch.backends.cuda.matmul
     return lambda: "tf32" if matmul.allow_tf32 else "ieee"
 
 
 # Reads the precision of fp32 products on a GPU: "tf32" or another. It is chosen once, since every
 # call of an operator needs it.
-matmul_precision = _precision_reader()
+matmul_precision = _precision_reader("cuda")
+# Reads the precision of fp32 products on a CPU.
+cpu_matmul_precision = _precision_reader("mkldnn")
 
 
 def tf32_allowed(dtype: torch.dtype) -> bool:

@@ -23,7 +23,9 @@ from torch import Tensor
 
 from tilefold.ops._shared.internals import (
     can_use_onednn_linear,
+    cpu_matmul_precision,
     has_onednn_linear,
+    matmul_precision,
     onednn_linear,
 )
 
@@ -94,7 +96,7 @@ class _ProductKind(NamedTuple):
         dtype: the dtype of the operands.
         device: the device.
         n_threads: the number of threads of a CPU; 0 for other devices.
-        fp32_precision: torch's setting for products of fp32, such as TF32.
+        precision: torch's setting for products of fp32, such as TF32.
     """
 
     n_outputs: int
@@ -103,7 +105,7 @@ class _ProductKind(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     n_threads: int
-    fp32_precision: str
+    precision: str
 
 
 @contextmanager
@@ -285,7 +287,7 @@ def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
         dtype=weight.dtype,
         device=weight.device,
         n_threads=torch.get_num_threads() if on_cpu else 0,
-        fp32_precision=torch.get_float32_matmul_precision(),
+        precision=cpu_matmul_precision() if on_cpu else matmul_precision(),
     )
 
 
