@@ -48,8 +48,40 @@ def test_heat_maps_of_the_hits_are_written(
         assert all(0 <= left < right <= 1 for left, _, right, _ in boxes)
     assert len(list(maps.iterdir())) == 3
     fails(call(*arguments), 1, "expected a new or empty folder")
+    names = {Path(hit["heat_map"]).name for hit in hits}
+    assert names == {f"rank-{hit['rank']}-{file_stem(hit['id'])}.png" for hit in hits}
     table = done(call(*arguments, "--overwrite"))
     assert "heat map" in table.out
+
+
+def file_stem(page_id: str) -> str:
+    """Name of a page in the name of a file."""
+    return page_id.removesuffix(".png").removesuffix(".webp").replace("#", "_")
+
+
+def test_explanations_mark_matches_in_the_prompt(
+    call: Call,
+    options: tuple[str | Path, ...],
+) -> None:
+    arguments = ("search", QUERY, *options, "--k", "7", "--explain")
+    hits = measured(call(*arguments, "--json"))["hits"]
+    matches = [match for hit in hits for match in hit["matches"]]
+    assert all(("box" in match) != match.get("prompt", False) for match in matches)
+    has_prompt_matches = any(match.get("prompt") and match["content"] for match in matches)
+    assert ("(prompt)" in done(call(*arguments)).out) == has_prompt_matches
+
+
+def test_heat_maps_of_several_queries_are_named_by_query_and_rank(
+    call: Call,
+    options: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    queries = tmp_path / "queries.tsv"
+    queries.write_text(f"q1\t{QUERY}\nq2\tothers\n", encoding="utf-8")
+    maps = ("--heat-maps", tmp_path / "maps")
+    done(call("search", "--queries", queries, *options, "--k", "1", *maps))
+    names = sorted(file.name for file in (tmp_path / "maps").iterdir())
+    assert [name[:16] for name in names] == ["query-q1-rank-1-", "query-q2-rank-1-"]
 
 
 def test_heat_maps_need_pages(

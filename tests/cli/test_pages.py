@@ -83,8 +83,8 @@ def test_encoding_reports_pages_and_files_that_cannot_be_opened(call: Call) -> N
     result = json.loads(again.out)
     assert (result["n"], result["failed"]) == (10, {})
     assert list(result["unread_files"]) == ["broken.pdf"]
-    assert "--data: 1 file could not be opened, and their pages are left out" in again.err
-    assert "not opened: broken.pdf" in again.err
+    assert "--data: 1 file could not be opened, and its pages are left out" in again.err
+    assert "not opened: broken.pdf: the PDF is damaged" in again.err
 
 
 @pytest.mark.parametrize(

@@ -460,12 +460,20 @@ def _note_unread_files(unread_files: Mapping[str, str]) -> None:
     """Print how many files of pages could not be opened, and the first reasons."""
     if not unread_files:
         return
-    subject = "1 file" if len(unread_files) == 1 else f"{len(unread_files)} files"
-    note(f"--data: {subject} could not be opened, and their pages are left out")
+    possessive = "its" if len(unread_files) == 1 else "their"
+    note(
+        f"--data: {counted(len(unread_files), 'file')} could not be opened, and {possessive} pages "
+        "are left out",
+    )
     for name, reason in list(unread_files.items())[:SHOWN_UNREAD_FILES]:
         note(f"not opened: {name}: {reason}")
     if len(unread_files) > SHOWN_UNREAD_FILES:
         note(f"and {len(unread_files) - SHOWN_UNREAD_FILES} more")
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun, such as ``"1 part"`` or ``"2 parts"``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def check_split(collection: Collection, split: str, option: str = "--split") -> None:

@@ -738,7 +738,8 @@ def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
         nonzeros = sum(shard["nonzeros"] for shard in manifest.shards)
         mean_terms = nonzeros / max(1, n_documents)
         properties = {"vocab_size": manifest.vocab_size, "mean_active_terms": mean_terms}
-        return properties, f"{n_documents} vectors, {mean_terms:.0f} terms each on average"
+        vectors = _common.counted(n_documents, "vector")
+        return properties, f"{vectors}, {mean_terms:.0f} terms each on average"
     if manifest.layout == "dense":
         properties = {
             "dimension": manifest.dimension,
@@ -746,8 +747,8 @@ def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
             "similarity": manifest.similarity,
         }
         summary = (
-            f"{n_documents} dense vectors with {manifest.dimension} entries in {manifest.storage}, "
-            f"similarity {manifest.similarity}"
+            f"{_common.counted(n_documents, 'dense vector')} with {manifest.dimension} entries in "
+            f"{manifest.storage}, similarity {manifest.similarity}"
         )
         return properties, summary
     mean_tokens = manifest.n_tokens / max(1, n_documents)
@@ -757,8 +758,10 @@ def _describe_vectors(manifest: Any) -> tuple[dict[str, Any], str]:
         "n_tokens": manifest.n_tokens,
         "mean_tokens": mean_tokens,
     }
+    noun = "document" if "dpi" in manifest.settings else "text"  # documents may be page images
     summary = (
-        f"token vectors of {n_documents} texts, on average {mean_tokens:.0f} vectors per text, "
+        f"token vectors of {_common.counted(n_documents, noun)}, on average {mean_tokens:.0f} "
+        f"vectors per {noun}, "
         f"with {manifest.dimension} entries in {manifest.storage}"
     )
     return properties, summary

@@ -475,7 +475,7 @@ def _describe_check(check: IndexCheck) -> list[str]:
     if len(check.parts) > 1:
         for part in check.parts:
             lines.append(
-                f"part {part.folder or 'first'}: {_counted(part.n_documents, 'document')}, "
+                f"part {part.folder or 'first'}: {_common.counted(part.n_documents, 'document')}, "
                 f"{part.n_removed:,} removed, {_common.size(part.n_bytes)}",
             )
     for orphan in check.orphans:
@@ -484,19 +484,14 @@ def _describe_check(check: IndexCheck) -> list[str]:
         lines.append("another process is writing the index, so orphans were not searched")
     merge = check.merge
     if merge is not None and (merge.n_segments or merge.n_removed):
-        line = f"--merge would combine {_counted(merge.n_segments + 1, 'part')}"
+        line = f"--merge would combine {_common.counted(merge.n_segments + 1, 'part')}"
         if merge.n_removed:
             line += (
-                f", and delete {_counted(merge.n_removed, 'removed document')} "
+                f", and delete {_common.counted(merge.n_removed, 'removed document')} "
                 f"(about {_common.size(merge.n_bytes)})"
             )
         lines.append(line)
     return lines
-
-
-def _counted(count: int, noun: str) -> str:
-    """Return a number with its noun, such as ``"1 part"`` or ``"2 parts"``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _change_index(request: IndexRequest) -> None:

@@ -540,7 +540,7 @@ def _write_heat_maps(
     Args:
         searcher: the searcher.
         request: the options of the command, with the folder.
-        query_id: id of the query, with which the names of the files begin.
+        query_id: id of the query, which the names of the files have if there are several queries.
         query: text of the query.
         hits: the hits, as the searcher returns them. A page gets its ``heat_map``.
     """
@@ -562,11 +562,33 @@ def _write_heat_maps(
             {hit["id"]: image},
             with_reranker=request.rerank is not None,
         )
-        name = f"{query_id}-{hit['rank']:03d}-{hit['id']}"
-        path = folder / f"{_NOT_IN_FILE_NAMES.sub('_', name)}.png"
+        path = folder / _heat_map_name(
+            query_id=None if request.has_one_query else query_id,
+            rank=hit["rank"],
+            n_hits=len(hits),
+            page_id=hit["id"],
+        )
         with atomic_file(path) as temporary:
             explanations[hit["id"]].draw(image).save(temporary, "PNG")
         hit["heat_map"] = str(path)
+
+
+def _heat_map_name(*, query_id: str | None, rank: int, n_hits: int, page_id: str) -> str:
+    """Return the name of the file of a heat map, such as ``query-q7-rank-02-menu.png``.
+
+    Args:
+        query_id: id of the query; None for the only query.
+        rank: rank of the page.
+        n_hits: number of hits, with whose digits ranks are written, so that names sort by rank.
+        page_id: id of the page.
+    """
+    from tilefold.retrieval.data.pages import IMAGE_SUFFIXES
+
+    page = Path(page_id)
+    page_name = str(page.with_suffix("")) if page.suffix.lower() in IMAGE_SUFFIXES else page_id
+    query = "" if query_id is None else f"query-{query_id}-"
+    name = f"{query}rank-{rank:0{len(str(n_hits))}d}-{page_name}"
+    return f"{_NOT_IN_FILE_NAMES.sub('_', name)}.png"
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
@@ -686,7 +708,8 @@ def _format_terms(terms: list[dict[str, Any]]) -> str:
 def _format_matches(matches: list[dict[str, Any]]) -> str:
     """Format the best match of each word of a query, in the order of the query.
 
-    A match on a page image is the left and the upper edge of the patch, in percent of the page.
+    A match on a page image is the left and the upper edge of the patch, in percent of the page, or
+    a word of the model's prompt.
     """
     content = [match for match in matches if match["content"]]
     cells = []
@@ -695,5 +718,7 @@ def _format_matches(matches: list[dict[str, Any]]) -> str:
         if "box" in match:
             left, top, _, _ = match["box"]
             matched = f"at {left:.0%} {top:.0%}"
+        elif match.get("prompt"):
+            matched += " (prompt)"
         cells.append(f"{match['query_token']}: {matched} {match['similarity']:.2f}")
     return "  ".join(cells)

@@ -245,7 +245,7 @@ def test_a_damaged_cache_is_replaced(tmp_path: Path) -> None:
 def test_a_broken_file_is_reported_and_the_others_are_read(tmp_path: Path, make: Maker) -> None:
     folder = tmp_path / "pages"
     good_file = save(folder / "good.png")
-    broken_file = make(folder)
+    make(folder)
 
     listed = open_page_folder(folder)
 
@@ -257,7 +257,7 @@ def test_a_broken_file_is_reported_and_the_others_are_read(tmp_path: Path, make:
     else:
         ((name, reason),) = listed.unread_files.items()
         assert name.startswith("broken")
-        assert broken_file.suffix in reason
+        assert str(folder / name) not in reason, "the name is the key"
 
 
 def test_there_are_at_least_forty_kinds_of_broken_files() -> None:
@@ -305,7 +305,7 @@ def test_an_encrypted_pdf_is_named_so(tmp_path: Path) -> None:
 def test_a_folder_of_broken_files_only_is_refused_with_the_first_reason(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").write_bytes(b"")
 
-    with pytest.raises(DataError, match=r"got none among 1 damaged ones\. The first one: .*a\.pdf"):
+    with pytest.raises(DataError, match=r"got 1 damaged file, such as a\.pdf: the PDF"):
         load_beir(tmp_path)
 
 

@@ -39,7 +39,8 @@ class PageFolder:
 
     Attributes:
         documents: id -> document with a page, in the order of file names and page numbers.
-        unread_files: name of a file -> reason why none of its pages is in `documents`.
+        unread_files: name of a file -> reason why none of its pages is in `documents`, without the
+            name.
     """
 
     documents: dict[str, Document] = field(default_factory=dict)
@@ -87,7 +88,8 @@ def open_page_folder(
             _check_file(file, name, root)
             n_pages = count_pages(file) if page_cache is None else page_cache.count_pages(name)
         except DataError as error:
-            folder.unread_files[_printable(name)] = str(error)
+            reason = str(error).removeprefix(f"{file}: ").removeprefix(f"{_printable(name)}: ")
+            folder.unread_files[_printable(name)] = reason
             continue
         for number in range(1, n_pages + 1):
             if page_ranges is None or number in page_ranges:
@@ -254,10 +256,12 @@ def _no_pages_message(
     page_ranges: PageRanges | None,
 ) -> str:
     """Return the error for a folder without a page."""
-    message = f"{path}: expected pages of PDFs and images ({', '.join(PAGE_SUFFIXES)}), got none"
+    expected = f"{path}: expected pages of PDFs and images ({', '.join(PAGE_SUFFIXES)})"
     if unread_files:
-        reason = next(iter(unread_files.values()))
-        return f"{message} among {len(unread_files)} damaged ones. The first one: {reason}"
+        files = "file" if len(unread_files) == 1 else "files"
+        name, reason = next(iter(unread_files.items()))
+        return f"{expected}, got {len(unread_files)} damaged {files}, such as {name}: {reason}"
+    message = f"{expected}, got none"
     if page_ranges is not None:
         return f"{message} in the range of pages. Choose another range."
     return f"{message}. Add some."

@@ -46,6 +46,8 @@ class TokenMatch:
             numbers, or their mean for a model that is trained with it.
         box: part of the page image that the document token covers; None for a text, and for a
             token of a page that is no patch.
+        is_prompt: whether the document token is part of the prompt with which the model reads a
+            page image. False for texts, whose prompts are not told apart.
     """
 
     query_position: int
@@ -55,9 +57,13 @@ class TokenMatch:
     document_token: str
     similarity: float
     box: Box | None = None
+    is_prompt: bool = False
 
     def as_json(self) -> Json:
-        """Return the match as a JSON object. Texts have no ``box``."""
+        """Return the match as a JSON object.
+
+        Only matches on page images have a ``box``, or ``prompt`` with the value true.
+        """
         record: Json = {
             "query_token": self.query_token,
             "content": self.is_content,
@@ -67,6 +73,8 @@ class TokenMatch:
         }
         if self.box is not None:
             record["box"] = list(self.box)
+        if self.is_prompt:
+            record["prompt"] = True
         return record
 
 
@@ -186,20 +194,23 @@ class ExplainedQuery:
             best_similarities: for each query token, its similarity with that token.
             grid: cells of the page image; None for a text.
         """
-        return [
-            TokenMatch(
+        matches = []
+        for query_position, (query_token, position, similarity) in enumerate(
+            zip(self._tokens, best_positions, best_similarities, strict=True),
+        ):
+            box = None if grid is None else grid.box(position)
+            match = TokenMatch(
                 query_position=query_position,
                 query_token=query_token,
                 is_content=query_position in self._content,
                 document_position=position,
                 document_token=document_tokens[position],
                 similarity=similarity,
-                box=None if grid is None else grid.box(position),
+                box=box,
+                is_prompt=grid is not None and box is None,
             )
-            for query_position, (query_token, position, similarity) in enumerate(
-                zip(self._tokens, best_positions, best_similarities, strict=True),
-            )
-        ]
+            matches.append(match)
+        return matches
 
 
 def _check_count(description: str, tokens: ScoredTokens, vectors: Any) -> None:
