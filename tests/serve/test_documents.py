@@ -395,6 +395,77 @@ def test_a_document_that_cannot_be_encoded_is_named_and_the_others_are_written(
     assert running.client.get("/documents").json["failed"] == {}
 
 
+def test_a_broken_device_fails_no_document(
+    path: Path,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "_RETRY_SECONDS", 0.05)
+
+    def fail(model: Served, key: Any, inputs: Sequence[str]) -> list[Any]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with writing_server(path, encoder) as running:
+        with monkeypatch.context() as broken:
+            broken.setattr(Served, "encode", fail)
+            reply = running.put(NEW)
+            assert reply.status == 202
+            assert "inference failed" in reply.json["error"]
+            state = running.client.get("/documents").json
+            assert (state["pending"], state["failed"]) == (1, {})
+        wait_until(lambda: "parcels" in running.hits("print the label"))
+
+
+class Panic(BaseException):
+    """Stands for a panic of Rust code, which is not an ``Exception`` in Python."""
+
+
+def test_a_document_on_which_the_tokenizer_panics_fails_alone(
+    running: Running,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = encoder.tokenizer._tokenizer
+
+    class PanickingTokenizer:
+        """Panics on one text."""
+
+        def encode(self, text: str, **options: Any) -> Any:
+            return self.encode_batch([text], **options)[0]
+
+        def encode_batch(self, texts: list[str], **options: Any) -> Any:
+            if any("impossible" in text for text in texts):
+                raise Panic("index out of bounds")
+            return tokenizer.encode_batch(texts, **options)
+
+    monkeypatch.setattr(encoder.tokenizer, "_tokenizer", PanickingTokenizer())
+    reply = running.put({"id": "bad", "text": "impossible"}, NEW)
+    assert reply.json["visible"]
+    failed = running.client.get("/documents").json["failed"]
+    assert failed == {"bad": "Tokenization error: Panic"}
+    assert "parcels" in running.hits("print the label")
+
+
+def test_a_panic_does_not_end_the_writing(
+    path: Path,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(writing, "_RETRY_SECONDS", 0.05)
+    panics = iter([True])
+
+    def run(arguments: Sequence[str]) -> None:
+        if next(panics, False):
+            raise Panic("index out of bounds")
+        run_index(arguments)
+
+    with writing_server(path, encoder, run=run) as running:
+        reply = running.put(NEW)
+        assert reply.status == 202
+        assert reply.json["error"] == "Panic: index out of bounds"
+        wait_until(lambda: "parcels" in running.hits("print the label"))
+
+
 def test_documents_that_were_accepted_before_a_crash_are_written_at_the_next_start(
     path: Path,
     encoder: Served,

@@ -173,7 +173,9 @@ class TextTokens:
                 add_special_tokens=add_special_tokens,
             )
             return encodings
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a Rust tokenizer is not an Exception
             raise ServeError("Tokenizer", f"Tokenization error: {type(error).__name__}") from error
 
 

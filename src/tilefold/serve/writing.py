@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -46,6 +47,8 @@ _MAX_SEGMENT_DOCUMENTS = 1000
 _MAX_SEGMENTS = 32
 # Texts that are encoded together. Queries take turns with these batches.
 _ENCODED_TOGETHER = 8
+# Short text that every working model and device can encode.
+_PROBE_TEXT = "a"
 # Time after which changes that could not be written are tried again.
 _RETRY_SECONDS = 5.0
 # Time between two looks for changes that another process has left, or for a new generation.
@@ -293,8 +296,10 @@ class DocumentWriter:
             accepted: number of its changes.
         """
         is_visible = self.visible >= sequence
-        n_segments = 1 + (sequence - self.log.applied - 1) // _MAX_SEGMENT_DOCUMENTS
-        seconds = 0.0 if is_visible else self._segment_seconds * max(1, n_segments)
+        n_changes_to_write = sequence - self.log.applied
+        n_segments_to_write = math.ceil(n_changes_to_write / _MAX_SEGMENT_DOCUMENTS)
+        # A written segment that searches do not see yet counts, too.
+        seconds = 0.0 if is_visible else self._segment_seconds * max(1, n_segments_to_write)
         return Receipt(
             sequence,
             accepted,
@@ -325,10 +330,13 @@ class DocumentWriter:
                 await self._write_pending()
                 error = None
             except InUseError as in_use:  # another process writes the log or the index
+                # Without the log's lock, another server writes the changes: no error.
                 error = str(in_use) if self.log.is_locked else None
             except _EXPECTED_ERRORS as failure:
                 error = str(failure).strip() or type(failure).__name__
-            except Exception as failure:
+            except (asyncio.CancelledError, KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as failure:  # a panic of Rust code is not an Exception
                 error = f"{type(failure).__name__}: {failure}"
                 if error != self.error:
                     _logger.error("documents were not written: %s", error, exc_info=failure)
@@ -482,6 +490,9 @@ class DocumentWriter:
 
         Returns:
             Id of each document or passage -> its encoded row.
+
+        Raises:
+            ServeError: if the service or its device is at fault.
         """
         texts = _texts_of(batch.documents, passages)
         rows: dict[str, Any] = {}
@@ -498,6 +509,9 @@ class DocumentWriter:
             except ServeError as error:
                 if not _concerns_input(error):
                     raise
+                if error.kind == "Backend":
+                    # A broken device fails on every text. The document is then not at fault.
+                    await self._encode_texts(model, {"probe": _PROBE_TEXT})
                 _logger.warning("document %r could not be encoded: %s", document_id, error)
                 batch.failed[document_id] = error.message
                 del batch.documents[document_id]
