@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -553,6 +554,41 @@ def test_documents_of_a_log_replace_and_hide_those_of_the_collection(tmp_path: P
     assert len(documents) == 3
     assert bool(documents)
     log.unlock()
+
+
+def test_a_document_stays_as_it_is_in_the_index_while_its_deletion_is_pending(
+    tmp_path: Path,
+) -> None:
+    base = {"a": Document("a", "", "old")}
+    log = DocumentLog(tmp_path / "index")
+    log.lock()
+    log.append([Change("a", Document("a", "", "new")), Change("b", Document("b", "", "new"))])
+    log.mark_applied(2, {})
+    log.append([Change("a", None), Change("b", None)])
+    documents = log.documents(base)
+    assert {name: documents[name].text for name in documents} == {"a": "new", "b": "new"}
+    log.mark_applied(4, {})
+    log.append([Change("a", None)])  # deleted again
+    assert not list(log.documents(base))
+    log.append([Change("a", Document("a", "", "newest"))])
+    log.mark_applied(6, {})
+    assert log.documents(base)["a"].text == "newest"
+    log.unlock()
+
+
+def test_a_log_that_was_removed_while_a_server_runs_is_not_written(tmp_path: Path) -> None:
+    log = DocumentLog(tmp_path / "index")
+    log.lock()
+    log.append([Change("a", None)])
+    log.unlock()
+    shutil.rmtree(log.folder)
+    with pytest.raises(DataError, match=r"log\.jsonl: expected at least .* Restart the server"):
+        log.lock()
+    assert not log.is_locked
+    restarted = DocumentLog(tmp_path / "index")
+    restarted.lock()
+    assert restarted.append([Change("a", None)]) == 1
+    restarted.unlock()
 
 
 def test_a_log_stays_locked_while_a_process_of_its_writer_changes_the_index(tmp_path: Path) -> None:

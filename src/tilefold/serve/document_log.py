@@ -74,19 +74,15 @@ class Change:
 
 
 class _Line(NamedTuple):
-    """Position of the last line about a document.
+    """Position of the last line that puts a document.
 
     Attributes:
-        sequence: sequence number of the change.
         offset: position of the line in bytes.
         size: length of the line in bytes.
-        is_deleted: whether the line deletes the document.
     """
 
-    sequence: int
     offset: int
     size: int
-    is_deleted: bool
 
 
 class DocumentLog:
@@ -115,7 +111,9 @@ class DocumentLog:
         self.failed: dict[str, str] = {}
         self._path = self.folder / _LOG
         self._size = 0  # number of bytes that were read; complete lines only
-        self._lines: dict[str, _Line] = {}
+        self._puts: dict[str, _Line] = {}  # id -> the last line that puts the document
+        # id -> sequence number of the first change that deletes it after its last line in _puts
+        self._deletions: dict[str, int] = {}
         self._pending: dict[int, Change] = {}  # by sequence number, ascending
         self._guard = threading.RLock()
         self._lock: FileLock | None = None
@@ -148,6 +146,7 @@ class DocumentLog:
 
         Raises:
             InUseError: if another process writes the log.
+            DataError: if lines that this process has read were removed.
             OSError: if the folder cannot be written.
         """
         with self._guard:
@@ -162,7 +161,9 @@ class DocumentLog:
                     sync(self.folder.parent)
                 self.refresh()
                 with self._path.open("ab") as file:
+                    self._check_lines_remain(file)
                     file.truncate(self._size)
+                sync(self.folder)  # the file may be new
             except BaseException:
                 lock.release()
                 if child_lock is not None:
@@ -170,6 +171,22 @@ class DocumentLog:
                 raise
             self._lock = lock
             self._child_lock = child_lock
+
+    def _check_lines_remain(self, file: IO[bytes]) -> None:
+        """Check that a file has all lines that this process has read.
+
+        Args:
+            file: the open file of the log.
+
+        Raises:
+            DataError: if the file is shorter, because the log was removed or replaced meanwhile.
+        """
+        size = os.fstat(file.fileno()).st_size
+        if size < self._size:
+            raise DataError(
+                f"{self._path}: expected at least {self._size} bytes, which this process has read, "
+                f"got {size}: the log was removed or replaced meanwhile. Restart the server.",
+            )
 
     def unlock(self) -> None:
         """Let another process write the log."""
@@ -229,8 +246,11 @@ class DocumentLog:
             change: the change.
             size: length of the line in bytes.
         """
-        is_deleted = change.document is None
-        self._lines[change.document_id] = _Line(sequence, self._size, size, is_deleted)
+        if change.document is None:
+            self._deletions.setdefault(change.document_id, sequence)
+        else:
+            self._puts[change.document_id] = _Line(self._size, size)
+            self._deletions.pop(change.document_id, None)
         self._size += size
         self.last = sequence
         if sequence > self.applied:
@@ -305,20 +325,23 @@ class DocumentLog:
     def documents(self, base: Mapping[str, Document]) -> Mapping[str, Document]:
         """Return the documents of a collection with those of the log.
 
+        A document is hidden once the index does not have it any more. While its deletion is
+        pending, it is the one that was put last.
+
         Args:
             base: documents of the collection.
         """
         with self._guard:
             self.refresh()
-            if not self._lines:
+            if not self._puts and not self._deletions:
                 return base
-            lines = dict(self._lines)
             deleted = {
                 document_id
-                for document_id, line in lines.items()
-                if line.is_deleted and line.sequence <= self.applied
+                for document_id, sequence in self._deletions.items()
+                if sequence <= self.applied
             }
-        return LoggedDocuments(base, self._path, lines, deleted)
+            puts = {name: line for name, line in self._puts.items() if name not in deleted}
+        return LoggedDocuments(base, self._path, puts, deleted)
 
 
 class LoggedDocuments(Mapping[str, Document]):
@@ -332,7 +355,7 @@ class LoggedDocuments(Mapping[str, Document]):
         self,
         base: Mapping[str, Document],
         path: Path,
-        lines: Mapping[str, _Line],
+        puts: Mapping[str, _Line],
         deleted: set[str],
     ) -> None:
         """Combine two sources of documents.
@@ -340,19 +363,19 @@ class LoggedDocuments(Mapping[str, Document]):
         Args:
             base: documents of the collection.
             path: the file of the log.
-            lines: id -> the last line about the document.
+            puts: id -> the last line that puts the document, without deleted documents.
             deleted: ids of documents that the index does not have any more.
         """
         self.base = base
         self._path = path
+        self._puts = puts
         self._deleted = deleted
-        self._put = {name: line for name, line in lines.items() if not line.is_deleted}
 
     def __getitem__(self, document_id: str) -> Document:
         """Return a document, from the log if it is there."""
         if document_id in self._deleted:
             raise KeyError(document_id)
-        line = self._put.get(document_id)
+        line = self._puts.get(document_id)
         if line is None:
             return self.base[document_id]
         with self._path.open("rb") as file:
@@ -367,7 +390,7 @@ class LoggedDocuments(Mapping[str, Document]):
         for document_id in self.base:
             if document_id not in self._deleted:
                 yield document_id
-        for document_id in self._put:
+        for document_id in self._puts:
             if document_id not in self.base:
                 yield document_id
 
@@ -376,7 +399,7 @@ class LoggedDocuments(Mapping[str, Document]):
 
     def __bool__(self) -> bool:
         """Return whether there are documents, without counting them: each search asks."""
-        return bool(self._put) or bool(self.base)
+        return bool(self._puts) or bool(self.base)
 
 
 def _lock_inheritable(path: Path) -> IO[bytes] | None:
