@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,15 @@ from tilefold.retrieval import (
     open_tokens,
 )
 from tilefold.retrieval.data.collection import Content
+from tilefold.retrieval.data.pages import pdfium_lock
 from tilefold.retrieval.encoding import pages as page_encoding
-from tilefold.retrieval.encoding.pages import default_page_workers, encode_images
+from tilefold.retrieval.encoding.pages import (
+    PageBatch,
+    PagePreparation,
+    _Worker,
+    default_page_workers,
+    encode_images,
+)
 from tilefold.retrieval.errors import DataError
 from tilefold.testing.page_models import ARCHITECTURES, save_page_model
 from tilefold.testing.synthetic_pages import random_pages, random_words, save_page_collection
@@ -228,6 +236,40 @@ def test_a_page_that_ends_its_worker_does_not_lose_the_others(
     assert list(manifest.failed) == [fatal_id]
     assert "has ended its process" in manifest.failed[fatal_id]
     assert manifest.n_documents == len(contents) - 1
+
+
+def test_a_worker_that_is_started_while_a_pdf_is_rendered_can_render_another(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+) -> None:
+    page = next(page for page in contents.values() if isinstance(page, Page))
+    assert page.file.suffix == ".pdf"
+    pdfium_lock.acquire()  # as a thread that renders
+    threading.Timer(0.1, pdfium_lock.release).start()
+
+    with _Worker(PagePreparation(models["colqwen2"])) as worker:
+        worker.submit(PageBatch([0], [page]))
+        assert worker._results.poll(60)
+        prepared = worker.receive()
+
+    assert not prepared.failures
+    assert [positions for positions, _ in prepared.groups] == [[0]]
+
+
+def test_an_error_that_a_message_does_not_make_fails_its_page_only(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raise_error(*_: Any) -> Any:
+        raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+
+    monkeypatch.setattr(Page, "image", raise_error)
+    pages = [page for page in contents.values() if isinstance(page, Page)]
+
+    prepared = PagePreparation(models["colqwen2"]).prepare(PageBatch([0], pages[:1]))
+
+    assert str(prepared.failures[0]).startswith("UnicodeDecodeError: 'utf-8' codec")
 
 
 def test_pooled_vectors_are_those_of_sentence_transformers(

@@ -31,8 +31,9 @@ PAGE_SUFFIXES = (PDF_SUFFIX, *IMAGE_SUFFIXES)
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "TIFF")
 _PAGE_RANGE = re.compile(r"(\d+)(-(\d*))?")
 _PAGE_RANGE_FORMS = "'3', '1-10', '20-' or several of them, such as '1-10,15'"
-# PDFium must not be called by two threads at the same time.
-_pdfium_lock = threading.Lock()
+# PDFium must not be called by two threads at the same time. A process must not be forked during a
+# call either: nothing would release the lock in the new process.
+pdfium_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ def _open_pdf(file: Path) -> Iterator[Any]:
     One thread at a time is in this context.
     """
     pdfium = require("pypdfium2", "pypdfium2", "a PDF", extra="pages")
-    with _pdfium_lock:
+    with pdfium_lock:
         try:
             with pdfium.PdfDocument(file) as document:
                 yield document

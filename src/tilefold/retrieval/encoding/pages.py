@@ -15,7 +15,7 @@ import signal
 import warnings
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,7 @@ from tilefold.distributed.ranks import share_of_cores
 from tilefold.pipeline.rows import bisect_failures
 from tilefold.pipeline.threads import Prefetcher
 from tilefold.retrieval.data.documents import Content
-from tilefold.retrieval.data.pages import DEFAULT_DPI, Page
+from tilefold.retrieval.data.pages import DEFAULT_DPI, Page, pdfium_lock
 from tilefold.retrieval.errors import DataError
 
 if TYPE_CHECKING:
@@ -333,9 +333,10 @@ class PagePreparation:
 
 
 def _picklable(error: Exception) -> Exception:
-    """Return an error that another process can read: of the same class if it is built in."""
+    """Return an error that another process can read, of the same class if it is built in."""
     if type(error).__module__ == "builtins" or type(error) is DataError:
-        return type(error)(str(error))
+        with suppress(TypeError):  # some, such as UnicodeDecodeError, need more than a message
+            return type(error)(str(error))
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
@@ -440,9 +441,9 @@ class _Worker:
             args=(self._batches, results_of_process, self._results, self._preparation),
             daemon=True,
         )
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), pdfium_lock:
             # Python warns that a fork of a process with threads may deadlock. The new process does
-            # not use what these threads have locked.
+            # not use what these threads have locked, except PDFium, which no thread calls now.
             warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)
             self._process.start()
         # The process has the only end now, so that its death ends the connection.
@@ -530,6 +531,7 @@ def _prepare_batches(
         results_of_parent: the end of this connection that the parent reads.
         preparation: decodes the pages.
     """
+    pdfium_lock.release()  # held by the thread that has forked this process
     # With a copy of it here, writing would wait for ever after the parent has ended.
     results_of_parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
