@@ -154,6 +154,18 @@ def test_images_that_cannot_be_encoded_are_refused(
     assert (reply.status, message in reply.json["error"]) == (status, True), reply.json
 
 
+def test_more_pixels_than_are_decoded_at_once_are_refused(parts: PageParts) -> None:
+    image = {"image": encoded(page(size=(60, 80)))}
+    service = parts.service(max_image_pixels=60 * 80)
+    with serving(service) as client:
+        assert client.post("/embed_all", {"inputs": [image] * 4}).status == 200
+        reply = client.post("/embed_all", {"inputs": [image] * 5})
+        assert (reply.status, "in several requests" in reply.json["error"]) == (413, True)
+        with service.pixel_limit.acquire(60 * 80):
+            assert client.post("/embed_all", {"inputs": [image] * 4}).status == 429
+        assert client.post("/embed_all", {"inputs": [image] * 4}).status == 200
+
+
 def test_a_body_over_the_limit_is_refused(parts: PageParts) -> None:
     with serving(parts.service(payload_limit=500)) as client:
         noise = np.random.default_rng(0).integers(0, 256, (40, 40, 3), np.uint8)

@@ -91,11 +91,11 @@ class _Outcome(NamedTuple):
 
 
 class InputLimit:
-    """Limit on the number of inputs that are encoded or wait. Used on the event loop only.
+    """Limit on the inputs that are encoded or wait, or on their size. Used on the event loop only.
 
     Attributes:
-        total: largest number of inputs.
-        in_use: current number of inputs.
+        total: largest number of inputs, or the largest size.
+        in_use: current number of inputs, or their size.
     """
 
     def __init__(self, total: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,7 @@ from tilefold.serve.bodies import ImageData, ServeError, invalid
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["ImageInput", "blank_page", "decode_image", "jpeg_of"]
+__all__ = ["ImageInput", "blank_page", "count_pixels", "decode_image", "jpeg_of"]
 
 _JPEG_QUALITY = 88
 # Width and height of a blank page in pixels.
@@ -48,6 +50,21 @@ def blank_page() -> ImageInput:
     return ImageInput(pillow.new("RGB", _BLANK_SIZE, "white"), b"blank")
 
 
+def count_pixels(data: ImageData, max_pixels: int) -> int:
+    """Return the number of pixels that an image of a request declares; none is decoded.
+
+    Args:
+        data: the file.
+        max_pixels: largest number of pixels.
+
+    Raises:
+        ServeError: as :func:`decode_image`.
+    """
+    with _open_image(data, max_pixels) as image:
+        n_pixels: int = image.width * image.height
+        return n_pixels
+
+
 def decode_image(data: ImageData, max_pixels: int) -> ImageInput:
     """Decode an image of a request as RGB, upright, on white where it is transparent.
 
@@ -60,8 +77,24 @@ def decode_image(data: ImageData, max_pixels: int) -> ImageInput:
         ServeError: with status 415 for another format, 413 for too many pixels, and 422 for a
             damaged image.
     """
-    pillow: Any = require("PIL.Image", "Pillow", "an image", extra="pages")
+    image_ops: Any = require("PIL.ImageOps", "Pillow", "an image", extra="pages")
     digest = hashlib.sha256(data.content).digest()
+    with _open_image(data, max_pixels) as image:
+        return ImageInput(as_rgb(image_ops.exif_transpose(image)), digest)
+
+
+@contextmanager
+def _open_image(data: ImageData, max_pixels: int) -> Iterator[Image]:
+    """Open an image of a request, whose pixels can be decoded within the context.
+
+    Args:
+        data: the file.
+        max_pixels: largest number of pixels.
+
+    Raises:
+        ServeError: as :func:`decode_image`, also for an error within the context.
+    """
+    pillow: Any = require("PIL.Image", "Pillow", "an image", extra="pages")
     try:
         with pillow.open(io.BytesIO(data.content), formats=IMAGE_FORMATS) as image:
             width, height = image.size
@@ -71,8 +104,7 @@ def decode_image(data: ImageData, max_pixels: int) -> ImageInput:
                     f"an image has {width} x {height} pixels, more than the limit of {max_pixels}",
                     status=413,
                 )
-            image_ops = require("PIL.ImageOps", "Pillow", "an image", extra="pages")
-            return ImageInput(as_rgb(image_ops.exif_transpose(image)), digest)
+            yield image
     except ServeError:
         raise
     except pillow.UnidentifiedImageError:

@@ -395,7 +395,11 @@ class _Search:
             token: position of a token of the query; ``None`` for all words of the query.
         """
         service = self.service
-        image = await service.run_in_thread(self._read_page, document_id)
+        image = await service.run_in_thread(
+            self._read_page,
+            document_id,
+            pool="tokenizers",
+        )
         if query.strip():
             explanation = await self._explain_page(query, document_id, image)
             if token is not None and token >= len(explanation.matches):
@@ -742,7 +746,11 @@ class _Search:
             inputs: list[str | ImageInput] = []
             for document_id, content in content_of_id.items():
                 if isinstance(content, Page):
-                    image = await service.run_in_thread(self._read_page, document_id)
+                    image = await service.run_in_thread(
+                        self._read_page,
+                        document_id,
+                        pool="tokenizers",
+                    )
                     inputs.append(ImageInput(image, document_id.encode()))
                 else:
                     # The service refuses empty texts, but encodes a space.

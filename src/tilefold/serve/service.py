@@ -20,7 +20,7 @@ from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_o
 from tilefold.retrieval.errors import MissingDocumentError
 from tilefold.serve.batching import Answer, BatchWorker, Durations, InputLimit, Metrics
 from tilefold.serve.bodies import ImageData, ServeError, empty, invalid, wrong_model
-from tilefold.serve.images import ImageInput, blank_page, decode_image
+from tilefold.serve.images import ImageInput, blank_page, count_pixels, decode_image
 from tilefold.serve.models import SIDES, BatchKey, Kind, Served, Side
 from tilefold.serve.settings import Limits
 
@@ -42,7 +42,7 @@ Input = str | tuple[int, ...]
 """A text, or token ids."""
 Pool = Literal["helpers", "tokenizers"]
 """Name of a thread pool. ``/tokenize`` and ``/decode`` use the tokenizers, so that their long texts
-do not delay other requests, whose tokens are counted by the helpers."""
+do not delay other requests, whose tokens are counted by the helpers. Images use them, too."""
 truncation_counts: ContextVar[list[int] | None] = ContextVar(
     "tilefold_truncation_counts",
     default=None,
@@ -62,6 +62,8 @@ MAX_PORTION_SIZE = 16_384
 """Characters, tokens or numbers that a helper thread processes before it serves other requests."""
 # Total number of characters or numbers up to which inputs are processed on the event loop.
 _SMALL_SIZE = 1024
+# Pixels that are decoded at the same time, as a multiple of the limit on the pixels of an image.
+_IMAGES_IN_FLIGHT = 4
 # Smallest limit on concurrent searches.
 _MIN_SEARCHES = 4
 # Time for running searches to end when the service closes. A Qdrant server may be unreachable.
@@ -292,6 +294,7 @@ class Service:
         writer: writes documents into the index; ``None`` if the index takes none.
         metrics: metrics of the service.
         input_limit: limit on the number of inputs that are encoded or wait.
+        pixel_limit: limit on the number of pixels of the images of requests that are decoded.
         closing: whether the service refuses all work, because it ends or has ended.
         draining: whether the service will end soon. It still accepts requests, but health checks
             fail, so that clients use another server.
@@ -335,6 +338,7 @@ class Service:
         self.writer: Writer | None = None
         self.metrics = Metrics()
         self.input_limit = InputLimit(self.limits.max_concurrent_requests)
+        self.pixel_limit = InputLimit(_IMAGES_IN_FLIGHT * self.limits.max_image_pixels)
         self.closing = False
         self.draining = False
         self.is_only_request: Callable[[], bool] = lambda: False
@@ -735,7 +739,7 @@ class Service:
     ) -> Outcome:
         """Decode and encode images; equal images are encoded once.
 
-        Images are decoded in helper threads, so that neither other requests nor the device wait.
+        Images are decoded in threads, so that neither requests of texts nor the device wait.
         The caller must hold permits for the images.
 
         Args:
@@ -747,7 +751,8 @@ class Service:
             Token vectors of each image, with counts and durations.
 
         Raises:
-            ServeError: if the model reads texts only, or an image cannot be decoded.
+            ServeError: if the model reads texts only, an image cannot be decoded, or the images
+                have too many pixels, alone or together with those that are being encoded.
         """
         if not model.takes_images:
             raise wrong_model(
@@ -758,24 +763,19 @@ class Service:
         outcome = Outcome()
         if options.counted:
             self.metrics.count(f"te_{options.counted}_count", len(images))
-        inputs: list[ImageInput] = []
-        for image in images:
-            if isinstance(image, ImageData):
-                limit = self.limits.max_image_pixels
-                inputs.append(await self.run_in_thread(decode_image, image, limit))
-            else:
-                inputs.append(image)
-        lengths = {item: model.image_tokens(item) for item in inputs}
-        outcome.tokens = sum(lengths[item] for item in inputs)
-        outcome.tokenization = time.perf_counter() - outcome.started
-        worker = self._workers[model.device]
-        futures = [
-            worker.submit(key, item, length, position, multi_input=len(lengths) > 1)
-            for position, (item, length) in enumerate(lengths.items())
-        ]
-        answers_by_image: dict[ImageInput, Answer] = dict(
-            zip(lengths, await gather_or_cancel(futures), strict=True),
-        )
+        with self.pixel_limit.acquire(await self._count_pixels(images)):
+            inputs = await self._decode_images(images)
+            lengths = {item: model.image_tokens(item) for item in inputs}
+            outcome.tokens = sum(lengths[item] for item in inputs)
+            outcome.tokenization = time.perf_counter() - outcome.started
+            worker = self._workers[model.device]
+            futures = [
+                worker.submit(key, item, length, position, multi_input=len(lengths) > 1)
+                for position, (item, length) in enumerate(lengths.items())
+            ]
+            answers_by_image: dict[ImageInput, Answer] = dict(
+                zip(lengths, await gather_or_cancel(futures), strict=True),
+            )
         answers = [answers_by_image[item] for item in inputs]
         outcome.rows = [answer.value for answer in answers]
         outcome.queue = sum(answer.queue for answer in answers) / len(answers)
@@ -783,6 +783,52 @@ class Service:
         if options.counted:
             self._record_inputs(options.counted, outcome.tokenization, answers)
         return outcome
+
+    async def _count_pixels(self, images: Sequence[ImageData | ImageInput]) -> int:
+        """Return the number of pixels of all images that must be decoded.
+
+        Args:
+            images: the images of a request.
+
+        Raises:
+            ServeError: if an image cannot be opened, or they have more pixels than the limit.
+        """
+        limit = self.limits.max_image_pixels
+        n_pixels = 0
+        for image in images:
+            if isinstance(image, ImageData):
+                n_pixels += await self.run_in_thread(count_pixels, image, limit, pool="tokenizers")
+        if n_pixels > self.pixel_limit.total:
+            raise ServeError(
+                "Validation",
+                f"the images of the request have {n_pixels} pixels, more than the limit of "
+                f"{self.pixel_limit.total}; send them in several requests",
+                status=413,
+            )
+        return n_pixels
+
+    async def _decode_images(
+        self,
+        images: Sequence[ImageData | ImageInput],
+    ) -> list[ImageInput]:
+        """Decode the images that have not been decoded before.
+
+        Args:
+            images: the images of a request.
+
+        Raises:
+            ServeError: if an image is damaged.
+        """
+        limit = self.limits.max_image_pixels
+        decoded: list[ImageInput] = []
+        for image in images:
+            if isinstance(image, ImageInput):
+                decoded.append(image)
+            else:
+                decoded.append(
+                    await self.run_in_thread(decode_image, image, limit, pool="tokenizers"),
+                )
+        return decoded
 
     async def _encode_distinct(
         self,
