@@ -20,8 +20,10 @@ from tests.recipes.small import small_masked_lm
 from tests.serve.running import served, wait_until
 from tilefold import retrieval as r
 from tilefold.cli.migrate import Preview, _describe_preview
+from tilefold.retrieval.data.documents import Document
 from tilefold.retrieval.encoding import throttle
 from tilefold.retrieval.index.opening import open_index
+from tilefold.serve.document_log import Change, DocumentLog
 
 N_RANDOM_KILLS = 12
 NEW_DOCUMENT = {"_id": "kettles", "title": "Kettles", "text": "Read and write about kettles."}
@@ -157,6 +159,28 @@ def test_documents_that_are_added_meanwhile_come_into_both_indexes(
     done(call("index", "--delete", tmp_path / "gone.txt", "--output", live))
     done(call("migrate", "--index", live, "--rollback"))
     assert set(r.load_index(live).ids) == old_ids - {"d1"}
+
+
+@pytest.mark.parametrize(
+    "failed",
+    [pytest.param({"kettles": "no tokens"}, id="failed"), pytest.param(None, id="pending")],
+)
+def test_documents_of_the_log_that_are_not_in_the_index_are_left_out(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    failed: dict[str, str] | None,
+) -> None:
+    log = DocumentLog(live)
+    log.lock()
+    sequence = log.append([Change("kettles", Document("kettles", "", "Kettles."))])
+    if failed is not None:
+        log.mark_applied(sequence, failed)
+    log.unlock()
+    done(start(call, live, new_model, shared / "data"))
+    standby: Any = open_index(live.with_name("live.migration") / "index")
+    assert set(standby.ids) == set(r.load_index(live).ids)
 
 
 def test_a_rollback_encodes_documents_that_arrived_after_the_cut_over(

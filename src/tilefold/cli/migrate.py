@@ -454,6 +454,7 @@ def _start(
                 "index first (tilefold index --update).",
             )
     old_model = request.old_model
+    pending_ids = {change.document_id for change in log.pending(log.n_pending).values()}
     migration = Migration.start(
         request.index,
         log.documents(collection.documents),
@@ -462,7 +463,7 @@ def _start(
         data=data,
         old_model=None if old_model is None else _recorded_name(old_model),
         options=request.recorded_options(),
-        pending={change.document_id for change in log.pending(log.n_pending).values()},
+        absent=pending_ids | log.failed.keys(),
     )
     if old_model is None:
         note(

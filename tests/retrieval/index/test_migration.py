@@ -336,8 +336,8 @@ def test_a_collection_of_other_documents_starts_no_migration(
     assert not migration_folder(live).exists()
 
 
-def test_documents_that_are_pending_at_the_start_are_left_out(live: Path) -> None:
-    Migration.start(live, DOCUMENTS | FIRST_UPDATE, NEW, model="m", data="d", pending=["d40", "d3"])
+def test_documents_that_the_index_lacks_at_the_start_are_left_out(live: Path) -> None:
+    Migration.start(live, DOCUMENTS | FIRST_UPDATE, NEW, model="m", data="d", absent=["d40", "d3"])
     migration = Migration.open(live)
     assert migration.record.n_documents == len(DOCUMENTS)
     update(live, OLD, FIRST_UPDATE)

@@ -216,7 +216,7 @@ class Migration:
         data: str,
         old_model: str | None = None,
         options: Json | None = None,
-        pending: Collection[str] = (),
+        absent: Collection[str] = (),
     ) -> Migration:
         """Create the folder of a migration. From then on, updates of the index are recorded.
 
@@ -228,8 +228,8 @@ class Migration:
             data: the collection of the documents.
             old_model: folder or name of the model that encoded the index, if it is known.
             options: options of encoding, which are recorded.
-            pending: ids of documents that an update may add to the index later. They are left out
-                if the index does not have them.
+            absent: ids of documents that the index may lack: an update may add them later, or the
+                old model cannot encode them. They are left out if the index does not have them.
 
         Raises:
             DataError: if the documents are not those of the index, or if the new model is the one
@@ -252,8 +252,8 @@ class Migration:
                 )
             passages = _passages_of(manifest)
             indexed_ids = _document_ids_of(index, passages)
-            if not indexed_ids.issuperset(pending):
-                left_out = set(pending) - indexed_ids
+            left_out = set(absent) - indexed_ids
+            if left_out:
                 documents = {
                     name: document for name, document in documents.items() if name not in left_out
                 }
