@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -245,13 +246,36 @@ def exported_file(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the list of entries of a folder, is on the disk."""
-    if path.is_dir() and os.name == "nt":
+    is_windows = os.name == "nt"
+    is_folder = path.is_dir()
+    if is_folder and is_windows:
         return  # Windows cannot sync a folder
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows syncs only files that are open for writing.
+    descriptor = os.open(path, os.O_RDWR if is_windows else os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems cannot sync a folder.
+        if not is_folder or error.errno not in (errno.EBADF, errno.EINVAL):
+            raise
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Wait until a folder, with all files and folders in it, is on the disk.
+
+    Args:
+        folder: the folder.
+
+    Raises:
+        DiskFullError: if the disk or the quota is full.
+    """
+    with naming_full_disk(folder):
+        for path in folder.rglob("*"):
+            if path.is_file() or path.is_dir():
+                sync(path)
+        sync(folder)
 
 
 @contextmanager
@@ -327,6 +351,9 @@ def swap_directory(new: Path, path: Path) -> None:
     The two are exchanged in one step if the system supports it. Otherwise `path` does not exist for
     a moment, and the old directory is moved back if the new one cannot be moved.
 
+    The old directory is removed once the new one is on the disk, so that a loss of power leaves one
+    of them. Without an old directory, nothing waits for the disk.
+
     Args:
         new: the new directory, on the same disk.
         path: the new path of the directory; another directory may be there.
@@ -334,7 +361,9 @@ def swap_directory(new: Path, path: Path) -> None:
     if not path.exists():
         new.replace(path)
         return
+    sync_tree(new)
     if exchange(new, path):
+        sync(path.parent)
         shutil.rmtree(new, ignore_errors=True)  # the old directory, which was at `path`
         return
     old = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".old", dir=path.parent))
@@ -344,6 +373,7 @@ def swap_directory(new: Path, path: Path) -> None:
     except OSError:
         old.replace(path)
         raise
+    sync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

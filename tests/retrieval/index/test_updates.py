@@ -14,8 +14,10 @@ import torch
 from tests.retrieval.conftest import dense_folder
 from tilefold import retrieval as r
 from tilefold._internal import files as _files
+from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError, VocabularyMismatchError
+from tilefold.retrieval.index import merging
 from tilefold.retrieval.index.opening import open_index
 
 MakeVectors = Callable[..., r.SparseVectors]
@@ -301,6 +303,58 @@ def test_a_kill_at_any_rename_leaves_the_index_before_or_after(
     segments = [entry for entry in (path / "segments").iterdir() if entry.is_dir()]
     expected_segments = 0 if is_merge else 1
     assert len(segments) == expected_segments, "incomplete segments are removed"
+
+
+@pytest.fixture
+def synced_inodes(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Numbers of the files and folders that were synced to the disk."""
+    inodes: set[int] = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: inodes.add(os.fstat(descriptor).st_ino))
+    return inodes
+
+
+def test_a_segment_is_on_the_disk_before_the_index_lists_it(
+    make_vectors: MakeVectors,
+    synced_inodes: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "index"
+    r.build_index(make_vectors(40)).save(path)
+    synced_before: set[int] = set()
+
+    def write_list_of_segments(*args: Any, **options: Any) -> None:
+        synced_before.update(synced_inodes)
+        write_json_object(*args, **options)
+
+    monkeypatch.setattr(merging, "write_json_object", write_list_of_segments)
+    r.update_index(path, make_vectors(20, seed=1, prefix="n"))
+    segment = path / "segments" / "00001"
+    assert {file.stat().st_ino for file in [segment, *segment.iterdir()]} <= synced_before
+    assert path.stat().st_ino in synced_before
+    assert segment.parent.stat().st_ino in synced_inodes
+
+
+def test_a_new_index_is_on_the_disk_before_it_replaces_another(
+    make_vectors: MakeVectors,
+    synced_inodes: set[int],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "index"
+    index = r.build_index(make_vectors(40))
+    index.save(path)
+    exchange = _files.exchange
+    synced_before: set[int] = set()
+
+    def exchange_folders(left: Path, right: Path) -> bool:
+        synced_before.update(synced_inodes)
+        return exchange(left, right)
+
+    monkeypatch.setattr(_files, "exchange", exchange_folders)
+    index.save(path, overwrite=True)
+    assert {file.stat().st_ino for file in [path, *path.iterdir()]} <= synced_before
+    assert tmp_path.stat().st_ino in synced_inodes
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from tilefold._internal.arguments import ArgumentError, list_of, list_of_ids, path_of
-from tilefold._internal.files import lock_path
+from tilefold._internal.files import lock_path, sync, sync_tree
 from tilefold.retrieval.common.files import write_json_object
 from tilefold.retrieval.common.provenance import (
     Provenance,
@@ -342,6 +342,9 @@ def update_index(
         n_deleted = _remove_documents(segments, delete_ids, new_ids)
         if new_part is not None:
             new_part.save(new_folder)
+            # The segment must survive a loss of power before the index lists it.
+            sync_tree(new_folder)
+            sync(folder)  # the folder of the segments may be new
             names.append(new_folder.name)
             segments.parts.append(new_part)
             segments.removed.append(set())

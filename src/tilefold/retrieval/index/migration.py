@@ -35,6 +35,7 @@ from tilefold._internal.files import (
     naming_full_disk,
     scratch_folder,
     sync,
+    sync_tree,
 )
 from tilefold.retrieval.common.files import Json, read_json_object, write_json_object
 from tilefold.retrieval.common.provenance import Provenance, texts_digest
@@ -540,7 +541,7 @@ class Migration:
                 if entries:  # they have arrived during the last round
                     self._repeat(entries, encoder)
                 self._check_standby_is_complete()
-                self._sync_standby()
+                sync_tree(self.standby)  # so that the rename survives a loss of power
                 if not exchange(self.standby, self.index):
                     raise OSError(
                         f"{self.index}: could not be exchanged with {self.standby} in one step; "
@@ -575,12 +576,6 @@ class Migration:
             "again meanwhile. Replace or delete these documents (tilefold index --update), or "
             "discard the migration (--discard). The index that is searched was not changed.",
         )
-
-    def _sync_standby(self) -> None:
-        """Write the standby to the disk, so that the rename survives a loss of power."""
-        for path in self.standby.rglob("*"):
-            sync(path)
-        sync(self.standby)
 
     def discard(self) -> None:
         """Remove the standby and everything else of the migration. The index is not changed."""
