@@ -22,6 +22,7 @@ from tests.serve.running import Client, serving
 from tests.serve.test_documents import writing_server
 from tilefold import retrieval as r
 from tilefold.retrieval.data.collection import Document
+from tilefold.retrieval.index.segments import Segments
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
@@ -327,6 +328,46 @@ def test_hits_of_a_text_index_are_explained_by_the_tokens_that_match(
             token["token"] for token in answer["query"]["tokens"]
         ]
     assert "image" not in answer["candidates"][0]
+
+
+def test_a_search_in_pooled_vectors_has_no_matches(
+    late: Any,
+    collection: r.Collection,
+    tmp_path: Path,
+) -> None:
+    vectors = r.encode_texts(late, collection.contents(), kind="document")
+    index = r.LateIndex.build(vectors, tmp_path / "index", pool_factor=2)
+    served = Served(late, "multi-vector", "colbert")
+    searchable = Searchable("texts", index, served, collection.documents)
+    assert not searchable.features["explain"]
+    segments: Any = Segments([index], [set()])
+    assert not Searchable("texts", segments, served, collection.documents).features["explain"]
+    with serving(Service([served], searchable=searchable)) as client:
+        reply = client.post("/v1/texts/search", {"query": "csv files", "explain": True})
+        assert client.post("/v1/texts/search", {"query": "csv files"}).status == 200
+    assert (reply.status, "without --pool-factor" in reply.json["error"]) == (422, True)
+
+
+def test_a_search_says_why_vectors_of_other_texts_explain_nothing(
+    late: Any,
+    collection: r.Collection,
+    tmp_path: Path,
+) -> None:
+    vectors = r.encode_texts(late, collection.contents(), kind="document")
+    index = r.LateIndex.build(vectors, tmp_path / "index")
+    served = Served(late, "multi-vector", "colbert")
+    documents = {
+        name: replace(document, text=f"{document.text} More words.")
+        for name, document in collection.documents.items()
+    }
+    segments: Any = Segments([index], [set()])
+    searchable = Searchable("texts", segments, served, documents)
+    with serving(Service([served], searchable=searchable)) as client:
+        reply = client.post("/v1/texts/search", {"query": "csv files", "explain": True})
+    assert reply.status == 200, reply.json
+    assert "expected one vector per token" in reply.json["query"]["explanation_error"]
+    assert reply.json["candidates"]
+    assert not any("matches" in hit["explanation"] for hit in reply.json["candidates"])
 
 
 def test_pages_that_words_find_are_reranked_by_their_images(parts: PageParts) -> None:

@@ -16,10 +16,11 @@ from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.data.metadata import Where
 from tilefold.retrieval.data.passages import Passage
-from tilefold.retrieval.index import DENSE, LATE, SparseIndex
+from tilefold.retrieval.index import DENSE, SparseIndex
 from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.dense import DenseIndex
 from tilefold.retrieval.index.late import LateIndex
+from tilefold.retrieval.index.segments import Segments
 from tilefold.retrieval.search.searcher import Ranking, Searcher, matched_terms
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
@@ -126,9 +127,17 @@ class Searchable:
 
     @property
     def explains_tokens(self) -> bool:
-        """Whether hits are explained by the tokens that match, which late interaction has."""
-        is_late = self.index.backend == LATE and self.encoder is not None
-        return is_late and bool(self.documents)
+        """Whether hits are explained by the tokens that match, which late interaction has.
+
+        Pooled vectors stand for several tokens, and explain nothing.
+        """
+        if self.encoder is None or not self.documents:
+            return False
+        index: Any = self.index
+        parts = index.parts if isinstance(index, Segments) else [index]
+        return all(
+            isinstance(part, LateIndex) and part.options["pool_factor"] == 1 for part in parts
+        )
 
     @cached_property
     def has_images(self) -> bool:

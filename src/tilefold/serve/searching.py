@@ -48,7 +48,10 @@ MAX_TOKEN_POSITION = 100_000
 MAX_WEIGHT = 1000.0
 # Field of a body -> options with which the server must be started to support it.
 _REQUIRED_OPTIONS = {
-    "explain": "--vectors and an index of sparse vectors, or --data and one of token vectors",
+    "explain": (
+        "--vectors and an index of sparse vectors, or --data and one of token vectors that was "
+        "built without --pool-factor"
+    ),
     "prf": "--vectors, and an index of vectors, or one of dense vectors",
     "fusion": "--bm25, and an index of vectors",
     "rerank": "--tokens (and --data, if that is a model)",
@@ -85,10 +88,12 @@ class _TokenMatches:
         tokens: for each token of the query, the ``token`` and whether it is ``content``, that is,
             spells a word.
         matches: id of a hit -> one record per token of the query.
+        error: why there are no matches; ``None`` if there are.
     """
 
     tokens: list[dict[str, Any]] = field(default_factory=list)
     matches: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    error: str | None = None
 
 
 class _Strict(Body):
@@ -458,7 +463,7 @@ class _Search:
         searchable = self.searchable
         encoder = searchable.encoder
         if encoder is None or not searchable.explains_tokens:
-            raise invalid("`query`: heat maps need an index of token vectors")
+            raise invalid("`query`: heat maps need an index of token vectors without --pool-factor")
         self.service.check_size([query], encoder, "query", "query")
 
         def explain() -> TokenExplanation:
@@ -499,7 +504,8 @@ class _Search:
     async def _match_tokens(self, query: str, ranking: Ranking, n_hits: int) -> _TokenMatches:
         """Return the tokens of the query, and the matches of the best hits that are texts.
 
-        The matches of a page are drawn by its heat map, which is a request of its own.
+        The matches of a page are drawn by its heat map, which is a request of its own. Without
+        one vector per token of the texts, there are no matches but an error.
 
         Args:
             query: text of the query.
@@ -522,7 +528,13 @@ class _Search:
                 is_text = document is not None and document.page is None
                 if is_text and hit_id in scores:
                     vector_ids[hit_id] = passage_of.get(hit_id, hit_id)
-            explained = searchable.searcher.explain(query, vector_ids.values())
+            try:
+                explained = searchable.searcher.explain(query, vector_ids.values())
+            except MissingDocumentError:
+                raise
+            except ArgumentDataError as error:
+                # The vectors are not one per token of these texts. The hits are right all the same.
+                return _TokenMatches(tokens, error=str(error))
             matches = {
                 hit_id: [match.as_json() for match in explained[vector_id].matches]
                 for hit_id, vector_id in vector_ids.items()
@@ -838,6 +850,8 @@ class _Search:
             query.update(self.searchable.explain_query(ranking, body.query))
         if token_matches.tokens:
             query["tokens"] = token_matches.tokens
+        if token_matches.error is not None:
+            query["explanation_error"] = token_matches.error
         hits = list(ranking.run[QUERY].items())[: body.hits]
         answer: Explanation = {
             "api": "v1",

@@ -407,7 +407,8 @@ async function describe() {
     $("for-columns").hidden = !COMPARED.some((name) => index.features[name]);
     const lacks = !index.features.explain && index.backend !== "bm25";
     $("hint").hidden = !lacks;
-    const option = index.backend === "late" ? "tokens are shown where the server is started with --data" : "terms are shown where the server is started with --vectors";
+    let option = "terms are shown where the server is started with --vectors";
+    if (index.backend === "late") option = "tokens are shown where the server is started with --data, and the index was built without --pool-factor";
     if (lacks) $("hint").textContent = `Matched ${option}.`;
     return;
   }
