@@ -102,7 +102,8 @@ class DiskFullError(OSError):
 def lock_path(path: Path) -> Iterator[None]:
     """Keep other processes from writing a file or folder while the context is open.
 
-    The lock is a file in a hidden folder next to the path. A process may nest such contexts.
+    The lock is a file in a hidden folder, see :func:`lock_directory_of`. A process may nest such
+    contexts.
 
     Args:
         path: the file or folder, which need not exist.
@@ -110,7 +111,7 @@ def lock_path(path: Path) -> Iterator[None]:
     Raises:
         InUseError: if another process is writing to the path.
     """
-    lock_directory = path.parent.resolve() / f".{path.name}{SCRATCH}"
+    lock_directory = lock_directory_of(path)
     lock = _lock_scratch(lock_directory, reentrant=True)
     if lock is None:
         raise InUseError(
@@ -124,6 +125,18 @@ def lock_path(path: Path) -> Iterator[None]:
         if is_outermost:
             shutil.rmtree(lock_directory, ignore_errors=True)
         lock.release()
+
+
+def lock_directory_of(path: Path) -> Path:
+    """Return the hidden folder that is locked while a process writes a file or folder.
+
+    It is next to the file or folder, and the same one for all paths and symbolic links to it.
+
+    Args:
+        path: the file or folder, which need not exist.
+    """
+    target = path.resolve()
+    return target.parent / f".{target.name}{SCRATCH}"
 
 
 @contextmanager

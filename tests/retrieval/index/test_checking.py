@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,39 @@ def test_files_of_killed_updates_are_orphans_and_no_damage(updated: Path) -> Non
     assert sizes == {"notes.txt": 3, "00002": 7, ".index.abcd1234.tilefold.tmp": 7}
 
 
-def test_files_of_a_running_update_are_no_orphans(updated: Path) -> None:
-    with lock_path(updated):
-        (updated / "segments" / "00002").mkdir()
-        check = check_index(updated)
+@pytest.mark.parametrize("writer_path", ["index", "link", "."])
+@pytest.mark.parametrize("checked_path", ["index", "link", "."])
+def test_files_of_a_running_update_are_no_orphans(
+    updated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writer_path: str,
+    checked_path: str,
+) -> None:
+    (updated.parent / "link").symlink_to(updated)
+    (updated / "segments" / "00002").mkdir()
+    monkeypatch.chdir(updated)
+    paths = {"index": updated, "link": updated.parent / "link", ".": Path()}
+    with lock_path(paths[writer_path]):
+        check = check_index(paths[checked_path])
     assert check.is_intact
+    assert check.is_being_written
+    assert not check.orphans
+
+
+def test_files_of_an_update_that_begins_during_the_check_are_no_orphans(
+    updated: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    original = checking._unlisted
+    with ExitStack() as stack:
+
+        def begin_update(folder: Path, names: Collection[str]) -> Iterator[Path]:
+            stack.enter_context(lock_path(updated))
+            (updated / "segments" / "00002").mkdir()
+            yield from original(folder, names)
+
+        monkeypatch.setattr(checking, "_unlisted", begin_update)
+        check = check_index(updated)
     assert check.is_being_written
     assert not check.orphans
 

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from tilefold._internal.arguments import path_of
-from tilefold._internal.files import LOCK, SCRATCH, InUseError, lock_folder, sha256_file
+from tilefold._internal.files import (
+    LOCK,
+    SCRATCH,
+    InUseError,
+    lock_directory_of,
+    lock_folder,
+    sha256_file,
+)
 from tilefold.retrieval.common.files import Json, check_folder
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.errors import DataError
@@ -186,10 +193,16 @@ def _check_once(folder: Path) -> IndexCheck:
     if check.is_intact and check.backend not in (_BM25, _QDRANT):
         check.merge = _merge_savings(check.parts)
     segment_names = {str(part["folder"]) for part in listed}
-    check.is_being_written = _is_locked(folder.parent.resolve() / f".{folder.name}{SCRATCH}")
+    lock_directory = lock_directory_of(folder)
+    check.is_being_written = _is_locked(lock_directory)
+    if check.is_being_written:
+        return check
+    paths = [*_unlisted(folder, segment_names), *_leftovers(folder.resolve())]
+    orphans = [Orphan(str(path), _size(path)) for path in sorted(paths)]
+    # They may belong to an update that has begun in the meantime.
+    check.is_being_written = _is_locked(lock_directory)
     if not check.is_being_written:
-        paths = [*_unlisted(folder, segment_names), *_leftovers(folder)]
-        check.orphans = [Orphan(str(path), _size(path)) for path in sorted(paths)]
+        check.orphans = orphans
     return check
 
 
