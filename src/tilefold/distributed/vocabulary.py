@@ -96,7 +96,7 @@ class SharedVocabulary:
         from torch.distributed.tensor import Shard
 
         rows: Tensor = scores.redistribute(placements=[Shard(0)]).to_local()
-        return self._averaging(rows)
+        return self._with_averaged_gradient(rows)
 
     def embed(self, input_ids: Tensor, weight: Any, padding_id: int | None) -> Tensor:
         """Return the embeddings of this rank's tokens, ``[T, D]``, with gradients.
@@ -124,13 +124,16 @@ class SharedVocabulary:
         # One rank has the embedding of a token, and all others have zeros.
         partial = DTensor.from_local(embeddings, self._mesh, [Partial()], run_check=False)
         own_embeddings: Tensor = partial.redistribute(placements=[Shard(0)]).to_local()
-        return self._averaging(own_embeddings[: input_ids.numel()])
+        return self._with_averaged_gradient(own_embeddings[: input_ids.numel()])
 
-    def _averaging(self, rows: Tensor) -> Tensor:
-        """Return rows unchanged, whose gradient is divided by the number of ranks.
+    def _with_averaged_gradient(self, rows: Tensor) -> Tensor:
+        """Return rows as they are; backward divides their gradient by the number of ranks.
 
-        A divided weight has the gradient of the sum of all ranks' losses, and trainings use the
-        average. ``gather_tokens`` undoes the factor for hidden states.
+        The summed gradients of the divided weight become the mean, as in DDP. ``gather_tokens``
+        undoes the factor for hidden states.
+
+        Args:
+            rows: the rows, of any shape.
         """
         scale_gradient: Any = _ScaleGradient.apply
         scaled: Tensor = scale_gradient(rows, 1 / self._mesh.size())

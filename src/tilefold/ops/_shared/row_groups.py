@@ -41,12 +41,14 @@ __all__ = [
 
 
 def _sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
-    """Return numbers of rows that grow by an eighth or so from one to the next.
+    """Return multiples of `smallest` up to `2 * steps * smallest`, then `steps` sizes per doubling.
+
+    Each of the latter exceeds the one before by at most `1 / steps`.
 
     Args:
-        smallest: the smallest number, and the distance of the first numbers.
-        largest: the largest number: the smallest one times a power of two.
-        steps: how many numbers lie between a number and its double.
+        smallest: the smallest size.
+        largest: the largest size: the smallest one times a power of two.
+        steps: number of sizes from a size, inclusive, to its double, exclusive.
     """
     sizes = list(range(smallest, 2 * steps * smallest, smallest))
     start = 2 * steps * smallest
@@ -344,7 +346,7 @@ class _Probe:
                 )
             products = self._products(self.sizes[-1], shift=0)
             expected = products[:_PROBE_ROWS].clone()
-            if torch.equal(products, expected[_repeated_rows(self.sizes[-1], 0, kind.device)]):
+            if torch.equal(products, expected[_probe_row_indices(self.sizes[-1], 0, kind.device)]):
                 self._expected = expected
                 self._usable_sizes.add(self.sizes[-1])
             else:
@@ -361,7 +363,7 @@ class _Probe:
         if self._expected is None or size not in self.sizes:
             return False
         products = self._products(size, _PROBE_SHIFT)
-        expected = self._expected[_repeated_rows(size, _PROBE_SHIFT, self._kind.device)]
+        expected = self._expected[_probe_row_indices(size, _PROBE_SHIFT, self._kind.device)]
         if torch.equal(products, expected):
             self._usable_sizes.add(size)
             return True
@@ -394,11 +396,11 @@ class _Probe:
         weight = random(kind.n_outputs, kind.n_inputs)
         bias = random(kind.n_outputs) if kind.has_bias else None
         rows = random(_PROBE_ROWS, kind.n_inputs)
-        return _multiply(rows[_repeated_rows(size, shift, kind.device)], weight, bias)
+        return _multiply(rows[_probe_row_indices(size, shift, kind.device)], weight, bias)
 
 
-def _repeated_rows(size: int, shift: int, device: torch.device) -> Tensor:
-    """Return the random row at each position of a product, int64 ``[size]``.
+def _probe_row_indices(size: int, shift: int, device: torch.device) -> Tensor:
+    """Return the index of the random row at each position of a product, int64 ``[size]``.
 
     Args:
         size: the number of rows of the product.

@@ -11,7 +11,7 @@ from tilefold.distributed.ranks import share_of_cores
 __all__ = ["Throttle", "lower_priority"]
 
 _LOWEST_PRIORITY = 19
-# Longest pause. The next call measures from its end, so that a longer one would be cut.
+# Longer pauses are cut to this length; the rest is not made up.
 _MAX_PAUSE_SECONDS = 60.0
 
 
@@ -45,13 +45,14 @@ class Throttle:
     def pause(self) -> None:
         """Sleep until the work since the last pause has taken at most its share of the time."""
         elapsed = time.monotonic() - self._wall_seconds
+        # min_seconds is the wall time over which the work must be spread to stay within its share.
         if self._on_gpu:
-            allowed = elapsed / self.share
+            min_seconds = elapsed / self.share
         else:
             cpu_seconds = time.process_time() - self._cpu_seconds
-            allowed = cpu_seconds / (self.share * self._n_cores)
-        if self.share < 1 and allowed > elapsed:
-            time.sleep(min(allowed - elapsed, _MAX_PAUSE_SECONDS))
+            min_seconds = cpu_seconds / (self.share * self._n_cores)
+        if self.share < 1 and min_seconds > elapsed:
+            time.sleep(min(min_seconds - elapsed, _MAX_PAUSE_SECONDS))
         self._resume_measuring()
 
 

@@ -57,14 +57,14 @@ class Change:
     documents: dict[str, Document] = field(default_factory=dict)
 
     def followed_by(self, later: Change, *, has_passages: bool) -> Change:
-        """Return the change that has the effect of this one and then a later one.
+        """Return one change equivalent to this change, then `later`.
 
         Args:
             later: the change that follows.
             has_passages: whether the entries of the index are passages. Ids of `deleted` are then
                 those of documents or of single passages.
         """
-        # A replaced document is the last one, as in an index after the same updates.
+        # A replaced document moves to the end, as it does in an index.
         replaced_or_deleted = later.deleted | later.documents.keys()
         documents = {
             name: document
@@ -86,8 +86,9 @@ class Change:
 class ChangeLog:
     """Changes of an index that its standby does not have yet.
 
-    The caller of every method holds the lock of the index (:func:`lock_path`), so that no update
-    runs at the same time.
+    The caller holds the lock of the index (:func:`lock_path`), so that no update runs at the same
+    time. Only :meth:`read` and :meth:`remove` need no lock: they use committed entries, which
+    updates do not change.
 
     Attributes:
         index: the folder of the index.

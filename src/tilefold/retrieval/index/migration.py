@@ -328,7 +328,7 @@ class Migration:
             if texts_digest(texts) != self.record.texts_sha256:
                 # Texts of documents that have changed since. The log has these changes, which are
                 # repeated later, so that the encoding is resumed with the other texts.
-                texts = _BaseTexts(texts, self.record.texts_sha256)
+                texts = _TextsWithOriginalDigest(texts, self.record.texts_sha256)
             vectors = encoder.encode(texts, self.folder / _VECTORS)
             self._build_standby(vectors, manifest, base_documents)
 
@@ -431,10 +431,19 @@ class Migration:
             DataError: if documents have to be encoded, and `encoder` is None or another model.
         """
         with self._exclusively(self.index):
-            return self._catch_up_without_updates_waiting(encoder)
+            return self._replay_log_in_rounds(encoder)
 
-    def _catch_up_without_updates_waiting(self, encoder: DocumentEncoder | None) -> int:
-        """Catch up, holding the lock of the index only to read and to remove entries of the log."""
+    def _replay_log_in_rounds(self, encoder: DocumentEncoder | None) -> int:
+        """Replay the change log in the standby, in at most ``_MAX_ROUNDS`` rounds.
+
+        The index is locked only while the log is read.
+
+        Args:
+            encoder: the model of the standby.
+
+        Returns:
+            Number of documents that were added, replaced or deleted.
+        """
         n_changed = 0
         for _ in range(_MAX_ROUNDS):
             with _waiting_for_lock(self.index):
@@ -442,15 +451,15 @@ class Migration:
                 entries = self._log.committed()
             if not entries:
                 break
-            n_changed += self._repeat(entries, encoder)
+            n_changed += self._replay(entries, encoder)
         if listed_parts(self.standby)["parts"]:  # also after a kill before the merge
             merge_segments(self.standby)
         return n_changed
 
-    def _repeat(self, entries: list[Path], encoder: DocumentEncoder | None) -> int:
-        """Repeat the changes of entries of the log in the standby, and remove the entries.
+    def _replay(self, entries: list[Path], encoder: DocumentEncoder | None) -> int:
+        """Apply logged changes to the standby, then remove their entries.
 
-        A repetition that was interrupted begins again, with the same result.
+        It is safe to run again after an interruption.
 
         Args:
             entries: files of committed entries, the earliest first.
@@ -533,13 +542,13 @@ class Migration:
                     f"{self.standby}: the new index is not built yet. Run tilefold migrate "
                     f"--index {self.index} until it is.",
                 )
-            self._catch_up_without_updates_waiting(encoder)
+            self._replay_log_in_rounds(encoder)
             self._check_standby_is_intact()
             with _waiting_for_lock(self.index):
                 self._log.settle()
                 entries = self._log.committed()
                 if entries:  # they have arrived during the last round
-                    self._repeat(entries, encoder)
+                    self._replay(entries, encoder)
                 self._check_standby_is_complete()
                 sync_tree(self.standby)  # so that the rename survives a loss of power
                 if not exchange(self.standby, self.index):
@@ -767,8 +776,8 @@ def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
     return np.fromiter(keys, np.uint64, len(documents))
 
 
-class _BaseTexts(dict[str, str]):
-    """Texts of a migration whose encoding is resumed although some of them have changed since.
+class _TextsWithOriginalDigest(dict[str, str]):
+    """Texts, of which some have changed since their encoding started, with their original digest.
 
     Args:
         texts: id -> text.
