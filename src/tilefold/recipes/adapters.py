@@ -441,8 +441,10 @@ def _probe_outputs(network: Network) -> Tensor:
     device = next(network.parameters()).device
     embeddings: Any = network.get_input_embeddings()
     token_ids = torch.arange(embeddings.weight.size(0), device=device)
-    # The embedding of padding is 0, whose output a network may divide by its length of 0.
-    token_ids = token_ids[token_ids != getattr(embeddings, "padding_idx", None)]
+    padding_id = getattr(getattr(embeddings, "base_layer", embeddings), "padding_idx", None)
+    if padding_id is not None:
+        # The embedding of padding is 0, whose output a network may divide by its length of 0.
+        token_ids = token_ids[token_ids != padding_id]
     token_ids = token_ids[torch.arange(PROBE_TOKENS, device=device) % len(token_ids)][None]
     with in_eval_mode(network), _without_flash_attention(network), torch.no_grad():
         output: Any = network(input_ids=token_ids)

@@ -132,15 +132,16 @@ def groups_rows() -> bool:
 def group_rows(n_rows: int, sizes: Sequence[int]) -> list[RowGroup]:
     """Divide rows into groups whose products have one of a few sizes.
 
-    A group is as large as possible. The rest is padded, unless two groups waste less.
+    A group is as large as possible. The rest is one padded group, unless the padding would be more
+    than an eighth of its rows; then it is divided again.
 
     Args:
         n_rows: the number of rows.
         sizes: the sizes, ascending.
 
     Examples:
-        >>> group_rows(21, sizes=(4, 8, 16))
-        [RowGroup(start=0, stop=16, size=16), RowGroup(start=16, stop=21, size=8)]
+        >>> group_rows(47, sizes=(8, 16, 32))
+        [RowGroup(start=0, stop=32, size=32), RowGroup(start=32, stop=47, size=16)]
     """
     groups = []
     start = 0
