@@ -305,9 +305,13 @@ def serve(request: ServeRequest) -> None:
 
     POST /embed_sparse, /embed_all, /embed, /v1/embeddings, /rerank, /score, /tokenize and /decode;
     GET /info, /health, /live and /metrics. The same routes under /query and /document encode
-    queries and documents, if the model distinguishes them. With --index, GET and POST
-    /v1/NAME/search and GET /v1/NAME/doc/ID. The server listens at once, and answers 503 until
-    everything is loaded. Ctrl-C stops it.
+    queries and documents, if the model distinguishes them. A model of page images takes images in
+    /embed_all and /rerank.
+
+    With --index, GET and POST /v1/NAME/search, GET /v1/NAME/doc/ID, and GET /v1/NAME/image/ID for
+    page images. The admin key allows GET, PUT and DELETE /documents, and POST /admin/reload.
+
+    The server listens at once, and answers 503 until everything is loaded. Ctrl-C stops it.
 
     Example:
         tilefold serve --index INDEX --model MODEL --data DATA

@@ -6,11 +6,11 @@ from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tilefold.retrieval.common.files import check_text_ids
 from tilefold.retrieval.data.collection import Document
-from tilefold.serve.bodies import Body, ServeError, invalid, to_json
+from tilefold.serve.bodies import ServeError, StrictBody, invalid, to_json
 from tilefold.serve.document_log import Change
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.service import Follower, Service, Writer
@@ -39,13 +39,7 @@ def _checked_id(document_id: str) -> str:
     return document_id
 
 
-class _StrictBody(Body):
-    """Body that refuses unknown fields."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
-
-
-class DocumentBody(_StrictBody):
+class DocumentBody(StrictBody):
     """A document to put."""
 
     id: str
@@ -74,13 +68,13 @@ class DocumentBody(_StrictBody):
         return Document(self.id, self.title, self.text, self.metadata)
 
 
-class PutBody(_StrictBody):
+class PutBody(StrictBody):
     """Body of a request to put documents. A document with the same id is replaced."""
 
     documents: list[DocumentBody] = Field(min_length=1, max_length=MAX_DOCUMENTS)
 
 
-class DeleteBody(_StrictBody):
+class DeleteBody(StrictBody):
     """Body of a request to delete documents. Unknown ids are no error."""
 
     ids: list[str] = Field(min_length=1, max_length=MAX_DOCUMENTS)

@@ -234,6 +234,12 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", hide_input_in_errors=True)
 
 
+class StrictBody(Body):
+    """Body that refuses unknown fields, and whose types are not converted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
+
+
 class Cut(Body):
     """Options for texts that are too long."""
 

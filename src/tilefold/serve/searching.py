@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import torch
 from fastapi import APIRouter, Request, Response
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from tilefold._internal.arguments import ArgumentError
 from tilefold.retrieval.common.runs import Run
@@ -28,7 +28,7 @@ from tilefold.retrieval.search.reranking import Reranking
 from tilefold.retrieval.search.searcher import RERANK_DEPTH, Ranking, SearchRequest
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenVectors
-from tilefold.serve.bodies import Body, ServeError, invalid, to_json
+from tilefold.serve.bodies import Body, ServeError, StrictBody, invalid, to_json
 from tilefold.serve.endpoints import JSON, add_route
 from tilefold.serve.images import ImageInput, jpeg_of
 from tilefold.serve.models import Served
@@ -96,13 +96,7 @@ class _TokenMatches:
     error: str | None = None
 
 
-class _Strict(Body):
-    """Body that refuses unknown fields, and whose types are not converted."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", hide_input_in_errors=True)
-
-
-class FusionBody(_Strict):
+class FusionBody(StrictBody):
     """Options of fusion with the BM25 index.
 
     ``weight`` and ``normalization`` apply to interpolation only.
@@ -113,7 +107,7 @@ class FusionBody(_Strict):
     normalization: Normalization = Fusion.normalization
 
 
-class FeedbackBody(_Strict):
+class FeedbackBody(StrictBody):
     """Options of feedback, like those of ``tilefold search --prf``."""
 
     method: Literal["average", "rocchio"] = Feedback.method
@@ -126,7 +120,7 @@ class FeedbackBody(_Strict):
     equal_lengths: bool | None = Feedback.equal_lengths
 
 
-class RerankBody(_Strict):
+class RerankBody(StrictBody):
     """Options of reranking, like those of ``tilefold search --rerank``.
 
     The best ``depth`` documents are reranked. ``weight`` is the weight of MaxSim in an
@@ -137,7 +131,7 @@ class RerankBody(_Strict):
     weight: float | None = Field(default=None, ge=0, le=1)
 
 
-class SearchBody(_Strict):
+class SearchBody(StrictBody):
     """Body of a search. ``true`` selects the defaults of fusion, feedback or reranking."""
 
     query: str
