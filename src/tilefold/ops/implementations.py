@@ -13,7 +13,13 @@ from tilefold.ops._shared._triton import releases
 from tilefold.ops._shared.checks import check_choice
 from tilefold.ops._shared.fallback import given_up
 from tilefold.ops._shared.impl import IMPLS, SWITCH, resolve_impl, switched_off, why_not_triton
-from tilefold.ops._shared.internals import copy_each, start_compiler, tf32_allowed
+from tilefold.ops._shared.internals import (
+    copy_each,
+    cpu_matmul_precision,
+    matmul_precision,
+    start_compiler,
+    tf32_allowed,
+)
 from tilefold.ops.lsr_head import configs as head
 from tilefold.ops.maxsim import configs as maxsim
 
@@ -22,8 +28,10 @@ __all__ = [
     "SWITCH",
     "check_impl",
     "copy_each",
+    "cpu_matmul_precision",
     "given_up",
     "kernel_of",
+    "matmul_precision",
     "operators",
     "releases",
     "resolve_impl",

@@ -20,7 +20,7 @@ from tilefold._internal.files import InUseError, read_json, write_json
 from tilefold._internal.typing import Model
 from tilefold._internal.vocabulary import vocabulary_fingerprint
 from tilefold._version import __version__
-from tilefold.ops._shared.internals import cpu_matmul_precision, matmul_precision
+from tilefold.ops.implementations import cpu_matmul_precision, matmul_precision
 
 # With the value "always", every call of ``accelerate`` runs its self-checks.
 SELF_CHECK_VARIABLE = "TILEFOLD_SELF_CHECK"
