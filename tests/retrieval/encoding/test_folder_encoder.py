@@ -106,13 +106,15 @@ def encoder(request: pytest.FixtureRequest) -> Iterator[Encoder]:
     if not request.param.endswith("accelerated"):
         yield Encoder(model, is_sparse)
         return
+    # Trainers of other tests of this process may still have threads.
+    earlier_threads = set(threading.enumerate())
     with accelerate(model):
         yield Encoder(model, is_sparse, is_accelerated=True)
     assert model[0].model.config._attn_implementation == "sdpa"
     assert not hasattr(model, "encode_token_batch")
     assert not hasattr(model, "encode_sparse_batch")
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("tilefold-")]
+    new_threads = set(threading.enumerate()) - earlier_threads
+    assert not [thread for thread in new_threads if thread.name.startswith("tilefold-")]
 
 
 @pytest.fixture
