@@ -1,11 +1,14 @@
-"""Free memory of the machine, and of the container or job in which this process runs."""
+"""Free memory of the machine, of the container or job of this process, and of a GPU."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 _CGROUPS_OF_PROCESS = Path("/proc/self/cgroup")
 _CGROUP_MOUNT = Path("/sys/fs/cgroup")
@@ -48,6 +51,20 @@ def memory_left() -> int | None:
         with contextlib.suppress(OSError, ValueError, KeyError):  # a limit "max" means no limit
             bytes_left.append(_cgroup_memory_left(folder, files))
     return min(bytes_left, default=None)
+
+
+def free_device_bytes(device: torch.device | str) -> int:
+    """Return the number of bytes of a GPU's memory that this process can still use.
+
+    Args:
+        device: device such as ``"cuda"`` or ``"cuda:1"``.
+    """
+    import torch
+
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    # torch keeps freed memory, which new tensors can use.
+    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free_bytes + cached_bytes)
 
 
 def _cgroup_memory_left(folder: Path, files: _MemoryFiles) -> int:

@@ -11,18 +11,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tilefold._internal.memory import memory_left
+from tilefold._internal.memory import free_device_bytes, memory_left
 from tilefold.retrieval.common.files import FileIdentity
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index.generations import (
     IndexGeneration,
-    OpeningMemory,
     open_current,
     opening_memory,
     read_generation,
     verify_files,
 )
-from tilefold.retrieval.index.opening import opened_parts
+from tilefold.retrieval.index.opening import is_on_gpu, opened_parts
 from tilefold.retrieval.search.searcher import SearchRequest
 from tilefold.serve.bodies import ServeError
 from tilefold.serve.searchable import QUERY, Searchable
@@ -87,13 +86,11 @@ class _Opened:
         generation: the generation.
         searchable: the index with everything that belongs to it.
         files: its files, whose checksums were compared.
-        memory: memory of all its files.
     """
 
     generation: IndexGeneration
     searchable: Searchable
     files: set[FileIdentity]
-    memory: OpeningMemory
 
 
 class IndexFollower:
@@ -123,9 +120,6 @@ class IndexFollower:
         self.n_segments = generation.n_segments
         self.refusal: Refusal | None = None
         self._verified_files: set[FileIdentity] = set()
-        self._memory = OpeningMemory(0, 0)
-        with suppress(OSError, DataError):  # the folder may have been replaced or removed meanwhile
-            self._memory = opening_memory(source.path, on_gpu=source.gpu is not None)
         self._open_generations: weakref.WeakSet[Searchable] = weakref.WeakSet()
         if service.searchable is not None:
             self._open_generations.add(service.searchable)
@@ -281,7 +275,6 @@ class IndexFollower:
         service.replace_searchable(opened.searchable)
         self.n_segments = opened.generation.n_segments
         self._verified_files = opened.files
-        self._memory = opened.memory
         self.refusal = None
         service.metrics.count("tilefold_index_reload_count")
         _logger.info(
@@ -307,8 +300,7 @@ class IndexFollower:
         self._check_memory()
         files = verify_files(self.source.path, self._verified_files)
         searchable = self.source.open(self.served, generation.id)
-        memory = opening_memory(self.source.path, on_gpu=self.source.gpu is not None)
-        return _Opened(generation, searchable, files, memory)
+        return _Opened(generation, searchable, files)
 
     def _check_memory(self) -> None:
         """Raise ``MemoryError`` if the memory is too small for two generations.
@@ -326,12 +318,11 @@ class IndexFollower:
             raise MemoryError(_memory_message("memory", needed.cpu_bytes, free_bytes))
         if self.source.gpu is None:
             return
-        free_bytes = _free_device_bytes(self.source.gpu)
+        free_bytes = free_device_bytes(self.source.gpu)
         fits_next_to_served = needed.device_bytes <= _DEVICE_MEMORY_SHARE * free_bytes
-        free_without_served = free_bytes + self._memory.device_bytes
-        fits_by_itself = needed.device_bytes <= _DEVICE_MEMORY_SHARE * free_without_served
-        # An index that is too large for the GPU in any case is searched block by block.
-        if fits_by_itself and not fits_next_to_served:
+        # An index that is too large for the GPU is searched block by block. This is much slower, so
+        # that an index on the GPU is not replaced by one that does not fit.
+        if is_on_gpu(self.served.index) and not fits_next_to_served:
             raise MemoryError(_memory_message("GPU memory", needed.device_bytes, free_bytes))
 
     async def _search_once(self, searchable: Searchable) -> None:
@@ -398,20 +389,6 @@ def _memory_message(memory: str, needed_bytes: int, free_bytes: int) -> str:
         f"the new generation takes {needed_bytes / 1e6:,.0f} MB of {memory} next to the served "
         f"one, and {free_bytes / 1e6:,.0f} MB are free. Free memory, or restart the server"
     )
-
-
-def _free_device_bytes(device: str) -> int:
-    """Return the number of bytes of a GPU that this process can still use.
-
-    Args:
-        device: device such as ``"cuda"`` or ``"cuda:1"``.
-    """
-    import torch
-
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    # torch keeps freed memory, which new tensors can use.
-    cached_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(free_bytes + cached_bytes)
 
 
 def _kind_and_model(searchable: Searchable) -> str:

@@ -18,6 +18,7 @@ from tilefold._internal.arguments import (
     check_k,
     list_of,
 )
+from tilefold._internal.memory import free_device_bytes
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
@@ -61,6 +62,11 @@ class TorchIndex(FolderIndex):
     device: torch.device | None = None
 
     dimension: int
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the memory of a GPU has a copy of the documents."""
+        raise NotImplementedError
 
     def on(self: T, device: str = "cuda") -> T:
         """Return a copy of the index that searches on a device."""
@@ -306,12 +312,15 @@ class DenseIndex(TorchIndex, GrowingIndex):
         if device.type == "cpu":
             return self._values, self._scales
         if device not in self._copies:
-            free_bytes, _ = torch.cuda.mem_get_info(device)
-            fits = self._values.nbytes < free_bytes // 2
+            fits = self._values.nbytes < free_device_bytes(device) // 2
             values = self._values.to(device) if fits else self._values
             scales = None if self._scales is None else self._scales.to(device)
             self._copies[device] = (values, scales)
         return self._copies[device]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return any(values.is_cuda for values, _ in self._copies.values())
 
     def stored(self) -> TokenVectors:
         """Return the vectors of the documents in their storage, one vector per document."""

@@ -23,6 +23,7 @@ from tilefold._internal.arguments import (
     check_k,
     path_of,
 )
+from tilefold._internal.memory import free_device_bytes
 from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
@@ -658,6 +659,14 @@ class LateIndex(TorchIndex):
             return [chosen]
         return [torch.device("cuda", number) for number in range(n_gpus)]
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return any(
+            documents.resident is not None
+            for documents_of_devices in self._device_documents.values()
+            for documents in documents_of_devices
+        )
+
     def _documents_on(self, devices: Sequence[torch.device]) -> list[DeviceDocuments]:
         """Divide the documents among devices, so that each gets about the same number of tokens.
 
@@ -700,8 +709,7 @@ class LateIndex(TorchIndex):
         """Return whether a device is a GPU with enough free memory."""
         if device.type != "cuda":
             return False
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return n_bytes < free_bytes * _MEMORY_FRACTION
+        return n_bytes < free_device_bytes(device) * _MEMORY_FRACTION
 
     def _choose_candidates(
         self,

@@ -94,6 +94,11 @@ class DeviceIndex:
     def device(self) -> torch.device:
         return self.postings.weights.device
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the postings are in the memory of a GPU."""
+        return self.device.type == "cuda"
+
     def search(
         self,
         queries: SparseVectors,

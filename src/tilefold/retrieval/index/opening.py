@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
 
-__all__ = ["open_index", "opened_parts"]
+__all__ = ["is_on_gpu", "open_index", "opened_parts"]
 
 
 def open_index(
@@ -75,6 +75,19 @@ def opened_parts(index: object) -> dict[FileIdentity, FolderIndex]:
         for part in parts
         if isinstance(part, FolderIndex) and part.manifest_identity is not None
     }
+
+
+def is_on_gpu(index: object) -> bool:
+    """Return whether the memory of a GPU has a copy of an index, or of a part of it.
+
+    Args:
+        index: an index of any kind.
+    """
+    from tilefold.retrieval.index.dense import TorchIndex
+    from tilefold.retrieval.index.on_device import DeviceIndex
+
+    parts = index.parts if isinstance(index, Segments) else [index]
+    return any(isinstance(part, TorchIndex | DeviceIndex) and part.is_on_gpu for part in parts)
 
 
 def _load_or_reuse(
