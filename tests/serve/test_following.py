@@ -73,6 +73,7 @@ def following_server(
     *,
     watch_seconds: float = 0.05,
     open_generation: Callable[[Searchable, str], Searchable] | None = None,
+    gpu: str | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Serve an index folder, and follow its changes."""
@@ -85,7 +86,7 @@ def following_server(
     searchable = Searchable(NAME, open_index(path), encoder, generation=generation.id)
     service = Service([] if encoder is None else [encoder], searchable=searchable)
     del searchable
-    source = IndexSource(path, open_generation or reopen, watch_seconds)
+    source = IndexSource(path, open_generation or reopen, watch_seconds, gpu)
     IndexFollower(service, source, generation)
     with serving(service, admin_key=ADMIN_KEY, **options) as client:
         yield Running(client, service, path)
@@ -330,6 +331,36 @@ def test_a_generation_without_memory_is_refused(
         assert "MB of memory next to the served one, and 0 MB are free" in reply.json["error"]
         monkeypatch.undo()
         assert running.reload().status == 200
+
+
+@pytest.mark.parametrize(
+    ("served_on_gpu", "status"),
+    [
+        pytest.param(True, 409, id="an index on the GPU stays there"),
+        pytest.param(False, 200, id="an index that is searched block by block is replaced"),
+    ],
+)
+def test_without_gpu_memory_a_generation_replaces_none_that_is_on_the_gpu(
+    path: Path,
+    last: r.SparseVectors,
+    encoder: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    served_on_gpu: bool,
+    status: int,
+) -> None:
+    """Also if other programs have taken so much that not even one generation would fit."""
+    monkeypatch.setattr(following, "is_on_gpu", lambda index: served_on_gpu)
+    monkeypatch.setattr(following, "free_device_bytes", lambda device: 0)
+    with following_server(path, encoder, watch_seconds=0, gpu="cuda") as running:
+        update_index(path, last)
+        generation = running.generation
+        reply = running.reload()
+        assert reply.status == status
+        assert (running.generation == generation) == served_on_gpu
+        if served_on_gpu:
+            assert "MB of GPU memory next to the served one" in reply.json["error"]
+            monkeypatch.setattr(following, "free_device_bytes", lambda device: 1 << 40)
+            assert running.reload().status == 200
 
 
 @pytest.mark.parametrize(
