@@ -67,6 +67,7 @@ from tilefold.pipeline.rows import Batch, SparseRows, Window, repeat_interleave
 from tilefold.pipeline.threads import Prefetcher
 from tilefold.retrieval import LateIndex, SparseVectors, TokenVectors
 from tilefold.retrieval.index import late, token_blocks
+from tilefold.retrieval.index.divided_postings import DividedPostings
 from tilefold.retrieval.index.on_device import DeviceIndex
 
 # number of hits, dimensions of token vectors, and tokens of a query and of a document
@@ -436,7 +437,10 @@ class _SparseSearch:
 
     def search(self, terms: Tensor, weights: Tensor) -> TopK:
         """Search with terms and weights ``[Q, T]`` that are on the device."""
-        return sparse_topk(self.index.postings, terms, weights, K)
+        postings = self.index.postings
+        if isinstance(postings, DividedPostings):
+            return postings.topk(terms, weights, K)
+        return sparse_topk(postings, terms, weights, K)
 
 
 def measure_sparse(

@@ -309,6 +309,8 @@ def test_a_search_on_a_device_finds_the_same(
     hits, wanted = (
         measured(call(*searched, *device))["hits"] for device in (("--device", "cpu"), ())
     )
+    divided_hits = measured(call(*searched, "--device", "cpu, cpu"))["hits"]
+    assert divided_hits == hits
     assert [hit["id"] for hit in hits] == [hit["id"] for hit in wanted] and len(hits) == 10
     fails(call(*searched, "--device", "nowhere"), 2, "--device:", "cannot be searched on nowhere")
     fails(

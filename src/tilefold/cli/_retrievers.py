@@ -143,8 +143,8 @@ class IndexOptions(DtypeOptions):
     device: Annotated[
         str | None,
         option(
-            "exact, dense, late: device, such as cuda; by default the CPU for exact, otherwise a "
-            "GPU if there is one.",
+            "exact, dense, late: device, such as cuda, or several for exact and late, such as "
+            "cuda:0,cuda:1; by default the CPU for exact, otherwise a GPU if there is one.",
         ),
     ] = None
 
@@ -617,12 +617,13 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
 
     Args:
         index: the index.
-        device: the value of ``--device``; None leaves the index where it is.
+        device: the value of ``--device``, a device or several with commas between them; None
+            leaves the index where it is.
         path: the folder of the index, for messages.
 
     Raises:
-        UsageError: if only a CPU can search the index, or if the device does not exist or has too
-            little memory.
+        UsageError: if only a CPU or only one device can search the index, or if a device does not
+            exist or has too little memory.
     """
     if device is None:
         return index
@@ -631,8 +632,10 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
             f"--device requires an exact, dense or late index; {path} has the backend "
             f"{index.backend}.",
         )
+    devices = [name.strip() for name in device.split(",")]
     try:
-        return index.on(device)
+        with _options.option_errors(device="--device"):
+            return index.on(devices)
     except (RuntimeError, AssertionError) as error:  # torch raises both
         raise UsageError(
             f"--device: {path} cannot be searched on {device} ({_common.first_line(error)}).",

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from tilefold.retrieval.common.files import Json
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.metadata import Fields, Mask, Metadata, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError, DataError, MissingDocumentError
+from tilefold.retrieval.index.devices import Devices, check_devices, device_list
 from tilefold.retrieval.index.protocol import (
     REMEDY,
     FolderIndex,
@@ -54,12 +55,14 @@ class TorchIndex(FolderIndex):
     """Base of the indexes that torch searches, on a CPU or a GPU.
 
     Attributes:
-        device: the device of a search; None uses a GPU if there is one.
+        is_divisible: whether several devices can search the index together.
+        devices: the devices of a search; None uses a GPU if there is one.
         dimension: number of entries of a vector, D.
     """
 
     package = "torch"
-    device: torch.device | None = None
+    is_divisible: ClassVar[bool] = False
+    devices: list[torch.device] | None = None
 
     dimension: int
 
@@ -68,13 +71,34 @@ class TorchIndex(FolderIndex):
         """Whether the memory of a GPU has a copy of the documents."""
         raise NotImplementedError
 
-    def on(self: T, device: str = "cuda") -> T:
-        """Return a copy of the index that searches on a device."""
+    def on(self: T, device: Devices = "cuda") -> T:
+        """Return a copy of the index that searches on a device.
+
+        Args:
+            device: the device. An index of token vectors also takes several, among which its
+                documents are divided.
+
+        Raises:
+            ValueError: if the index cannot be divided among several devices.
+            RuntimeError: if there is no such device.
+        """
+        devices = device_list(device)
+        if len(devices) > 1 and not self.is_divisible:
+            raise ArgumentError(
+                "device",
+                f"expected one device for an index of backend {self.backend!r}, got "
+                f"{len(devices)}. Indexes of the backends 'exact' and 'late' are divided among "
+                "several devices.",
+            )
+        check_devices(devices)
         index = copy.copy(self)
-        index.device = torch.device(device)
-        # Raises an error if there is no such device.
-        torch.empty(1, device=index.device)
+        index.devices = devices
         return index
+
+    @property
+    def device(self) -> torch.device | None:
+        """The first device of a search; None uses a GPU if there is one."""
+        return None if self.devices is None else self.devices[0]
 
     @cached_property
     def _row_of(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -36,6 +36,7 @@ from tilefold.retrieval.index.protocol import (
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_buildable, check_search
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.index.devices import Devices
     from tilefold.retrieval.index.on_device import DeviceIndex
 
 __all__ = ["ExactIndex"]
@@ -147,6 +148,35 @@ class Postings:
             postings._insert(part, next_positions, first_document)
             first_document += part.n_documents
         return postings
+
+    def divide(self, bounds: Sequence[int]) -> Iterator[Postings]:
+        """Divide the documents into parts, whose documents are numbered from 0.
+
+        Args:
+            bounds: ``[parts + 1]``, ascending from 0 to the number of documents. The documents of
+                part `i` are ``bounds[i]`` to ``bounds[i + 1]``, exclusive.
+
+        Yields:
+            The postings of each part, in memory.
+        """
+        # Where the postings of each part begin and end in the list of each term.
+        cuts = np.empty((self.n_terms, len(bounds)), np.int64)
+        for term in range(self.n_terms):
+            begin, end = self.offsets[term : term + 2].tolist()
+            cuts[term] = begin + np.searchsorted(self.documents[begin:end], bounds)
+        for part in range(len(bounds) - 1):
+            first_document, end_document = bounds[part : part + 2]
+            begins = cuts[:, part]
+            ends = cuts[:, part + 1]
+            spans = list(map(slice, begins.tolist(), ends.tolist()))
+            documents = np.concatenate([self.documents[span] for span in spans])
+            documents -= np.int32(first_document)
+            yield Postings(
+                offsets_of(ends - begins),
+                documents,
+                np.concatenate([self.weights[span] for span in spans]),
+                end_document - first_document,
+            )
 
     def _insert(
         self,
@@ -558,8 +588,13 @@ class ExactIndex(GrowingIndex):
         """
         return self._postings.documents_of(terms)
 
-    def on(self, device: str = "cuda") -> DeviceIndex:
-        """Return an index whose postings are checked and copied to a GPU."""
+    def on(self, device: Devices = "cuda") -> DeviceIndex:
+        """Return an index whose postings are checked and copied to one or several devices.
+
+        Args:
+            device: a device, such as ``"cuda"``; or several among which the documents are divided,
+                such as ``["cuda:0", "cuda:1"]``, which give the same results.
+        """
         from tilefold.retrieval.index.on_device import DeviceIndex  # needs torch
 
         return DeviceIndex(self.ids, self.postings(), self, device)

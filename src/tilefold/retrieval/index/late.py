@@ -31,6 +31,7 @@ from tilefold.retrieval.errors import DataError, MissingDocumentError
 from tilefold.retrieval.index import token_blocks
 from tilefold.retrieval.index.centroids import CENTROID_FILES, FEWEST_TOKENS, Centroids
 from tilefold.retrieval.index.dense import TorchIndex, top_columns
+from tilefold.retrieval.index.devices import Devices, device_list
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, StoredIds, hits_of
 from tilefold.retrieval.index.token_blocks import (
     STORAGES,
@@ -99,6 +100,7 @@ class LateIndex(TorchIndex):
     """
 
     backend = "late"
+    is_divisible = True
     own_files = (*token_blocks.FILES, *CENTROID_FILES)
     # Each document has a checksum in them, which is compared when a query reads it.
     checked_lazily = (token_blocks.VALUES, token_blocks.SCALES)
@@ -410,7 +412,7 @@ class LateIndex(TorchIndex):
         queries: TokenVectors,
         k: int,
         *,
-        device: str | torch.device | Sequence[str] | None = None,
+        device: Devices | None = None,
         candidates: int | None = None,
         where: Where = None,
         allowed: Mask | None = None,
@@ -425,10 +427,10 @@ class LateIndex(TorchIndex):
         Args:
             queries: token vectors in fp16 or fp32, of the index's dimension.
             k: number of documents per query.
-            device: a device, or a list of names of devices. None uses a GPU if there is one.
-                Documents that do not fit into its free memory are spread over all GPUs of the
-                machine. If they do not fit there either, they are copied block by block during the
-                search.
+            device: a device, or a list of devices among which the documents are divided. None uses
+                those of :meth:`on`, or a GPU if there is one. Documents that do not fit into its
+                free memory are spread over all GPUs of the machine. If they do not fit there
+                either, they are copied block by block during the search.
             candidates: number of documents that a CPU scores for each query, at least ten times
                 `k`; 0 scores all. None uses :attr:`n_candidates`.
             where: filter of the documents' metadata.
@@ -442,7 +444,7 @@ class LateIndex(TorchIndex):
         check_k(k)
         self._check_queries(queries)
         allowed = allowed_by(self.metadata, where, allowed)
-        devices = self._devices(device or self.device)
+        devices = self._devices(self.devices if device is None else device)
         n_candidates = self.n_candidates if candidates is None else candidates
         if n_candidates:
             n_candidates = max(n_candidates, 10 * k)
@@ -569,8 +571,9 @@ class LateIndex(TorchIndex):
         Returns:
             Scores and rows of the best documents, both ``[Nq, min(k, N)]``, best first.
         """
+        batch = QueryBatch.pad(queries, torch.device("cpu"))
         scans = [
-            self._scan(documents, queries, k, allowed, reduction)
+            self._scan(documents, batch.to(documents.device), k, allowed, reduction)
             for documents in self._documents_on(devices)
         ]
         # Number of the scan -> its last result, which is the best of all its documents.
@@ -591,7 +594,7 @@ class LateIndex(TorchIndex):
     def _scan(
         self,
         documents: DeviceDocuments,
-        queries: Sequence[Tensor],
+        batch: QueryBatch,
         k: int,
         allowed: Mask | None,
         reduction: str,
@@ -600,7 +603,7 @@ class LateIndex(TorchIndex):
 
         Args:
             documents: the documents that the device searches.
-            queries: token vectors of Nq queries.
+            batch: Nq queries on the device.
             k: number of documents per query.
             allowed: bool ``[N]``, False for documents that are left out; None allows all.
             reduction: ``"sum"`` or ``"mean"`` over the tokens of a query.
@@ -609,7 +612,6 @@ class LateIndex(TorchIndex):
             After each block, the scores and the rows of the best documents so far, both
             ``[Nq, k]`` and best first. There are fewer columns while fewer documents were scored.
         """
-        batch = QueryBatch.pad(queries, documents.device)
         on_cpu = documents.device.type == "cpu"
         first = documents.first_document
         left_out = documents.without_tokens
@@ -638,17 +640,19 @@ class LateIndex(TorchIndex):
             best = (top_scores, rows)
             yield best
 
-    def _devices(self, device: str | torch.device | Sequence[str] | None) -> list[torch.device]:
+    def _devices(self, device: Devices | None) -> list[torch.device]:
         """Choose the devices of a search.
 
         Args:
-            device: one device, a list of names, or None for a GPU if there is one. ``"cuda"`` is
+            device: one device, a list of devices, or None for a GPU if there is one. ``"cuda"`` is
                 spread over all GPUs if the documents do not fit into the free memory of one GPU.
         """
-        if device is not None and not isinstance(device, str | torch.device):
-            return [torch.device(name) for name in device]
-        default_device = "cuda" if torch.cuda.is_available() else "cpu"
-        chosen = torch.device(device or default_device)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        devices = device_list(device)
+        if len(devices) > 1:
+            return devices
+        (chosen,) = devices
         # "cuda:1" names one GPU, and "cuda" any number of GPUs.
         names_one_device = str(chosen) != "cuda"
         already_on_one_gpu = ("cuda",) in self._device_documents

@@ -1,4 +1,4 @@
-"""Exact search on a GPU: the postings of an exact index in the memory of a device."""
+"""Exact search on GPUs: the postings of an exact index in the memory of one or more devices."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tilefold.ops.sparse_search import BlockedPostings, sparse_topk, sparse_topk
 from tilefold.pipeline.rows import SparseRows, repeat_interleave
 from tilefold.retrieval.data.metadata import Mask, Where, allowed_by
 from tilefold.retrieval.errors import ArgumentDataError
+from tilefold.retrieval.index.devices import Devices, device_list
+from tilefold.retrieval.index.divided_postings import DividedPostings
 from tilefold.retrieval.index.protocol import Hit, SparseIndex, hits_of
 from tilefold.retrieval.index.query_graphs import GraphPool, QueryGraph
 from tilefold.retrieval.vectors.sparse import SparseVectors, check_search
@@ -33,13 +35,16 @@ Ints = npt.NDArray[np.int32]
 
 
 class DeviceIndex:
-    """An exact index on a device: :meth:`ExactIndex.search` with sums in fixed point.
+    """An exact index on one or several devices: :meth:`ExactIndex.search` with fixed-point sums.
 
-    Every run gives the same bits. The error of a score is at most 2^-30 of the highest score that
-    any document could have, times the number of terms of the query. Equal scores are in document
-    order. The device stores 6 bytes per weight, 8 bytes per term and 8,192 documents, and scores of
-    4 bytes per document and query, of at most 2 GB at a time. After the first few searches with one
-    query, up to four CUDA graphs hold the scores of one query each.
+    Every run gives the same bits, with any number of devices. The error of a score is at most 2^-30
+    of the highest score that any document could have, times the number of terms of the query. Equal
+    scores are in document order. The device stores 6 bytes per weight, 8 bytes per term and 8,192
+    documents, and scores of 4 bytes per document and query, of at most 2 GB at a time. After the
+    first few searches with one query, up to four CUDA graphs hold the scores of one query each.
+
+    Several devices divide the documents, and search their parts at the same time, without graphs.
+    Queries, masks and results are on the first device.
     """
 
     backend: ClassVar[str] = "exact"
@@ -49,17 +54,18 @@ class DeviceIndex:
         ids: Sequence[str],
         postings: Any,
         index: SparseIndex,
-        device: torch.device | str = "cuda",
+        device: Devices = "cuda",
         present: Mask | None = None,
     ) -> None:
-        """Copy postings to a device.
+        """Copy postings to devices.
 
         Args:
             ids: ids of the N documents, in the order of their positions in the postings.
             postings: postings of all terms, which the caller has checked
                 (:class:`tilefold.retrieval.index.exact.Postings`).
             index: the index on the CPU, which provides the metadata, sizes and provenance.
-            device: the device that the postings are copied to.
+            device: the device that the postings are copied to, or several among which the
+                documents are divided.
             present: bool ``[N]``, False for removed documents; None if no document was removed.
         """
         self.ids = ids
@@ -68,31 +74,29 @@ class DeviceIndex:
         self.vocab_size = index.vocab_size
         self.fingerprint = index.fingerprint
         self.provenance = index.provenance
+        devices = device_list(device)
         # Mask of the documents that were not removed, uint8 [N]; None if all are present.
         self._present: Tensor | None = None
         if present is not None and not present.all():
-            self._present = torch.from_numpy(present.view(np.uint8)).to(device)
+            self._present = torch.from_numpy(present.view(np.uint8)).to(devices[0])
         # Terms by the length of their postings, longest first, and the rank of each term in this
         # order.
         terms_by_length = np.argsort(-np.diff(postings.offsets), kind="stable")
         self._rank_of_term = terms_by_length.argsort()
         # Padding has the rank V and stands for term 0.
         self._term_of_rank = np.append(terms_by_length, 0).astype(np.int32)
-        with warnings.catch_warnings():
-            # Mapped arrays are read-only, which is fine, because nothing writes to them.
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
-            self.postings = BlockedPostings.of(
-                torch.from_numpy(postings.offsets),
-                torch.from_numpy(postings.documents),
-                torch.from_numpy(postings.weights),
-                len(ids),
-                device,
-            )
-        self._graphs: GraphPool[QueryGraph] = GraphPool(self.device)
+        self.postings: BlockedPostings | DividedPostings
+        if len(devices) == 1:
+            self.postings = _on_one_device(postings, len(ids), devices[0])
+        else:
+            self.postings = DividedPostings.of(postings, devices)
+        # A graph has the kernels of one device.
+        self._graphs: GraphPool[QueryGraph] = GraphPool(self.device, is_enabled=len(devices) == 1)
 
     @property
     def device(self) -> torch.device:
-        return self.postings.weights.device
+        """The device of queries, masks and results."""
+        return self.postings.counts.device
 
     @property
     def is_on_gpu(self) -> bool:
@@ -256,7 +260,10 @@ class DeviceIndex:
             Scores, positions and the number of terms, as of
             :func:`~tilefold.ops.sparse_search.sparse_topk_of_dense`.
         """
-        return sparse_topk_of_dense(self.postings, row, k, allowed=self._allowed(among))
+        allowed = self._allowed(among)
+        if isinstance(self.postings, DividedPostings):
+            return self.postings.topk_of_dense(row, k, allowed=allowed)
+        return sparse_topk_of_dense(self.postings, row, k, allowed=allowed)
 
     def _capture_row(self, k: int) -> QueryGraph:
         """Capture the search with one dense query.
@@ -339,7 +346,10 @@ class DeviceIndex:
         Returns:
             Scores and positions of the best documents, both ``[Nq, k]``.
         """
-        return sparse_topk(self.postings, terms, weights, k, allowed=self._allowed(among))
+        allowed = self._allowed(among)
+        if isinstance(self.postings, DividedPostings):
+            return self.postings.topk(terms, weights, k, allowed=allowed)
+        return sparse_topk(self.postings, terms, weights, k, allowed=allowed)
 
     def _allowed(self, among: Tensor | None) -> Tensor | None:
         """Return the mask of the documents that may be returned and were not removed.
@@ -419,6 +429,26 @@ class DeviceIndex:
             non_blocking=True,
         )
         return device_terms, device_bits.view(torch.float32)
+
+
+def _on_one_device(postings: Any, n_documents: int, device: torch.device) -> BlockedPostings:
+    """Copy the postings of all documents to one device.
+
+    Args:
+        postings: postings of all terms, which the caller has checked.
+        n_documents: number of documents.
+        device: the device.
+    """
+    with warnings.catch_warnings():
+        # Mapped arrays are read-only, which is fine, because nothing writes to them.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
+        return BlockedPostings.of(
+            torch.from_numpy(postings.offsets),
+            torch.from_numpy(postings.documents),
+            torch.from_numpy(postings.weights),
+            n_documents,
+            device,
+        )
 
 
 def _search_by_graph(

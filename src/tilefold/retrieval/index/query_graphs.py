@@ -92,10 +92,11 @@ class GraphPool(Generic[GraphT]):
 
     Args:
         device: the device of the index. Only GPUs have graphs.
+        is_enabled: whether graphs are captured on a GPU.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_enabled = device.type == "cuda"
+    def __init__(self, device: torch.device, *, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled and device.type == "cuda"
         self._lock = threading.Lock()
         self._idle: defaultdict[Hashable, list[GraphT]] = defaultdict(list)
         self._n_searches: Counter[Hashable] = Counter()

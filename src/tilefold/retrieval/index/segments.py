@@ -28,6 +28,7 @@ from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.protocol import REMEDY, SEGMENTS, Hit, SparseIndex
 
 if TYPE_CHECKING:
+    from tilefold.retrieval.index.devices import Devices
     from tilefold.retrieval.index.on_device import DeviceIndex
 
 # Largest number of removed documents of a part for which a search retrieves that many extra hits
@@ -191,14 +192,17 @@ class Segments:
                 return part
         raise MissingDocumentError("vectors", document_id)
 
-    def on(self, device: str = "cuda") -> Segments | DeviceIndex:
-        """Return an index that searches on a device.
+    def on(self, device: Devices = "cuda") -> Segments | DeviceIndex:
+        """Return an index that searches on one device, or on several that divide its documents.
 
         The parts of a dense or late index are moved one by one. The postings of exact parts are
         concatenated into one :class:`DeviceIndex`, which masks removed documents.
 
+        Args:
+            device: a device, or several for an exact or late index.
+
         Raises:
-            ValueError: if the backend searches on the CPU only.
+            ValueError: if the backend searches on the CPU only, or on one device only.
         """
         if self.backend in ("dense", "late"):
             return Segments([part.on(device) for part in self.parts], self.removed)

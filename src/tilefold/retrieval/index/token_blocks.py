@@ -705,10 +705,16 @@ class QueryBatch(NamedTuple):
         for padded_rows, rows in zip(padded, queries, strict=True):
             padded_rows[: len(rows)] = rows.detach().cpu().numpy()
         mask = np.arange(padded.shape[1]) < lengths[:, None]
-        return cls(
-            torch.from_numpy(padded).to(device),
-            None if mask.all() else torch.from_numpy(mask).to(device),
+        batch = cls(
+            torch.from_numpy(padded),
+            None if mask.all() else torch.from_numpy(mask),
         )
+        return batch.to(device)
+
+    def to(self, device: torch.device) -> QueryBatch:
+        """Return the queries on a device."""
+        mask = None if self.mask is None else self.mask.to(device)
+        return QueryBatch(self.vectors.to(device), mask)
 
 
 def maxsim_scores(
