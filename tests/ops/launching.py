@@ -14,6 +14,7 @@ from tilefold.ops._shared._triton.program import Program
 from tilefold.ops.entmax._triton import rows as entmax_kernels
 from tilefold.ops.entmax_attention._triton.tiles import tables_kernel
 from tilefold.ops.lsr_head._triton import pack as head_pack
+from tilefold.ops.lsr_head._triton import quantize as head_quantize
 from tilefold.ops.lsr_head._triton.max_backward import count_kernel
 from tilefold.ops.lsr_head._triton.sum_pooling import check_offsets_kernel
 from tilefold.ops.maxsim._triton.forward import combine_kernel

@@ -354,6 +354,20 @@ def test_the_quantized_forward_builds_without_spills(capability: int, layout: st
         check_head(capability, FP8, layout=layout, needs=None, given_up=())
 
 
+@pytest.mark.parametrize(
+    "dim",
+    [
+        pytest.param(768, id="four rows in two parts"),
+        pytest.param(3072, id="two parts"),
+        pytest.param(16384, id="all registers"),
+        pytest.param(20000, id="read twice"),
+    ],
+)
+def test_rounding_to_fp8_builds_without_spills(dim: int) -> None:
+    kernel = "quantize_rows_kernel"
+    assert check_head(90, FP8, needs=None, only=kernel, dim=dim) == {kernel}
+
+
 @pytest.mark.parametrize("activation", ["log1p_log1p_relu", "softplus"])
 def test_the_other_activations_build_without_spills(activation: str) -> None:
     check_head(90, BF16, activation=activation, scale=0.5, needs=(False, False, True))

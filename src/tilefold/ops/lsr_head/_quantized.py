@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from tilefold.ops._shared.calls import call_key, call_on_device
+from tilefold.ops._shared.calls import Key, call_key, call_on_device, is_aligned
 from tilefold.ops._shared.checks import FLOAT_DTYPES, check_dtype, check_shape, check_tensor
 from tilefold.ops._shared.fallback import refuse_capture, run_or_give_up
 from tilefold.ops._shared.impl import resolve_impl
+from tilefold.ops._shared.internals import current_gpu
+
+if TYPE_CHECKING:
+    from tilefold.ops._shared._triton.program import Program
 
 FP8 = torch.float8_e4m3fn
 QUANTIZED_HEAD = "lsr_head with an fp8 weight"
@@ -19,6 +24,8 @@ FP8_MAX = 448.0
 SMALLEST_NORMAL = 2.0**-126  # of fp32
 SLAB_V = 16384  # rows that are converted at a time
 FP8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply fp8
+MAX_PROGRAMS = 4096  # layouts of weights or token states whose launches are remembered
+_PROGRAMS: dict[Key, Program] = {}
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,9 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     head. The relative rounding error of an entry is at most 1/16. Entries near zero are subnormal
     in fp8, with an absolute error of at most 2^-10 times the scale.
 
-    On a GPU that can multiply fp8, a single kernel reads the weight and writes it in fp8. If that
-    kernel cannot be built, this function and the quantised head run in torch, after one warning.
+    On a GPU that can multiply fp8, a single kernel reads the weight and writes it in fp8, with the
+    same scales and values as on a CPU. If that kernel cannot be built, this function and the
+    quantised head run in torch, after one warning.
 
     Args:
         weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is copied, so later changes
@@ -103,24 +111,26 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         >>> scores.shape
         torch.Size([2, 100])
     """
+    key = call_key((weight,), ())  # None if the call is traced, or for a tensor subclass
+    program = None if key is None else _PROGRAMS.get(key)
+    if program is not None and program.bound and weight.get_device() == current_gpu():
+        return _run(program, weight)
     check_shape("weight", check_tensor("weight", weight), "V D")
     check_dtype("weight", weight, FLOAT_DTYPES, "cast it with .to(torch.bfloat16).")
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
-    is_plain_call = call_key((weight,), ()) is not None  # not traced, and no tensor subclass
-    if is_plain_call and chosen_quantized_impl(weight) == "triton":
-        from tilefold.ops.lsr_head._triton import quantize
-
+    if key is not None and len(weight) and chosen_quantized_impl(weight) == "triton":
         quantized = run_or_give_up(
             QUANTIZED_HEAD,
             weight.device,
             call_on_device,
             weight.device,
-            quantize.quantize_rows,
-            weight.detach(),
+            _quantize_by_kernel,
+            weight,
+            key,
         )
         if quantized is not None:
-            return QuantizedWeight(*quantized)
+            return quantized
     if torch.compiler.is_compiling():  # the number of slabs would depend on the size
         with torch.no_grad():
             return QuantizedWeight(*quantize_rows(weight))
@@ -132,6 +142,36 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
             slab = slice(first_row, first_row + SLAB_V)
             values[slab], scale[slab] = quantize_rows(weight[slab])
     return QuantizedWeight(values, scale)
+
+
+def _run(program: Program, weight: Tensor) -> QuantizedWeight:
+    """Round a weight by a program of its layout."""
+    values, scale = cast("tuple[Tensor, Tensor]", program(weight))
+    return QuantizedWeight(values, scale)
+
+
+def _quantize_by_kernel(weight: Tensor, key: Key) -> QuantizedWeight:
+    """Round a weight by the kernel, and remember the launch for the next weight of this layout.
+
+    Args:
+        weight: ``[V, D]`` on the current device, with V > 0.
+        key: its :func:`call_key`.
+
+    Raises:
+        KernelUnavailableError: if the kernel cannot be built.
+    """
+    from tilefold.ops.lsr_head._triton import quantize  # needs Triton
+
+    if not weight.is_contiguous():
+        rows = weight.contiguous()
+        return _run(quantize.make_program(rows, aligned=False), rows)
+    program = _PROGRAMS.get(key)
+    if program is None:
+        program = quantize.make_program(weight, is_aligned(key))
+        if len(_PROGRAMS) >= MAX_PROGRAMS:
+            _PROGRAMS.clear()
+        _PROGRAMS[key] = program
+    return _run(program, weight)
 
 
 def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -321,12 +321,13 @@ def _quantize_rows(
         dtype: dtype of the quantised weight.
     """
     n_scales = cdiv(n_rows, tile_rows) * tile_rows  # whole tiles, as the kernel reads them
+    constants = quantize.row_constants(builder.dim)
     builder.add_buffer("values", (n_rows, builder.dim), dtype)
     builder.add_buffer("row_scale", (n_scales,))
     builder.add_launch(
         quantize.quantize_rows_kernel,
-        grid=(cdiv(n_scales, quantize.BLOCK_ROWS),),
-        parameters={"N": n_scales, **quantize.row_constants(builder.dim)},
+        grid=(cdiv(n_scales, constants["BLOCK_ROWS"]),),
+        parameters={"N": n_scales, **constants},
     )
     builder.replace_tensor("hidden", by="values")
 

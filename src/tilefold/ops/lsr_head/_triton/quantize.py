@@ -7,12 +7,86 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilefold.ops._shared._triton.launch import launch
-from tilefold.ops._shared.plan import cdiv, power_of_two
+from tilefold.ops._shared._triton.activation import nan_max
+from tilefold.ops._shared._triton.program import Program
+from tilefold.ops._shared.impl import triton_interpreted
+from tilefold.ops._shared.plan import Buffer, Launch, Plan, cdiv, power_of_two
 
 FP8_MAX = tl.constexpr(448.0)
 TINY = tl.constexpr(2.0**-126)
-BLOCK_ROWS = 8
+# Longest part of a row that a program holds in registers. Longer rows are read twice.
+MAX_BLOCK_D = 16384
+# Entries of a warp, 32 of each thread. They hide the latency of memory, and are not spilled.
+WARP_ENTRIES = 1024
+# Short rows are rounded several at a time, since a GPU starts few programs per microsecond.
+PROGRAM_ENTRIES = 4096
+_INTERPRETED = tl.constexpr(triton_interpreted())
+
+
+@triton.jit
+def load_part(rows_ptr, r, n_rows, first, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Load entries ``first`` to ``first + BLOCK`` of rows as fp32 ``[BLOCK_ROWS, BLOCK]``.
+
+    Entries outside the rows are zeros.
+
+    Args:
+        rows_ptr: rows ``[T, D]``.
+        r: numbers ``[BLOCK_ROWS]`` of the rows.
+        n_rows: number of rows that may be read.
+        first: the first entry.
+    """
+    d = first + tl.arange(0, BLOCK)
+    mask = (r < n_rows)[:, None] & (d < D)[None, :]
+    offs = r.to(tl.int64)[:, None] * D + d[None, :]
+    return tl.load(rows_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_part(values_ptr, x, scale, r, n_rows, first, D: tl.constexpr, BLOCK: tl.constexpr):
+    """Divide entries ``first`` to ``first + BLOCK`` of rows by their scales, and store them in fp8.
+
+    Args:
+        values_ptr: fp8 values ``[T, D]``.
+        x: the entries ``[BLOCK_ROWS, BLOCK]``.
+        scale: scales ``[BLOCK_ROWS]`` of the rows.
+        r: numbers ``[BLOCK_ROWS]`` of the rows.
+        n_rows: number of rows that may be written.
+        first: the first entry.
+    """
+    d = first + tl.arange(0, BLOCK)
+    mask = (r < n_rows)[:, None] & (d < D)[None, :]
+    offs = r.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(values_ptr + offs, quotients(x, scale).to(values_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def largest_entry(x):
+    """Return the largest magnitude of each row, NaN for a row with NaN."""
+    return tl.reduce(tl.abs(x), 1, nan_max)
+
+
+@triton.jit
+def quotients(x, scale):
+    """Return ``x / scale`` rounded to the nearest fp32, as torch divides, without a division.
+
+    Quotients of 16-bit numbers often lie halfway between two numbers of fp8, so that their last bit
+    decides where they are rounded to. The product with the inverse is wrong by at most that bit. A
+    fused multiply-add computes the remainder exactly, and another one corrects the product
+    (Markstein). Remainders below 2^-149 are lost. They belong to entries that fp8 rounds to zero,
+    unless the largest entry of their row is below 2^-104. Zeros become positive.
+
+    Args:
+        x: rows ``[BLOCK_ROWS, BLOCK]``.
+        scale: their scales ``[BLOCK_ROWS]``.
+    """
+    zeros = tl.zeros(x.shape, tl.float32)
+    if _INTERPRETED:  # its multiply-add rounds twice
+        return tl.div_rn(x, scale[:, None] + zeros)
+    inverse = tl.div_rn(1.0, scale)[:, None] + zeros
+    minus_scale = zeros - scale[:, None]
+    quotient = x * inverse
+    remainder = tl.fma(quotient, minus_scale, x)
+    return tl.fma(remainder, inverse, quotient)
 
 
 @triton.jit(do_not_specialize=["B", "T", "N"])
@@ -27,12 +101,16 @@ def quantize_rows_kernel(
     D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST_D: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):
-    """Round rows to fp8, with a scale for each.
+    """Round rows to fp8, with a scale for each: the numbers that torch computes.
 
     Instance j handles BLOCK_ROWS rows. There are ``T`` rows and ``N >= T`` scales. Rows from
     ``offset[B]`` on, which are not packed ones, become zeros with scale 1.
+
+    A row is read once, in two parts of BLOCK_D and REST_D entries, which waste fewer registers than
+    a single power of two. Rows that are longer than both are read twice.
 
     Args:
         rows_ptr: rows ``[T, D]``.
@@ -42,53 +120,65 @@ def quantize_rows_kernel(
     """
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
     r = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    largest = tl.zeros((BLOCK_ROWS,), tl.float32)
-    for d0 in range(0, D, BLOCK_D):
-        d = d0 + tl.arange(0, BLOCK_D)
-        inside = (r < n_rows)[:, None] & (d < D)[None, :]
-        x = tl.load(rows_ptr + r.to(tl.int64)[:, None] * D + d[None, :], mask=inside, other=0.0).to(
-            tl.float32,
-        )
-        largest = tl.maximum(largest, tl.max(tl.abs(x), axis=1))  # [BLOCK_ROWS]
-    scale = tl.where(largest == 0.0, 1.0, tl.maximum(largest / FP8_MAX, TINY))
+    IS_READ_ONCE: tl.constexpr = D <= BLOCK_D + REST_D
+    x = load_part(rows_ptr, r, n_rows, 0, D, BLOCK_D)
+    largest = largest_entry(x)
+    if REST_D > 0:
+        rest = load_part(rows_ptr, r, n_rows, BLOCK_D, D, REST_D)
+        largest = nan_max(largest, largest_entry(rest))
+    if not IS_READ_ONCE:
+        for first in range(BLOCK_D, D, BLOCK_D):
+            part = load_part(rows_ptr, r, n_rows, first, D, BLOCK_D)
+            largest = nan_max(largest, largest_entry(part))
+
+    scale = tl.where(largest == 0.0, 1.0, nan_max(tl.div_rn(largest, FP8_MAX), TINY))
     tl.store(row_scale_ptr + r, scale, mask=r < N)
-    for d0 in range(0, D, BLOCK_D):
-        d = d0 + tl.arange(0, BLOCK_D)
-        inside = (r < n_rows)[:, None] & (d < D)[None, :]
-        offs = r.to(tl.int64)[:, None] * D + d[None, :]
-        x = (
-            tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32) / scale[:, None]
-        )  # [BLOCK_ROWS, BLOCK_D]
-        # minimum and maximum would lose a NaN
-        x = tl.where(x > FP8_MAX, FP8_MAX, tl.where(x < -FP8_MAX, -FP8_MAX, x))
-        tl.store(
-            values_ptr + offs,
-            x.to(values_ptr.dtype.element_ty),
-            mask=(r < T)[:, None] & (d < D)[None, :],
-        )
+    store_part(values_ptr, x, scale, r, T, 0, D, BLOCK_D)
+    if REST_D > 0:
+        store_part(values_ptr, rest, scale, r, T, BLOCK_D, D, REST_D)
+    if not IS_READ_ONCE:
+        for first in range(BLOCK_D, D, BLOCK_D):
+            part = load_part(rows_ptr, r, n_rows, first, D, BLOCK_D)
+            store_part(values_ptr, part, scale, r, T, first, D, BLOCK_D)
 
 
 def row_constants(dim: int) -> dict[str, int]:
     """Return the kernel's constants for rows of ``dim`` entries."""
+    block_d = min(MAX_BLOCK_D, power_of_two(dim, 1))
+    rest_d = 0
+    if block_d > dim:
+        block_d //= 2
+        rest_d = power_of_two(dim - block_d, 1)
+    n_entries = block_d + rest_d
+    block_rows = max(1, PROGRAM_ENTRIES // power_of_two(n_entries, 1))
+    n_warps = power_of_two(cdiv(block_rows * n_entries, WARP_ENTRIES), 1)
     return {
         "D": dim,
-        "BLOCK_ROWS": BLOCK_ROWS,
-        "BLOCK_D": min(1024, power_of_two(dim, 1)),
-        "num_warps": 8,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_D": block_d,
+        "REST_D": rest_d,
+        "num_warps": n_warps,
     }
 
 
-def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows ``[N, D]`` on the current device to fp8, with ``[N]`` fp32 scales."""
+def make_program(rows: Tensor, aligned: bool) -> Program:
+    """Return a program that rounds rows of this shape and dtype: ``values, scale = program(rows)``.
+
+    Args:
+        rows: contiguous rows ``[N, D]`` on the current device, with N > 0.
+        aligned: whether they begin at a multiple of 16 bytes.
+    """
     count, dim = rows.shape
-    values = torch.empty(count, dim, dtype=torch.float8_e4m3fn, device=rows.device)
-    scale = torch.empty(count, dtype=torch.float32, device=rows.device)
-    if count:
-        arguments = (rows.contiguous(), None, values, scale, 0, count, count)
-        launch(
-            quantize_rows_kernel,
-            (cdiv(count, BLOCK_ROWS), 1, 1),
-            arguments,
-            row_constants(dim) | {"UNIFORM": True},
-        )
-    return values, scale
+    constants = row_constants(dim) | {"UNIFORM": True}
+    rounding = Launch(
+        quantize_rows_kernel,
+        grid=(cdiv(count, constants["BLOCK_ROWS"]), 1, 1),
+        tensors=("rows", "offset", "values", "scale"),
+        numbers=(0, count, count),
+        constants=constants,
+    )
+    results = {
+        "values": Buffer((count, dim), torch.float8_e4m3fn),
+        "scale": Buffer((count,), torch.float32),
+    }
+    return Program(Plan((rounding,)), ("rows",), results, rows.device, aligned)
