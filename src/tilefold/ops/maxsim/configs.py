@@ -242,17 +242,26 @@ SHARED_PASS = (
 # The same pass over many padded documents, by warps with roles. Each of four groups of warps has a
 # share of the rows and of the documents.
 #
-# Facts: capability; rows of all queries; documents; half, whether programs of 256 rows leave fewer
-# rows idle than those of 512.
+# Facts: capability; rows of all queries; documents; tokens of a document; half, whether programs of
+# 256 rows leave fewer rows idle than those of 512.
 #
 # - BLOCK_Q: query rows of a tile; 0 if other kernels are faster
 # - PARTS: parts that the documents are divided into
 # - STAGES: tiles that are loaded ahead, a multiple of 4 for each part
+# - GROUP: documents of a tile: 32, 16, 8, 4, 2 or 1
 MANY = {"capability": (9, 0), "documents": Between(least=65536)}
 ROLES_PASS = (
     ConfigRow(
         {},
-        {"BLOCK_Q": 0, "PARTS": 4, "STAGES": 16, "REGISTERS": 112, "num_warps": 4, "num_stages": 1},
+        {
+            "BLOCK_Q": 0,
+            "PARTS": 4,
+            "STAGES": 16,
+            "GROUP": 32,
+            "REGISTERS": 112,
+            "num_warps": 4,
+            "num_stages": 1,
+        },
         "no other GPU, and no fewer documents, were timed",
     ),
     ConfigRow(

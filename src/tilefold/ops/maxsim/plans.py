@@ -508,6 +508,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
         capability=setting.capability,
         rows=n_rows,
         documents=problem.n_documents,
+        tokens=problem.document_length,
         half=-n_rows % 512 >= 256,
     )
     if config is None or configs.BY_ROLES in setting.given_up or releases.why_no_warp_roles():
@@ -517,7 +518,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
     builder.replace_tensor("document_factors", by="document_scale")
     _round_queries(builder)
     n_tiles = cdiv(n_rows, config["BLOCK_Q"])
-    n_document_groups = cdiv(problem.n_documents, shared_hopper.GROUP.value)
+    n_document_groups = cdiv(problem.n_documents, config["GROUP"])
     splits = max(1, min(n_document_groups, setting.multiprocessors // n_tiles))
     builder.add_launch(
         shared_hopper.shared_hopper_kernel,
@@ -527,7 +528,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
             "documents": Tma(
                 documents.size(0),
                 documents.size(1),
-                shared_hopper.padded_descriptor(problem.document_length),
+                shared_hopper.padded_descriptor(problem.document_length, config["GROUP"]),
             ),
         },
         fallback=WITHOUT_ROLES,

@@ -1,12 +1,17 @@
 """Scores of short queries against padded int8 documents for compute capability 9.0: warps with
 roles, in Gluon.
 
-A tile is 2 tokens of each of 32 documents, so that documents of any length lie close in it: what a
-box of a descriptor reads past a document's end is zeros. Its rows are in the order in which warps
-hold products: 8 documents to a warp, one to four lanes, and both tokens in a lane. So the maximum
-over a document stays in registers until the document ends, and queries lie on the columns, one
-after the other. A warp loads tiles ahead, another one their scales; four groups of four warps
-multiply, each by queries of its own or, for few queries, in documents of its own.
+A tile has 64 rows: ``GROUP`` documents, and as many tokens of each as fit. It is loaded in four
+boxes, one for each warp that multiplies it. What a box reads past a document's end is zeros. A box
+has up to 8 documents, and its rows are in the order in which warps hold products: a lane has two
+tokens of the same document. The maximum over a document stays in registers until the document ends.
+Queries are the columns, one after the other.
+
+Short documents have tiles of 32 documents, so that few rows are past a document's end. Long
+documents have tiles of fewer documents, whose rows are closer together in memory.
+
+One warp loads tiles ahead, another one their scales. Four groups of four warps multiply, each by
+queries of its own or, for few queries, in documents of its own.
 
 Products are not converted: ``z + n`` as bits, with ``z`` those of 64, are ``64 + n / 2^17`` for ``n
 >= 0``, and ``64 + n / 2^18`` below, in the order of ``n``. One multiply-add with ``-64 s`` gives
@@ -34,24 +39,32 @@ from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops._shared._triton.releases import gluon_barrier, gluon_reinterpret, gluon_tma_load
 from tilefold.ops.maxsim._triton.device import SIZES
 
-GROUP, AT_ONCE = gl.constexpr(32), gl.constexpr(2)  # documents of a tile, and tokens of each
-BOXES, BOX = (
-    gl.constexpr(4),
-    gl.constexpr(8),
-)  # of a tile, one for each warp, and the documents of one
-ROWS, RUN = gl.constexpr(64), gl.constexpr(4)  # of a tile; tiles of a part, one after the other
+ROWS = gl.constexpr(64)  # of a tile
+BOXES = gl.constexpr(4)  # of a tile, one for each warp of a group
+BOX_ROWS = gl.constexpr(16)
+LANE_ROWS = gl.constexpr(8)  # distance of the two rows of a box that a lane has
+RUN = gl.constexpr(4)  # consecutive tiles of a part
+WARP = gl.constexpr(32)  # lanes
 DIM = gl.constexpr(128)
 ZERO, UNIT = gl.constexpr(0x42800000), gl.constexpr(131072.0)  # bits of 64; 2^17
 _tma_load, _barrier, _reinterpret = gluon_tma_load(), gluon_barrier(), gluon_reinterpret()
 
 
+@gluon.constexpr_function
+def _box_documents(group):
+    """Return the number of documents of a box of a tile of ``group`` documents."""
+    return min(group, 8)
+
+
 @gluon.jit
-def _place(step, length_d, PARTS: gl.constexpr):
+def _tile_start(step, length_d, PARTS: gl.constexpr, GROUP: gl.constexpr):
     """Return the first document and token of a tile; the parts alternate after ``RUN`` tiles."""
-    tiles = gl.cdiv(length_d, AT_ONCE)
-    own = step // (RUN * PARTS) * RUN + step % RUN
-    group = own // tiles * PARTS + step // RUN % PARTS
-    return (gl.program_id(1) + group * gl.num_programs(1)) * GROUP, own % tiles * AT_ONCE
+    tokens: gl.constexpr = ROWS // GROUP
+    tiles = gl.cdiv(length_d, tokens)
+    tile_of_part = step // (RUN * PARTS) * RUN + step % RUN
+    group = tile_of_part // tiles * PARTS + step // RUN % PARTS
+    document = (gl.program_id(1) + group * gl.num_programs(1)) * GROUP
+    return document, tile_of_part % tiles * tokens
 
 
 @gluon.jit
@@ -64,17 +77,23 @@ def _load_documents(
     steps,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
 ):
     """Run the loading warp: fill the ring with the tiles of all parts."""
+    box_documents: gl.constexpr = _box_documents(GROUP)
+    box_tokens: gl.constexpr = BOX_ROWS // box_documents
+    token_boxes: gl.constexpr = ROWS // GROUP // box_tokens
     for step in range(steps):
         slot = step % STAGES
-        d, t0 = _place(step, length_d, PARTS)
+        document, token = _tile_start(step, length_d, PARTS, GROUP)
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(slot), ROWS * DIM)
         for box in gl.static_range(BOXES):
+            box_token = token + box % token_boxes * box_tokens
+            box_document = document + box // token_boxes * box_documents
             _tma_load(
                 documents_src,
-                [t0, d + box * BOX, 0],
+                [box_token, box_document, 0],
                 full.index(slot),
                 ring.index(slot * BOXES + box),
             )
@@ -88,55 +107,78 @@ def _scales(
     Nd,
     length_d,
     PARTS: gl.constexpr,
+    GROUP: gl.constexpr,
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """Load the scales ``[GROUP, AT_ONCE]`` of a tile.
+    """Load the scales ``[GROUP, tokens]`` of a tile.
 
     Returns:
         The scales, and 0 or, for tokens that do not take part, minus infinity.
     """
-    layout: gl.constexpr = gl.BlockedLayout([1, AT_ONCE], [32, 1], [1, 1], [1, 0])
-    d, t0 = _place(step, length_d, PARTS)
-    document = gl.expand_dims(d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout)), 1)
-    token = gl.expand_dims(t0 + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(0, layout)), 0)
-    there = (document < Nd) & (token < length_d)
-    at = document.to(gl.int64) * length_d + token
-    scale = gl.load(scale_ptr + at, mask=there, other=0.0)
+    tokens: gl.constexpr = ROWS // GROUP
+    layout: gl.constexpr = gl.BlockedLayout([1, 2], [GROUP, WARP // GROUP], [1, 1], [1, 0])
+    first_document, first_token = _tile_start(step, length_d, PARTS, GROUP)
+    documents = first_document + gl.arange(0, GROUP, layout=gl.SliceLayout(1, layout))
+    document = gl.expand_dims(documents, 1)
+    tokens_of_tile = first_token + gl.arange(0, tokens, layout=gl.SliceLayout(0, layout))
+    token = gl.expand_dims(tokens_of_tile, 0)
+    takes_part = (document < Nd) & (token < length_d)
+    row = document.to(gl.int64) * length_d + token
+    scale = gl.load(scale_ptr + row, mask=takes_part, other=0.0)
     if HAS_DMASK:
-        kept = gl.load(mask_ptr + at, mask=there, other=0) != 0
-        scale = gl.where(kept, scale, 0.0)
+        unmasked = gl.load(mask_ptr + row, mask=takes_part, other=0) != 0
+        scale = gl.where(unmasked, scale, 0.0)
         if not MASK_ZERO:
-            there = there & kept
-    return scale, gl.where(there, 0.0, float("-inf"))
+            takes_part = takes_part & unmasked
+    return scale, gl.where(takes_part, 0.0, float("-inf"))
 
 
 @gluon.jit
-def _in_rows(x):
-    """Reorder values of each document and token of a tile to the order of its rows."""
-    return x.reshape([BOXES, BOX, AT_ONCE]).permute((0, 2, 1)).reshape([ROWS])
+def _in_rows(x, GROUP: gl.constexpr):
+    """Reorder values ``[GROUP, tokens]`` of a tile to the order of its rows."""
+    box_documents: gl.constexpr = _box_documents(GROUP)
+    box_tokens: gl.constexpr = BOX_ROWS // box_documents
+    document_boxes: gl.constexpr = GROUP // box_documents
+    token_boxes: gl.constexpr = BOXES // document_boxes
+    boxes = x.reshape([document_boxes, box_documents, token_boxes, box_tokens])
+    return boxes.permute((0, 2, 3, 1)).reshape([ROWS])
 
 
 @gluon.jit
 def _put(
     step,
     scale,
-    out,
-    given,
+    shift,
+    ring,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
-    """Put the scales of a tile into the ring, and load those of the tile of the next run."""
-    scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = given
+    """Put the scales of a tile into the ring, and load those of the tile of the next run.
+
+    ``shift``: 0 or minus infinity, as :func:`_scales` returns.
+    """
+    scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d = ring
     slot = step % STAGES
     mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-    scales.index(slot).store(_in_rows(scale))
-    shifts.index(slot).store(_in_rows(scale * -64.0 + out))
+    scales.index(slot).store(_in_rows(scale, GROUP))
+    shifts.index(slot).store(_in_rows(scale * -64.0 + shift, GROUP))
     _barrier()
     mbarrier.arrive(full.index(slot))
-    return _scales(scale_ptr, mask_ptr, step + RUN, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
+    return _scales(
+        scale_ptr,
+        mask_ptr,
+        step + RUN,
+        Nd,
+        length_d,
+        PARTS,
+        GROUP,
+        HAS_DMASK,
+        MASK_ZERO,
+    )
 
 
 @gluon.jit
@@ -152,6 +194,7 @@ def _load_scales(
     steps,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
     HAS_DMASK: gl.constexpr,
     MASK_ZERO: gl.constexpr,
 ):
@@ -159,25 +202,46 @@ def _load_scales(
 
     A round is a run of ``RUN`` tiles, whose scales have variables of their own and are not moved.
     """
-    a, a_out = _scales(scale_ptr, mask_ptr, 0, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
-    b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
-    c, c_out = _scales(scale_ptr, mask_ptr, 2, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
-    e, e_out = _scales(scale_ptr, mask_ptr, 3, Nd, length_d, PARTS, HAS_DMASK, MASK_ZERO)
-    given = scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
+    a, a_out = _scales(scale_ptr, mask_ptr, 0, Nd, length_d, PARTS, GROUP, HAS_DMASK, MASK_ZERO)
+    b, b_out = _scales(scale_ptr, mask_ptr, 1, Nd, length_d, PARTS, GROUP, HAS_DMASK, MASK_ZERO)
+    c, c_out = _scales(scale_ptr, mask_ptr, 2, Nd, length_d, PARTS, GROUP, HAS_DMASK, MASK_ZERO)
+    e, e_out = _scales(scale_ptr, mask_ptr, 3, Nd, length_d, PARTS, GROUP, HAS_DMASK, MASK_ZERO)
+    ring = scales, shifts, full, empty, scale_ptr, mask_ptr, Nd, length_d
     for step in range(0, steps, RUN):
-        a, a_out = _put(step, a, a_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
-        b, b_out = _put(step + 1, b, b_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
-        c, c_out = _put(step + 2, c, c_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
-        e, e_out = _put(step + 3, e, e_out, given, PARTS, STAGES, HAS_DMASK, MASK_ZERO)
+        a, a_out = _put(step, a, a_out, ring, PARTS, STAGES, GROUP, HAS_DMASK, MASK_ZERO)
+        b, b_out = _put(step + 1, b, b_out, ring, PARTS, STAGES, GROUP, HAS_DMASK, MASK_ZERO)
+        c, c_out = _put(step + 2, c, c_out, ring, PARTS, STAGES, GROUP, HAS_DMASK, MASK_ZERO)
+        e, e_out = _put(step + 3, e, e_out, ring, PARTS, STAGES, GROUP, HAS_DMASK, MASK_ZERO)
 
 
 @gluon.jit
-def _by_documents(x):
+def _lane_maxima(x):
     """Return the maxima of the two tokens that a lane has of each document.
 
-    The result is ``[BOXES, BOX, columns]``.
+    The result is ``[BOXES, LANE_ROWS, columns]``.
     """
-    return gl.reduce(x.reshape([BOXES, AT_ONCE, BOX, x.shape[1]]), 1, nan_max)
+    return gl.reduce(x.reshape([BOXES, BOX_ROWS // LANE_ROWS, LANE_ROWS, x.shape[1]]), 1, nan_max)
+
+
+@gluon.jit
+def _document_maxima(best, GROUP: gl.constexpr):
+    """Return the maxima ``[GROUP, columns]`` over all tokens of documents.
+
+    ``best``: maxima ``[BOXES, LANE_ROWS, columns]`` over the tokens of each lane.
+    """
+    columns: gl.constexpr = best.shape[2]
+    box_documents: gl.constexpr = _box_documents(GROUP)
+    document_boxes: gl.constexpr = GROUP // box_documents
+    token_boxes: gl.constexpr = BOXES // document_boxes
+    lane_tokens: gl.constexpr = LANE_ROWS // box_documents
+    top = best
+    if lane_tokens > 1:
+        rows = top.reshape([BOXES, lane_tokens, box_documents, columns])
+        top = gl.reduce(rows, 1, nan_max)
+    if token_boxes > 1:
+        boxes = top.reshape([document_boxes, token_boxes, box_documents, columns])
+        top = gl.reduce(boxes, 1, nan_max)
+    return top.reshape([GROUP, columns])
 
 
 @gluon.jit
@@ -193,7 +257,7 @@ def _tile_best(
     layout: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Multiply a tile with the queries, and return its maxima by documents."""
+    """Multiply a tile with the queries, and return its maxima by lanes."""
     slot = step % STAGES
     COLUMNS: gl.constexpr = q.shape[1]
     mbarrier.wait(full.index(slot), (step // STAGES) & 1)
@@ -205,7 +269,7 @@ def _tile_best(
     mbarrier.arrive(empty.index(slot))
     x = (acc * one + ZERO).to(gl.float32, bitcast=True)
     nothing = gl.zeros_like(x)
-    return _by_documents(
+    return _lane_maxima(
         gl.fma(x, gl.expand_dims(scale, 1) + nothing, gl.expand_dims(shift, 1) + nothing),
     )
 
@@ -213,28 +277,28 @@ def _tile_best(
 @gluon.jit
 def _finish(
     best,
-    d,
+    first_document,
     weights,
     scores_ptr,
-    first,
+    first_query,
     Nq,
     Nd,
     divisor,
     SLOT: gl.constexpr,
+    GROUP: gl.constexpr,
     HAS_QMASK: gl.constexpr,
     HAS_DMASK: gl.constexpr,
     MEAN: gl.constexpr,
 ):
     """Store the scores of the documents of a tile with the queries of a group of warps.
 
-    ``best``: maxima ``[BOXES, BOX, columns]`` over all tokens of the documents.
+    ``best``: maxima ``[BOXES, LANE_ROWS, columns]`` over the tokens of each lane.
     """
     COLUMNS: gl.constexpr = best.shape[2]
-    top = best.reshape([GROUP, COLUMNS])
+    top = _document_maxima(best, GROUP)
     weight = gl.expand_dims(weights.load(gl.SliceLayout(0, top.type.layout)), 0)
-    value = (
-        (top + gl.minimum(top, 0.0)) * UNIT * weight
-    )  # a NaN beside the queries' tokens is one of its document
+    # A NaN next to the queries' tokens is one of its document.
+    value = (top + gl.minimum(top, 0.0)) * UNIT * weight
     if HAS_QMASK:
         value = gl.where(weight == -1.0, 0.0, value)
     if HAS_DMASK:
@@ -242,14 +306,10 @@ def _finish(
     total = gl.sum(value.reshape([GROUP, COLUMNS // SLOT, SLOT]), axis=2)
     if MEAN:
         total = total / divisor
-    document = gl.expand_dims(
-        d + gl.arange(0, GROUP, layout=gl.SliceLayout(1, total.type.layout)),
-        1,
-    )
-    query = gl.expand_dims(
-        first + gl.arange(0, COLUMNS // SLOT, layout=gl.SliceLayout(0, total.type.layout)),
-        0,
-    )
+    documents = first_document + gl.arange(0, GROUP, layout=gl.SliceLayout(1, total.type.layout))
+    document = gl.expand_dims(documents, 1)
+    queries = gl.arange(0, COLUMNS // SLOT, layout=gl.SliceLayout(0, total.type.layout))
+    query = gl.expand_dims(first_query + queries, 0)
     gl.store(
         scores_ptr + query.to(gl.int64) * Nd + document,
         total,
@@ -259,10 +319,11 @@ def _finish(
 
 @gluon.jit
 def _score(
-    given,
+    shared,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
     SLOT: gl.constexpr,
+    GROUP: gl.constexpr,
     HAS_QMASK: gl.constexpr,
     HAS_DMASK: gl.constexpr,
     MEAN: gl.constexpr,
@@ -288,43 +349,44 @@ def _score(
         steps,
         divisor,
         one,
-    ) = given
+    ) = shared
     SHARES: gl.constexpr = queries.shape[0]
     COLUMNS: gl.constexpr = queries.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 32])
     tiles: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
     rows = _reinterpret(ring, gl.int8, [STAGES, ROWS, DIM], tiles)
     q, weight = queries.index(ROLE % SHARES).permute((1, 0)), weights.index(ROLE % SHARES)
-    first = (gl.program_id(0) * SHARES + ROLE % SHARES) * (COLUMNS // SLOT)
-    lowest = _by_documents(gl.full([ROWS, COLUMNS], float("-inf"), gl.float32, layout=layout))
+    first_query = (gl.program_id(0) * SHARES + ROLE % SHARES) * (COLUMNS // SLOT)
+    lowest = _lane_maxima(gl.full([ROWS, COLUMNS], float("-inf"), gl.float32, layout=layout))
     best = lowest
-    t0 = 0
-    d = (gl.program_id(1) + ROLE // SHARES * gl.num_programs(1)) * GROUP
-    for own in range(steps // PARTS):
-        step = (own // RUN * PARTS + ROLE // SHARES) * RUN + own % RUN
+    token = 0
+    document = (gl.program_id(1) + ROLE // SHARES * gl.num_programs(1)) * GROUP
+    for tile_of_part in range(steps // PARTS):
+        step = (tile_of_part // RUN * PARTS + ROLE // SHARES) * RUN + tile_of_part % RUN
         best = nan_max(
             best,
             _tile_best(q, rows, scales, shifts, full, empty, step, one, layout, STAGES),
         )
-        t0 += AT_ONCE
-        if t0 >= length_d:
+        token += ROWS // GROUP
+        if token >= length_d:
             _finish(
                 best,
-                d,
+                document,
                 weight,
                 scores_ptr,
-                first,
+                first_query,
                 Nq,
                 Nd,
                 divisor,
                 SLOT,
+                GROUP,
                 HAS_QMASK,
                 HAS_DMASK,
                 MEAN,
             )
             best = lowest
-            d += PARTS * gl.num_programs(1) * GROUP
-            t0 = 0
+            document += PARTS * gl.num_programs(1) * GROUP
+            token = 0
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -347,6 +409,7 @@ def shared_hopper_kernel(
     SLOT: gl.constexpr,
     PARTS: gl.constexpr,
     STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
     REGISTERS: gl.constexpr,
     HAS_QMASK: gl.constexpr,
     HAS_DMASK: gl.constexpr,
@@ -356,17 +419,17 @@ def shared_hopper_kernel(
     """Compute the scores of short queries with padded int8 documents.
 
     Grid: ``[query tiles, splits]``; a program has ``BLOCK_Q`` rows of queries and every
-    ``splits``-th group of 32 documents. Four groups of warps multiply, each with one of ``4 /
-    PARTS`` shares of the queries and one of ``PARTS`` parts of the documents. ``queries``: int8
+    ``splits``-th group of ``GROUP`` documents. Four groups of warps multiply, each with one of ``4
+    / PARTS`` shares of the queries and one of ``PARTS`` parts of the documents. ``queries``: int8
     ``[Nq * length_q, D]``. ``documents_src``: descriptor of int8 ``[Nd, length_d, D]``.
     ``query_factors``, ``document_factors``: scales ``[Nq * length_q]`` and ``[Nd * length_d]``.
     ``one``: 1, unknown to the compiler. Writes ``scores`` ``[Nq, Nd]``.
     """
     SHARES: gl.constexpr = 4 // PARTS
     COLUMNS: gl.constexpr = BLOCK_Q // SHARES
-    gl.static_assert(
-        STAGES % (RUN * PARTS) == 0,
-    )  # a place of the ring is one part's, whose waits know two phases
+    BOX_DOCUMENTS: gl.constexpr = _box_documents(GROUP)
+    # A slot of the ring is always the same part's, whose waits know two phases.
+    gl.static_assert(STAGES % (RUN * PARTS) == 0)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128,
         element_bitwidth=8,
@@ -377,7 +440,7 @@ def shared_hopper_kernel(
     weights = gl.allocate_shared_memory(gl.float32, [SHARES, COLUMNS], plain)
     ring = gl.allocate_shared_memory(
         gl.int8,
-        [STAGES * BOXES, AT_ONCE, BOX, DIM],
+        [STAGES * BOXES, BOX_ROWS // BOX_DOCUMENTS, BOX_DOCUMENTS, DIM],
         documents_src.layout,
     )
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
@@ -388,24 +451,29 @@ def shared_hopper_kernel(
         mbarrier.init(full.index(i), count=2)
         mbarrier.init(empty.index(i), count=SHARES)
     by_rows: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    r = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_rows))
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(1, by_rows))
     k = gl.expand_dims(gl.arange(0, DIM, layout=gl.SliceLayout(0, by_rows)), 0)
     for share in gl.static_range(SHARES):
-        query = (gl.program_id(0) * SHARES + share) * (COLUMNS // SLOT) + r // SLOT
-        token = r % SLOT
-        there, row = (query < Nq) & (token < length_q), query * length_q + token
-        weight = gl.load(query_factors_ptr + row, mask=there, other=0.0)
-        if HAS_QMASK:  # what is left out has a scale that no row has
-            weight = gl.where(gl.load(query_mask_ptr + row, mask=there, other=0) != 0, weight, -1.0)
+        query = (gl.program_id(0) * SHARES + share) * (COLUMNS // SLOT) + column // SLOT
+        token = column % SLOT
+        exists = (query < Nq) & (token < length_q)
+        row = query * length_q + token
+        weight = gl.load(query_factors_ptr + row, mask=exists, other=0.0)
+        if HAS_QMASK:
+            # A masked token has a scale that no row has.
+            unmasked = gl.load(query_mask_ptr + row, mask=exists, other=0) != 0
+            weight = gl.where(unmasked, weight, -1.0)
         weights.index(share).store(weight)
-        kept, row = gl.expand_dims(there, 1) & (k < D), gl.expand_dims(row.to(gl.int64), 1)
-        queries.index(share).store(gl.load(queries_ptr + row * D + k, mask=kept, other=0))
+        inside = gl.expand_dims(exists, 1) & (k < D)
+        row = gl.expand_dims(row.to(gl.int64), 1)
+        queries.index(share).store(gl.load(queries_ptr + row * D + k, mask=inside, other=0))
     fence_async_shared()
     _barrier()
     groups = gl.cdiv(gl.cdiv(Nd, GROUP) - gl.program_id(1), gl.num_programs(1))
-    # whole runs of each part: tiles past the last document's are zeros, and not stored
-    steps = gl.cdiv(gl.cdiv(groups, PARTS) * gl.cdiv(length_d, AT_ONCE), RUN) * RUN * PARTS
-    given = (
+    # Whole runs of each part: tiles past the last document's are zeros, and not stored.
+    tiles_of_part = gl.cdiv(groups, PARTS) * gl.cdiv(length_d, ROWS // GROUP)
+    steps = gl.cdiv(tiles_of_part, RUN) * RUN * PARTS
+    shared = (
         queries,
         weights,
         ring,
@@ -423,11 +491,14 @@ def shared_hopper_kernel(
     )
     gl.warp_specialize(
         [
-            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 0)),
-            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 1)),
-            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 2)),
-            (_score, (given, PARTS, STAGES, SLOT, HAS_QMASK, HAS_DMASK, MEAN, 3)),
-            (_load_documents, (documents_src, ring, full, empty, length_d, steps, PARTS, STAGES)),
+            (_score, (shared, PARTS, STAGES, SLOT, GROUP, HAS_QMASK, HAS_DMASK, MEAN, 0)),
+            (_score, (shared, PARTS, STAGES, SLOT, GROUP, HAS_QMASK, HAS_DMASK, MEAN, 1)),
+            (_score, (shared, PARTS, STAGES, SLOT, GROUP, HAS_QMASK, HAS_DMASK, MEAN, 2)),
+            (_score, (shared, PARTS, STAGES, SLOT, GROUP, HAS_QMASK, HAS_DMASK, MEAN, 3)),
+            (
+                _load_documents,
+                (documents_src, ring, full, empty, length_d, steps, PARTS, STAGES, GROUP),
+            ),
             (
                 _load_scales,
                 (
@@ -442,6 +513,7 @@ def shared_hopper_kernel(
                     steps,
                     PARTS,
                     STAGES,
+                    GROUP,
                     HAS_DMASK,
                     MASK_ZERO,
                 ),
@@ -452,12 +524,21 @@ def shared_hopper_kernel(
     )
 
 
+def box_shape(group: int) -> list[int]:
+    """Return the tokens, documents and dimensions of a box of a tile of ``group`` documents."""
+    box_documents = _box_documents(group)
+    return [BOX_ROWS.value // box_documents, box_documents, DIM.value]
+
+
 @functools.cache
-def padded_descriptor(length: int) -> Callable[..., TensorDescriptor]:
-    """TMA descriptors of tiles of padded documents of ``length`` tokens, by the shape and strides
-    of their rows.
+def padded_descriptor(length: int, group: int) -> Callable[..., TensorDescriptor]:
+    """Return a function that makes the TMA descriptor of tiles of padded documents.
+
+    Args:
+        length: number of tokens of each document.
+        group: number of documents of a tile.
     """
-    box = [AT_ONCE.value, BOX.value, DIM.value]
+    box = box_shape(group)
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8)
 
     def make(rows: Any, shape: list[int], strides: list[int]) -> TensorDescriptor:
