@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["ARCHITECTURES", "COLPALI_3B", "PageModelSize", "save_page_model"]
+__all__ = ["ARCHITECTURES", "COLPALI_3B", "PageModelSize", "build_page_model", "save_page_model"]
 
 Architecture = Literal["colpali", "colqwen2", "colmodernvbert"]
 ARCHITECTURES: tuple[Architecture, ...] = ("colpali", "colqwen2", "colmodernvbert")
@@ -119,6 +119,36 @@ def save_page_model(
     Raises:
         ValueError: for an unknown architecture.
     """
+    model, processor = build_page_model(architecture, size=size, words=words, seed=seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    model.to(dtype).save_pretrained(str(folder))
+    processor.save_pretrained(str(folder))
+    return folder
+
+
+def build_page_model(
+    architecture: Architecture = "colpali",
+    *,
+    size: PageModelSize | None = None,
+    words: Sequence[str] = (),
+    seed: int = 0,
+) -> tuple[Any, Any]:
+    """Return a random model of page images and its processor.
+
+    The weights have torch's default dtype, and are on its default device.
+
+    Args:
+        architecture: the published model whose architecture it has.
+        size: sizes of the model; by default a few thousand weights.
+        words: words that are one token. Other words are split into letters.
+        seed: seed of the weights.
+
+    Returns:
+        The ``PreTrainedModel`` and the ``ProcessorMixin`` of transformers.
+
+    Raises:
+        ValueError: for an unknown architecture.
+    """
     size = PageModelSize() if size is None else size
     builders = {
         "colpali": _colpali,
@@ -129,14 +159,10 @@ def save_page_model(
         raise ValueError(
             f"architecture: expected one of {', '.join(builders)}, got {architecture!r}.",
         )
-    folder.mkdir(parents=True, exist_ok=True)
     tokenizer = _tokenizer(words, _IMAGE_TOKENS[architecture])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model, processor = builders[architecture](size, tokenizer)
-    model.to(dtype).save_pretrained(str(folder))
-    processor.save_pretrained(str(folder))
-    return folder
+        return builders[architecture](size, tokenizer)
 
 
 def _tokenizer(words: Sequence[str], image_tokens: Sequence[str]) -> Any:

@@ -214,6 +214,7 @@ def save_page_collection(
     pages: Sequence[SyntheticPage],
     *,
     pages_per_pdf: int = 3,
+    pdf_dpi: int = 72,
     words_per_query: int = 2,
     seed: int = 0,
 ) -> dict[str, SyntheticPage]:
@@ -226,6 +227,7 @@ def save_page_collection(
         folder: the folder, which is created.
         pages: the pages.
         pages_per_pdf: number of pages of a group.
+        pdf_dpi: dots per inch of the pages in PDFs, which determine their size on paper.
         words_per_query: number of words of a page that are its query.
         seed: seed of the words of queries.
 
@@ -239,7 +241,7 @@ def save_page_collection(
     for number, start in enumerate(range(0, len(pages), pages_per_pdf)):
         group = pages[start : start + pages_per_pdf]
         if number % 2 == 0:
-            ids = _save_pdf(folder, f"report-{number}.pdf", group)
+            ids = _save_pdf(folder, f"report-{number}.pdf", group, pdf_dpi)
         else:
             ids = [
                 _save_image(folder, f"scan-{start + offset}{next(suffixes)}", page)
@@ -250,10 +252,10 @@ def save_page_collection(
     return page_of_id
 
 
-def _save_pdf(folder: Path, name: str, pages: Sequence[SyntheticPage]) -> list[str]:
+def _save_pdf(folder: Path, name: str, pages: Sequence[SyntheticPage], dpi: int) -> list[str]:
     """Save pages as a PDF, and return their ids."""
     first_image, *other_images = [page.image for page in pages]
-    first_image.save(folder / name, save_all=True, append_images=other_images, resolution=72)
+    first_image.save(folder / name, save_all=True, append_images=other_images, resolution=dpi)
     return [f"{name}#p{number}" for number in range(1, len(pages) + 1)]
 
 
