@@ -163,10 +163,15 @@ def page_of_seed(form: Form, vocabulary: Sequence[str], seed: int) -> SyntheticP
             return page
 
 
-def query_of_page(page: SyntheticPage, seed: int) -> list[str]:
-    """Return the words of the query of a page."""
+def query_of_page(page_words: Sequence[str], seed: int) -> list[str]:
+    """Return the words of the query of a page.
+
+    Args:
+        page_words: words of the page.
+        seed: seed of the page.
+    """
     generator = random.Random(seed)  # noqa: S311
-    return generator.sample(page.words, WORDS_PER_QUERY)
+    return generator.sample(page_words, WORDS_PER_QUERY)
 
 
 def _save_pages(
@@ -212,15 +217,15 @@ def save_collection(
     ]
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as executor:
         words_of_tasks = executor.map(partial(_save_pages, form, vocabulary, folder), tasks)
-        words = [set(page_words) for task_words in words_of_tasks for page_words in task_words]
+        words = [page_words for task_words in words_of_tasks for page_words in task_words]
     query_lines = []
     judgement_lines = ["query-id\tcorpus-id\tscore\n"]
     for position, seed in enumerate(seeds):
-        query = query_of_page(page_of_seed(form, vocabulary, seed), seed)
+        query = query_of_page(words[position], seed)
         query_lines.append(json.dumps({"_id": f"q{seed}", "text": " ".join(query)}) + "\n")
         relevant = [position]
         if split == "test":
-            relevant = [other for other, page_words in enumerate(words) if page_words >= set(query)]
+            relevant = [other for other in range(len(seeds)) if set(words[other]) >= set(query)]
         judgement_lines += [f"q{seed}\t{seeds[other]}.png\t1\n" for other in relevant]
     (folder / "queries.jsonl").write_text("".join(query_lines), encoding="utf-8")
     judgements.write_text("".join(judgement_lines), encoding="utf-8")
