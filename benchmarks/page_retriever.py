@@ -1,6 +1,6 @@
 r"""Train a small model of page images from scratch, and measure whether it finds unseen pages.
 
-    python -m benchmarks.page_retriever --output FOLDER [--form small] [--stock]
+    python -m benchmarks.page_retriever --output FOLDER [--form small] [--stock] [--seeds 0 1 2]
 
 The pages are synthetic: random words of a fixed vocabulary, drawn by Pillow. A query has two words
 of a page. The model has the architecture of ColPali with random weights, and is trained by the
@@ -10,7 +10,8 @@ query.
 
 The form `full` needs a GPU, and `small` takes minutes on a CPU. With `--stock`, the same run is
 repeated with the scores of sentence-transformers. The first losses must be the same. Later losses
-differ, because training magnifies the rounding of its first steps.
+differ, because training magnifies the rounding of its first steps: runs of several seeds show
+whether the results differ more between the scores than between the seeds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -29,6 +31,7 @@ from pathlib import Path
 import torch
 
 from tilefold import retrieval as r
+from tilefold.bench.results import choose_device, collect, results_file, write_csv
 from tilefold.recipes import train
 from tilefold.recipes.colbert import ColbertRecipe
 from tilefold.testing.page_models import PageModelSize, save_page_model
@@ -41,6 +44,7 @@ PAGES_PER_TASK = 64
 CUT_OFF = 10
 # First logged losses that are compared between fused and stock scores.
 N_COMPARED_LOSSES = 5
+CSV_KEY = ("form", "steps", "scores", "seed")
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,7 @@ class Outcome:
 
     Attributes:
         scores: ``"fused"`` or ``"stock"``, the scores of the loss.
+        seed: seed of the weights and of the order of pairs.
         ndcg: nDCG@10 on unseen pages.
         ndcg_untrained: the same before training, which is chance.
         first_loss: loss of the first logged step.
@@ -135,6 +140,7 @@ class Outcome:
     """
 
     scores: str
+    seed: int
     ndcg: float
     ndcg_untrained: float
     first_loss: float
@@ -231,7 +237,12 @@ def save_collection(
     judgements.write_text("".join(judgement_lines), encoding="utf-8")
 
 
-def save_untrained_model(form: Form, vocabulary: Sequence[str], folder: Path) -> Path:
+def save_untrained_model(
+    form: Form,
+    vocabulary: Sequence[str],
+    folder: Path,
+    seed: int = 0,
+) -> Path:
     """Save a small ColPali with random weights that can be trained from scratch.
 
     transformers draws the weights of linear layers from a normal distribution of deviation .02,
@@ -242,6 +253,7 @@ def save_untrained_model(form: Form, vocabulary: Sequence[str], folder: Path) ->
         form: sizes of the model.
         vocabulary: words that are one token of the tokenizer.
         folder: the folder.
+        seed: seed of the weights.
     """
     from sentence_transformers import MultiVectorEncoder
 
@@ -255,7 +267,7 @@ def save_untrained_model(form: Form, vocabulary: Sequence[str], folder: Path) ->
     )
     save_page_model(folder, "colpali", size=size, words=vocabulary)
     model = MultiVectorEncoder(str(folder), device="cpu")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             torch.nn.init.xavier_uniform_(module.weight)
@@ -283,35 +295,40 @@ def measure(form: Form, model_folder: Path, collection: r.Collection, folder: Pa
     return float(measures[f"nDCG@{CUT_OFF}"])
 
 
-def run_once(form: Form, folder: Path, *, fused: bool) -> Outcome:
+def run_once(form: Form, folder: Path, *, fused: bool, seed: int = 0) -> Outcome:
     """Train a model, and measure it on unseen pages.
 
     Args:
         form: sizes of the run.
-        folder: folder with the collections and the untrained model.
+        folder: folder with the collections.
         fused: whether the loss uses fused scores, or those of sentence-transformers.
+        seed: seed of the weights and of the order of pairs.
     """
     scores = "fused" if fused else "stock"
+    run_folder = folder / f"{scores}-{seed}"
+    vocabulary = random_words(form.n_words)
+    untrained = save_untrained_model(form, vocabulary, run_folder / "untrained", seed)
     test_pages = r.load_collection(folder / "test")
     recipe = ColbertRecipe(
-        base_model=str(folder / "untrained"),
+        base_model=str(untrained),
         max_steps=form.steps,
         batch_size=form.batch_size,
         learning_rate=form.learning_rate,
         similarity_scale=form.similarity_scale,
         bf16=False,
         fused=fused,
+        seed=seed,
     )
+    trained = run_folder / "trained"
     started = time.monotonic()
-    train(recipe, r.load_collection(folder / "train"), folder / scores)
+    train(recipe, r.load_collection(folder / "train"), trained)
     seconds = time.monotonic() - started
-    untrained_vectors = folder / f"{scores}-before"
-    trained_vectors = folder / f"{scores}-after"
-    ndcg_untrained = measure(form, folder / "untrained", test_pages, untrained_vectors)
-    ndcg = measure(form, folder / scores, test_pages, trained_vectors)
-    losses = read_losses(folder / scores)
+    ndcg_untrained = measure(form, untrained, test_pages, run_folder / "before")
+    ndcg = measure(form, trained, test_pages, run_folder / "after")
+    losses = read_losses(trained)
     return Outcome(
         scores=scores,
+        seed=seed,
         ndcg=ndcg,
         ndcg_untrained=ndcg_untrained,
         first_loss=losses[0],
@@ -331,6 +348,46 @@ def _test_seeds(form: Form) -> list[int]:
     return list(range(FIRST_TEST_SEED, FIRST_TEST_SEED + form.n_test))
 
 
+def print_outcomes(outcomes: Sequence[Outcome]) -> None:
+    """Print a line for each run, and means with standard errors if there are several seeds."""
+    print("scores  seed  nDCG@10  untrained  first loss  last loss  seconds")
+    for outcome in outcomes:
+        print(
+            f"{outcome.scores:6}  {outcome.seed:4}  {outcome.ndcg:7.3f}  "
+            f"{outcome.ndcg_untrained:9.3f}  {outcome.first_loss:10.4f}  "
+            f"{outcome.last_loss:9.4f}  {outcome.seconds:7.0f}",
+        )
+    for scores in dict.fromkeys(outcome.scores for outcome in outcomes):
+        values = [outcome.ndcg for outcome in outcomes if outcome.scores == scores]
+        if len(values) > 1:
+            error = statistics.stdev(values) / len(values) ** 0.5
+            print(f"{scores}: nDCG@10 {statistics.fmean(values):.3f}, standard error {error:.3f}")
+
+
+def result_row(form_name: str, form: Form, outcome: Outcome) -> dict[str, object]:
+    """Return the row of a run for the file of results.
+
+    Args:
+        form_name: name of the form.
+        form: sizes of the run.
+        outcome: result of the run.
+    """
+    return {
+        "form": form_name,
+        "steps": form.steps,
+        "batch_size": form.batch_size,
+        "train_pages": form.n_train,
+        "test_pages": form.n_test,
+        "scores": outcome.scores,
+        "seed": outcome.seed,
+        "start_nDCG@10": round(outcome.ndcg_untrained, 4),
+        "nDCG@10": round(outcome.ndcg, 4),
+        "losses": " ".join(f"{loss:.6g}" for loss in outcome.losses[:N_COMPARED_LOSSES]),
+        "last_loss": round(outcome.last_loss, 4),
+        "train_seconds": round(outcome.seconds),
+    }
+
+
 def main() -> None:
     """Run the command."""
     parser = argparse.ArgumentParser(
@@ -340,7 +397,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="folder of pages and models")
     parser.add_argument("--form", choices=FORMS, default="full")
     parser.add_argument("--steps", type=int, help="training steps, instead of those of the form")
-    parser.add_argument("--stock", action="store_true", help="repeat the run with stock scores")
+    parser.add_argument("--stock", action="store_true", help="repeat each run with stock scores")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="a run for each seed")
+    parser.add_argument("--results", type=Path, help="folder for <device>/page_retriever.csv")
     arguments = parser.parse_args()
     form = FORMS[arguments.form]
     if arguments.steps is not None:
@@ -350,26 +409,26 @@ def main() -> None:
     train_seeds = list(range(form.n_train))
     save_collection(form, vocabulary, folder / "train", train_seeds, "train")
     save_collection(form, vocabulary, folder / "test", _test_seeds(form), "test")
-    save_untrained_model(form, vocabulary, folder / "untrained")
-    outcomes = [run_once(form, folder, fused=True)]
-    if arguments.stock:
-        outcomes.append(run_once(form, folder, fused=False))
-    print("scores  nDCG@10  untrained  first loss  last loss  seconds")
-    for outcome in outcomes:
-        print(
-            f"{outcome.scores:6}  {outcome.ndcg:7.3f}  {outcome.ndcg_untrained:9.3f}  "
-            f"{outcome.first_loss:10.4f}  {outcome.last_loss:9.4f}  "
-            f"{outcome.seconds:7.0f}",
-        )
-    if arguments.stock:
-        fused, stock = outcomes
-        differences = [abs(a - b) for a, b in zip(fused.losses, stock.losses, strict=True)]
-        print(
-            f"largest difference of the first {N_COMPARED_LOSSES} logged losses: "
-            f"{max(differences[:N_COMPARED_LOSSES]):.6f}; of all: {max(differences):.4f}",
-        )
+    outcomes: list[Outcome] = []
+    for seed in arguments.seeds:
+        outcomes.append(run_once(form, folder, fused=True, seed=seed))
+        if arguments.stock:
+            outcomes.append(run_once(form, folder, fused=False, seed=seed))
+            fused, stock = outcomes[-2:]
+            differences = [abs(a - b) for a, b in zip(fused.losses, stock.losses, strict=True)]
+            print(
+                f"seed {seed}: largest difference of the first {N_COMPARED_LOSSES} logged losses "
+                f"{max(differences[:N_COMPARED_LOSSES]):.6f}, of all {max(differences):.4f}",
+                flush=True,
+            )
+    print_outcomes(outcomes)
     record = {"form": asdict(form), "outcomes": [asdict(outcome) for outcome in outcomes]}
     (folder / "page_retriever.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    if arguments.results is not None:
+        provenance = collect(choose_device(None))
+        path = results_file(arguments.results, "page_retriever", provenance)
+        rows = [result_row(arguments.form, form, outcome) for outcome in outcomes]
+        write_csv(path, rows, provenance, CSV_KEY)
 
 
 if __name__ == "__main__":
