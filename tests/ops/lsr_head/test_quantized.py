@@ -250,3 +250,21 @@ def test_rows_of_all_lengths_are_rounded(
     assert (values.float() == expected_values.float()).float().mean() > 0.9
     distance = (values.float() - expected_values.float()).abs()
     assert (distance <= expected_values.float().abs() / 2 + 2.0**-9).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the kernel is interpreted")
+def test_weights_of_one_layout_share_a_program_and_strided_ones_are_rounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs: dict[Any, Any] = {}
+    monkeypatch.setattr(_quantized, "_PROGRAMS", programs)
+    monkeypatch.setattr(_quantized, "chosen_quantized_impl", lambda weight: "triton")
+    weight = torch.randn(6, 32)
+    other = torch.randn(6, 32)
+    strided = torch.randn(32, 6).T
+    for rows in (weight, other, strided):
+        assert torch.equal(quantize_weight(rows).scale, _quantized.quantize_rows(rows)[1])
+    assert len(programs) == 1
+    assert quantize_weight(weight.half()).scale.shape == (6,)
+    assert len(programs) == 2
+    assert quantize_weight(weight[:0]).shape == (0, 32)

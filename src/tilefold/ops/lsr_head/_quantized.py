@@ -120,7 +120,7 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     if weight.size(1) == 0:
         raise ValueError(f"D must be at least 1, got D=0 in shape {list(weight.shape)}.")
     if key is not None and len(weight) and chosen_quantized_impl(weight) == "triton":
-        quantized = run_or_give_up(
+        quantized: QuantizedWeight | None = run_or_give_up(
             QUANTIZED_HEAD,
             weight.device,
             call_on_device,
