@@ -1,5 +1,17 @@
-"""Linear layers in which the bits of a row do not depend on the other rows."""
+"""Linear layers and norms in which the bits of a row do not depend on the other rows."""
 
-from tilefold.ops._shared.row_groups import grouped_linear, grouping_rows
+from tilefold.ops._shared.row_groups import (
+    LEAST_GPU_ROWS,
+    apply_rowwise,
+    grouped_linear,
+    grouping_rows,
+    normalize_rows,
+)
 
-__all__ = ["grouped_linear", "grouping_rows"]
+__all__ = [
+    "LEAST_GPU_ROWS",
+    "apply_rowwise",
+    "grouped_linear",
+    "grouping_rows",
+    "normalize_rows",
+]

@@ -604,10 +604,15 @@ def _unnormalized(model: Model) -> Iterator[None]:
         if type(module).__name__ != "Normalize":
             break
         skipped.append(module)
+    # Forwards that the instances have themselves, as those of invariant models.
+    replaced_forwards = [vars(module).get("forward") for module in skipped]
     for module in skipped:
         module.forward = lambda features, **_: features
     try:
         yield
     finally:
-        for module in skipped:
-            del module.forward  # the instance's attribute, which has hidden the class's method
+        for module, forward in zip(skipped, replaced_forwards, strict=True):
+            if forward is None:
+                del module.forward  # the instance's attribute, which has hidden the class's method
+            else:
+                module.forward = forward

@@ -1,9 +1,11 @@
 """``accelerate(invariant=True)``: the vector of a text has the same bits in every batch.
 
-Three things let a vector depend on the other texts of its batch, and each has its remedy:
+Four things let a vector depend on the other texts of its batch, and each has its remedy:
 
 - products of matrices, whose kernels depend on the number of rows: linear layers and fused heads
   multiply rows in groups (:mod:`tilefold.ops.row_groups`);
+- sums along a row in norms other than LayerNorm, whose kernels depend on the number of rows if there
+  are few: few rows are padded (:mod:`tilefold.ops.row_groups`);
 - attention, whose kernels depend on the padded length: all texts run packed;
 - functions that a CPU computes differently for the last few elements of an array: they are composed
   of functions that it computes alike.
@@ -13,6 +15,7 @@ LayerNorm, softmax, embeddings and the selection of terms treat every row by its
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -35,7 +38,7 @@ from tilefold.integrations.sentence_transformers.packing.inputs import on_device
 from tilefold.integrations.transformers.networks import in_eval_mode
 from tilefold.integrations.transformers.packed import OFFSETS, PACKED
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
-from tilefold.ops.row_groups import grouped_linear
+from tilefold.ops.row_groups import apply_rowwise, grouped_linear, normalize_rows
 
 # Modules of sentence-transformers whose results are known to keep the promise.
 _PIPELINE_MODULES = (
@@ -73,6 +76,41 @@ class InvariantLinear(Replacement):
             outputs: Tensor = type(layer).forward(layer, rows)
             return outputs
         return grouped_linear(rows, layer.weight, layer.bias)
+
+
+class InvariantNorm(Replacement):
+    """Replaces the forward of one norm, such as RMSNorm, which then pads few rows."""
+
+    def __call__(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the states; with gradients, as the class of the norm does.
+
+        Args:
+            hidden_states: ``[..., D]``.
+        """
+        norm = self.owner
+        stock_forward = functools.partial(type(norm).forward, norm)
+        if torch.is_grad_enabled():
+            outputs: Tensor = stock_forward(hidden_states)
+            return outputs
+        return apply_rowwise(stock_forward, hidden_states, type(norm).__name__)
+
+
+class InvariantNormalize(Replacement):
+    """Replaces the forward of one ``Normalize``, which then pads few vectors."""
+
+    def __call__(self, features: Features) -> Features:
+        """Scale the vectors of one feature to length 1; with gradients, as ``Normalize`` does.
+
+        Args:
+            features: the output of the modules before.
+        """
+        module = self.owner
+        vectors = features.get(module.module_input_name)
+        if vectors is None or torch.is_grad_enabled():
+            outputs: Features = type(module).forward(module, features)
+            return outputs
+        features[module.module_output_name] = normalize_rows(vectors)
+        return features
 
 
 class InvariantActivation(Replacement):
@@ -221,12 +259,21 @@ def _replacement_for(module: nn.Module) -> Replacement | None:
         return InvariantMean(module) if _modes_of(module) == ("mean",) else None
     if isinstance(module, nn.Linear):
         return _replacement_for_linear(module)
+    if isinstance(module, Normalize):
+        return InvariantNormalize(module)
     if _is_activation(module):
         function = _composed_activation(module)
         return None if function is None else InvariantActivation(module, function)
     if not isinstance(module, (nn.Embedding, SparseStaticEmbedding)):
         _check_has_no_matrix(module)
-    return None
+    return InvariantNorm(module) if _sums_rows(module) else None
+
+
+def _sums_rows(module: nn.Module) -> bool:
+    """Whether a module is a norm, except for LayerNorm, whose kernels treat every row by itself."""
+    is_layer_norm = type(module).forward is nn.LayerNorm.forward
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and not is_layer_norm and "norm" in type(module).__name__.lower()
 
 
 def _replacement_for_linear(layer: nn.Linear) -> InvariantLinear | None:

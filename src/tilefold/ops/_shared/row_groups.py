@@ -1,9 +1,12 @@
-"""Linear layers in which the bits of a row do not depend on the other rows.
+"""Linear layers and norms in which the bits of a row do not depend on the other rows.
 
 A library chooses the kernel of a matrix product by the number of rows, and kernels add in different
 orders. Here, rows are multiplied in groups of a few sizes, and a group that is too small is padded.
 Before a size is used with weights of a shape for the first time, it multiplies the same random rows
 as the largest size, at other positions. A size that gives other bits is never used.
+
+Sums along the columns of a row, as in RMSNorm, depend on the number of rows only if there are few
+of them. So few rows are padded to a least number, which is compared in the same way.
 
 This module alone decides how rows are grouped, for linear layers on CPUs and GPUs, and for the
 tiles of :func:`tilefold.ops.lsr_head`.
@@ -13,13 +16,15 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from tilefold.ops._shared.internals import (
     can_use_onednn_linear,
@@ -30,12 +35,15 @@ from tilefold.ops._shared.internals import (
 )
 
 __all__ = [
+    "LEAST_GPU_ROWS",
     "RowGroup",
+    "apply_rowwise",
     "group_rows",
     "grouped_linear",
     "grouped_product",
     "grouping_rows",
     "groups_rows",
+    "normalize_rows",
     "usable_sizes",
 ]
 
@@ -62,8 +70,17 @@ def _sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
 # product of few rows follows their number. GPUs take as long for 256 rows as for 1.
 _CPU_SIZES = _sizes(smallest=2, largest=4096, steps=8)
 _GPU_SIZES = _sizes(smallest=256, largest=32768, steps=4)
-# A group may be padded by this share of its rows. More rows are multiplied in two groups.
+# Packs of fewer tokens are padded to this number on GPUs, so that layers need not pad their rows.
+LEAST_GPU_ROWS = _GPU_SIZES[0]
+# A group may be padded by this share of its rows, and always by less than the smallest size. More
+# rows are multiplied in two groups.
 _MAX_PADDING_SHARE = 1 / 8
+# Candidates for the least number of rows of a function of rows, by the type of the device. On GPUs,
+# the reductions of torch divide a row among other threads if there are fewer than 8 or 16 rows.
+_CPU_LEAST_ROWS = (1, 2, 4, 8, 16, 32)
+_GPU_LEAST_ROWS = (16, 32, 64, 128, 256)
+# The largest number of rows with which such candidates are compared.
+_MOST_COMPARED_ROWS = 1024
 # Number of different random rows with which sizes are compared.
 _PROBE_ROWS = 64
 # The sizes multiply these rows at positions that differ by this number.
@@ -86,6 +103,22 @@ class RowGroup(NamedTuple):
     start: int
     stop: int
     size: int
+
+
+class _FunctionKind(NamedTuple):
+    """Everything that decides which kernels a function of rows runs, besides the number of rows.
+
+    Attributes:
+        name: the name of the function.
+        n_columns: the number of columns of the rows.
+        dtype: the dtype of the rows.
+        device: the device.
+    """
+
+    name: str
+    n_columns: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 class _ProductKind(NamedTuple):
@@ -133,14 +166,14 @@ def group_rows(n_rows: int, sizes: Sequence[int]) -> list[RowGroup]:
     """Divide rows into groups whose products have one of a few sizes.
 
     A group is as large as possible. The rest is one padded group, unless the padding would be more
-    than an eighth of its rows; then it is divided again.
+    than an eighth of its rows and not less than the smallest size; then it is divided again.
 
     Args:
         n_rows: the number of rows.
         sizes: the sizes, ascending.
 
     Examples:
-        >>> group_rows(47, sizes=(8, 16, 32))
+        >>> group_rows(47, sizes=(8, 16, 32, 64))
         [RowGroup(start=0, stop=32, size=32), RowGroup(start=32, stop=47, size=16)]
     """
     groups = []
@@ -149,7 +182,8 @@ def group_rows(n_rows: int, sizes: Sequence[int]) -> list[RowGroup]:
         remaining = n_rows - start
         position = bisect.bisect_left(sizes, remaining)  # of the first size that is large enough
         size = sizes[min(position, len(sizes) - 1)]
-        if position > 0 and size - remaining > remaining * _MAX_PADDING_SHARE:
+        most_padding = max(sizes[0] - 1, remaining * _MAX_PADDING_SHARE)
+        if position > 0 and size - remaining > most_padding:
             size = sizes[position - 1]
         stop = min(start + size, n_rows)
         groups.append(RowGroup(start, stop, size))
@@ -259,6 +293,117 @@ def _multiply(
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias, rows, weight.t(), out=out)
+
+
+def normalize_rows(vectors: Tensor) -> Tensor:
+    """Scale vectors to length 1, in the same bits for any number of vectors.
+
+    Args:
+        vectors: ``[..., D]``.
+
+    Returns:
+        ``[..., D]``.
+
+    Examples:
+        >>> import torch
+        >>> normalize_rows(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
+    """
+    return apply_rowwise(_normalize, vectors, "normalize")
+
+
+def _normalize(rows: Tensor) -> Tensor:
+    """Scale rows ``[n, D]`` to length 1."""
+    return normalize(rows, p=2.0, dim=-1)
+
+
+def apply_rowwise(function: Callable[[Tensor], Tensor], rows: Tensor, name: str) -> Tensor:
+    """Apply a function of rows, in which the bits of a row do not depend on the number of rows.
+
+    Args:
+        function: computes a row ``[D]`` of its result from each row of a matrix ``[n, D]``.
+        rows: ``[..., D]``.
+        name: the name of the function. Functions of one name must run the same kernels.
+
+    Returns:
+        ``[..., D]``.
+
+    Raises:
+        RuntimeError: if the bits depend on the number of rows, however many there are.
+    """
+    packed_rows = rows.reshape(-1, rows.size(-1))
+    n_rows = packed_rows.size(0)
+    kind = _FunctionKind(name, rows.size(-1), rows.dtype, rows.device)
+    n_least = _least_numbers.get(kind)
+    if n_least is None:
+        n_least = _least_number_of_rows(function, kind)
+        _least_numbers[kind] = n_least
+    if n_rows < n_least:
+        packed_rows = _padded(packed_rows, n_least)
+    return function(packed_rows)[:n_rows].reshape(rows.shape)
+
+
+# The least numbers of rows of functions.
+_least_numbers: dict[_FunctionKind, int] = {}
+
+
+@torch.no_grad()
+def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionKind) -> int:
+    """Return the least number of rows from which on a function gives the same bits in every row.
+
+    Random rows, repeated, are the rows of matrices with this number of rows and with larger ones.
+
+    Args:
+        function: the function.
+        kind: its name, and the rows.
+
+    Raises:
+        RuntimeError: if there is no such number.
+    """
+    _refuse_capture(kind.device, f"{kind.name} of rows with {kind.n_columns} columns")
+    generator = torch.Generator(kind.device).manual_seed(0)
+    shape = (_PROBE_ROWS, kind.n_columns)
+    rows = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
+
+    def has_equal_bits(n_rows: int, shift: int) -> bool:
+        """Whether the function gives the expected bits for rows from a position on."""
+        indices = _probe_row_indices(n_rows, shift, kind.device)
+        return torch.equal(function(rows[indices]), expected[indices])
+
+    all_indices = _probe_row_indices(_MOST_COMPARED_ROWS, 0, kind.device)
+    expected = function(rows[all_indices])[:_PROBE_ROWS]
+    candidates = _CPU_LEAST_ROWS if kind.device.type == "cpu" else _GPU_LEAST_ROWS
+    for n_least in candidates:
+        starts = range(0, _PROBE_ROWS, n_least)
+        more_rows = [n_least + more for more in (1, 2, 3, 5, 7)]
+        more_rows += [n_least * factor for factor in (2, 3, 5, 8)]
+        if all(
+            has_equal_bits(n_rows, start)
+            for n_rows, start in itertools.chain(
+                itertools.product([n_least], starts),
+                itertools.product([*more_rows, _MOST_COMPARED_ROWS], [_PROBE_SHIFT]),
+            )
+        ):
+            return n_least
+    raise RuntimeError(
+        "invariant=True needs a device whose sums of a row do not depend on the number of rows, "
+        f"got {kind.device} and {kind.name} of {kind.n_columns} columns in {kind.dtype}, for which "
+        f"rows differ up to {candidates[-1]} rows; use another dtype or accelerate(model).",
+    )
+
+
+def _refuse_capture(device: torch.device, operation: str) -> None:
+    """Raise ``RuntimeError`` if a CUDA graph is captured, which cannot read results.
+
+    Args:
+        device: the device of the operation.
+        operation: what was run for the first time.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "numbers of rows must be compared before a CUDA graph is captured, got the first "
+            f"{operation} in a capture; encode a text before.",
+        )
 
 
 def usable_sizes(weight: Tensor, has_bias: bool) -> tuple[int, ...]:
@@ -382,12 +527,10 @@ class _Probe:
             shift: which of the random rows comes first.
         """
         kind = self._kind
-        if kind.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "rows of products must be grouped before a CUDA graph is captured, got the first "
-                f"product of {size} rows with a weight of shape [{kind.n_outputs}, "
-                f"{kind.n_inputs}] in a capture; encode a text before.",
-            )
+        _refuse_capture(
+            kind.device,
+            f"product of {size} rows with a weight of shape [{kind.n_outputs}, {kind.n_inputs}]",
+        )
         generator = torch.Generator(kind.device).manual_seed(0)
 
         def random(*shape: int) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tilefold._internal.cuda_graphs import capture_lock, warn_capture_failed
@@ -30,6 +30,7 @@ from tilefold.integrations.sentence_transformers._pooling import (
     fused_forwards,
     sparse_scores,
 )
+from tilefold.integrations.sentence_transformers._unit_vectors import is_invariant, unit_vectors
 from tilefold.integrations.sentence_transformers.graphs.capture import (
     GraphCache,
     NumericSettings,
@@ -56,6 +57,7 @@ from tilefold.integrations.transformers.packed import LONGEST_NAMES, OFFSETS
 from tilefold.modules.fused_pooling import Features, SparseOptions
 from tilefold.ops.implementations import switched_off
 from tilefold.ops.lsr_head import CapacityRows, rows_of_scores
+from tilefold.ops.row_groups import LEAST_GPU_ROWS
 from tilefold.pipeline.rows import RowCapacityError, SparseRows, packed_rows, unpack_capacity_rows
 
 # The numbers of texts, and of tokens of all texts, that graphs are captured for. A batch uses the
@@ -250,7 +252,7 @@ class _VectorEncoding(_Encoding[list[Tensor]]):
         vectors = outputs["token_embeddings"][: size.texts]
         mask = outputs["attention_mask"][: size.texts].bool()
         if self.normalize:
-            vectors = nn.functional.normalize(vectors, p=2, dim=-1)
+            vectors = unit_vectors(vectors, self.graphs.owner)
         return _VectorResults(
             counts=mask.sum(1),
             vectors=packed_rows(vectors, mask)[: size.tokens],
@@ -512,7 +514,9 @@ class EncodingGraphs(Replacement):
         """
         with packed_inputs():
             features = self._tokenize(texts, prompt, encoding.task)
-        size = _graph_size(features, len(texts), encoding.pads_tokens)
+        # Layers of an invariant model need not pad the rows of larger graphs.
+        least_tokens = LEAST_GPU_ROWS if is_invariant(self.owner) else 1
+        size = _graph_size(features, len(texts), encoding.pads_tokens, least_tokens)
         if size is None:
             return None
         with self._lock:
@@ -767,13 +771,19 @@ class _IsinByComparison(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSize | None:
+def _graph_size(
+    features: Features,
+    n_texts: int,
+    pads_tokens: bool,
+    least_tokens: int,
+) -> GraphSize | None:
     """Return the size of the graph for a batch.
 
     Args:
         features: the features of the batch.
         n_texts: the number of texts of the batch.
         pads_tokens: whether the graph computes padded token vectors. Their number is limited.
+        least_tokens: the least number of tokens of a graph for packed texts.
 
     Returns:
         The size, or None if no graph can run the batch.
@@ -785,7 +795,7 @@ def _graph_size(features: Features, n_texts: int, pads_tokens: bool) -> GraphSiz
         return None
     tensor_names = {name for name, value in features.items() if isinstance(value, Tensor)}
     if tensor_names == PACKED:
-        return _packed_graph_size(n_texts, ids.size(1), pads_tokens)
+        return _packed_graph_size(n_texts, max(ids.size(1), least_tokens), pads_tokens)
     if EXPANDED in tensor_names:
         # ColBERT queries are expanded to one length, so that exact sizes need few graphs.
         return GraphSize(n_texts, ids.numel())
@@ -797,7 +807,7 @@ def _packed_graph_size(n_texts: int, n_tokens: int, pads_tokens: bool) -> GraphS
 
     Args:
         n_texts: the number of texts of the batch.
-        n_tokens: the number of tokens of all texts.
+        n_tokens: the number of tokens that the graph must have room for.
         pads_tokens: whether the graph computes padded token vectors. Their number is limited.
 
     Returns:

@@ -59,6 +59,7 @@ from tilefold.losses.base_splade import JOINED
 from tilefold.modules.echo import POOLING_MASK
 from tilefold.modules.fused_pooling import Features
 from tilefold.ops.packed_attention import token_positions
+from tilefold.ops.row_groups import LEAST_GPU_ROWS
 from tilefold.pipeline.rows import to_device
 
 # Frames between a warning of ``pack_inputs`` and the caller of ``accelerate``.
@@ -416,7 +417,10 @@ class PackedForward(Replacement):
             if features["input_ids"].size(1) == 0:
                 return self._run_without_tokens(features, kwargs)
             _check_all_offsets(features)
-            outputs = self._run_packed(features, kwargs)
+            if self.requires_packed and _has_few_rows_of_gpu(features):
+                outputs = self._run_with_filler(features, kwargs)
+            else:
+                outputs = self._run_packed(features, kwargs)
             keep_pooled_tokens(outputs, transformer.module_output_name)
             return outputs
         # Expanded queries have one length, whatever the batch.
@@ -451,6 +455,23 @@ class PackedForward(Replacement):
             self._examined_network = network
             self._position = padding_position(network)
         return self._position
+
+    def _run_with_filler(self, features: Features, kwargs: Features) -> Features:
+        """Run the forward with a filler text, so that no layer needs to pad its rows.
+
+        Args:
+            features: packed features of few tokens, to which the output is added.
+            kwargs: other arguments of the forward.
+        """
+        n_tokens = features["input_ids"].size(1)
+        filled = with_filler_text(features, LEAST_GPU_ROWS)
+        outputs = self._run_packed(filled, kwargs)
+        name = self.owner.module_output_name
+        outputs = {**outputs, **features, name: outputs[name][:, :n_tokens]}
+        layers = outputs.get("all_layer_embeddings")
+        if layers is not None:
+            outputs["all_layer_embeddings"] = tuple(layer[:, :n_tokens] for layer in layers)
+        return outputs
 
     def _run_without_tokens(self, features: Features, kwargs: Features) -> Features:
         """Run the original forward for texts without any token.
@@ -488,6 +509,41 @@ def _move_offsets(features: Features) -> None:
     device = features["input_ids"].device
     if offsets.device != device:
         features.update(dict.fromkeys(OFFSET_NAMES, to_device(offsets.numpy(), device)))
+
+
+def _has_few_rows_of_gpu(features: Features) -> bool:
+    """Whether packed features on a GPU have so few tokens that layers would pad their rows.
+
+    Args:
+        features: the packed features.
+    """
+    ids: Tensor = features["input_ids"]
+    is_on_gpu = ids.device.type == "cuda"
+    return is_on_gpu and ids.size(1) < LEAST_GPU_ROWS and not torch.is_grad_enabled()
+
+
+def with_filler_text(features: Features, n_tokens: int) -> Features:
+    """Return packed features with one more text, whose tokens are padding.
+
+    Args:
+        features: packed features of fewer tokens.
+        n_tokens: the number of tokens of the result.
+    """
+    ids: Tensor = features["input_ids"]  # [1, T]
+    n_filler = n_tokens - ids.size(1)
+    filler = ids.new_zeros(1, n_filler)
+    offsets: Tensor = features[OFFSETS]
+    filled_offsets = torch.cat([offsets, offsets.new_full([1], n_tokens)])
+    filled = {
+        **features,
+        "input_ids": torch.cat([ids, filler], dim=1),
+        "position_ids": torch.cat([features["position_ids"], filler], dim=1),
+    }
+    for name in OFFSET_NAMES:
+        filled[name] = filled_offsets
+    for name in LONGEST_NAMES:
+        filled[name] = max(int(features[name]), n_filler)
+    return filled
 
 
 def _is_traced_or_captured() -> bool:

@@ -31,6 +31,7 @@ from tilefold.integrations.sentence_transformers._heads import (
     is_multi_vector,
 )
 from tilefold.integrations.sentence_transformers._pooling import fused_forwards
+from tilefold.integrations.sentence_transformers._unit_vectors import is_invariant
 from tilefold.integrations.sentence_transformers.graphs.encoding import graphs_of
 from tilefold.integrations.sentence_transformers.packing.inputs import (
     packed_inputs,
@@ -352,6 +353,9 @@ class FusedEncode(Replacement):
             result = None if show_progress else _encode_one_batch(model, arguments)
             if result is not None:
                 return result
+            if _normalizes_invariant_vectors(model, arguments):
+                vectors = _encode_stream(model, _with_listed_texts(arguments), show_progress)
+                return vectors[0] if isinstance(arguments["inputs"], str) else vectors
         # Outputs of a SentenceTransformer other than its vectors have the padding of the stock one.
         returns_tokens = (
             is_dense(model)
@@ -380,6 +384,22 @@ def _is_one_batch(arguments: Options) -> bool:
     return len(_texts_of(arguments)) <= batch_size
 
 
+def _normalizes_invariant_vectors(model: Model, arguments: Options) -> bool:
+    """Whether ``encode`` must scale vectors to length 1 in the same bits for any number of them.
+
+    Args:
+        model: an accelerated model.
+        arguments: the arguments of ``encode`` by name.
+    """
+    has_texts = arguments["inputs"] not in ("", [])
+    return has_texts and is_invariant(model) and bool(arguments.get("normalize_embeddings"))
+
+
+def _with_listed_texts(arguments: Options) -> Options:
+    """Return the arguments of a call of ``encode`` with its inputs as a list."""
+    return {**arguments, "inputs": _texts_of(arguments)}
+
+
 def _shows_progress(stock: Any, arguments: Options) -> bool:
     """Whether a call of ``encode`` shows a progress bar; by default its logger decides.
 
@@ -392,7 +412,7 @@ def _shows_progress(stock: Any, arguments: Options) -> bool:
     return logging.getLogger(stock.__module__).getEffectiveLevel() <= logging.INFO
 
 
-def _encode_stream(model: Model, arguments: Options, show_progress: bool) -> object:
+def _encode_stream(model: Model, arguments: Options, show_progress: bool) -> Any:
     """Encode the texts of a call of ``encode`` with a stream, and return its result.
 
     Args:
@@ -509,7 +529,11 @@ def _is_supported(model: Model, arguments: Options) -> bool:
     if not (isinstance(inputs, (str, list)) and isinstance(batch_size, int) and batch_size > 0):
         return False
     # A single batch is faster with a CUDA graph only, and a stream needs several batches.
-    if _is_one_batch(arguments) and not _may_use_graph(model, arguments):
+    if (
+        _is_one_batch(arguments)
+        and not _may_use_graph(model, arguments)
+        and not _normalizes_invariant_vectors(model, arguments)
+    ):
         return False
     if _runs_elsewhere(model, arguments):
         return False

@@ -23,6 +23,7 @@ from torch import Tensor
 from tilefold._internal.csr import csr_tensor, to_csr
 from tilefold._internal.typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
+from tilefold.integrations.sentence_transformers._unit_vectors import unit_vectors
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
     CAPACITY,
     MAX_CAPACITY,
@@ -924,7 +925,7 @@ class VectorStream(TextStream):
             outputs = _run_model(self.model, features, self.task_kwargs)
             vectors: Tensor = outputs["token_embeddings"]
             if self.normalize:
-                vectors = torch.nn.functional.normalize(vectors, p=2, dim=-1)
+                vectors = unit_vectors(vectors, self.model)
             return PendingTokenVectors(vectors, outputs["attention_mask"], self.to_host)
 
 
@@ -979,7 +980,7 @@ class DenseStorageStream(TokenStream):
             outputs = _run_model(self.model, features, self.task_kwargs)
             vectors = outputs["sentence_embedding"][:, : self.dimension].float()
             if self.normalize:
-                vectors = torch.nn.functional.normalize(vectors)
+                vectors = unit_vectors(vectors, self.model)
             return PendingTokenRows(vectors[:, None], _one_token_mask(vectors), self._to_stored)
 
 
@@ -1028,7 +1029,7 @@ class DenseStream(VectorStream):
             outputs = _run_model(self.model, features, self.task_kwargs)
             vectors = outputs["sentence_embedding"][:, : self.dimension]
             if self.normalize:
-                vectors = torch.nn.functional.normalize(vectors, p=2, dim=1)
+                vectors = unit_vectors(vectors, self.model)
             return PendingTokenVectors(vectors[:, None], _one_token_mask(vectors), self.to_host)
 
 
