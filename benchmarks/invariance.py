@@ -1,14 +1,18 @@
 """Count the rows whose bits depend on the batch, and time ``accelerate(invariant=True)``.
 
-    python -m benchmarks.invariance --device cuda --output results.csv
+    python -m benchmarks.invariance --device cuda --output FOLDER
+    python -m benchmarks.invariance --device cuda --only counts --network bert --layers 2
 
 Rows: sparse vectors of a SPLADE model of random weights, or of the weights of MiniLM, for texts of
 1 to 512 tokens, of which some are truncated and some occur twice. Each text is encoded alone, then
-in random compositions: of 1 to 512 texts on a GPU, in random order, with a prompt or without, as
-one batch or as a stream with a random number of tokens per batch.
+in random compositions: of 1 to 512 texts up to a random length, in random order, with a prompt or
+without, as one batch or as a stream with a random number of tokens per batch. The ordinary model
+encodes the first compositions only. On a GPU, texts alone and small batches run as CUDA graphs.
 
 Timed: all texts in bulk, and one query of 12 tokens, with ``accelerate(model)`` and with
 ``accelerate(model, invariant=True)`` in turns. On a CPU, the times are CPU times.
+
+Counts are written to ``invariance.csv``, and times to ``invariance_times.csv``.
 
 Gate: no row of the invariant model differs.
 """
@@ -18,16 +22,18 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import transformers
 from sentence_transformers import SparseEncoder
@@ -54,8 +60,9 @@ PROMPT = "query: "
 QUERY = "read a file line by line and sort the numbers of it"
 WORDS = ("read", "write", "file", "line", "list", "sort", "text", "number", "a", "of", ",", "1755")
 TOP_K = 256
-N_PAIRS = 7
 N_QUERIES = 20
+COUNTS = "counts"
+TIMES = "times"
 # Options of a Transformer whose network is a decoder with an LM head.
 DECODER_OPTIONS: dict[str, Any] = {
     "transformer_task": "text-generation",
@@ -93,6 +100,16 @@ NETWORKS = {
         },
         cpu_layers=2,
     ),
+    "minilm-random": Network(
+        "BertConfig",
+        {
+            "hidden_size": 384,
+            "intermediate_size": 1536,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 6,
+        },
+        cpu_layers=2,
+    ),
     "bert": Network(
         "BertConfig",
         {
@@ -126,8 +143,18 @@ NETWORKS = {
         is_decoder=True,
     ),
 }
+# The same architectures with the sizes of tests.
+TINY_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 128,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+}
+NETWORKS["tiny-modernbert"] = Network("ModernBertConfig", TINY_SIZES, cpu_layers=2)
+NETWORKS["tiny-llama"] = Network("LlamaConfig", TINY_SIZES, cpu_layers=2, is_decoder=True)
 MINILM = "minilm"  # has the packaged weights
 NAMES = (MINILM, *NETWORKS)
+DEFAULT_NAMES = (MINILM, "bert", "modernbert", "llama")
 
 
 @dataclass(frozen=True)
@@ -136,33 +163,107 @@ class Sizes:
 
     Attributes:
         n_texts: the number of texts.
-        n_compositions: the number of random batches.
+        n_compositions: the largest number of random batches.
+        n_ordinary_compositions: how many of them the ordinary model encodes too.
         most_texts: the largest number of texts of a batch.
+        n_pairs: the number of timed pairs.
     """
 
     n_texts: int
     n_compositions: int
+    n_ordinary_compositions: int
     most_texts: int
+    n_pairs: int
 
 
 DEFAULT_SIZES = {
-    "cpu": Sizes(n_texts=80, n_compositions=40, most_texts=32),
-    "cuda": Sizes(n_texts=2048, n_compositions=10_000, most_texts=512),
+    "cpu": Sizes(
+        n_texts=80,
+        n_compositions=40,
+        n_ordinary_compositions=40,
+        most_texts=32,
+        n_pairs=7,
+    ),
+    "cuda": Sizes(
+        n_texts=512,
+        n_compositions=10_000,
+        n_ordinary_compositions=100,
+        most_texts=512,
+        n_pairs=3,
+    ),
 }
 
 
+DEFAULT_DTYPES: dict[str, tuple[Dtype, ...]] = {
+    "cpu": ("fp32", "bf16"),
+    "cuda": ("bf16", "fp16", "fp32"),
+}
+
+
+class Composition(NamedTuple):
+    """A random batch.
+
+    Attributes:
+        positions: the positions of its texts.
+        has_prompt: whether they get a prompt.
+        batch_tokens: the number of tokens per batch; None encodes all texts as the default does.
+    """
+
+    positions: list[int]
+    has_prompt: bool
+    batch_tokens: int | None
+
+
+class Counts(NamedTuple):
+    """How many rows differ from the row of the text alone.
+
+    Attributes:
+        compositions: the number of random batches.
+        rows: the number of compared rows.
+        differing: how many of them differ.
+    """
+
+    compositions: int
+    rows: int
+    differing: int
+
+
 @dataclass(frozen=True)
-class InvarianceRow:
-    """A row of the results.
+class CountRow:
+    """A row of the counts.
 
     Attributes:
         network: the name of the network.
         layers: its layers.
         dtype: the dtype in which it computes.
-        compositions: the number of random batches.
-        rows: the number of compared rows, of both models.
-        differing: how many of them differ from the row of the text alone, with ``accelerate``.
-        invariant_differing: the same with ``invariant=True``.
+        compositions: the number of random batches that the invariant model has encoded.
+        rows: their number of rows.
+        invariant_differing: how many of them differ from the row of the text alone.
+        ordinary_compositions: the number of random batches that the ordinary model has encoded.
+        ordinary_rows: their number of rows.
+        differing: how many of them differ from the row of the text alone.
+    """
+
+    network: str
+    layers: int
+    dtype: str
+    compositions: int
+    rows: int
+    invariant_differing: int
+    ordinary_compositions: int
+    ordinary_rows: int
+    differing: int
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """A row of the times.
+
+    Attributes:
+        network: the name of the network.
+        layers: its layers.
+        dtype: the dtype in which it computes.
+        texts: the number of texts in bulk.
         bulk_ms: median time per text in bulk, in milliseconds.
         invariant_bulk_ms: the same with ``invariant=True``.
         throughput: median over pairs of the first time divided by the second one.
@@ -174,10 +275,7 @@ class InvarianceRow:
     network: str
     layers: int
     dtype: str
-    compositions: int
-    rows: int
-    differing: int
-    invariant_differing: int
+    texts: int
     bulk_ms: float
     invariant_bulk_ms: float
     throughput: float
@@ -186,12 +284,14 @@ class InvarianceRow:
     query_time: float
 
 
-def make_model(name: str, device: str) -> SparseEncoder:
+def make_model(name: str, device: str, n_layers: int | None = None) -> SparseEncoder:
     """Return a SPLADE model that is not accelerated.
 
     Args:
         name: the name of the network.
         device: the device.
+        n_layers: the number of layers of a network of random weights; by default that of the
+            network, or on a CPU a smaller one.
     """
     if name == MINILM:
         return minilm_splade(make_texts(32), device=device).eval()
@@ -202,15 +302,18 @@ def make_model(name: str, device: str) -> SparseEncoder:
         vocab_size=VOCABULARY,
         max_position_embeddings=LONGEST,
     )
-    if device == "cpu":
-        config.num_hidden_layers = network.cpu_layers
+    if n_layers is None and device == "cpu":
+        n_layers = network.cpu_layers
+    if n_layers is not None:
+        config.num_hidden_layers = n_layers
         if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[: network.cpu_layers]
+            config.layer_types = config.layer_types[:n_layers]
     torch.manual_seed(0)
     head = transformers.AutoModelForCausalLM if network.is_decoder else None
     auto_class = head or transformers.AutoModelForMaskedLM
     with tempfile.TemporaryDirectory() as folder:
-        auto_class.from_config(config).save_pretrained(folder)
+        with torch.device(device):  # a GPU draws many random weights faster
+            auto_class.from_config(config).save_pretrained(folder)
         transformers.AutoTokenizer.from_pretrained(str(minilm_path())).save_pretrained(folder)
         if network.is_decoder:
             options = {**DECODER_OPTIONS, "processor_kwargs": {"padding_side": "left"}}
@@ -233,57 +336,75 @@ def make_texts(n_texts: int) -> list[str]:
     return texts + texts[: n_texts - n_distinct]
 
 
-def compositions(sizes: Sizes, seed: int = 1) -> Iterator[tuple[list[int], bool, int | None]]:
+def lengths_of(texts: Sequence[str]) -> npt.NDArray[np.int64]:
+    """Return the number of words of each text."""
+    return np.array([len(text.split()) for text in texts])
+
+
+def compositions(texts: Sequence[str], sizes: Sizes, seed: int = 1) -> Iterator[Composition]:
     """Yield random batches.
 
     Args:
+        texts: the texts.
         sizes: the sizes of the run.
         seed: equal seeds give equal batches.
-
-    Yields:
-        Positions of texts, whether they get a prompt, and the number of tokens per batch; None
-        encodes all texts as the default does.
     """
     generator = np.random.default_rng(seed)
+    lengths = lengths_of(texts)
     for _ in range(sizes.n_compositions):
         n_texts = int(np.exp(generator.uniform(0, np.log(sizes.most_texts))))
-        positions = generator.integers(0, sizes.n_texts, n_texts).tolist()
+        longest = np.exp(generator.uniform(np.log(lengths.min()), np.log(lengths.max())))
+        candidates = np.flatnonzero(lengths <= np.ceil(longest))
         batch_tokens = None
         if generator.random() < 0.5:
             batch_tokens = int(generator.integers(LONGEST, 16 * LONGEST))
-        yield positions, bool(generator.random() < 0.5), batch_tokens
+        yield Composition(
+            positions=generator.choice(candidates, n_texts).tolist(),
+            has_prompt=bool(generator.random() < 0.5),
+            batch_tokens=batch_tokens,
+        )
 
 
-def count_differing(model: SparseEncoder, texts: Sequence[str], sizes: Sizes) -> tuple[int, int]:
+def count_differing(
+    model: SparseEncoder,
+    texts: Sequence[str],
+    batches: Iterable[Composition],
+    seconds: float,
+) -> Counts:
     """Encode texts alone and in random batches, and count the rows and those that differ.
 
     Args:
         model: an accelerated model.
         texts: the texts.
-        sizes: the sizes of the run.
+        batches: the random batches.
+        seconds: no batch begins after this time.
     """
     alone: dict[tuple[int, bool], bytes] = {}
+    n_compositions = 0
     n_rows = 0
     n_differing = 0
-    for positions, has_prompt, batch_tokens in compositions(sizes):
-        prompt = PROMPT if has_prompt else None
-        for position in positions:
-            key = position, has_prompt
+    started = time.perf_counter()
+    for composition in batches:
+        if time.perf_counter() - started > seconds:
+            break
+        prompt = PROMPT if composition.has_prompt else None
+        for position in composition.positions:
+            key = position, composition.has_prompt
             if key not in alone:
                 rows = encode_sparse(model, [texts[position]], prompt=prompt, top_k=TOP_K)
                 (alone[key],) = bits_of_rows(rows)
-        batch = [texts[position] for position in positions]
         rows = encode_sparse(
             model,
-            batch,
+            [texts[position] for position in composition.positions],
             prompt=prompt,
             top_k=TOP_K,
-            batch_tokens=batch_tokens,
+            batch_tokens=composition.batch_tokens,
         )
-        for position, bits in zip(positions, bits_of_rows(rows), strict=True):
+        n_compositions += 1
+        for position, bits in zip(composition.positions, bits_of_rows(rows), strict=True):
             n_rows += 1
-            n_differing += bits != alone[position, has_prompt]
-    return n_rows, n_differing
+            n_differing += bits != alone[position, composition.has_prompt]
+    return Counts(n_compositions, n_rows, n_differing)
 
 
 def bits_of_rows(rows: Tensor) -> list[bytes]:
@@ -318,6 +439,7 @@ def time_pairs(
     ordinary: Callable[[], object],
     invariant: Callable[[], object],
     device: str,
+    n_pairs: int,
 ) -> tuple[float, float, float]:
     """Time two calls in turns.
 
@@ -325,35 +447,91 @@ def time_pairs(
         ordinary: the first call.
         invariant: the second call.
         device: the device.
+        n_pairs: the number of pairs.
 
     Returns:
         The median times in milliseconds, and the median of the first divided by the second.
     """
     for run in (ordinary, invariant):
         run()  # warm up
-    pairs = [(timed(ordinary, device), timed(invariant, device)) for _ in range(N_PAIRS)]
+    pairs = [(timed(ordinary, device), timed(invariant, device)) for _ in range(n_pairs)]
     first, second = (statistics.median(times) for times in zip(*pairs, strict=True))
     return first, second, statistics.median(one / other for one, other in pairs)
 
 
-def measure(name: str, dtype: Dtype, device: str, sizes: Sizes) -> InvarianceRow:
-    """Count differing rows of a network, and time it.
+class Pair(NamedTuple):
+    """Two accelerated models of the same weights.
 
-    Args:
+    Attributes:
         name: the name of the network.
         dtype: the dtype in which it computes.
+        ordinary: the first model.
+        invariant: the second model, with ``invariant=True``.
+    """
+
+    name: str
+    dtype: Dtype
+    ordinary: SparseEncoder
+    invariant: SparseEncoder
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        n_layers: int = self.ordinary[0].model.config.num_hidden_layers
+        return n_layers
+
+
+def make_pair(name: str, stock: SparseEncoder, dtype: Dtype) -> Pair:
+    """Accelerate two copies of a model.
+
+    Args:
+        name: the name of its network.
+        stock: the model, which is not changed.
+        dtype: the dtype in which the copies compute.
+    """
+    ordinary = copy.deepcopy(stock)
+    set_precision(ordinary, dtype)
+    invariant = copy.deepcopy(ordinary)
+    accelerate(ordinary)
+    accelerate(invariant, invariant=True)
+    return Pair(name, dtype, ordinary, invariant)
+
+
+def count_rows(pair: Pair, sizes: Sizes, seconds: float) -> CountRow:
+    """Count the differing rows of two models.
+
+    Args:
+        pair: the models.
+        sizes: the sizes of the run.
+        seconds: no batch of the invariant model begins after this time.
+    """
+    texts = make_texts(sizes.n_texts)
+    batches = compositions(texts, sizes)
+    invariant = count_differing(pair.invariant, texts, batches, seconds)
+    first_batches = itertools.islice(compositions(texts, sizes), sizes.n_ordinary_compositions)
+    ordinary = count_differing(pair.ordinary, texts, first_batches, seconds)
+    return CountRow(
+        network=pair.name,
+        layers=pair.layers,
+        dtype=pair.dtype,
+        compositions=invariant.compositions,
+        rows=invariant.rows,
+        invariant_differing=invariant.differing,
+        ordinary_compositions=ordinary.compositions,
+        ordinary_rows=ordinary.rows,
+        differing=ordinary.differing,
+    )
+
+
+def time_models(pair: Pair, device: str, sizes: Sizes) -> TimeRow:
+    """Time two models in turns, in bulk and for single queries.
+
+    Args:
+        pair: the models.
         device: the device.
         sizes: the sizes of the run.
     """
-    ordinary = make_model(name, device)
-    invariant = copy.deepcopy(ordinary)
-    for model in (ordinary, invariant):
-        set_precision(model, dtype)
-    accelerate(ordinary)
-    accelerate(invariant, invariant=True)
     texts = make_texts(sizes.n_texts)
-    n_rows, n_differing = count_differing(ordinary, texts, sizes)
-    _, n_invariant_differing = count_differing(invariant, texts, sizes)
 
     def bulk(model: SparseEncoder) -> Callable[[], object]:
         return lambda: encode_sparse(model, texts, top_k=TOP_K)
@@ -361,18 +539,25 @@ def measure(name: str, dtype: Dtype, device: str, sizes: Sizes) -> InvarianceRow
     def queries(model: SparseEncoder) -> Callable[[], object]:
         return lambda: [encode_sparse(model, [QUERY], top_k=TOP_K) for _ in range(N_QUERIES)]
 
-    bulk_ms, invariant_bulk_ms, throughput = time_pairs(bulk(ordinary), bulk(invariant), device)
-    query_ms, invariant_query_ms, speed = time_pairs(queries(ordinary), queries(invariant), device)
-    return InvarianceRow(
-        network=name,
-        layers=ordinary[0].model.config.num_hidden_layers,
-        dtype=dtype,
-        compositions=sizes.n_compositions,
-        rows=n_rows,
-        differing=n_differing,
-        invariant_differing=n_invariant_differing,
-        bulk_ms=round(bulk_ms / len(texts), 3),
-        invariant_bulk_ms=round(invariant_bulk_ms / len(texts), 3),
+    bulk_ms, invariant_bulk_ms, throughput = time_pairs(
+        bulk(pair.ordinary),
+        bulk(pair.invariant),
+        device,
+        sizes.n_pairs,
+    )
+    query_ms, invariant_query_ms, speed = time_pairs(
+        queries(pair.ordinary),
+        queries(pair.invariant),
+        device,
+        sizes.n_pairs,
+    )
+    return TimeRow(
+        network=pair.name,
+        layers=pair.layers,
+        dtype=pair.dtype,
+        texts=len(texts),
+        bulk_ms=round(bulk_ms / len(texts), 4),
+        invariant_bulk_ms=round(invariant_bulk_ms / len(texts), 4),
         throughput=round(throughput, 3),
         query_ms=round(query_ms / N_QUERIES, 3),
         invariant_query_ms=round(invariant_query_ms / N_QUERIES, 3),
@@ -380,35 +565,96 @@ def measure(name: str, dtype: Dtype, device: str, sizes: Sizes) -> InvarianceRow
     )
 
 
-def main() -> int:
-    """Measure networks in dtypes, and return 1 if a row of an invariant model differs."""
+def parse_arguments() -> argparse.Namespace:
+    """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=DEFAULT_SIZES, default="cpu")
-    parser.add_argument("--network", choices=NAMES, action="append", help="by default all but tiny")
+    parser.add_argument(
+        "--network",
+        choices=NAMES,
+        action="append",
+        help=f"by default {', '.join(DEFAULT_NAMES)}",
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), action="append")
+    parser.add_argument("--only", choices=(COUNTS, TIMES), help="by default both")
+    parser.add_argument("--layers", type=int, help="layers of networks of random weights")
     parser.add_argument("--compositions", type=int, help="number of random batches")
+    parser.add_argument(
+        "--ordinary-compositions",
+        type=int,
+        help="how many of them the ordinary model encodes",
+    )
+    parser.add_argument("--texts", type=int, help="number of texts")
+    parser.add_argument("--most-texts", type=int, help="largest number of texts of a batch")
+    parser.add_argument("--pairs", type=int, help="number of timed pairs")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="no random batch begins after this time; the rows say how many were encoded",
+    )
     parser.add_argument("--threads", type=int, help="threads of torch on a CPU")
-    parser.add_argument("--output", type=Path, help="CSV file of the rows")
-    arguments = parser.parse_args()
+    parser.add_argument("--output", type=Path, help="folder of the CSV files")
+    return parser.parse_args()
+
+
+def sizes_of(arguments: argparse.Namespace) -> Sizes:
+    """Return the sizes of a run.
+
+    Args:
+        arguments: the arguments of the command line.
+    """
+    options = {
+        "n_texts": arguments.texts,
+        "n_compositions": arguments.compositions,
+        "n_ordinary_compositions": arguments.ordinary_compositions,
+        "most_texts": arguments.most_texts,
+        "n_pairs": arguments.pairs,
+    }
+    chosen = {name: value for name, value in options.items() if value is not None}
+    return replace(DEFAULT_SIZES[arguments.device], **chosen)
+
+
+def report(row: CountRow | TimeRow, arguments: argparse.Namespace) -> None:
+    """Print a row, and add it to its file.
+
+    Args:
+        row: the row.
+        arguments: the arguments of the command line.
+    """
+    print(row, flush=True)
+    if arguments.output is None:
+        return
+    name = "invariance.csv" if isinstance(row, CountRow) else "invariance_times.csv"
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    write_csv(
+        arguments.output / name,
+        [asdict(row)],
+        collect(torch.device(arguments.device)),
+        ("network", "dtype"),
+    )
+
+
+def main() -> int:
+    """Measure networks in dtypes, and return 1 if a row of an invariant model differs."""
+    arguments = parse_arguments()
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     device: str = arguments.device
-    sizes = DEFAULT_SIZES[device]
-    if arguments.compositions is not None:
-        sizes = Sizes(sizes.n_texts, arguments.compositions, sizes.most_texts)
-    default_dtypes: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
-    if device == "cpu":
-        default_dtypes = ("fp32", "bf16")
-    dtypes: Sequence[Dtype] = arguments.dtype or default_dtypes
+    sizes = sizes_of(arguments)
+    dtypes: Sequence[Dtype] = arguments.dtype or DEFAULT_DTYPES[device]
     n_failed = 0
-    for name in arguments.network or [name for name in NAMES if name != "tiny"]:
+    for name in arguments.network or DEFAULT_NAMES:
+        stock = make_model(name, device, arguments.layers)
         for dtype in dtypes:
-            row = measure(name, dtype, device, sizes)
-            n_failed += row.invariant_differing > 0
-            print(row, flush=True)
-            if arguments.output is not None:
-                provenance = collect(torch.device(device))
-                write_csv(arguments.output, [asdict(row)], provenance, ("network", "dtype"))
+            pair = make_pair(name, stock, dtype)
+            if arguments.only != TIMES:
+                counts = count_rows(pair, sizes, arguments.seconds)
+                n_failed += counts.invariant_differing > 0
+                report(counts, arguments)
+            if arguments.only != COUNTS:
+                report(time_models(pair, device, sizes), arguments)
+            del pair  # frees its memory before the next one
     return int(n_failed > 0)
 
 

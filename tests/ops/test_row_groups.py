@@ -7,16 +7,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import linear, normalize
 
 from tests.refusals import refused
 from tilefold.ops._shared import row_groups
 from tilefold.ops._shared.row_groups import (
     RowGroup,
+    apply_rowwise,
     group_rows,
     grouped_linear,
     grouping_rows,
     groups_rows,
+    normalize_rows,
     usable_sizes,
 )
 
@@ -30,6 +32,7 @@ SIZES = (4, 8, 16, 32)
         pytest.param(1, [(0, 1, 4)], id="fewer than the smallest size"),
         pytest.param(8, [(0, 8, 8)], id="a size"),
         pytest.param(15, [(0, 15, 16)], id="little padding"),
+        pytest.param(5, [(0, 5, 8)], id="less padding than the smallest size"),
         pytest.param(9, [(0, 8, 8), (8, 9, 4)], id="two groups waste less"),
         pytest.param(79, [(0, 32, 32), (32, 64, 32), (64, 79, 16)], id="more than the largest"),
     ],
@@ -127,6 +130,51 @@ def test_sizes_whose_rows_depend_on_their_position_are_not_used(
     _without_probes(monkeypatch, differs_in_later_rows)
     sizes = usable_sizes(torch.randn(8, 16), has_bias=False)
     assert sizes[-1] == 512
+
+
+@pytest.fixture
+def forgotten_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Least numbers of rows that a test finds are forgotten after it."""
+    monkeypatch.setattr(row_groups, "_least_numbers", {})
+
+
+def test_few_rows_are_padded_if_sums_of_few_rows_have_other_bits(forgotten_numbers: None) -> None:
+    numbers_of_rows = []
+
+    def differs_below_16(rows: Tensor) -> Tensor:
+        numbers_of_rows.append(len(rows))
+        doubled = 2 * rows
+        return doubled * (1 + 2**-20) if len(rows) < 16 else doubled
+
+    rows = torch.randn(40, 8)
+    together = apply_rowwise(differs_below_16, rows, "doubled")
+    for n_rows in (1, 3, 15, 16, 17):
+        part = apply_rowwise(differs_below_16, rows[5 : 5 + n_rows], "doubled")
+        assert torch.equal(part, together[5 : 5 + n_rows])
+    assert numbers_of_rows[-5:] == [16, 16, 16, 16, 17]
+
+
+def test_functions_whose_bits_always_depend_on_the_number_of_rows_are_refused(
+    forgotten_numbers: None,
+) -> None:
+    rows = torch.randn(3, 8)
+    refused(
+        RuntimeError,
+        "sums of a row do not depend on the number of rows",
+        apply_rowwise,
+        lambda matrix: matrix + torch.rand(len(matrix), 1),
+        rows,
+        "noise",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_normalized_rows_are_those_of_torch(dtype: torch.dtype) -> None:
+    vectors = torch.randn(2, 3, 17).to(dtype)
+    expected = normalize(vectors.double(), dim=-1)
+    assert (normalize_rows(vectors).double() - expected).abs().max() <= torch.finfo(dtype).eps
+    assert torch.equal(normalize_rows(vectors[1, 2]), normalize_rows(vectors)[1, 2])
+    assert normalize_rows(vectors[:, :0]).shape == (2, 0, 17)
 
 
 def test_a_device_without_usable_sizes_is_refused(

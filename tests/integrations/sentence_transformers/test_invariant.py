@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.base.modules import Dense, Transformer
+from sentence_transformers.base.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling
 from sentence_transformers.sparse_encoder.modules import SpladePooling
 from torch import Tensor, nn
@@ -24,7 +24,10 @@ from tilefold.integrations.sentence_transformers import (
     encode_sparse,
     is_accelerated,
 )
+from tilefold.integrations.sentence_transformers.packing import accelerate as packing
+from tilefold.ops._shared import row_groups
 from tilefold.ops.implementations import SWITCH
+from tilefold.ops.row_groups import LEAST_GPU_ROWS
 
 _WORDS = [
     "a",
@@ -174,6 +177,83 @@ def test_dense_vectors_have_the_same_bits_in_every_batch(
     model = _dense_model(dense_folder, pooling)
     accelerate(model, invariant=True)
     _assert_invariant(lambda texts: model.encode(texts, convert_to_tensor=True, batch_size=4))
+
+
+def _pad_to_16_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let norms pad fewer than 16 rows, as on GPUs."""
+    monkeypatch.setattr(row_groups, "_least_numbers", {})
+    monkeypatch.setattr(row_groups, "_least_number_of_rows", lambda function, kind: 16)
+
+
+def test_norms_of_few_rows_are_padded(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+) -> None:
+    _pad_to_16_rows(monkeypatch)
+    model = build_tiny_splade("llama", tokenizer_folder)
+    accelerate(model, invariant=True)
+    layer = model[0].model.base_model.layers[0]
+    numbers_of_rows = []
+    stock_forward = type(layer.input_layernorm).forward
+
+    def count_rows(norm: nn.Module, rows: Tensor) -> Tensor:
+        numbers_of_rows.append(rows.numel() // rows.size(-1))
+        return stock_forward(norm, rows)
+
+    monkeypatch.setattr(type(layer.input_layernorm), "forward", count_rows)
+    encode_sparse(model, ["a card"])
+    assert set(numbers_of_rows) == {16}
+
+
+def test_vectors_of_few_texts_are_normalized_with_padding(
+    monkeypatch: pytest.MonkeyPatch,
+    dense_folder: Path,
+) -> None:
+    _pad_to_16_rows(monkeypatch)
+    numbers_of_rows = []
+    stock_normalize = row_groups._normalize
+
+    def count_rows(rows: Tensor) -> Tensor:
+        numbers_of_rows.append(len(rows))
+        return stock_normalize(rows)
+
+    monkeypatch.setattr(row_groups, "_normalize", count_rows)
+    texts = ["a card", "", "a lost card of the list"]
+    model = _dense_model(dense_folder)
+    expected = model.encode(texts, normalize_embeddings=True)
+    accelerate(model, invariant=True)
+    vectors = model.encode(texts, normalize_embeddings=True)
+    np.testing.assert_allclose(vectors, expected, atol=1e-6)
+    alone = model.encode(texts[2], normalize_embeddings=True)
+    assert (alone == vectors[2]).all()
+    assert numbers_of_rows == [16, 16]
+    assert model.encode([], normalize_embeddings=True).shape[0] == 0
+    with_module = SentenceTransformer(modules=[*model, Normalize()], device="cpu")
+    accelerate(with_module, invariant=True, check=False)
+    numbers_of_rows.clear()
+    assert (with_module.encode(texts) == vectors).all()
+    assert numbers_of_rows == [16]
+
+
+def test_a_filler_text_changes_no_vector(
+    monkeypatch: pytest.MonkeyPatch,
+    dense_folder: Path,
+) -> None:
+    model = _dense_model(dense_folder)
+    accelerate(model, invariant=True)
+    texts = ["a card", "", "a lost card of the list"]
+    expected = model.encode(texts, convert_to_tensor=True)
+    numbers_of_tokens = []
+    monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
+    run_network = packing.original_forward
+
+    def count_tokens(transformer: Transformer, features: Any, **kwargs: Any) -> Any:
+        numbers_of_tokens.append(features["input_ids"].size(1))
+        return run_network(transformer, features, **kwargs)
+
+    monkeypatch.setattr(packing, "original_forward", count_tokens)
+    assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
+    assert numbers_of_tokens == [LEAST_GPU_ROWS]
 
 
 def test_vectors_equal_those_of_the_stock_model_up_to_rounding(

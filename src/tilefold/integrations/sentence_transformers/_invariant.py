@@ -4,7 +4,7 @@ Four things let a vector depend on the other texts of its batch, and each has it
 
 - products of matrices, whose kernels depend on the number of rows: linear layers and fused heads
   multiply rows in groups (:mod:`tilefold.ops.row_groups`);
-- sums along a row in norms other than LayerNorm, whose kernels depend on the number of rows if there
+- sums along a row in norms other than LayerNorm, whose kernels depend on the number of rows if they
   are few: few rows are padded (:mod:`tilefold.ops.row_groups`);
 - attention, whose kernels depend on the padded length: all texts run packed;
 - functions that a CPU computes differently for the last few elements of an array: they are composed

@@ -519,7 +519,8 @@ def _has_few_rows_of_gpu(features: Features) -> bool:
     """
     ids: Tensor = features["input_ids"]
     is_on_gpu = ids.device.type == "cuda"
-    return is_on_gpu and ids.size(1) < LEAST_GPU_ROWS and not torch.is_grad_enabled()
+    has_few_tokens = ids.size(1) < LEAST_GPU_ROWS and POOLING_MASK not in features
+    return is_on_gpu and has_few_tokens and not torch.is_grad_enabled()
 
 
 def with_filler_text(features: Features, n_tokens: int) -> Features:
