@@ -245,13 +245,13 @@ def test_a_filler_text_changes_no_vector(
     expected = model.encode(texts, convert_to_tensor=True)
     numbers_of_tokens = []
     monkeypatch.setattr(packing, "_has_few_rows_of_gpu", lambda features: True)
-    run_network = packing.original_forward
+    run_packed = packing.PackedForward._run_packed
 
-    def count_tokens(transformer: Transformer, features: Any, **kwargs: Any) -> Any:
+    def count_tokens(forward: packing.PackedForward, features: Any, kwargs: Any) -> Any:
         numbers_of_tokens.append(features["input_ids"].size(1))
-        return run_network(transformer, features, **kwargs)
+        return run_packed(forward, features, kwargs)
 
-    monkeypatch.setattr(packing, "original_forward", count_tokens)
+    monkeypatch.setattr(packing.PackedForward, "_run_packed", count_tokens)
     assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
     assert numbers_of_tokens == [LEAST_GPU_ROWS]
 
