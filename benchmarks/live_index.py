@@ -156,13 +156,20 @@ def described_model(model: str) -> str:
 
 
 def tilefold(*arguments: str | Path) -> None:
-    """Run a command of tilefold, or raise ``CalledProcessError``."""
-    subprocess.run(  # noqa: S603 - the arguments are those of this program
+    """Run a command of tilefold.
+
+    Raises:
+        RuntimeError: if it fails, with the end of its output.
+    """
+    process = subprocess.run(  # noqa: S603 - the arguments are those of this program
         [*NICE, sys.executable, "-m", "tilefold.cli", *map(str, arguments)],
-        check=True,
+        check=False,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        text=True,
     )
+    if process.returncode:
+        raise RuntimeError(f"tilefold {arguments[0]} failed: {process.stderr[-1000:]}")
 
 
 def prepare(options: argparse.Namespace) -> Files:

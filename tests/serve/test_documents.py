@@ -159,6 +159,49 @@ def test_a_document_is_replaced_and_deleted(running: Running, collection: Collec
     assert running.client.get(f"/v1/papers/doc/{first_id}").status == 404
 
 
+def test_a_generation_between_two_changes_of_a_document_shows_the_text_of_its_vector(
+    path: Path,
+    encoder: Served,
+    collection: Collection,
+) -> None:
+    may_write = threading.Semaphore(1)
+
+    def run(arguments: Sequence[str]) -> None:
+        assert may_write.acquire(timeout=60)
+        run_index(arguments)
+
+    documents = dict(collection.documents)
+    with writing_server(path, encoder, documents, run) as running:
+        running.put({**NEW, "text": "the first text"})
+        running.put({**NEW, "text": "the second text"}, wait=False)  # is not written yet
+        assert running.client.request("POST", "/admin/reload").status == 200
+        assert running.hits("print the label")["parcels"]["text"] == "the first text"
+        may_write.release()
+        wait_until(
+            lambda: running.hits("print the label")["parcels"]["text"] == "the second text",
+        )
+
+
+def test_the_log_is_compacted_when_a_segment_was_written(
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sizes = []
+    compact = DocumentLog.compact
+
+    def compact_small_logs(log: DocumentLog) -> bool:
+        is_compacted = compact(log, min_replaced_bytes=1)
+        sizes.append(log.n_bytes)
+        return is_compacted
+
+    monkeypatch.setattr(DocumentLog, "compact", compact_small_logs)
+    for number in range(4):
+        assert running.put({**NEW, "text": f"text {number}"}).json["visible"]
+    wait_until(lambda: len(sizes) == 4)
+    assert sizes == [sizes[0]] * 4
+    assert running.hits("print the label")["parcels"]["text"] == "text 3"
+
+
 def test_an_answer_before_the_documents_are_visible_estimates_when(running: Running) -> None:
     reply = running.put(NEW, wait=False)
     assert reply.status == 202
@@ -576,13 +619,148 @@ def test_a_document_stays_as_it_is_in_the_index_while_its_deletion_is_pending(
     log.unlock()
 
 
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[DocumentLog]:
+    """A locked log, of which the index has document ``a`` with the text ``first``."""
+    log = DocumentLog(tmp_path / "index")
+    log.lock()
+    log.append([text_change("a", "first")])
+    log.mark_applied(1, {})
+    yield log
+    log.unlock()
+
+
+def text_change(document_id: str, text: str) -> Change:
+    """Return the change that puts a document."""
+    return Change(document_id, Document(document_id, "", text))
+
+
+def texts_of(log: DocumentLog, generation: str | None = None) -> dict[str, str]:
+    """Return id -> text of the documents that an index without a collection has."""
+    documents = log.documents({}, generation)
+    return {name: documents[name].text for name in documents}
+
+
+def test_a_pending_text_is_not_shown_before_its_vector(log: DocumentLog) -> None:
+    log.append([text_change("a", "second"), text_change("a", "third"), text_change("b", "new")])
+    assert texts_of(log) == {"a": "first"}
+    log.mark_writing(2, {}, "old")
+    assert texts_of(log, "old") == {"a": "first"}
+    assert texts_of(log, "new") == {"a": "second"}  # the segment was added, but is not recorded yet
+    log.mark_applied(2, {})
+    assert texts_of(log, "new") == {"a": "second"}
+    log.mark_applied(4, {})
+    assert texts_of(log, "newest") == {"a": "third", "b": "new"}
+
+
+def test_after_a_kill_while_a_segment_was_added_its_generation_decides_on_the_texts(
+    log: DocumentLog,
+) -> None:
+    log.append([text_change("a", "second")])
+    log.mark_writing(2, {}, "old")
+    log.unlock()  # killed
+    restarted = DocumentLog(log.folder.with_name("index"))
+    assert texts_of(restarted, "old") == {"a": "first"}
+    assert texts_of(restarted, "new") == {"a": "second"}
+    assert list(restarted.pending(10)) == [2]  # it is written again in any case
+    restarted.lock()
+    restarted.append([text_change("a", "third")])
+    restarted.mark_writing(3, {}, "new")
+    assert texts_of(restarted, "new") == {"a": "second"}
+    assert texts_of(restarted, "newest") == {"a": "third"}
+    restarted.unlock()
+
+
+def test_a_segment_that_could_not_be_added_leaves_the_earlier_texts(log: DocumentLog) -> None:
+    log.append([text_change("a", "second")])
+    log.mark_writing(2, {}, "old")
+    log.mark_not_written("old")
+    assert texts_of(log, "of another process") == {"a": "first"}
+
+
+def test_a_document_that_could_not_be_encoded_keeps_its_earlier_text(log: DocumentLog) -> None:
+    log.append([text_change("a", "impossible"), text_change("b", "impossible")])
+    log.mark_writing(3, {"a", "b"}, "old")
+    assert texts_of(log, "new") == {"a": "first"}
+    log.mark_applied(3, {"a": "not finite", "b": "not finite"})
+    for reader in (log, DocumentLog(log.folder.with_name("index"))):
+        assert texts_of(reader) == {"a": "first"}
+        assert set(reader.failed) == {"a", "b"}
+    log.append([text_change("a", "possible")])
+    log.mark_applied(4, {})
+    for reader in (log, DocumentLog(log.folder.with_name("index"))):
+        assert texts_of(reader) == {"a": "possible"}
+        assert set(reader.failed) == {"b"}
+
+
+def test_a_compacted_log_has_the_same_documents_and_pending_changes(log: DocumentLog) -> None:
+    reader = DocumentLog(log.folder.with_name("index"))
+    opened_before = reader.documents({})
+    log.append([text_change("b", "new"), Change("b", None), text_change("c", "new")])
+    log.append([text_change("a", f"text {number}") for number in range(20)])
+    log.mark_applied(23, {})
+    log.append([text_change("c", "pending")])
+    size = log.n_bytes
+    assert log.compact(min_replaced_bytes=1)
+    assert log.n_bytes == (log.folder / "log.jsonl").stat().st_size < size / 2
+    assert opened_before["a"].text == "first"  # read from the replaced file
+    for other in (log, reader, DocumentLog(log.folder.with_name("index"))):
+        assert texts_of(other) == {"a": "text 18", "c": "new"}
+        assert list(other.documents({"b": Document("b", "", "of the collection")})) == ["c", "a"]
+        assert [change.document_id for change in other.pending(10).values()] == ["a", "c"]
+    assert log.append([text_change("d", "new")]) == 26
+    log.mark_applied(26, {})
+    for other in (log, reader, DocumentLog(log.folder.with_name("index"))):
+        assert texts_of(other) == {"a": "text 19", "c": "pending", "d": "new"}
+
+
+def test_sequence_numbers_go_on_if_the_last_changes_were_removed(log: DocumentLog) -> None:
+    log.append([text_change("b", "impossible")])
+    log.mark_applied(2, {"b": "not finite"})
+    log.append([text_change("c", "x" * 100)] * 3)
+    log.mark_applied(5, {"c": "not finite"})
+    assert log.compact(min_replaced_bytes=1)
+    restarted = DocumentLog(log.folder.with_name("index"))
+    assert (log.last, restarted.last) == (5, 5)
+    assert texts_of(restarted) == {"a": "first"}
+
+
+def test_a_log_with_few_replaced_lines_is_not_rewritten(log: DocumentLog) -> None:
+    log.append([text_change("a", "second")])
+    log.mark_applied(2, {})
+    assert not log.compact()
+    log.append([text_change("b", "x" * 1000)])
+    log.mark_applied(3, {})
+    assert not log.compact(min_replaced_bytes=1)
+
+
+def test_a_log_stays_as_it_is_if_it_cannot_be_compacted(
+    log: DocumentLog,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log.append([text_change("a", "second")] * 3)
+    log.mark_applied(4, {})
+    content = (log.folder / "log.jsonl").read_bytes()
+
+    def fail(path: Path, target: Path) -> Path:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full_disk:
+        full_disk.setattr(Path, "replace", fail)
+        with pytest.raises(OSError, match="No space left"):
+            log.compact(min_replaced_bytes=1)
+    assert (log.folder / "log.jsonl").read_bytes() == content
+    assert texts_of(log) == {"a": "second"}
+    assert log.append([text_change("b", "new")]) == 5
+
+
 def test_a_log_that_was_removed_while_a_server_runs_is_not_written(tmp_path: Path) -> None:
     log = DocumentLog(tmp_path / "index")
     log.lock()
     log.append([Change("a", None)])
     log.unlock()
     shutil.rmtree(log.folder)
-    with pytest.raises(DataError, match=r"log\.jsonl: expected at least .* Restart the server"):
+    with pytest.raises(DataError, match=r"log\.jsonl: expected the changes .* Restart the server"):
         log.lock()
     assert not log.is_locked
     restarted = DocumentLog(tmp_path / "index")

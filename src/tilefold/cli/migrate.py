@@ -19,6 +19,7 @@ from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.data.fields import DocumentFields
 from tilefold.retrieval.encoding.throttle import lower_priority
 from tilefold.retrieval.index import DENSE, LATE
+from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.index.protocol import read_description
 
 if TYPE_CHECKING:
@@ -411,7 +412,8 @@ def _build(request: MigrateRequest, data: str, encoder: ModelEncoder) -> Migrati
         migration = Migration(request.index, record)
     # After an interruption, the user is told that the same command resumes.
     _common.finished_work_checks.append(lambda: True)
-    migration.build(log.documents(collection.documents), encoder)
+    generation = read_generation(request.index).id
+    migration.build(log.documents(collection.documents, generation), encoder)
     return migration
 
 
@@ -455,9 +457,10 @@ def _start(
             )
     old_model = request.old_model
     pending_ids = {change.document_id for change in log.pending(log.n_pending).values()}
+    generation = read_generation(request.index).id
     migration = Migration.start(
         request.index,
-        log.documents(collection.documents),
+        log.documents(collection.documents, generation),
         encoder,
         model=_recorded_name(str(request.model)),
         data=data,

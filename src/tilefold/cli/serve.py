@@ -791,7 +791,7 @@ def _searchable(
     documents: Mapping[str, Document] = {}
     if request.data is not None:
         collection_documents = _scores.open_documents(request.data, index_path, index.provenance)
-        documents = log.documents(collection_documents)
+        documents = log.documents(collection_documents, generation_id)
     vectors = None if request.vectors is None else retrieval.read_vectors(request.vectors)
     words = None if request.bm25 is None else _load_bm25(request.bm25)
     option_errors = _options.option_errors(

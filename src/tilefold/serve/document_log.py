@@ -6,6 +6,10 @@ document: ``{"sequence": 7, "put": {"_id", "title", "text", "metadata"}}`` or ``
 ``applied.json`` has the sequence number up to which the index has all changes. After a crash the
 later lines are applied again, with the same result.
 
+Lines that later changes have replaced are removed now and then: another file with the remaining
+lines takes the place of ``log.jsonl``. A text that a generation of the index shows is read from the
+file that was there when the generation was opened.
+
 One process writes the log, and any number of processes read it.
 """
 
@@ -14,12 +18,19 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from tilefold._internal.files import InUseError, lock_folder, naming_full_disk, sync
+from tilefold._internal.files import (
+    InUseError,
+    atomic_file,
+    lock_folder,
+    naming_full_disk,
+    sync,
+)
 from tilefold.retrieval.common.files import json_line, read_json_object, write_json_object
 from tilefold.retrieval.data.collection import Document
 from tilefold.retrieval.errors import DataError
@@ -32,6 +43,8 @@ __all__ = ["Change", "DocumentLog", "LoggedDocuments"]
 _LOG = "log.jsonl"
 _APPLIED = "applied.json"
 _CHILD_LOCK = ".child.lock"
+# The log is rewritten if replaced lines take at least this number of bytes, and half of all bytes.
+_MIN_REPLACED_BYTES = 1 << 20
 _REMEDY = "Restore the file from a backup, or remove the folder to forget changes that are pending."
 
 
@@ -74,15 +87,201 @@ class Change:
 
 
 class _Line(NamedTuple):
-    """Position of the last line that puts a document.
+    """Position of a line of the log, and its change without the text.
 
     Attributes:
+        sequence: sequence number of the change.
+        document_id: id of the document.
+        is_deletion: whether the document was deleted.
         offset: position of the line in bytes.
         size: length of the line in bytes.
     """
 
+    sequence: int
+    document_id: str
+    is_deletion: bool
     offset: int
     size: int
+
+
+class _LogFile:
+    """An open file of the log. It can be read after another file has taken its place.
+
+    Threads may share it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the file.
+
+        Args:
+            path: the file.
+
+        Raises:
+            FileNotFoundError: if there is no such file.
+        """
+        self._path = path
+        self._file = path.open("rb")
+        self._guard = threading.Lock()
+        weakref.finalize(self, self._file.close)
+
+    def is_current(self) -> bool:
+        """Return whether the path of the file still leads to this file."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except FileNotFoundError:
+            return False
+
+    def read(self, line: _Line) -> Change:
+        """Read the change of a line."""
+        return Change.from_json(json.loads(self.read_bytes(line)))
+
+    def read_bytes(self, line: _Line) -> bytes:
+        """Read a line."""
+        with self._guard:
+            self._file.seek(line.offset)
+            return self._file.read(line.size)
+
+    def lines_from(self, offset: int) -> Iterator[bytes]:
+        """Read the complete lines from a position on. The last line may still be written."""
+        with self._guard:
+            self._file.seek(offset)
+            for line in self._file:
+                if not line.endswith(b"\n"):
+                    break
+                yield line
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A segment that a process is adding to the index, or was adding when it was killed.
+
+    Attributes:
+        sequence: sequence number of the last change of the segment.
+        failed: ids of documents that the segment lacks, because they could not be encoded; a list
+            in the file.
+        generation: id of the generation of the index before the segment was added.
+        sequence_before: sequence number of the last change that this generation has.
+    """
+
+    sequence: int
+    failed: Collection[str]
+    generation: str
+    sequence_before: int
+
+
+@dataclass(frozen=True)
+class _Applied:
+    """Which changes the index has, as ``applied.json`` says.
+
+    Attributes:
+        sequence: sequence number up to which the index has all changes.
+        failed: id -> reason, for documents that could not be encoded.
+        failed_since: id -> sequence number of the first of the latest changes of the document that
+            the index does not have, because the document could not be encoded.
+        writing: the segment that is being added; ``None`` if there is none.
+    """
+
+    sequence: int = 0
+    failed: Mapping[str, str] = field(default_factory=dict)
+    failed_since: Mapping[str, int] = field(default_factory=dict)
+    writing: _Writing | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> _Applied:
+        """Read the file, which is missing as long as the index has none of the changes.
+
+        Raises:
+            DataError: if the file is damaged.
+        """
+        if not path.exists():
+            return cls()
+        content = read_json_object(path, _REMEDY)
+        writing = content.get("writing")
+        return cls(
+            sequence=int(content["sequence"]),
+            failed=content["failed"],
+            failed_since=content.get("failed_since", {}),
+            writing=None if writing is None else _Writing(**writing),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the file durably."""
+        write_json_object(path, asdict(self), durable=True)
+
+
+@dataclass
+class _State:
+    """What a process has read of a log.
+
+    Attributes:
+        file: the open file; ``None`` if there is none.
+        size: number of bytes that were read, of complete lines only.
+        replaced_bytes: number of bytes of lines that later changes have replaced.
+        last: sequence number of the last change.
+        applied: which changes the index has.
+        latest: id -> line of the last change that the index has.
+        pending: sequence number -> line of a change that the index does not have, ascending.
+        changes: sequence number -> pending change.
+    """
+
+    file: _LogFile | None = None
+    size: int = 0
+    replaced_bytes: int = 0
+    last: int = 0
+    applied: _Applied = field(default_factory=_Applied)
+    latest: dict[str, _Line] = field(default_factory=dict)
+    pending: dict[int, _Line] = field(default_factory=dict)
+    changes: dict[int, Change] = field(default_factory=dict)
+
+    def add(self, sequence: int, change: Change, size: int) -> None:
+        """Register a change whose line is in the file.
+
+        Args:
+            sequence: sequence number of the change.
+            change: the change.
+            size: length of the line in bytes.
+        """
+        is_deletion = change.document is None
+        line = _Line(sequence, change.document_id, is_deletion, self.size, size)
+        self.size += size
+        self.last = max(self.last, sequence)
+        self.pending[sequence] = line
+        self.changes[sequence] = change
+
+    def settle(self) -> None:
+        """Move the changes that the index has from the pending ones to the latest ones."""
+        applied = self.applied
+        self.last = max(self.last, applied.sequence)  # the last line may have been removed
+        for sequence in [number for number in self.pending if number <= applied.sequence]:
+            line = self.pending.pop(sequence)
+            del self.changes[sequence]
+            has_failed = sequence >= applied.failed_since.get(line.document_id, sequence + 1)
+            if has_failed:
+                self.replaced_bytes += line.size
+                continue
+            replaced_line = self.latest.get(line.document_id)
+            if replaced_line is not None:
+                self.replaced_bytes += replaced_line.size
+            self.latest[line.document_id] = line
+
+    def latest_in(self, generation: str | None) -> dict[str, _Line]:
+        """Return id -> line of the last change that a generation of the index has.
+
+        Args:
+            generation: id of the generation; ``None`` for one without a segment that is being
+                added.
+        """
+        latest = dict(self.latest)
+        writing = self.applied.writing
+        if writing is None or generation is None:
+            return latest
+        has_segment = generation != writing.generation
+        sequence = writing.sequence if has_segment else writing.sequence_before
+        for line in self.pending.values():
+            is_in_index = line.sequence <= sequence and line.document_id not in writing.failed
+            if is_in_index:
+                latest[line.document_id] = line
+        return latest
 
 
 class DocumentLog:
@@ -90,9 +289,6 @@ class DocumentLog:
 
     Attributes:
         folder: the folder of the log.
-        applied: sequence number up to which the index has all changes.
-        last: sequence number of the last change.
-        failed: id -> reason, for documents that could not be encoded.
     """
 
     def __init__(self, index_path: Path) -> None:
@@ -106,19 +302,32 @@ class DocumentLog:
         """
         index_path = index_path.absolute()  # "." has no name
         self.folder = index_path.with_name(f"{index_path.name}.documents")
-        self.applied = 0
-        self.last = 0
-        self.failed: dict[str, str] = {}
         self._path = self.folder / _LOG
-        self._size = 0  # number of bytes that were read; complete lines only
-        self._puts: dict[str, _Line] = {}  # id -> the last line that puts the document
-        # id -> sequence number of the first change that deletes it after its last line in _puts
-        self._deletions: dict[str, int] = {}
-        self._pending: dict[int, Change] = {}  # by sequence number, ascending
+        self._state = _State()
         self._guard = threading.RLock()
         self._lock: FileLock | None = None
         self._child_lock: IO[bytes] | None = None
         self.refresh()
+
+    @property
+    def applied(self) -> int:
+        """Sequence number up to which the index has all changes."""
+        return self._state.applied.sequence
+
+    @property
+    def last(self) -> int:
+        """Sequence number of the last change."""
+        return self._state.last
+
+    @property
+    def failed(self) -> Mapping[str, str]:
+        """Id -> reason, for documents that could not be encoded."""
+        return self._state.applied.failed
+
+    @property
+    def n_bytes(self) -> int:
+        """Size of the log in bytes."""
+        return self._state.size
 
     @property
     def is_locked(self) -> bool:
@@ -128,7 +337,7 @@ class DocumentLog:
     @property
     def n_pending(self) -> int:
         """Number of changes that the index does not have."""
-        return len(self._pending)
+        return len(self._state.pending)
 
     @property
     def inherited_descriptors(self) -> tuple[int, ...]:
@@ -160,10 +369,12 @@ class DocumentLog:
                 if is_new:
                     sync(self.folder.parent)
                 self.refresh()
+                if self._state.size and not self._path.exists():
+                    raise DataError(self._replaced_message())
                 with self._path.open("ab") as file:
-                    self._check_lines_remain(file)
-                    file.truncate(self._size)
+                    file.truncate(self._state.size)
                 sync(self.folder)  # the file may be new
+                self.refresh()  # opens a new file
             except BaseException:
                 lock.release()
                 if child_lock is not None:
@@ -172,21 +383,12 @@ class DocumentLog:
             self._lock = lock
             self._child_lock = child_lock
 
-    def _check_lines_remain(self, file: IO[bytes]) -> None:
-        """Check that a file has all lines that this process has read.
-
-        Args:
-            file: the open file of the log.
-
-        Raises:
-            DataError: if the file is shorter, because the log was removed or replaced meanwhile.
-        """
-        size = os.fstat(file.fileno()).st_size
-        if size < self._size:
-            raise DataError(
-                f"{self._path}: expected at least {self._size} bytes, which this process has read, "
-                f"got {size}: the log was removed or replaced meanwhile. Restart the server.",
-            )
+    def _replaced_message(self) -> str:
+        """Describe that another log has taken the place of the one that was read."""
+        return (
+            f"{self._path}: expected the changes that this process has read, up to number "
+            f"{self.last}, but the log was removed or replaced meanwhile. Restart the server."
+        )
 
     def unlock(self) -> None:
         """Let another process write the log."""
@@ -199,62 +401,49 @@ class DocumentLog:
                 self._child_lock = None
 
     def refresh(self) -> None:
-        """Read what another process has written since."""
+        """Read what another process has written since.
+
+        Raises:
+            DataError: if the log is damaged, or if another log has taken its place.
+        """
         with self._guard:
-            self._read_applied()
-            if self._path.exists():
-                self._read_new_lines()
-            for sequence in [number for number in self._pending if number <= self.applied]:
-                del self._pending[sequence]
+            while self._path.exists():
+                state = self._state
+                if state.file is None or not state.file.is_current():
+                    state = _State(_LogFile(self._path))
+                # Changes up to the number in this file are in the log. The opposite order could
+                # miss lines that are written meanwhile.
+                state.applied = _Applied.read(self.folder / _APPLIED)
+                self._read_new_lines(state)
+                state.settle()
+                # The log may have been rewritten meanwhile, without lines that are needed here.
+                if state.file is not None and state.file.is_current():
+                    if state.last < self._state.last:
+                        raise DataError(self._replaced_message())
+                    self._state = state
+                    break
 
-    def _read_applied(self) -> None:
-        """Read how far the index has the changes."""
-        path = self.folder / _APPLIED
-        if not path.exists():
-            return
-        content = read_json_object(path, _REMEDY)
-        self.applied = int(content["sequence"])
-        self.failed = dict(content["failed"])
-
-    def _read_new_lines(self) -> None:
+    def _read_new_lines(self, state: _State) -> None:
         """Read the complete lines that were added to the file.
+
+        Args:
+            state: what was read so far, which is updated.
 
         Raises:
             DataError: if a line is damaged.
         """
-        with self._path.open("rb") as file:
-            file.seek(self._size)
-            for line in file:
-                if not line.endswith(b"\n"):  # incomplete: it is being written, or was never
-                    break
-                try:
-                    content = json.loads(line)
-                    change = Change.from_json(content)
-                    sequence = int(content["sequence"])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise DataError(
-                        f"{self._path}: expected a change at byte {self._size}, got {line[:80]!r} "
-                        f"({error}). {_REMEDY}",
-                    ) from error
-                self._add(sequence, change, len(line))
-
-    def _add(self, sequence: int, change: Change, size: int) -> None:
-        """Register a change whose line is in the file.
-
-        Args:
-            sequence: sequence number of the change.
-            change: the change.
-            size: length of the line in bytes.
-        """
-        if change.document is None:
-            self._deletions.setdefault(change.document_id, sequence)
-        else:
-            self._puts[change.document_id] = _Line(self._size, size)
-            self._deletions.pop(change.document_id, None)
-        self._size += size
-        self.last = sequence
-        if sequence > self.applied:
-            self._pending[sequence] = change
+        assert state.file is not None  # noqa: S101 - the caller has opened it
+        for line in state.file.lines_from(state.size):
+            try:
+                content = json.loads(line)
+                change = Change.from_json(content)
+                sequence = int(content["sequence"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"{self._path}: expected a change at byte {state.size}, got {line[:80]!r} "
+                    f"({error}). {_REMEDY}",
+                ) from error
+            state.add(sequence, change, len(line))
 
     def append(self, changes: Sequence[Change]) -> int:
         """Write changes to the disk; the log must be locked.
@@ -272,7 +461,8 @@ class DocumentLog:
             OSError: if the file cannot be written.
         """
         with self._guard:
-            first = self.last + 1
+            state = self._state
+            first = state.last + 1
             lines = [
                 json_line(change.to_json(sequence)).encode()
                 for sequence, change in enumerate(changes, first)
@@ -282,11 +472,11 @@ class DocumentLog:
                     _write_completely(file.fileno(), b"".join(lines))
                     os.fsync(file.fileno())
                 except BaseException:
-                    file.truncate(self._size)
+                    file.truncate(state.size)
                     raise
             for sequence, (change, line) in enumerate(zip(changes, lines, strict=True), first):
-                self._add(sequence, change, len(line))
-            return self.last
+                state.add(sequence, change, len(line))
+            return state.last
 
     def pending(self, max_changes: int) -> dict[int, Change]:
         """Return the first changes that the index does not have, by sequence number.
@@ -295,53 +485,141 @@ class DocumentLog:
             max_changes: largest number of changes.
         """
         with self._guard:
-            sequences = list(self._pending)[:max_changes]
-            return {sequence: self._pending[sequence] for sequence in sequences}
+            changes = self._state.changes
+            return {sequence: changes[sequence] for sequence in list(changes)[:max_changes]}
+
+    def mark_writing(self, sequence: int, failed: Collection[str], generation: str) -> None:
+        """Record that pending changes are being added to the index; the log must be locked.
+
+        A generation that is opened from now on shows the texts of these changes, unless it is the
+        current one.
+
+        Args:
+            sequence: sequence number of the last of the changes.
+            failed: ids of documents that could not be encoded, and are not added.
+            generation: id of the current generation of the index.
+        """
+        with self._guard:
+            applied = self._state.applied
+            sequence_before = applied.sequence
+            earlier = applied.writing
+            if earlier is not None:
+                # A process was killed while it added a segment. Another generation has the segment.
+                was_added = generation != earlier.generation
+                sequence_before = earlier.sequence if was_added else earlier.sequence_before
+            writing = _Writing(sequence, list(failed), generation, sequence_before)
+            self._write_applied(replace(applied, writing=writing))
+
+    def mark_not_written(self, generation: str) -> None:
+        """Record that pending changes could not be added to the index; the log must be locked.
+
+        Args:
+            generation: id of the current generation of the index. If it is not the one of before,
+                the changes may have been added nevertheless.
+        """
+        with self._guard:
+            applied = self._state.applied
+            writing = applied.writing
+            if writing is not None and writing.generation == generation:
+                unchanged = replace(writing, sequence=writing.sequence_before)
+                self._write_applied(replace(applied, writing=unchanged))
 
     def mark_applied(self, sequence: int, failed: Mapping[str, str]) -> None:
-        """Record that the index has all changes up to one.
+        """Record that the index has all changes up to one; the log must be locked.
 
         Args:
             sequence: sequence number of the change.
-            failed: id -> reason, for documents that could not be encoded and are not in the index.
+            failed: id -> reason, for documents that could not be encoded. The index has these
+                documents as they were before the changes, or does not have them.
         """
         with self._guard:
-            applied_numbers = [number for number in self._pending if number <= sequence]
-            failures = dict(self.failed)
-            for number in applied_numbers:
-                # A document that was put again, or was deleted, has not failed any more.
-                failures.pop(self._pending[number].document_id, None)
+            state = self._state
+            failures = dict(state.applied.failed)
+            failed_since = dict(state.applied.failed_since)
+            for line in state.pending.values():
+                if line.sequence > sequence:
+                    continue
+                if line.document_id in failed:
+                    failed_since.setdefault(line.document_id, line.sequence)
+                else:  # a document that was put again, or was deleted, has not failed any more
+                    failures.pop(line.document_id, None)
+                    failed_since.pop(line.document_id, None)
             failures.update(failed)
-            write_json_object(
-                self.folder / _APPLIED,
-                {"sequence": sequence, "failed": failures},
-                durable=True,
+            self._write_applied(_Applied(sequence, failures, failed_since))
+            state.settle()
+
+    def _write_applied(self, applied: _Applied) -> None:
+        """Write which changes the index has to the disk."""
+        applied.write(self.folder / _APPLIED)
+        self._state.applied = applied
+
+    def compact(self, *, min_replaced_bytes: int = _MIN_REPLACED_BYTES) -> bool:
+        """Remove lines that later changes have replaced, if they are many; the log must be locked.
+
+        The new file takes the place of the old one in one step. A killed process leaves one of
+        both.
+
+        Args:
+            min_replaced_bytes: number of bytes of replaced lines from which on the log is
+                rewritten, if they are also more than half of all bytes.
+
+        Returns:
+            Whether the log was rewritten.
+
+        Raises:
+            DiskFullError: if the disk or the quota is full. The log is not changed then.
+            OSError: if the file cannot be written.
+        """
+        with self._guard:
+            state = self._state
+            is_worthwhile = state.replaced_bytes >= max(min_replaced_bytes, state.size / 2)
+            if state.file is None or not is_worthwhile:
+                return False
+            lines = sorted([*state.latest.values(), *state.pending.values()])
+            with atomic_file(self._path, durable=True) as temporary, temporary.open("wb") as file:
+                for line in lines:
+                    file.write(state.file.read_bytes(line))
+            offset = 0
+            compacted = _State(
+                file=_LogFile(self._path),
+                last=state.last,
+                applied=state.applied,
+                changes=state.changes,
             )
-            self.applied = sequence
-            self.failed = failures
-            for number in applied_numbers:
-                del self._pending[number]
+            for line in lines:
+                moved = line._replace(offset=offset)
+                offset += line.size
+                if line.sequence in state.pending:
+                    compacted.pending[line.sequence] = moved
+                else:
+                    compacted.latest[line.document_id] = moved
+            compacted.size = offset
+            self._state = compacted
+            return True
 
-    def documents(self, base: Mapping[str, Document]) -> Mapping[str, Document]:
-        """Return the documents of a collection with those of the log.
+    def documents(
+        self,
+        base: Mapping[str, Document],
+        generation: str | None = None,
+    ) -> Mapping[str, Document]:
+        """Return the documents of a collection with those of the log, as an index has them.
 
-        A document is hidden once the index does not have it any more. While its deletion is
-        pending, it is the one that was put last.
+        Pending changes do not count: a text is the one that was encoded.
 
         Args:
             base: documents of the collection.
+            generation: id of the generation of the index; ``None`` if no process is adding
+                documents to it.
         """
         with self._guard:
             self.refresh()
-            if not self._puts and not self._deletions:
+            state = self._state
+            latest = state.latest_in(generation)
+            if state.file is None or not latest:
                 return base
-            deleted = {
-                document_id
-                for document_id, sequence in self._deletions.items()
-                if sequence <= self.applied
-            }
-            puts = {name: line for name, line in self._puts.items() if name not in deleted}
-        return LoggedDocuments(base, self._path, puts, deleted)
+            deleted = {name for name, line in latest.items() if line.is_deletion}
+            puts = {name: line for name, line in latest.items() if not line.is_deletion}
+        return LoggedDocuments(base, state.file, puts, deleted)
 
 
 class LoggedDocuments(Mapping[str, Document]):
@@ -354,7 +632,7 @@ class LoggedDocuments(Mapping[str, Document]):
     def __init__(
         self,
         base: Mapping[str, Document],
-        path: Path,
+        file: _LogFile,
         puts: Mapping[str, _Line],
         deleted: set[str],
     ) -> None:
@@ -362,12 +640,12 @@ class LoggedDocuments(Mapping[str, Document]):
 
         Args:
             base: documents of the collection.
-            path: the file of the log.
-            puts: id -> the last line that puts the document, without deleted documents.
+            file: the open file of the log.
+            puts: id -> the line that puts the document, without deleted documents.
             deleted: ids of documents that the index does not have any more.
         """
         self.base = base
-        self._path = path
+        self._file = file
         self._puts = puts
         self._deleted = deleted
 
@@ -378,9 +656,7 @@ class LoggedDocuments(Mapping[str, Document]):
         line = self._puts.get(document_id)
         if line is None:
             return self.base[document_id]
-        with self._path.open("rb") as file:
-            file.seek(line.offset)
-            change = Change.from_json(json.loads(file.read(line.size)))
+        change = self._file.read(line)
         if change.document is None:
             raise KeyError(document_id)
         return change.document

@@ -374,6 +374,7 @@ class DocumentWriter:
             seconds = time.perf_counter() - started
             self._segment_seconds += _SMOOTHING * (seconds - self._segment_seconds)
             await self._report(None)
+            await self._compact_log()
             await self._merge_if_needed()
         if self.visible < self.log.applied:
             await self._show_applied()
@@ -389,6 +390,13 @@ class DocumentWriter:
         if generation.id != self.follower.generation:
             await self.follower.reload()
         self.visible = applied
+
+    async def _compact_log(self) -> None:
+        """Remove changes from the log that later ones have replaced, if they are many."""
+        try:
+            await self.service.run_in_background(self.log.compact)
+        except OSError as error:  # the log stays as it is, and nothing is lost
+            _logger.warning("the log of documents could not be compacted: %s", error)
 
     async def _merge_if_needed(self) -> None:
         """Merge the segments of the index if there are many."""
@@ -422,8 +430,28 @@ class DocumentWriter:
             vectors,
         )
         if change.data is not None or change.deleted is not None:
-            await self.service.run_in_background(self._run_index, change.arguments())
+            await self._commit(batch, change)
         await self.service.run_in_background(shutil.rmtree, folder)
+
+    async def _commit(self, batch: _Batch, change: IndexChange) -> None:
+        """Commit a change to the index, and record in the log that this happens.
+
+        Args:
+            batch: the batch of the change.
+            change: the change.
+
+        Raises:
+            RuntimeError: if the index could not be changed.
+        """
+        run = self.service.run_in_background
+        generation = await run(read_generation, self._index)
+        await run(self.log.mark_writing, batch.sequence, batch.failed, generation.id)
+        try:
+            await run(self._run_index, change.arguments())
+        except Exception:
+            generation = await run(read_generation, self._index)
+            await run(self.log.mark_not_written, generation.id)
+            raise
 
     async def _encode(self, batch: _Batch, folder: Path) -> Path | None:
         """Encode the documents of a batch into a folder of vectors.
