@@ -112,7 +112,7 @@ def test_an_index_moves_to_another_model_and_back(
     rolled_back = done(call("migrate", "--index", live, "--rollback"))
     assert (
         f"{live} is the old index again (sparse, {masked_lm}), with 16 documents; the new one "
-        f"(sparse, {new_model}) is kept in {live}.migration/index" in rolled_back.out
+        f"(sparse, {new_model}) is in {live}.migration/index" in rolled_back.out
     )
     assert files_of(live) == old_files
     done(call("migrate", "--index", live, "--discard"))
@@ -230,7 +230,7 @@ def test_an_interrupted_migration_is_resumed_by_its_index_alone(
     fails(
         call("migrate", "--index", live, "--preview", shared / "data" / "queries.jsonl"),
         1,
-        "--preview: the new index is not built yet",
+        "--preview: expected a complete new index, got one that is not built yet",
     )
     fails(
         call("migrate", "--index", live, "--top-k", "32"),

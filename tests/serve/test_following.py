@@ -300,7 +300,7 @@ def test_an_unexpected_error_is_logged_once_and_the_folder_is_watched_on(
         wait_until(lambda: last.ids[0] in running.ids())
     (record,) = [record for record in caplog.records if record.exc_info]
     assert record.getMessage() == (
-        f"{path} could not be watched, and is looked at again: KeyError: 'manifest'"
+        f"{path} could not be checked for a new generation, and will be checked again: KeyError: 'manifest'"
     )
 
 

@@ -267,7 +267,7 @@ def test_a_service_with_other_limits_than_the_server_is_refused(sparse: Any) -> 
     with loading_in_thread(load, limits=Limits(max_hits=4)) as (_, result):
         error = result.exception(30)
     assert isinstance(error, ValueError)
-    assert "limits: expected those of the loaded service" in str(error)
+    assert "limits: expected the limits of the loaded service" in str(error)
 
 
 FAILING_APP = """

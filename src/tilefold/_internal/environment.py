@@ -18,7 +18,7 @@ _CUBLAS_DISTRIBUTIONS = ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-c
 
 
 def computing_environment(device: torch.device) -> dict[str, str]:
-    """Return the names and releases of what computes on a device.
+    """Return the name of a device, and the releases of the libraries that compute on it.
 
     Args:
         device: the device of a model.

@@ -183,7 +183,7 @@ def load_model(
 
     Raises:
         UsageError: if there is no such model, its kind is not accepted, it cannot compute in
-            `dtype`, or it cannot keep the promise of `invariant`.
+            `dtype`, or `invariant` is not supported for it.
         CommandError: if the files of the model cannot be read.
     """
     path = checked_model_name(name, option)
@@ -412,7 +412,7 @@ def make_invariant(model: Model, name: str) -> None:
         name: the name of the model in the message.
 
     Raises:
-        UsageError: if the model cannot keep the promise.
+        UsageError: if this is not supported for the model.
     """
     from tilefold.integrations.sentence_transformers import accelerate
 
@@ -440,7 +440,7 @@ def check_sentence_transformers() -> None:
 
 @cache
 def _import_model_classes() -> None:
-    """Import all that models are loaded and accelerated with.
+    """Import the modules that load and accelerate models.
 
     Lean imports end with the import of a module, so all modules that encoding needs are imported
     together.

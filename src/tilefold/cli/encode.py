@@ -782,14 +782,14 @@ def _index_command(layout: str, vectors: Path, data: str) -> str:
 
 
 def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
-    """Return the options of the encoding for a kind of model.
+    """Return the encoding that the options of the command describe, for one kind of model.
 
     Args:
         request: the options of the command.
-        model_kind: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
+        model_kind: the kind of the model: ``"sparse"``, ``"multi-vector"`` or ``"dense"``.
 
     Raises:
-        UsageError: if an option of another kind of model is given.
+        UsageError: if an option is given that only another kind of model has.
     """
     request.refuse_options_of_other_models(request.model, model_kind)
     remedy = f"{request.model} is a {model_kind} model: leave it out"
@@ -809,7 +809,7 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
     from tilefold.retrieval.data.pages import DEFAULT_DPI
     from tilefold.retrieval.encoding.tokens import TokenEncoding
 
-    if type(encoding) is TokenEncoding:
+    if type(encoding) is TokenEncoding:  # DenseEncoding, a subclass, has no pages
         return replace(
             encoding,
             dpi=request.dpi or DEFAULT_DPI,
@@ -819,7 +819,7 @@ def _encoding_of(request: EncodeRequest, model_kind: str) -> Encoding:
 
 
 def _check_page_options(request: EncodeRequest, texts: Mapping[str, Content] | None) -> None:
-    """Raise ``UsageError`` for options of pages if there are none, and for engines of texts only.
+    """Raise ``UsageError`` for options that need pages, or that do not work with pages.
 
     Args:
         request: the options of the command.
@@ -959,10 +959,10 @@ def _estimate(
     device = model.device.type
     timed_texts = sample[: TIMED_TEXTS.get(device, TIMED_TEXTS["cpu"])]
     rate, bytes_per_text = _time_encoding(model, encoding, timed_texts)
-    rate_from = _describe_device(device)
+    rate_source = _describe_device(device)
     if request.rate is not None:
         rate = request.rate
-        rate_from = "given with --rate"
+        rate_source = "given with --rate"
     workers = request.workers or 1
     return Estimate(
         texts=survey.count,
@@ -975,7 +975,7 @@ def _estimate(
         bytes_per_text=bytes_per_text,
         gigabytes=bytes_per_text * survey.count / 1e9,
         texts_per_second=rate,
-        rate_from=rate_from,
+        rate_from=rate_source,
         precision=inference_precision(model),
         workers=workers,
         hours=survey.count / (rate * workers) / 3600,

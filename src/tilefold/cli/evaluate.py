@@ -248,22 +248,15 @@ def evaluate(request: EvaluateRequest) -> None:
         )
     if request.per_query is not None:
         scores.write(request.per_query)
-    changes = None
-    if search is not None and search.request.feedback is not None and reranking is None:
-        changes = _scores.compare_feedback(
-            scores,
-            search.searcher,
-            task.queries,
-            search.request,
-            search.ranking,
-            task.collection,
-        )
+    feedback_changes = None
     precisions: dict[str, str | None] = {}
     if search is not None:
         precisions |= search.searcher.precisions
+        if reranking is None:
+            feedback_changes = _compare_feedback(search, scores, task)
     if reranker is not None:
         precisions |= reranker.precisions
-    _print_scores(request, task.collection, scores, precisions, changes)
+    _print_scores(request, task.collection, scores, precisions, feedback_changes)
 
 
 @dataclass(frozen=True)
@@ -347,6 +340,28 @@ def _rerank(
     with _options.option_errors(documents="--rerank", tokens="--rerank"):
         _, reranked, _ = reranker(task.queries, candidates, reranking, passages=passages)
     return _scores.NamedRun(run.name, reranked, task.provenance)
+
+
+def _compare_feedback(
+    search: _Search, scores: _scores.Scores, task: _Task
+) -> dict[str, Any] | None:
+    """Compare the scores with those of a search without feedback; None without ``--prf``.
+
+    Args:
+        search: the search and its results.
+        scores: the scores of the run.
+        task: the queries and judgements.
+    """
+    if search.request.feedback is None:
+        return None
+    return _scores.compare_feedback(
+        scores,
+        search.searcher,
+        task.queries,
+        search.request,
+        search.ranking,
+        task.collection,
+    )
 
 
 def _print_scores(
@@ -647,76 +662,180 @@ def fuse(request: FuseRequest) -> None:
         overwrite=request.overwrite,
     )
     runs = [_scores.read_run(path, "--run") for path in request.run]
-    tuning_splits = [] if request.tune is None else [request.tune]
-    collection: Collection | None = None
-    splits: list[str] = []
-    ignores_identical_ids = request.identical_ids == "ignore"
-    if request.data is not None:
-        splits = _scores.requested_splits(request.split)
-        collection = _scores.load_evaluated_collection(
-            request.data,
-            splits,
-            tuning_splits=tuning_splits,
-            drop_unknown=request.drop_unknown,
-        )
-        ignores_identical_ids = _scores.ignores_identical_ids(
-            request.identical_ids,
-            collection,
-            [*splits, *tuning_splits],
-        )
-    _scores.check_runs(runs, collection, [*splits, *tuning_splits])
+    judgements = _load_judgements(request)
+    _scores.check_runs(runs, judgements.collection, judgements.all_splits)
     queries_without_own_id: set[str] = set()
-    if ignores_identical_ids:
+    if judgements.ignores_identical_ids:
         runs, queries_without_own_id = _without_identical_ids(runs)
     depth = max(request.k or DEPTH, measures.depth)
-    weights = request.weight
-    shared_queries: dict[str, int] = {}
-    if request.tune is not None and collection is not None:
-        shared_queries = _shared_queries(collection, request.tune, splits, request.in_sample)
-        weights = _tune_weights(
-            [run.run for run in runs],
-            collection.qrels[request.tune],
-            measures.names[0],
-            request.normalization or "min_max",
-            depth,
-            ignores_identical_ids,
-        )
-    fused = _fuse(request, runs, weights, depth)
+    weights = _choose_weights(request, runs, judgements, measures.names[0], depth)
+    fused = _fuse(request, runs, weights.weights, depth)
     if request.save_run is not None:
         _scores.save_run(fused, fused.provenance, request.save_run, overwrite=request.overwrite)
-    result: dict[str, Any] = {
-        "method": request.method,
-        "runs": [str(path) for path in request.run],
-        "weights": weights,
-    }
-    if request.tune is not None:
-        result["tuned_on"] = request.tune
-        result["in_sample"] = shared_queries
     scores = None
-    if collection is not None:
+    if judgements.collection is not None:
         scores = _scores.score(
             fused,
-            collection,
-            splits,
+            judgements.collection,
+            judgements.splits,
             measures,
-            ignore_identical_ids=ignores_identical_ids,
+            ignore_identical_ids=judgements.ignores_identical_ids,
             queries_without_own_id=queries_without_own_id,
         )
     if request.as_json:
-        if collection is not None and scores is not None:
-            result.update(_scores.scores_as_json(collection, scores))
-        _common.print_json(result)
-        return
-    if weights is not None:
+        _print_fusion_as_json(request, weights, judgements.collection, scores)
+    else:
+        _print_fusion(request, weights, judgements.collection, scores)
+        if request.save_run is not None:
+            typer.echo(f"{len(fused.run)} queries: {request.save_run}")
+
+
+@dataclass(frozen=True)
+class _Judgements:
+    """The judgements by which a fusion is evaluated and its weights are chosen.
+
+    Attributes:
+        collection: the collection of ``--data``; None without it.
+        splits: the splits to evaluate; empty without a collection.
+        tuning_splits: the split on which weights are chosen, if there is one.
+        ignores_identical_ids: whether hits with the query's own id are ignored.
+    """
+
+    collection: Collection | None
+    splits: Sequence[str]
+    tuning_splits: Sequence[str]
+    ignores_identical_ids: bool
+
+    @property
+    def all_splits(self) -> list[str]:
+        """The splits to evaluate, and those on which weights are chosen."""
+        return [*self.splits, *self.tuning_splits]
+
+
+def _load_judgements(request: FuseRequest) -> _Judgements:
+    """Load the judgements of ``--data``; without it, there are none."""
+    if request.data is None:
+        return _Judgements(
+            collection=None,
+            splits=[],
+            tuning_splits=[],
+            ignores_identical_ids=request.identical_ids == "ignore",
+        )
+    splits = _scores.requested_splits(request.split)
+    tuning_splits = [] if request.tune is None else [request.tune]
+    collection = _scores.load_evaluated_collection(
+        request.data,
+        splits,
+        tuning_splits=tuning_splits,
+        drop_unknown=request.drop_unknown,
+    )
+    ignores_identical_ids = _scores.ignores_identical_ids(
+        request.identical_ids,
+        collection,
+        [*splits, *tuning_splits],
+    )
+    return _Judgements(collection, splits, tuning_splits, ignores_identical_ids)
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """The weights of the runs of a fusion.
+
+    Attributes:
+        weights: a weight per run; None for equal weights, and for reciprocal ranks.
+        shared_queries: split -> number of its queries on which the weights were chosen.
+    """
+
+    weights: Sequence[float] | None
+    shared_queries: Mapping[str, int]
+
+
+def _choose_weights(
+    request: FuseRequest,
+    runs: Sequence[_scores.NamedRun],
+    judgements: _Judgements,
+    measure: str,
+    depth: int,
+) -> _Weights:
+    """Return the weights of ``--weight``, or choose the best ones on the split of ``--tune``.
+
+    Args:
+        request: the options of the command.
+        runs: the runs to fuse.
+        judgements: the judgements, with the split of ``--tune``.
+        measure: the measure that the chosen weights maximise.
+        depth: the number of documents per query in the fused run.
+    """
+    collection = judgements.collection
+    if request.tune is None or collection is None:
+        return _Weights(request.weight, {})
+    # Refused before the weights are chosen, which takes long.
+    shared_queries = _shared_queries(
+        collection,
+        request.tune,
+        judgements.splits,
+        request.in_sample,
+    )
+    weights = _tune_weights(
+        [run.run for run in runs],
+        collection.qrels[request.tune],
+        measure,
+        request.normalization or "min_max",
+        depth,
+        judgements.ignores_identical_ids,
+    )
+    return _Weights(weights, shared_queries)
+
+
+def _print_fusion_as_json(
+    request: FuseRequest,
+    weights: _Weights,
+    collection: Collection | None,
+    scores: _scores.Scores | None,
+) -> None:
+    """Print the options, the weights and the measures of a fusion as JSON.
+
+    Args:
+        request: the options of the command.
+        weights: the weights of the runs.
+        collection: the collection with the judgements; None without ``--data``.
+        scores: the measures of the fused run; None without ``--data``.
+    """
+    result: dict[str, Any] = {
+        "method": request.method,
+        "runs": [str(path) for path in request.run],
+        "weights": weights.weights,
+    }
+    if request.tune is not None:
+        result["tuned_on"] = request.tune
+        result["in_sample"] = weights.shared_queries
+    if collection is not None and scores is not None:
+        result.update(_scores.scores_as_json(collection, scores))
+    _common.print_json(result)
+
+
+def _print_fusion(
+    request: FuseRequest,
+    weights: _Weights,
+    collection: Collection | None,
+    scores: _scores.Scores | None,
+) -> None:
+    """Print the weights and the measures of a fusion as text.
+
+    Args:
+        request: the options of the command.
+        weights: the weights of the runs.
+        collection: the collection with the judgements; None without ``--data``.
+        scores: the measures of the fused run; None without ``--data``.
+    """
+    if weights.weights is not None:
         weights_of_runs = [
-            f"{path} {weight:g}" for path, weight in zip(request.run, weights, strict=True)
+            f"{path} {weight:g}" for path, weight in zip(request.run, weights.weights, strict=True)
         ]
         typer.echo(f"weights: {', '.join(weights_of_runs)}")
     if collection is not None and scores is not None:
         _scores.print_scores(collection, scores)
-        _print_shared_queries(collection, shared_queries)
-    if request.save_run is not None:
-        typer.echo(f"{len(fused.run)} queries: {request.save_run}")
+        _print_shared_queries(collection, weights.shared_queries)
 
 
 def _print_shared_queries(collection: Collection, shared_queries: Mapping[str, int]) -> None:

@@ -432,7 +432,7 @@ def _print_decoder_plan(request: InfoRequest, model: str, config: Any) -> None:
 
 
 def _plan_encoding(request: InfoRequest, rate: float) -> dict[str, Any]:
-    """Return what encoding takes, as entries of the plan for JSON.
+    """Estimate the time and the size of encoding, as entries of the plan for JSON.
 
     Args:
         request: the options of the command.
@@ -453,7 +453,7 @@ def _plan_encoding(request: InfoRequest, rate: float) -> dict[str, Any]:
 
 
 def _config_of(model: str) -> Any:
-    """Read the configuration of a model, whose weights are not read.
+    """Read the configuration of a model, without its weights.
 
     Args:
         model: the folder or name of the model.
@@ -516,7 +516,7 @@ def _format_plan(model: str, plan: dict[str, Any]) -> str:
 
 
 def _encoding_lines(plan: dict[str, Any]) -> list[str]:
-    """Format what encoding takes.
+    """Format the estimates of encoding as lines of text.
 
     Args:
         plan: the plan, as ``--json`` prints it.

@@ -264,12 +264,12 @@ def _clear_permission_errors(index: Path) -> Iterator[None]:
 
 
 class ModelEncoder:
-    """A model with its options of encoding, as a migration uses it; loaded when it is needed.
+    """A model that encodes the documents of a migration, loaded at its first use.
 
     Args:
         request: the options of the command.
         model_name: the folder or the name of the model.
-        option_name: the option that names it, for messages.
+        option_name: the option that names the model, for messages.
     """
 
     def __init__(self, request: MigrateRequest, model_name: str, option_name: str) -> None:
@@ -327,7 +327,9 @@ class ModelEncoder:
 
 
 def _build_and_cut_over(request: MigrateRequest) -> None:
-    """Start or resume the migration, repeat the changes so far, and cut over with ``--cut-over``.
+    """Build the new index, apply later updates to it, and let it take over with ``--cut-over``.
+
+    A migration that was started already is resumed.
 
     Args:
         request: the options of the command.
@@ -347,8 +349,8 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
     if request.model is None or request.data is None:
         missing = "--model" if request.model is None else "--data"
         raise UsageError(
-            f"{missing}: required to start a migration; an index holds neither the name of its "
-            "model nor the texts of its documents.",
+            f"{missing}: required to start a migration, because an index stores neither the name "
+            "of its model nor the texts of its documents.",
         )
     encoder = ModelEncoder(request, request.model, "--model")
     if record is None:
@@ -388,7 +390,7 @@ def _check_recorded_model(
 
 
 def _build(request: MigrateRequest, data: str, encoder: ModelEncoder) -> Migration:
-    """Start the migration unless it was started, and build the new index.
+    """Start or resume the migration, and build the new index.
 
     Args:
         request: the options of the command.
@@ -507,9 +509,12 @@ def _print_state(
         "standby": str(standby),
     }
     old_model = record.old_model or request.old_model
+    old_folder, new_folder = migration.index, migration.standby
     if is_cut_over:
-        new_side = _side(migration.index, record.model)
-        old_side = _side(migration.standby, old_model)
+        old_folder, new_folder = new_folder, old_folder
+    old_side = _side(old_folder, old_model)
+    new_side = _side(new_folder, record.model)
+    if is_cut_over:
         lines = [
             f"{index} is the new index {new_side}, with {n_documents:,} documents; the old one "
             f"{old_side} is in {standby}",
@@ -517,17 +522,13 @@ def _print_state(
             "index",
         ]
     elif is_rolled_back:
-        old_side = _side(migration.index, old_model)
-        new_side = _side(migration.standby, record.model)
         lines = [
             f"{index} is the old index again {old_side}, with {n_documents:,} documents; the new "
-            f"one {new_side} is kept in {standby}",
+            f"one {new_side} is in {standby}",
             f"next: tilefold migrate --index {index} --cut-over, or --discard to remove the new "
             "index",
         ]
     else:
-        old_side = _side(migration.index, old_model)
-        new_side = _side(migration.standby, record.model)
         preview = "--preview QUERIES"
         if record.old_model is None:
             preview += " --old-model OLD_MODEL"
@@ -666,13 +667,14 @@ def _preview(request: MigrateRequest, queries_file: Path) -> None:
     record = migration.record
     if not migration.is_built:
         raise CommandError(
-            f"--preview: the new index is not built yet; run tilefold migrate --index "
-            f"{request.index} until it is.",
+            f"--preview: expected a complete new index, got one that is not built yet; run "
+            f"tilefold migrate --index {request.index} first.",
         )
     old_model = request.old_model or record.old_model
     if old_model is None:
         raise UsageError(
-            "--old-model: required for --preview; an index does not hold the name of its model.",
+            "--old-model: required for --preview, because an index does not store the name of its "
+            "model.",
         )
     try:
         queries = retrieval.load_queries(queries_file)
@@ -769,7 +771,7 @@ def _difference(
 
 
 def _describe_preview(preview: Preview, difference: Difference | None) -> list[str]:
-    """Return the lines of a preview.
+    """Describe a preview for the terminal, as lines.
 
     Args:
         preview: how the results change.

@@ -176,10 +176,10 @@ class SearchCommandRequest(
         self._check_save_run()
 
     def _check_save_run(self) -> None:
-        """Raise ``UsageError`` for options without effect, or a run of a query without an id.
+        """Raise ``UsageError`` if ``--save-run`` conflicts with other options, or they need it.
 
-        ``--ignore-identical-ids`` requires ``--save-run``, which requires queries with ids, and
-        ``--overwrite`` requires a file or folder to write.
+        ``--ignore-identical-ids`` requires ``--save-run``, which requires queries with ids.
+        ``--overwrite`` requires an option that writes a file or folder.
         """
         if self.save_run is None:
             refuse_options(
@@ -622,7 +622,10 @@ def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:
 
 
 def _check_queries_have_ids(path: Path) -> None:
-    """Raise ``UsageError`` for a file of queries without ids, whose ids are numbers of lines."""
+    """Raise ``UsageError`` if the queries of a file have no ids.
+
+    Line numbers would take their place, and would not match the ids of judgements.
+    """
     try:
         check_queries_have_ids(path)
     except DataError as error:

@@ -365,7 +365,7 @@ def _check_packages() -> None:
 
 
 def _check_files(request: ServeRequest) -> None:
-    """Check the files that options name, as far as that takes no time and no model.
+    """Check the files that options name, before the models are loaded.
 
     Args:
         request: the options of the command.

@@ -151,9 +151,8 @@ def _comparison_of(verification: Verification) -> str:
     if n_different == 0:
         return f"{n_compared} vectors have the same bits"
     largest = verification.largest_difference
-    is_promised = verification.invariant
     has_other_model = "model" in verification.changes
-    is_rounding = not is_promised and not has_other_model and largest <= _MAX_ROUNDING
+    is_rounding = not verification.invariant and not has_other_model and largest <= _MAX_ROUNDING
     cause = ", which is rounding" if is_rounding else ""
     ids = [*verification.different_ids]
     if n_different > len(ids):
@@ -180,7 +179,7 @@ def _lines_of(verification: Verification) -> list[str]:
     lines += changes.values()
     if verification.n_different and not verification.invariant and model_change is None:
         note(
-            "these vectors do not promise the same bits in every batch: encode them with "
-            "--invariant",
+            "these vectors were encoded without --invariant, so their last bits may depend on the "
+            "batch",
         )
     return lines

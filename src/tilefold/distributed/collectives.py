@@ -145,6 +145,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:
+        """Return the sum over the ranks of the group, as a new tensor."""
         ctx.factor = factor
         total = statistics.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
@@ -152,7 +153,11 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] * ctx.factor if ctx.factor != 1 else grads[0], None, None
+        """Return the gradient of the statistics, times the factor."""
+        gradient = grads[0]
+        if ctx.factor != 1:
+            gradient = gradient * ctx.factor
+        return gradient, None, None
 
 
 def _sum(statistics: Tensor, group: dist.ProcessGroup, factor: int) -> Tensor:

@@ -152,7 +152,7 @@ def _wait_for_ranks(ranks: list[subprocess.Popen[bytes]], folder: Path) -> int:
 
 
 def _failure_report(rank: int, code: int, stderr_file: Path) -> str:
-    """Return what is still to be written to stderr about a rank that failed.
+    """Return the messages of a failed rank that have not been printed yet, and why it ended.
 
     Args:
         rank: number of the rank. Rank 0 has written its messages to the terminal itself.

@@ -30,8 +30,8 @@ class SharedVocabulary:
     """Rows of embeddings and of an LM head that are divided among ranks with different texts.
 
     A rank computes the scores of its terms for the texts of all ranks. Then the ranks exchange
-    scores, so that each has all terms of its own texts. Compared with FSDP, hidden states and
-    scores are sent, and not the weight, which no rank ever has as a whole.
+    scores, so that a rank has all terms of its own texts. Unlike FSDP, which gathers the complete
+    weight on every rank, this sends hidden states and scores only.
 
     Gradients of the rows are averages over ranks, like those of FSDP and DDP.
 
@@ -91,7 +91,8 @@ class SharedVocabulary:
         """Return all columns of this rank's rows of scores, with gradients.
 
         Args:
-            scores: a DTensor ``[B, V]`` for the texts of all ranks, of which a rank has columns.
+            scores: a DTensor ``[B, V]`` for the texts of all ranks, with its columns divided among
+                the ranks.
         """
         from torch.distributed.tensor import Shard
 
@@ -127,7 +128,7 @@ class SharedVocabulary:
         return self._with_averaged_gradient(own_embeddings[: input_ids.numel()])
 
     def _with_averaged_gradient(self, rows: Tensor) -> Tensor:
-        """Return rows as they are; backward divides their gradient by the number of ranks.
+        """Return rows unchanged; backward divides their gradient by the number of ranks.
 
         The summed gradients of the divided weight become the mean, as in DDP. ``gather_tokens``
         undoes the factor for hidden states.
@@ -197,9 +198,11 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 class _GatherTokens(torch.autograd.Function):
-    """Gathers tokens of all ranks; the gradient that every rank has is complete already.
+    """Gathers the tokens of all ranks.
 
-    It is multiplied by the number of ranks, by which the gradient of scores was divided.
+    Backward returns this rank's part of the gradient. No sum over ranks is needed, because the
+    gradient of a replicated DTensor is complete on every rank. It is multiplied by the number of
+    ranks, by which ``own_rows`` has divided the gradient of the scores.
     """
 
     @staticmethod

@@ -16,8 +16,8 @@ _WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def has_fp8_sizes(layer: nn.Module) -> bool:
     """Return whether a module is a plain linear layer that :func:`fp8_linear` can compute.
 
-    Both sizes must be multiples of 16, and the weight fp16, bf16 or fp32. Subclasses, such as
-    layers that another library has quantised, compute in another way.
+    Both sizes must be multiples of 16, and the weight must be fp16, bf16 or fp32. Subclasses of
+    ``nn.Linear`` are refused, because their forward may differ, as in quantised layers.
 
     Args:
         layer: any module.

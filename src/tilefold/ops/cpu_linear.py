@@ -46,7 +46,7 @@ class _FastLinear(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace ``linear`` by oneDNN if that is faster, and call any other function as it is."""
+        """Replace ``linear`` by oneDNN if that is faster, and call any other function unchanged."""
         if func is linear and not kwargs and _should_use_onednn(*args):
             return onednn_linear(*args, *[None] * (3 - len(args)))  # no bias is None
         return func(*args, **kwargs or {})

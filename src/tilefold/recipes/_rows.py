@@ -83,7 +83,7 @@ class PagesInMemory(list[Content]):
 
 
 def _read_content(content: Content) -> Any:
-    """Return the image of a page, or a text as it is."""
+    """Return the image of a page, and a text unchanged."""
     return content.image() if isinstance(content, Page) else content
 
 

@@ -258,14 +258,14 @@ class ShardedModel:
 
 
 def _gathered(value: Any) -> Any:
-    """Return the complete tensor of a DTensor, and any other value as it is."""
+    """Return the complete tensor of a DTensor, and any other value unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a copy of a tensor on the CPU, and any other value as it is."""
+    """Return a copy of a tensor on the CPU, and any other value unchanged."""
     import torch
 
     return value.cpu() if isinstance(value, torch.Tensor) else value

@@ -516,7 +516,9 @@ def _create_loader(
     reader: Reader,
     world: World,
 ) -> Any:
-    """Create the data loader of a trainer, and change how it samples and reads batches.
+    """Create the data loader of a trainer, which gives all ranks about as much text.
+
+    A collator of this package then reads the rows of a batch itself.
 
     Args:
         create_loader: the trainer's own ``get_train_dataloader``.

@@ -88,7 +88,7 @@ class ColbertRecipe(Recipe):
     def build_model(self, texts: Sequence[str] = ()) -> MultiVectorEncoder:
         """Load the base model as the ``MultiVectorEncoder`` that training starts from.
 
-        A saved multi-vector model is used as it is. To any other model, the modules of a ColBERT
+        A saved multi-vector model is used unchanged. To any other model, the modules of a ColBERT
         are added: a projection, a mask of punctuation and a normalization.
 
         Args:
@@ -164,7 +164,7 @@ class ColbertRecipe(Recipe):
                 self.train_max_length or self.max_length,
             )
         loss = self._make_loss(job)
-        # The network of a model of page images stays as it is: its inputs cannot be packed.
+        # The network of a model of page images is not replaced: its inputs cannot be packed.
         accelerates_network = self.fused and not encodes_images(model)
         # The trainer adds CUDA graphs if the recipe asks for them.
         with accelerate(model, graphs=False) if accelerates_network else nullcontext():
@@ -288,7 +288,7 @@ def _longest_of_all_ranks(documents: Tensor) -> int:
 def _add_lora(transformer: Transformer, rank: int) -> None:
     """Add LoRA updates to the language model of a network, and freeze its other weights.
 
-    In a model of page images, the vision model stays as it is, and the projection to token vectors
+    In a model of page images, the vision model does not change, and the projection to token vectors
     has an update too, as in the recipe of ColPali.
 
     Args:

@@ -58,7 +58,7 @@ class SparseEncoderSpec(EncoderSpec, kind="sparse_encoder"):
     """
 
     def build(self, base: Base) -> list[Module]:
-        """Raise a ``ValueError``, because this encoder cannot be one of two encoders."""
+        """Raise a ``ValueError``: this kind of encoder serves queries and documents together."""
         raise ValueError(
             f"kind {self.kind!r} encodes queries and documents: leave the query encoder out, or "
             "use kind 'mlm'.",

@@ -338,7 +338,7 @@ def quiet_libraries(verbose: bool = False) -> Iterator[None]:
     Errors are still logged, and the previous settings are restored at the end.
 
     Args:
-        verbose: whether to leave everything as it is instead.
+        verbose: True changes nothing.
     """
     if verbose:
         yield

@@ -11,7 +11,7 @@ __all__ = ["untrained_splade"]
 
 
 def untrained_splade(dtype: Dtype = "auto") -> SparseEncoder:
-    """Return the packaged MiniLM as an untrained SPLADE model, the same for all documents.
+    """Return the packaged MiniLM as an untrained SPLADE model, without reading any documents.
 
     Args:
         dtype: the dtype in which the model computes, see

@@ -134,7 +134,7 @@ def _is_input(value: object) -> bool:
 
 
 def _with_image_data(value: Any) -> Any:
-    """Return the image of an object with one, and any other value as it is."""
+    """Return the image of an object with one, and any other value unchanged."""
     return ImageData.parse(value["image"]) if _is_image(value) else value
 
 

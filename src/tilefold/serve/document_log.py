@@ -349,7 +349,7 @@ class DocumentLog:
         return () if self._child_lock is None else (self._child_lock.fileno(),)
 
     def lock(self) -> None:
-        """Become the process that writes the log; it stays so until :meth:`unlock`.
+        """Lock the log, so that only this process writes it until :meth:`unlock`.
 
         A line that a killed process has left incomplete is removed. It was not acknowledged.
 
@@ -401,7 +401,7 @@ class DocumentLog:
                 self._child_lock = None
 
     def refresh(self) -> None:
-        """Read what another process has written since.
+        """Read the changes that another process has written since the last call.
 
         Raises:
             DataError: if the log is damaged, or if another log has taken its place.
@@ -602,7 +602,7 @@ class DocumentLog:
         base: Mapping[str, Document],
         generation: str | None = None,
     ) -> Mapping[str, Document]:
-        """Return the documents of a collection with those of the log, as an index has them.
+        """Return the documents of a collection, updated by the changes that the index has.
 
         Pending changes do not count: a text is the one that was encoded.
 
@@ -623,7 +623,7 @@ class DocumentLog:
 
 
 class LoggedDocuments(Mapping[str, Document]):
-    """Documents of a collection with those of a log, which are read when they are used.
+    """Documents of a collection, updated by a log whose documents are read on access.
 
     Attributes:
         base: documents of the collection.
@@ -674,7 +674,7 @@ class LoggedDocuments(Mapping[str, Document]):
         return sum(1 for _ in self)
 
     def __bool__(self) -> bool:
-        """Return whether there are documents, without counting them: each search asks."""
+        """Return whether there are documents, without counting them, for every search."""
         return bool(self._puts) or bool(self.base)
 
 

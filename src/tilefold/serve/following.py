@@ -162,7 +162,7 @@ class IndexFollower:
         self._watching = asyncio.get_running_loop().create_task(self._watch())
 
     async def stop(self) -> None:
-        """Stop to watch the folder. A generation that is being opened is abandoned."""
+        """Stop watching the folder. A generation that is being opened is abandoned."""
         if self._watching is not None:
             self._watching.cancel()
             with suppress(asyncio.CancelledError):
@@ -189,31 +189,31 @@ class IndexFollower:
             return await self._open_and_replace()
 
     async def _watch(self) -> None:
-        """Look at the folder again and again, and follow its changes and requests to reload.
+        """Check the folder periodically, and open new generations, until the task is cancelled.
 
-        No error ends the watching, because nobody would notice that the index stays old.
+        An error does not end the task: otherwise the server would keep an old index unnoticed.
         """
         interval = self.source.watch_seconds
         while True:
             await asyncio.sleep(interval if interval > 0 else _REQUEST_SECONDS)
             try:
-                await self._look_once()
+                await self._check_folder()
                 self._watch_failure = None
             except Exception as error:
                 self._log_watch_failure(error)
 
-    async def _look_once(self) -> None:
-        """Open the current generation if a reload was requested or the folder has news."""
+    async def _check_folder(self) -> None:
+        """Open the current generation if a reload was requested, or if it is a new one."""
         must_open = self._is_reload_requested
         self._is_reload_requested = False
         if not must_open and self.source.watch_seconds > 0:
-            must_open = await self.service.run_in_background(self._has_news)
+            must_open = await self.service.run_in_background(self._has_new_generation)
         if must_open:
             with suppress(ServeError):  # the refusal was logged
                 await self.reload()
 
     def _log_watch_failure(self, error: Exception) -> None:
-        """Log an unexpected error of a look at the folder, with its traceback the first time.
+        """Log an unexpected error of a check of the folder, with its traceback the first time.
 
         Args:
             error: the error.
@@ -221,17 +221,17 @@ class IndexFollower:
         failure = f"{type(error).__name__}: {error}"
         if failure != self._watch_failure:
             _logger.error(
-                "%s could not be watched, and is looked at again: %s",
+                "%s could not be checked for a new generation, and will be checked again: %s",
                 self.source.path,
                 failure,
                 exc_info=error,
             )
         self._watch_failure = failure
 
-    def _has_news(self) -> bool:
-        """Return whether the folder has another generation than the served and the refused one.
+    def _has_new_generation(self) -> bool:
+        """Return whether the folder has a generation that is neither served nor refused.
 
-        A refused generation is tried again after some time.
+        A refused generation counts as new again after ``_RETRY_SECONDS``.
         """
         try:
             current = read_generation(self.source.path).id

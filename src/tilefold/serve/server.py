@@ -199,7 +199,10 @@ class _LimitedProtocol(Protocol):
             self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and limit the time between the first and the last byte of a head."""
+        """Parse received bytes, and limit how long a client may take to send a request head.
+
+        Bytes of a connection that is being closed are discarded.
+        """
         if self in self._shared.lingering or self.transport.is_closing():
             return
         if self._head_timer is None and self._is_idle():
@@ -610,11 +613,13 @@ def load_and_run(
         return app
 
     def attach(app: FastAPI) -> None:
+        """Let the server use the service of the loaded application."""
         service: Service = app.state.service
         if service.limits != expected_limits:
             raise ArgumentError(
                 "limits",
-                f"expected those of the loaded service ({service.limits}), got {expected_limits}.",
+                f"expected the limits of the loaded service, {service.limits}, got "
+                f"{expected_limits}. Pass the limits that `load` uses.",
             )
         service.limits = _limit_to_open_files(service.limits, server.n_connections)
         server.attach(service, None if ready is None else functools.partial(ready, service))
@@ -752,4 +757,6 @@ class _FileLimitHandler:
             loop.default_exception_handler(context)
         elif loop.time() - self._last_warning > _WARNING_INTERVAL_SECONDS:
             self._last_warning = loop.time()
-            _logger.warning("connections wait: %s (ulimit -n); said once a minute", error.strerror)
+            _logger.warning(
+                "connections wait: %s (ulimit -n); logged once a minute", error.strerror
+            )

@@ -151,7 +151,7 @@ class Follower(Protocol):
         """Start to watch the index, on the event loop of the server."""
 
     async def stop(self) -> None:
-        """Stop to watch the index."""
+        """Stop watching the index."""
 
     async def reload(self) -> Searchable:
         """Open the current generation, and let it take over."""
@@ -170,7 +170,7 @@ class Writer(Protocol):
         """Start to write, on the event loop of the server."""
 
     async def stop(self) -> None:
-        """Stop to write."""
+        """Stop writing."""
 
     async def accept(self, changes: Sequence[Any], *, wait: bool) -> Any:
         """Accept changes, and return a :class:`tilefold.serve.writing.Receipt`."""
@@ -322,7 +322,10 @@ class Service:
                 unknown.
         """
         if not models and searchable is None:
-            raise ArgumentError("models", "expected at least one, or an index, got neither.")
+            raise ArgumentError(
+                "models",
+                "expected at least one model, or an index in `searchable`, got neither.",
+            )
         if default_side not in ("query", "document"):
             raise ArgumentError(
                 "default_side", f"expected 'query' or 'document', got {default_side!r}."
@@ -330,7 +333,10 @@ class Service:
         self.models: dict[Kind, Served] = {model.kind: model for model in models}
         if len(self.models) < len(models):
             kinds = ", ".join(model.kind for model in models)
-            raise ArgumentError("models", f"expected one of a kind, got {kinds}.")
+            raise ArgumentError(
+                "models",
+                f"expected at most one model of each kind, got {kinds}. Start a server for each.",
+            )
         self.limits = Limits() if limits is None else limits
         self.default_side = default_side
         self.searchable = searchable

@@ -43,15 +43,15 @@ MAX_PENDING_DOCUMENTS = 10_000
 """Largest number of accepted documents that the index does not have yet."""
 # Largest number of documents of a segment: a crash repeats the work of one segment.
 _MAX_SEGMENT_DOCUMENTS = 1000
-# Segments above which they are merged, because a search visits each of them.
+# Largest number of segments; more are merged, because a search visits each of them.
 _MAX_SEGMENTS = 32
-# Texts that are encoded together. Queries take turns with these batches.
+# Number of texts of a batch. Batches of documents and of queries take turns.
 _ENCODED_TOGETHER = 8
 # Short text that every working model and device can encode.
 _PROBE_TEXT = "a"
-# Time after which changes that could not be written are tried again.
+# Time between two attempts to write the same changes.
 _RETRY_SECONDS = 5.0
-# Time between two looks for changes that another process has left, or for a new generation.
+# Time between two checks for changes that another process has left, or for a new generation.
 _IDLE_SECONDS = 1.0
 # Expected duration of a segment, before one was measured.
 _FIRST_ESTIMATE_SECONDS = 5.0
@@ -105,10 +105,10 @@ class Receipt:
         sequence: sequence number of the last change of the request.
         accepted: number of changes of the request.
         visible: whether searches see the changes.
-        visible_in_seconds: estimated time until they do; 0 if they do.
+        visible_in_seconds: estimated time until searches see the changes; 0 if they do already.
         generation: id of the generation that searches see.
-        error: why the changes could not be written so far; ``None`` if nothing went wrong. They are
-            tried again.
+        error: why the last attempt to write the changes failed; ``None`` without a failure. The
+            server tries again.
     """
 
     sequence: int
@@ -206,7 +206,7 @@ class DocumentWriter:
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self) -> None:
-        """Stop to write. The next process that writes continues with the pending changes."""
+        """Stop writing. The next process that writes continues with the pending changes."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -228,7 +228,7 @@ class DocumentWriter:
         }
 
     async def accept(self, changes: Sequence[Change], *, wait: bool) -> Receipt:
-        """Write changes to the log, and let them be written into the index.
+        """Append changes to the log, from which they are written into the index.
 
         Args:
             changes: the changes of a request.
@@ -321,7 +321,7 @@ class DocumentWriter:
             )
 
     async def _run(self) -> None:
-        """Write pending changes again and again."""
+        """Write pending changes whenever there are some, until the task is cancelled."""
         while True:
             with suppress(TimeoutError, asyncio.TimeoutError):
                 await asyncio.wait_for(self._has_changes.wait(), _IDLE_SECONDS)
@@ -416,7 +416,7 @@ class DocumentWriter:
         """
         folder = self.log.folder / "segment"
         await self.service.run_in_background(_create_empty, folder)
-        # No reference to the generation itself is kept, so that it can be released meanwhile.
+        # A reference to the generation would keep it in memory if another one replaced it.
         backend = self.follower.served.index.backend
         vectors = None
         if batch.documents and backend != BM25Index.backend:
@@ -529,7 +529,7 @@ class DocumentWriter:
         except ServeError as error:
             if not _concerns_input(error):
                 raise
-        # A document is at fault. Encoded one by one, the others are not lost.
+        # A document is at fault. To find it, the documents are encoded one by one.
         for document_id, document in list(batch.documents.items()):
             texts = _texts_of({document_id: document}, passages)
             try:
@@ -617,13 +617,13 @@ class _IndexProcess:
             raise RuntimeError(f"tilefold index: {reason}")
 
     def stop(self) -> None:
-        """End the running process. The index stays as it was, or has the whole change."""
+        """End the running process. A commit is atomic: the index has all of the change or none."""
         if self._process is not None:
             self._process.terminate()
 
 
 def _create_empty(folder: Path) -> None:
-    """Create an empty folder, in place of what a killed process has left there."""
+    """Create an empty folder, and remove an earlier one that a killed process has left."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 

@@ -167,7 +167,7 @@ class _Writer:
 
 
 def _font(font_size: int) -> Any:
-    """Return the font that Pillow brings along, so that pages are the same on all machines."""
+    """Return the font that is bundled with Pillow, so that pages are equal on all machines."""
     from PIL import ImageFont
 
     return ImageFont.load_default(font_size)

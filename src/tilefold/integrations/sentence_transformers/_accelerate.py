@@ -332,6 +332,27 @@ def padded_reasons(model: Model) -> dict[str, str]:
     return _padded_reasons.get(model, {})
 
 
+def _check_quantizes_head(model: Model, quantize: str | None) -> None:
+    """Raise ``ValueError`` if an LM head is to be quantized that the model does not have.
+
+    Args:
+        model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer.
+        quantize: see :func:`accelerate`.
+    """
+    if quantize is None:
+        return
+    if is_dense(model):
+        raise ValueError(
+            f"quantize must be None for a SentenceTransformer, got {quantize!r}; it has no LM "
+            "head to quantize.",
+        )
+    if is_multi_vector(model):
+        raise ValueError(
+            f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; "
+            "see quantize_tokens.",
+        )
+
+
 def _accelerate_stock(
     model: Model,
     *,
@@ -341,30 +362,21 @@ def _accelerate_stock(
     packed: bool,
     screen: bool,
 ) -> Acceleration:
-    """Accelerate a model that is not accelerated.
+    """Install the fused forwards and the fast ``encode`` of a model that is not accelerated.
 
     Args:
-        model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer.
+        model: a SparseEncoder, MultiVectorEncoder or SentenceTransformer, changed in place.
         impl: the implementation of the operator.
         check: whether self-checks run.
         quantize: see :func:`accelerate`.
         packed: see :func:`accelerate`.
         screen: see :func:`accelerate`.
     """
+    _check_quantizes_head(model, quantize)
     n_heads = 0
     if is_dense(model):
-        if quantize is not None:
-            raise ValueError(
-                f"quantize must be None for a SentenceTransformer, got {quantize!r}; it has no LM "
-                "head to quantize.",
-            )
         model.encode_dense_batch = _encoders.DenseBatchEncoder(model)
     elif is_multi_vector(model):
-        if quantize is not None:
-            raise ValueError(
-                f"quantize must be None for a MultiVectorEncoder, got {quantize!r}; "
-                "see quantize_tokens.",
-            )
         _fuse_similarity(model, impl, check)
         model.encode_token_batch = _encoders.TokenBatchEncoder(model)
     else:

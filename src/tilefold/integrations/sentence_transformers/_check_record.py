@@ -106,7 +106,7 @@ class CheckRecord:
         return content is not None and content.get("passed") == self.key
 
     def save(self) -> None:
-        """Write the record to the cache; a cache that cannot be written stays as it is.
+        """Write the record to the cache; errors of writing are ignored.
 
         Several processes may write the same record at the same time, since each replaces the file
         atomically by the same content.

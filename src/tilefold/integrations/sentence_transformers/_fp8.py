@@ -51,7 +51,7 @@ class SharedRows:
         self._n_uses = 0
 
     def rows_of(self, hidden: Tensor) -> QuantizedWeight:
-        """Return rounded hidden states, which are forgotten after the last layer.
+        """Return hidden states in fp8, which are rounded once for all layers that read them.
 
         Args:
             hidden: hidden states ``[..., K]``.
@@ -136,7 +136,7 @@ def stop_fp8(model: Model) -> None:
 
 
 def _transformers(model: Model) -> list[Transformer]:
-    """Return the Transformers of a model whose networks are torch modules.
+    """Return the Transformers of a model that run on torch, not on ONNX or OpenVINO.
 
     Raises:
         ValueError: if there is none.
@@ -155,7 +155,7 @@ def _transformers(model: Model) -> list[Transformer]:
 
 
 def _install_fp8(network: Any) -> None:
-    """Give all linear layers of a network's trunk that can run in fp8 the class that does so.
+    """Turn the linear layers of a network's trunk into :class:`Fp8Linear`, if their sizes allow.
 
     Args:
         network: a transformers model, whose ``base_model`` is the trunk below its head.
@@ -170,7 +170,7 @@ def _install_fp8(network: Any) -> None:
             for layer in siblings:
                 layer.__class__ = Fp8Linear
                 layer.rounded_input = shared
-    # Another Transformer may have the same network, whose layers have the class already.
+    # The layers have the class already if another Transformer has the same network.
     if not any(type(layer) is Fp8Linear for layer in trunk.modules()):
         raise ValueError(
             "fp8 needs linear layers whose sizes are multiples of 16, and "

@@ -1,6 +1,7 @@
 """``accelerate(invariant=True)``: the vector of a text has the same bits in every batch.
 
-Four things let a vector depend on the other texts of its batch, and each has its remedy:
+A module is called invariant if its results for a text do not depend on the other texts. Four kinds
+of computation are not, and each has its remedy:
 
 - products of matrices, whose kernels depend on the number of rows: linear layers and fused heads
   multiply rows in groups (:mod:`tilefold.ops.row_groups`);
@@ -40,7 +41,7 @@ from tilefold.integrations.transformers.packed import OFFSETS, PACKED
 from tilefold.modules.fused_pooling import Features, pass_hidden_states
 from tilefold.ops.row_groups import apply_rowwise, grouped_linear, normalize_rows
 
-# Modules of sentence-transformers whose results are known to keep the promise.
+# Modules of sentence-transformers that compute a text alike in every batch.
 _PIPELINE_MODULES = (
     Transformer,
     Pooling,
@@ -114,11 +115,11 @@ class InvariantNormalize(Replacement):
 
 
 class InvariantActivation(Replacement):
-    """Replaces the forward of one activation by a composition of other functions on CPUs.
+    """Replaces the forward of one activation, which a CPU computes differently at an array's end.
 
     Args:
         owner: the activation module.
-        function: the composition.
+        function: computes the activation in fp32, alike for all elements.
     """
 
     def __init__(self, owner: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
@@ -126,7 +127,7 @@ class InvariantActivation(Replacement):
         self.function = function
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Apply the activation elementwise.
+        """Apply the activation elementwise; on GPUs and with gradients, as its class does.
 
         Args:
             inputs: a tensor of any shape.
@@ -166,7 +167,7 @@ class Invariance(Replacement):
     """
 
     def environment(self) -> dict[str, str]:
-        """Return what the bits of the vectors depend on: the device and the libraries."""
+        """Return the device and the libraries on which the bits of the vectors depend."""
         return computing_environment(torch.device(self.owner.device))
 
 
@@ -179,7 +180,7 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
         check: whether vectors of a few texts are compared, each encoded alone and with the others.
 
     Raises:
-        ValueError: if the architecture does not keep the promise, or the comparison fails.
+        ValueError: if a module is not known to be invariant, or the comparison fails.
     """
     for name, reason in padded.items():
         raise _refusal(name, f"it runs on padded batches: {reason}")
@@ -197,11 +198,11 @@ def make_invariant(model: Model, padded: dict[str, str], check: bool) -> None:
 
 
 def _refusal(name: str, reason: str) -> ValueError:
-    """Return the error for a model that does not keep the promise.
+    """Return the error for a model whose vectors may depend on the batch.
 
     Args:
-        name: the class of the module that is the reason.
-        reason: what the module does.
+        name: the class of the module that is at fault.
+        reason: why its results may depend on the batch.
     """
     return ValueError(
         f"invariant=True does not support {name}: {reason}. Leave out invariant=True; the vectors "
@@ -210,7 +211,7 @@ def _refusal(name: str, reason: str) -> ValueError:
 
 
 def _check_pipelines(model: Model) -> None:
-    """Raise ``ValueError`` for modules of sentence-transformers that do not keep the promise."""
+    """Raise ``ValueError`` for a module of sentence-transformers that may not be invariant."""
     for pipeline in pipelines_of(model):
         for module in pipeline:
             name = type(module).__name__
@@ -231,7 +232,7 @@ def _check_pipelines(model: Model) -> None:
 
 
 def _check_dense_pooling(pooling: Pooling) -> None:
-    """Raise ``ValueError`` for a pooling of dense vectors that does not keep the promise."""
+    """Raise ``ValueError`` for a pooling of dense vectors that is not invariant."""
     modes = _modes_of(pooling)
     is_exact = _EXACT_POOLINGS.issuperset(modes)
     if modes != ("mean",) and not is_exact:
@@ -247,13 +248,13 @@ def _modes_of(pooling: Pooling) -> tuple[str, ...]:
 
 
 def _replacement_for(module: nn.Module) -> Replacement | None:
-    """Return the replacement of a module's forward, or None if it keeps the promise as it is.
+    """Return an invariant forward for a module, or None if its own forward is invariant.
 
     Args:
         module: any module of a model.
 
     Raises:
-        ValueError: if the module does not keep the promise.
+        ValueError: if no invariant forward is known.
     """
     if isinstance(module, Pooling):
         return InvariantMean(module) if _modes_of(module) == ("mean",) else None
@@ -277,25 +278,26 @@ def _sums_rows(module: nn.Module) -> bool:
 
 
 def _replacement_for_linear(layer: nn.Linear) -> InvariantLinear | None:
-    """Return the replacement of a linear layer's forward; None for a head that is fused.
+    """Return an invariant forward for a linear layer; None for a fused head, which needs none.
 
     Args:
         layer: the layer.
 
     Raises:
-        ValueError: if the layer multiplies in another way than torch's, as quantized layers do.
+        ValueError: if the forward is not that of ``nn.Linear``, as in quantized layers.
     """
     if vars(layer).get("forward") is pass_hidden_states:
-        return None  # the pooling multiplies by its weight
+        return None  # the pooling multiplies by the weight of the head
     if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
         raise _refusal(type(layer).__name__, "its forward is not that of torch.nn.Linear")
     return InvariantLinear(layer)
 
 
 def _check_has_no_matrix(module: nn.Module) -> None:
-    """Raise ``ValueError`` if a module multiplies by a matrix in an unknown way.
+    """Raise ``ValueError`` if a module has a matrix as a parameter.
 
-    Vectors, such as the scale of a LayerNorm, are multiplied elementwise.
+    Its product may depend on the number of rows. Vectors, such as the scale of a LayerNorm, are
+    multiplied elementwise.
 
     Args:
         module: a module that is neither a linear layer nor an embedding.
@@ -304,8 +306,8 @@ def _check_has_no_matrix(module: nn.Module) -> None:
         if parameter.dim() > 1:
             raise _refusal(
                 type(module).__name__,
-                f"how it multiplies its parameter {name} of shape {list(parameter.shape)} is "
-                "not known",
+                f"the product with its parameter {name} of shape {list(parameter.shape)} may "
+                "depend on the batch",
             )
 
 
@@ -318,16 +320,16 @@ def _is_activation(module: nn.Module) -> bool:
 
 
 def _composed_activation(module: nn.Module) -> Callable[[Tensor], Tensor] | None:
-    """Return functions that compute an activation alike for all elements of an array on a CPU.
+    """Return a function that computes an activation alike for all elements of an array on a CPU.
 
     Args:
         module: an activation.
 
     Returns:
-        The composition, or None if the activation itself has this property.
+        The function, or None if the activation itself computes all elements alike.
 
     Raises:
-        ValueError: if no composition is known.
+        ValueError: if no such function is known.
     """
     if isinstance(module, _UNIFORM_ACTIVATIONS):
         return None
@@ -368,11 +370,11 @@ def _check_invariance(model: Model) -> None:
     texts = [" ".join(["card"] * n_words) for n_words in _CHECKED_WORDS]
     tasks = ("query", "document") if _reads_task(model) else (None,)
     for task in tasks:
-        together = _vectors_of(model, texts, task)
-        for text, expected in zip(texts, together, strict=True):
-            (alone,) = _vectors_of(model, [text], task)
-            if not torch.equal(alone, expected):
-                difference = float((alone.float() - expected.float()).abs().max())
+        vectors_of_batch = _vectors_of(model, texts, task)
+        for text, expected in zip(texts, vectors_of_batch, strict=True):
+            (vector,) = _vectors_of(model, [text], task)
+            if not torch.equal(vector, expected):
+                difference = float((vector.float() - expected.float()).abs().max())
                 raise _refusal(
                     type(model).__name__,
                     f"the vector of a short text differs by {difference:.3g} between batches",

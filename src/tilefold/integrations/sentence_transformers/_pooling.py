@@ -209,7 +209,7 @@ def fused_pooling(
     pooling: FusedPooling | SpladePooling,
     screens_int8: bool = False,
 ) -> FusedPooling:
-    """Return a fused pooling as it is, and an adapter for sentence-transformers' ``SpladePooling``.
+    """Return the fused pooling of a module: itself, or an adapter of a ``SpladePooling``.
 
     Args:
         pooling: the pooling.

@@ -33,7 +33,7 @@ def accelerate(
     fp8: bool = False,
     invariant: bool = False,
 ) -> Any:
-    """Make the training of a trainer, or a model, fast and small.
+    """Accelerate a trainer or a model, and reduce the memory that it takes.
 
     With a trainer of sentence-transformers, this is the one call that is needed before
     ``trainer.train()``. It switches on each of these parts whose conditions hold:

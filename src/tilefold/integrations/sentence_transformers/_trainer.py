@@ -373,7 +373,7 @@ def accelerate_trainer(
     compiled: bool | None = None,
     **model_options: Any,
 ) -> TrainerAcceleration:
-    """Switch on everything that makes the training of a trainer fast and is safe for it.
+    """Switch on every acceleration whose conditions hold for a trainer.
 
     Args:
         trainer: the trainer, changed in place.
@@ -381,7 +381,7 @@ def accelerate_trainer(
         compiled: whether to compile layers; None compiles them if that is possible and the
             training has at least :data:`MIN_STEPS_TO_COMPILE` steps.
         **model_options: arguments of :func:`accelerate` for the model. Without any, a model that is
-            accelerated already stays as it is.
+            accelerated already does not change.
 
     Returns:
         The handle; as a context manager, it restores the trainer on exit.

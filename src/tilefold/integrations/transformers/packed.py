@@ -513,12 +513,15 @@ def stop_packed(model: Model) -> None:
 
 
 def _replaceable_attention(model: Model) -> str:
-    """Return the name of the attention that packed attention may replace in a model.
+    """Return the attention that transformers chooses for a model by default.
 
-    It is the attention that transformers chooses by default.
+    Packed attention replaces only this one. Another one was chosen by the user.
 
     Args:
         model: a transformers model.
+
+    Returns:
+        A name of transformers' attention interface: ``"sdpa"`` or ``"eager"``.
     """
     supports_sdpa = getattr(type(model), "_supports_sdpa", True)  # Gemma 2 does not
     return "sdpa" if supports_sdpa else "eager"

@@ -46,7 +46,7 @@ def one_gpu(arguments_class: Any) -> Any:
             return min(1, int(super().n_gpu))
 
         def __reduce__(self) -> Any:
-            """Pickle the arguments as an instance of the stock class."""
+            """Pickle as an instance of ``arguments_class``, which loads without tilefold."""
             stock = object.__new__(arguments_class)
             vars(stock).update(vars(self))
             # From protocol 2 on, pickle requires the class of the pickled object itself.

@@ -48,14 +48,15 @@ __all__ = [
 ]
 
 
-def _sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
-    """Return multiples of `smallest` up to `2 * steps * smallest`, then `steps` sizes per doubling.
+def _candidate_sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
+    """Return sizes that grow in equal steps at first, and then by a share of their double.
 
-    Each of the latter exceeds the one before by at most `1 / steps`.
+    Sizes up to ``2 * steps * smallest`` are the multiples of `smallest`. Above, there are `steps`
+    sizes in each doubling, so that a size exceeds the one before it by at most ``1 / steps``.
 
     Args:
         smallest: the smallest size.
-        largest: the largest size: the smallest one times a power of two.
+        largest: the largest size, which is `smallest` times a power of two.
         steps: number of sizes from a size, inclusive, to its double, exclusive.
     """
     sizes = list(range(smallest, 2 * steps * smallest, smallest))
@@ -68,8 +69,8 @@ def _sizes(smallest: int, largest: int, steps: int) -> tuple[int, ...]:
 
 # Candidates for the number of rows of a product, by the type of the device. On CPUs, the time of a
 # product of few rows follows their number. GPUs take as long for 256 rows as for 1.
-_CPU_SIZES = _sizes(smallest=2, largest=4096, steps=8)
-_GPU_SIZES = _sizes(smallest=256, largest=32768, steps=4)
+_CPU_SIZES = _candidate_sizes(smallest=2, largest=4096, steps=8)
+_GPU_SIZES = _candidate_sizes(smallest=256, largest=32768, steps=4)
 # Packs of fewer tokens are padded to this number on GPUs, so that layers need not pad their rows.
 LEAST_GPU_ROWS = _GPU_SIZES[0]
 # A group may be padded by this share of its rows, and always by less than the smallest size. More
@@ -441,7 +442,9 @@ def _kind_of(weight: Tensor, has_bias: bool) -> _ProductKind:
 
 @functools.lru_cache(maxsize=4096)
 def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
-    """Divide rows into groups of usable sizes, each of which is compared at its first use.
+    """Divide rows into groups whose sizes give equal bits, see :class:`_Probe`.
+
+    A size is tested when it is needed for the first time. If it fails, rows are divided again.
 
     Args:
         n_rows: the number of rows.
@@ -450,25 +453,26 @@ def _usable_groups(n_rows: int, kind: _ProductKind) -> list[RowGroup]:
     probe = _probe_of(kind)
     while True:
         groups = group_rows(n_rows, probe.sizes)
-        # A size that is not usable is no longer among the sizes of the probe.
+        # `is_usable` removes a size that fails from `probe.sizes`, so that this loop ends.
         if all(probe.is_usable(group.size) for group in groups):
             return groups
 
 
 @functools.cache
 def _probe_of(kind: _ProductKind) -> _Probe:
+    """Return the probe of a kind of products, the same for each call."""
     return _Probe(kind)
 
 
 class _Probe:
-    """Random rows and their products with a random weight, with which sizes are compared.
+    """Test of which numbers of rows give the same bits, by products of random rows.
 
-    The rows are repeated until there are as many as a size has. Products of the largest size are
-    the reference, if equal rows have equal products at all positions. Otherwise it is the next
-    size.
+    A product of some size multiplies the same few random rows, repeated until the size is reached.
+    The reference is the largest size in whose product equal rows have equal results at all
+    positions. Another size is usable if its results equal those of the reference.
 
     Attributes:
-        sizes: the sizes, ascending, without those that have been found not to be usable.
+        sizes: the sizes that have not failed, ascending.
 
     Args:
         kind: the shape, the dtype and the device of the weight.
@@ -501,8 +505,10 @@ class _Probe:
     def is_usable(self, size: int) -> bool:
         """Return whether a size gives the same bits as the reference, at all positions.
 
+        A size that fails is removed from :attr:`sizes`.
+
         Args:
-            size: a number of rows. If it is not usable, it is removed from the sizes.
+            size: a number of rows.
         """
         if size in self._usable_sizes:
             return True
@@ -524,7 +530,10 @@ class _Probe:
 
         Args:
             size: the number of rows.
-            shift: which of the random rows comes first.
+            shift: index of the random row that comes first.
+
+        Raises:
+            RuntimeError: if a CUDA graph is being captured.
         """
         kind = self._kind
         _refuse_capture(

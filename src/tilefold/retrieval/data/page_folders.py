@@ -116,6 +116,7 @@ class _PageCache:
     """
 
     def __init__(self, cache: Path, path: Path, root: Path) -> None:
+        """Read the entries that an earlier process has stored; none if the format is another."""
         self._root = root
         key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
         self._file = cache / "pages" / f"{key}.json"
@@ -153,7 +154,7 @@ class _PageCache:
     def save(self) -> None:
         """Store the entries of the files that were counted, if they differ from the stored ones.
 
-        A cache that cannot be written is left as it is, since it only saves time.
+        An error while the cache is written is ignored, since the cache only saves time.
         """
         if self._entries == self._stored_entries:
             return

@@ -140,10 +140,10 @@ def image_features(
 
 
 def _with_image_tokens(features: Any, model: Any, images: Sequence[Image]) -> dict[str, Any]:
-    """Return features of images that have token ids.
+    """Return the features of images, with the token ids if ``preprocess`` lacks them.
 
-    sentence-transformers 6.2 passes images alone to the processor, and that of ColModernVBERT adds
-    its prompt and the tokens of the image in ``process_images`` only.
+    sentence-transformers 6.2 calls the processor with images only. The processor of ColModernVBERT
+    then returns no token ids: it adds its prompt and the image tokens in ``process_images``.
 
     Args:
         features: the result of the model's ``preprocess``.
@@ -232,7 +232,7 @@ def pool_tokens(rows: list[Tensor], pool_factor: float | None) -> list[Tensor]:
 
     Args:
         rows: a tensor ``[tokens, D]`` for each document.
-        pool_factor: the quotient of the numbers of vectors before and after; None merges none.
+        pool_factor: number of vectors before, divided by the number after; None merges none.
     """
     if pool_factor is None:
         return rows
@@ -286,7 +286,7 @@ class EncodingStep:
 
 @dataclass
 class PreparedPages:
-    """Features of the pages of a batch, and the pages that have none.
+    """Features of the pages of a batch, and the errors of pages that failed.
 
     Attributes:
         groups: positions of pages, and the features of all of them. There is one group, unless the
@@ -348,8 +348,8 @@ def prepare_ahead(
 ) -> Generator[tuple[EncodingStep, PreparedPages | None], None, None]:
     """Prepare the pages of steps in worker processes, while the caller encodes earlier ones.
 
-    A thread takes the steps and receives what the workers return, so that the caller only waits for
-    what is not ready yet.
+    A thread takes the steps and receives the features from the workers, so that the caller waits
+    only for features that are not ready yet.
 
     Args:
         model: a ``MultiVectorEncoder`` of images.
@@ -358,8 +358,8 @@ def prepare_ahead(
         n_workers: number of processes; 0 prepares each batch in this process when it is needed.
 
     Yields:
-        Each step but pauses, in order, and the features of its pages; None for a step without
-        pages.
+        The steps in order, without pauses, and the features of their pages; None for a step
+        without pages.
     """
     preparation = PagePreparation(model, dpi)
     if not n_workers:
@@ -431,7 +431,7 @@ class _Worker:
         self._start()
 
     def _start(self) -> None:
-        """Start a process without batches."""
+        """Fork a process that waits for batches."""
         context = multiprocessing.get_context("fork")
         # A queue never blocks its writer, so that both sides cannot wait for one another.
         self._batches: Any = context.Queue()
@@ -478,7 +478,7 @@ class _Worker:
         return prepared
 
     def _prepare_one_by_one(self, batch: PageBatch) -> PreparedPages:
-        """Prepare the pages of a batch that has ended the process, to find the page that did."""
+        """Prepare pages one by one, to find the one on which the process ends."""
         all_prepared = PreparedPages()
         for position, page in zip(batch.positions, batch.pages, strict=True):
             self._batches.put(PageBatch([position], [page]))
@@ -520,7 +520,7 @@ def _prepare_batches(
     results_of_parent: Any,
     preparation: PagePreparation,
 ) -> None:
-    """Prepare batches in a worker process until its parent ends it, or ends.
+    """Prepare batches in a worker process, until its parent ends.
 
     Features are sent as arrays, which go through a pipe. Tensors would go through shared memory, of
     which containers often have 64 MB, less than a few batches of pages.
@@ -532,7 +532,8 @@ def _prepare_batches(
         preparation: decodes the pages.
     """
     pdfium_lock.release()  # held by the thread that has forked this process
-    # With a copy of it here, writing would wait for ever after the parent has ended.
+    # A copy of the reading end would keep the pipe open, so that writing to it could wait for ever
+    # after the parent has ended.
     results_of_parent.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     torch.set_num_threads(1)
@@ -554,8 +555,10 @@ def _prepare_batches(
 
 
 def _as_array(value: Any) -> Any:
+    """Convert a tensor to a numpy array, and return any other value unchanged."""
     return value.numpy() if isinstance(value, Tensor) else value
 
 
 def _as_tensor(value: Any) -> Any:
+    """Convert a numpy array to a tensor, and return any other value unchanged."""
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value

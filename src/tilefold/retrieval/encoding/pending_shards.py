@@ -46,7 +46,7 @@ def _describe_wrong_type(value: object) -> str:
 
 
 def _cut_long_texts(model: Model, contents: Sequence[Any]) -> list[Any]:
-    """Cut texts that are much longer than a model reads, and leave pages as they are.
+    """Cut texts that are much longer than a model reads, and leave pages unchanged.
 
     Args:
         model: a model of sentence-transformers.

@@ -120,7 +120,7 @@ def content_positions(model: Model, query: str, tokens: ScoredTokens) -> list[in
             for scored_position, position in enumerate(tokens.positions.tolist())
             if content.start <= position < content.stop
         ]
-    # A model with routes renders queries in one of them, which the helper does not look into.
+    # `real_query_token_slice` does not support a Router, whose routes contain the Transformer.
     special_ids = set(tokens.tokenizer.all_special_ids)
     return [position for position, token in enumerate(tokens.ids) if token not in special_ids]
 

@@ -43,16 +43,19 @@ class Throttle:
         self._cpu_seconds = time.process_time()
 
     def pause(self) -> None:
-        """Sleep until the work since the last pause has taken at most its share of the time."""
+        """Sleep so long that the work since the last pause does not exceed its share.
+
+        Call it after each batch.
+        """
         elapsed = time.monotonic() - self._wall_seconds
-        # min_seconds is the wall time over which the work must be spread to stay within its share.
+        # The work stays within its share if it is spread over this wall time.
         if self._on_gpu:
-            min_seconds = elapsed / self.share
+            allowed_seconds = elapsed / self.share
         else:
             cpu_seconds = time.process_time() - self._cpu_seconds
-            min_seconds = cpu_seconds / (self.share * self._n_cores)
-        if self.share < 1 and min_seconds > elapsed:
-            time.sleep(min(min_seconds - elapsed, _MAX_PAUSE_SECONDS))
+            allowed_seconds = cpu_seconds / (self.share * self._n_cores)
+        if self.share < 1 and allowed_seconds > elapsed:
+            time.sleep(min(allowed_seconds - elapsed, _MAX_PAUSE_SECONDS))
         self._resume_measuring()
 
 

@@ -42,9 +42,9 @@ class Verification:
         largest_difference: the largest absolute difference of an entry; infinite if a text has
             another number of token vectors.
         different_ids: ids of the first vectors that differ.
-        invariant: whether the stored vectors promise the same bits in every batch.
+        invariant: whether the stored vectors were encoded with ``invariant=True``.
         changes: ``"before -> now"`` of the model, the device and the libraries that have changed,
-            by name. Only vectors with the promise record the device and the libraries.
+            by name. Only invariant vectors record the device and the libraries.
     """
 
     n_compared: int
@@ -56,7 +56,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether the model is the same, and vectors with the promise have the same bits."""
+        """Whether the model is the same, and invariant vectors have the same bits."""
         has_other_model = "model" in self.changes
         return not has_other_model and not (self.invariant and self.n_different)
 
@@ -85,17 +85,16 @@ def verify_vectors(
 
     Args:
         folder: a complete folder of sparse, token or dense vectors.
-        model: the model of the vectors. If they promise the same bits in every batch, it must be
-            accelerated with ``invariant=True``.
+        model: the model of the vectors. If they were encoded with ``invariant=True``, the model
+            must be accelerated with it, too.
         texts: all texts of the folder, id -> text; or pages, if the folder has those of a model of
             images.
         sample: the number of texts or pages that are encoded, at most.
         seed: equal seeds select equal texts or pages.
 
     Raises:
-        ValueError: if the texts are others than those of the folder, or `model` does not keep the
-            promise.
-        DataError: if the folder is incomplete or damaged.
+        DataError: if other texts were encoded into the folder, or it is incomplete or damaged.
+        ValueError: if the vectors need a model that is accelerated with ``invariant=True``.
     """
     check_least_count("sample", sample)
     check_mapping("texts", texts, "id -> text")
@@ -113,8 +112,8 @@ def verify_vectors(
     is_invariant = INVARIANT in manifest.settings
     if is_invariant and invariance is None:
         raise ValueError(
-            "model must compute the same bits in every batch, as the vectors promise, got a model "
-            "without invariant=True; call accelerate(model, invariant=True).",
+            "model must be accelerated with invariant=True, because the vectors were encoded so, "
+            "got a model without it; call accelerate(model, invariant=True).",
         )
     ids = _sample_ids(manifest, texts, sample, seed)
     expected = stored.read(ids)
@@ -190,7 +189,7 @@ def encoding_of(manifest: Any) -> Encoding:
 
 
 def _dtype_of(manifest: Manifest) -> Any:
-    """Return the dtype in which all vectors were computed; None if it is unknown or not one."""
+    """Return the dtype in which all vectors were computed; None if there were several."""
     is_one_dtype = manifest.precision in ("fp32", "bf16", "fp16")
     return manifest.precision if is_one_dtype else None
 

@@ -202,7 +202,7 @@ def check_texts_only(documents: Mapping[str, Document]) -> None:
 
 
 def _to_dict(document: Document) -> dict[str, object]:
-    """Return a document for JSON, with the metadata in the form that an index stores."""
+    """Return a document as a JSON object, with the metadata fields that an index stores."""
     return {
         "id": document.id,
         "title": document.title,

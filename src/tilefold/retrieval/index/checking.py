@@ -106,7 +106,7 @@ class IndexCheck:
         orphans: files and folders that no manifest lists.
         is_being_written: whether another process was writing the index, so that orphans were not
             searched.
-        merge: what a merge would save; None for a backend without segments, and for a damaged
+        merge: savings of a merge; None for a backend without segments, and for a damaged
             index, which cannot be merged.
     """
 
@@ -177,7 +177,7 @@ def _committed_state(folder: Path) -> list[bytes | None]:
 
 
 def _check_once(folder: Path) -> IndexCheck:
-    """Check an index that is assumed not to change."""
+    """Check an index once, and assume that no other process changes it meanwhile."""
     check = IndexCheck(str(folder))
     try:
         generation = read_generation(folder)
@@ -298,7 +298,10 @@ def _check_ids(
     part_of_document: dict[str, str],
     check: IndexCheck,
 ) -> None:
-    """Check that no document is in two parts, and that the removed ones are in their part.
+    """Check the document ids of one part of an index.
+
+    A document may be in one part only, unless it was removed from the others. Every id that is
+    recorded as removed from this part must be in it.
 
     Args:
         folder: the folder of the part.
@@ -323,11 +326,11 @@ def _check_ids(
         earlier = part_of_document.setdefault(document_id, str(folder))
         if earlier != str(folder):
             check.damage.append(f"{folder}: document {document_id!r} is also in {earlier}.")
-            return  # one such document is enough to show
+            return  # one example suffices: the parts may share many documents
 
 
 def _check_opens(folder: Path, check: IndexCheck) -> None:
-    """Open the index as a search does, and add an error to the damage.
+    """Open the index as a search does, and record an error as damage.
 
     Args:
         folder: the folder of the index.
@@ -344,7 +347,7 @@ def _check_opens(folder: Path, check: IndexCheck) -> None:
 
 
 def _merge_savings(parts: Collection[PartCheck]) -> MergeSavings:
-    """Estimate what a merge of the parts would save."""
+    """Estimate how much a merge of the parts would save."""
     n_bytes = sum(part.n_bytes * part.n_removed // max(1, part.n_documents) for part in parts)
     return MergeSavings(
         n_segments=max(0, len(parts) - 1),
@@ -354,7 +357,7 @@ def _merge_savings(parts: Collection[PartCheck]) -> MergeSavings:
 
 
 def _unlisted(folder: Path, segment_names: Collection[str]) -> Iterator[Path]:
-    """Yield what is in an index folder and in no manifest.
+    """Yield the files and folders of an index that no manifest lists.
 
     Args:
         folder: the folder of the index.

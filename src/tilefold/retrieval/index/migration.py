@@ -3,15 +3,15 @@
 The migration of an index ``NAME`` is in the folder ``NAME.migration`` next to it:
 
 * ``migration.json``: the models, the collection and the options of encoding,
-* ``base``: the ids of the documents that the index had at the start, and a key of each text,
+* ``base``: the ids of the documents that the index had at the start, and a hash of each text,
 * ``vectors``: these documents, encoded with the new model; encoding resumes after a kill,
-* ``changes``: what updates of the index have changed since, see
+* ``changes``: a log of the updates of the index since the start, see
   :mod:`tilefold.retrieval.index.changes`,
 * ``index``: the standby. This is the new index, and after the cut-over the old one.
 
 The cut-over and the rollback are the same step: the index and the standby are exchanged by one
-atomic rename. Nothing else changes the index that is searched. Which of the two is searched follows
-from the fingerprints in their manifests, so that no record can contradict it.
+atomic rename. Nothing else changes the index that is searched. The fingerprint in the manifest of
+the index tells whether it is the new one, so that no other record can contradict it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ _REMEDY = "Discard the migration (tilefold migrate --discard) and start it again
 # How long a migration waits for an update of the index, and the time between two attempts.
 _LOCK_SECONDS = 60.0
 _PAUSE_SECONDS = 0.05
-# How often changes are encoded without the lock of the index before the cut-over. Changes that
-# arrive during the last of them are encoded with the lock, which updates have to wait for.
+# Rounds in which the change log is applied while updates of the index go on. At the cut-over, the
+# changes that arrive during the last round are applied while updates wait.
 _MAX_ROUNDS = 5
-# Ids that an error lists.
+# Number of ids that an error lists.
 _SHOWN_IDS = 5
 
 
@@ -101,7 +101,7 @@ class DocumentEncoder(Protocol):
     def encode(self, texts: Mapping[str, str], folder: Path) -> Any:
         """Encode texts into a folder, and return the vectors that are stored there.
 
-        What an interrupted call has encoded is kept.
+        After an interruption, the same call resumes: stored vectors are not computed again.
 
         Args:
             texts: id -> text of documents or passages.
@@ -118,7 +118,7 @@ class MigrationRecord:
         model_fingerprint: digest of the new model.
         old_model: folder or name of the model that encoded the index; None if it is not known.
         old_model_fingerprint: digest of this model; None if the index does not record it.
-        data: the collection that the texts are read from.
+        data: the collection from which the texts are read.
         n_documents: number of documents of the index at the start.
         texts_sha256: digest of the texts that are encoded.
         options: options of encoding, for the program that resumes the migration.
@@ -229,8 +229,8 @@ class Migration:
             data: the collection of the documents.
             old_model: folder or name of the model that encoded the index, if it is known.
             options: options of encoding, which are recorded.
-            absent: ids of documents that the index may lack: an update may add them later, or the
-                old model cannot encode them. They are left out if the index does not have them.
+            absent: ids of documents that the index may lack, because they are not indexed yet, or
+                because the old model cannot encode them. They are left out in that case.
 
         Raises:
             DataError: if the documents are not those of the index, or if the new model is the one
@@ -243,7 +243,7 @@ class Migration:
         if manifest.get("model_fingerprint") == encoder.fingerprint:
             raise DataError(
                 f"{index}: expected an index of another model, got one that this model has "
-                "encoded.",
+                "encoded. Pass another model.",
             )
         with cls._exclusively(index), _waiting_for_lock(index):
             if folder.exists():
@@ -305,12 +305,13 @@ class Migration:
         documents: Mapping[str, Document],
         encoder: DocumentEncoder,
     ) -> None:
-        """Encode the documents of the start with the new model, and build the standby of them.
+        """Encode the documents with the new model, and build the standby from their vectors.
 
-        An interrupted call is resumed. Nothing is done if the standby exists.
+        The standby gets the documents that the index had at the start. An interrupted call is
+        resumed. Nothing is done if the standby exists.
 
         Args:
-            documents: document id -> document, at least those of the start.
+            documents: document id -> document, at least those that the index had at the start.
             encoder: the new model.
 
         Raises:
@@ -326,8 +327,8 @@ class Migration:
             base_documents = self._base_documents(documents, has_passages=passages is not None)
             texts = _texts_of(base_documents, passages)
             if texts_digest(texts) != self.record.texts_sha256:
-                # Texts of documents that have changed since. The log has these changes, which are
-                # repeated later, so that the encoding is resumed with the other texts.
+                # Some documents have changed since the start. Encoding may still be resumed,
+                # because changed documents are encoded again with the change log.
                 texts = _TextsWithOriginalDigest(texts, self.record.texts_sha256)
             vectors = encoder.encode(texts, self.folder / _VECTORS)
             self._build_standby(vectors, manifest, base_documents)
@@ -341,15 +342,15 @@ class Migration:
         """Return the documents that the index had at the start, in the order of the start.
 
         A document that has changed since has its new text, and a deleted one is empty. Both are
-        only placeholders: what has changed is repeated in the standby later.
+        only placeholders, which the replay of the change log replaces or deletes.
 
         Args:
-            documents: document id -> document, which may have further ones.
+            documents: document id -> document; other documents are ignored.
             has_passages: whether the entries of the index are passages.
 
         Raises:
-            DataError: if a document has changed that no update of the index has changed. Passages
-                of a changed text could have other numbers, so no document may have changed then.
+            DataError: if a document differs without an update of the index in the change log. With
+                passages, if any document differs, because its passages may be numbered differently.
         """
         ids = StoredIds.load(self.folder / _BASE, self.record.n_documents)
         keys = read_array(self.folder / _BASE / _TEXT_KEYS, np.uint64, len(ids))
@@ -382,12 +383,12 @@ class Migration:
     ) -> None:
         """Build an index of the new vectors, with the options and the metadata of the old one.
 
-        Options are taken over if both indexes have the same backend.
+        Options are copied only if both indexes have the same backend.
 
         Args:
             vectors: the vectors of all documents of the start.
             manifest: the manifest of the index that is searched.
-            documents: these documents.
+            documents: the documents of the vectors, with their metadata.
         """
         metadata = None
         if _has_metadata(self.index):
@@ -419,7 +420,7 @@ class Migration:
         DenseIndex.build(vectors, metadata=metadata).save(self.standby)
 
     def catch_up(self, encoder: DocumentEncoder | None) -> int:
-        """Repeat in the standby what updates of the index have changed, and merge its segments.
+        """Apply to the standby the updates that the index got since, and merge its segments.
 
         Args:
             encoder: the model of the standby; None if there is nothing to encode.
@@ -459,10 +460,10 @@ class Migration:
     def _replay(self, entries: list[Path], encoder: DocumentEncoder | None) -> int:
         """Apply logged changes to the standby, then remove their entries.
 
-        It is safe to run again after an interruption.
+        After an interruption, the same changes can be applied again.
 
         Args:
-            entries: files of committed entries, the earliest first.
+            entries: files of committed entries of the change log, the earliest first.
             encoder: the model of the standby.
 
         Returns:
@@ -523,10 +524,9 @@ class Migration:
         return encoder.encode(remaining_texts, folder) if remaining_texts else None
 
     def exchange(self, encoder: DocumentEncoder | None = None) -> None:
-        """Let the standby take over by one atomic rename: the cut-over, or the rollback.
+        """Exchange the index and the standby by one atomic rename: the cut-over, or the rollback.
 
-        All changes are repeated in the standby before. The index that was searched becomes the
-        standby.
+        All logged changes are applied to the standby before.
 
         Args:
             encoder: the model of the standby; None if there are no documents to encode.
@@ -547,7 +547,7 @@ class Migration:
             with _waiting_for_lock(self.index):
                 self._log.settle()
                 entries = self._log.committed()
-                if entries:  # they have arrived during the last round
+                if entries:  # logged during the last round
                     self._replay(entries, encoder)
                 self._check_standby_is_complete()
                 sync_tree(self.standby)  # so that the rename survives a loss of power
@@ -567,7 +567,8 @@ class Migration:
         if not check.is_intact:
             raise DataError(
                 f"{self.standby}: the index that should take over is damaged: {check.damage[0]} "
-                "The index that is searched was not changed.",
+                "Discard the migration (--discard) and start it again. The index that is searched "
+                "was not changed.",
             )
 
     def _check_standby_is_complete(self) -> None:
@@ -587,7 +588,7 @@ class Migration:
         )
 
     def discard(self) -> None:
-        """Remove the standby and everything else of the migration. The index is not changed."""
+        """Remove the folder of the migration, with the standby. The index is not changed."""
         with (
             self._exclusively(self.index),
             _waiting_for_lock(self.index),
@@ -600,10 +601,10 @@ class Migration:
     @staticmethod
     @contextmanager
     def _exclusively(index: Path) -> Iterator[None]:
-        """Keep other processes from working on the migration of an index.
+        """Hold the lock of the migration of an index within the context.
 
         Raises:
-            InUseError: if another process does.
+            InUseError: if another process holds it.
         """
         folder = migration_folder(index)
         with ExitStack() as stack:
@@ -619,10 +620,10 @@ class Migration:
 
 @contextmanager
 def _waiting_for_lock(index: Path) -> Iterator[None]:
-    """Hold the lock of an index within the context, and wait for an update that holds it.
+    """Hold the lock of an index within the context, after waiting for a running update.
 
     Raises:
-        InUseError: if the lock is held for longer than a minute.
+        InUseError: if another process holds the lock for longer than a minute.
     """
     give_up = time.monotonic() + _LOCK_SECONDS
     with ExitStack() as stack:
@@ -710,7 +711,7 @@ def _check_encoder(encoder: DocumentEncoder, fingerprint: str, name: str) -> Non
 
 
 def _passages_of(manifest: Json) -> str | None:
-    """Return how the documents of an index were divided into passages; None for documents."""
+    """Return how the documents of an index were divided into passages; None for whole documents."""
     return Provenance.from_dict(manifest).passages
 
 
@@ -765,7 +766,7 @@ def _document_ids_of(index: Path, passages: str | None) -> set[str]:
 
 
 def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
-    """Return a key of the contents of each document, uint64 ``[N]``, to recognise changed texts."""
+    """Return a hash of each document's contents, uint64 ``[N]``, to recognise changed texts."""
     keys = (
         int.from_bytes(
             hashlib.sha256(document.contents.encode("utf-8", "surrogatepass")).digest()[:8],
@@ -777,11 +778,13 @@ def _text_keys(documents: Mapping[str, Document]) -> npt.NDArray[np.uint64]:
 
 
 class _TextsWithOriginalDigest(dict[str, str]):
-    """Texts, of which some have changed since their encoding started, with their original digest.
+    """Texts under the digest with which their encoding was started, although some have changed.
+
+    Encoding resumes only under the same digest.
 
     Args:
         texts: id -> text.
-        texts_sha256: digest of the texts with which the encoding was started.
+        texts_sha256: the digest at the start.
     """
 
     def __init__(self, texts: Mapping[str, str], texts_sha256: str) -> None:

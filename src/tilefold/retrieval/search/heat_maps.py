@@ -60,8 +60,8 @@ class PatchGrid:
         n_rows: number of rows of cells.
         n_columns: number of columns of cells.
         cells: first row, first column, row after the last and column after the last that a token
-            covers, ``[n, 4]`` integers. Four times -1 for a token that is no patch, such as a word
-            of the prompt.
+            covers, ``[n, 4]`` integers. A token that is not a patch, such as a word of the prompt,
+            has four times -1.
     """
 
     n_rows: int
@@ -69,7 +69,7 @@ class PatchGrid:
     cells: Tensor
 
     def box(self, token: int) -> Box | None:
-        """Return the part of the image that a token covers; None for a token that is no patch."""
+        """Return the part of the image that a token covers; None if the token is not a patch."""
         first_row, first_column, end_row, end_column = self.cells[token].tolist()
         if first_row < 0:
             return None
@@ -114,8 +114,9 @@ def patch_grid(
 ) -> PatchGrid:
     """Find the cells of an image that its token vectors cover.
 
-    Known are the fixed grid of ColPali, the dynamic grid of ColQwen2, whose patches are merged, and
-    the tiles of Idefics3, SmolVLM and ColModernVBERT, which end with the image as one more tile.
+    Supported are the fixed grid of ColPali, the grid of ColQwen2, which depends on the size of the
+    image and merges patches, and the tiles of Idefics3, SmolVLM and ColModernVBERT, whose last tile
+    is the complete image.
 
     Args:
         model: a ``MultiVectorEncoder`` of page images.
@@ -142,7 +143,7 @@ def patch_grid(
 
 
 def _image_token_id(processor: Any) -> int:
-    """Return the id of the token that stands for a patch of an image.
+    """Return the id of the image token, which occurs once for each patch of an image.
 
     Raises:
         ValueError: if the model reads texts only.

@@ -351,6 +351,7 @@ class Searcher:
         options: Mapping[str, object] | None = None,
         other_model: bool = False,
     ) -> None:
+        """Check that the arguments belong together, and create the retriever and the reranker."""
         _check_types(index, model, vectors, second, late, tokens, options)
         self.documents = documents_by_id("documents", {} if documents is None else documents)
         self.second = second
@@ -364,30 +365,10 @@ class Searcher:
                 index.provenance.precision,
                 stacklevel=2,
             )
-        search_options = options or {}
-        self.retriever: SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever
-        if isinstance(index, BM25Index):
-            self.retriever = WordsRetriever(index)
-        elif index.backend == DENSE:
-            self.retriever = DenseRetriever(index, model, options=search_options)
-        elif index.backend == LATE:
-            self.retriever = LateRetriever(index, model, options=search_options)
-        else:
-            self.retriever = SparseRetriever(
-                index,
-                model,
-                Path(vectors) if isinstance(vectors, str) else vectors,
-                query_top_k,
-                options=search_options,
-            )
+        self.retriever = _create_retriever(index, model, vectors, query_top_k, options or {})
         self.stage = _RETRIEVER_STAGES[type(self.retriever)]
         if isinstance(second, BM25Index):
-            differences = second.provenance.differing_fields(self.provenance)
-            if "texts_sha256" in differences:
-                raise ArgumentDataError(
-                    "second",
-                    "was made from other documents than the index; build both from the same ones.",
-                )
+            _check_same_documents(second, self.provenance)
         self.reranker = None
         if late is not None:
             # Imported here because it needs torch, which a search with BM25 does not.
@@ -1135,6 +1116,51 @@ def _check_unused_arguments(
             f"must be left out for {description}, whose results are not explained by terms, got "
             f"{vectors}.",
         )
+
+
+def _check_same_documents(second: BM25Index, provenance: Provenance) -> None:
+    """Raise ``DataError`` if a second index was made from other documents than the index.
+
+    Args:
+        second: the second index.
+        provenance: the provenance of the index.
+    """
+    if "texts_sha256" in second.provenance.differing_fields(provenance):
+        raise ArgumentDataError(
+            "second",
+            "was made from other documents than the index; build both from the same ones.",
+        )
+
+
+def _create_retriever(
+    index: SparseIndex | BM25Index | DenseIndex | LateIndex,
+    model: Model | None,
+    vectors: SparseVectors | str | Path | None,
+    query_top_k: int | None,
+    options: Mapping[str, object],
+) -> SparseRetriever | WordsRetriever | DenseRetriever | LateRetriever:
+    """Create the retriever for the kind of an index; see :class:`Searcher`.
+
+    Args:
+        index: the index.
+        model: the model that encodes queries.
+        vectors: sparse vectors of the documents, or their folder.
+        query_top_k: number of heaviest terms that a query keeps; None keeps all.
+        options: options of the index's search.
+    """
+    if isinstance(index, BM25Index):
+        return WordsRetriever(index)
+    if index.backend == DENSE:
+        return DenseRetriever(index, model, options=options)
+    if index.backend == LATE:
+        return LateRetriever(index, model, options=options)
+    return SparseRetriever(
+        index,
+        model,
+        Path(vectors) if isinstance(vectors, str) else vectors,
+        query_top_k,
+        options=options,
+    )
 
 
 def _encode_items(model: Any, items: Mapping[str, str | Image]) -> list[Tensor]:

@@ -45,9 +45,9 @@ class TokenMatch:
         similarity: inner product of the two vectors. The score of the document is the sum of these
             numbers, or their mean for a model that is trained with it.
         box: part of the page image that the document token covers; None for a text, and for a
-            token of a page that is no patch.
+            token of a page that is not a patch.
         is_prompt: whether the document token is part of the prompt with which the model reads a
-            page image. False for texts, whose prompts are not told apart.
+            page image. Always False for texts.
     """
 
     query_position: int

@@ -756,7 +756,7 @@ class _IsinByComparison(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace ``torch.isin(elements, test_elements)``, and call any other function as it is.
+        """Replace ``torch.isin(elements, test_elements)``, and call any other function unchanged.
 
         Args:
             func: the function of torch that was called.

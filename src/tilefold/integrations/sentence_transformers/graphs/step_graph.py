@@ -246,7 +246,7 @@ class StepGraph:
         parameters: list[Tensor],
         gradients: list[Tensor | None],
     ) -> None:
-        """Run the forward and backward pass once, and allocate what the graphs write.
+        """Run the forward and backward pass once, and allocate the buffers of the gradients.
 
         All activations are freed on return.
 
@@ -255,11 +255,14 @@ class StepGraph:
             parameters: the leaf tensors that get gradients.
             gradients: the buffer of each parameter. Missing buffers are added.
         """
+        # `cut` has the hidden states at which the backward pass is divided into two parts.
         output, cut = run_encoder(self.inputs.features())
         self._output_gradient = torch.zeros_like(output)
-        parts = list(backward_parts(output, cut, parameters, self._output_gradient))
-        allocate_buffers(gradients, parameters, parts[-1])
-        self.lower_positions = lower_positions(parts)
+        gradients_after_parts = list(
+            backward_parts(output, cut, parameters, self._output_gradient),
+        )
+        allocate_buffers(gradients, parameters, gradients_after_parts[-1])
+        self.lower_positions = lower_positions(gradients_after_parts)
 
     def forward(self) -> Tensor:
         """Run the encoder on the static inputs.

@@ -127,7 +127,7 @@ class StepGraphs:
         self._reset()
 
     def _reset(self) -> None:
-        """Drop all graphs and what is known of earlier batches, and inspect the model again."""
+        """Drop all graphs and the counts of earlier batches, and inspect the model again."""
         model = self.transformer.model
         self.graphs: GraphCache[StepGraphSize, Any] = GraphCache(MAX_GRAPHS)
         self.parameters: list[Tensor] = [

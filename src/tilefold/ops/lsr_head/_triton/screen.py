@@ -44,7 +44,7 @@ BLOCK_LIST = 1024  # columns of a sequence that an instance lists
 
 @triton.jit
 def runs_screened(state_ptr, sample_limit, limit):
-    """Whether the screen computes the scores: few enough may be positive, in the sample and in all.
+    """Whether the screen pays off: few enough scores may be positive, in the sample and in all.
 
     Args:
         state_ptr: state of the screen.
