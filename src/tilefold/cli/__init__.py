@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -13,28 +14,29 @@ from tilefold._internal.termination import TERMINATED, TerminationHandler
 
 __all__ = ["app", "main"]
 
-# All commands, in the order of the help.
-COMMANDS = (
-    "demo",
-    "train",
-    "recipes",
-    "encode",
-    "verify",
-    "merge",
-    "index",
-    "migrate",
-    "search",
-    "evaluate",
-    "compare",
-    "export",
-    "fuse",
-    "mine",
-    "score",
-    "serve",
-    "bench",
-    "warmup",
-    "info",
-)
+# Command -> file of this package with its function, in the order of the help.
+_MODULE_OF_COMMAND = {
+    "demo": "demo",
+    "train": "train",
+    "recipes": "train",
+    "encode": "encode",
+    "verify": "verify",
+    "merge": "index",
+    "index": "index",
+    "migrate": "migrate",
+    "search": "search",
+    "evaluate": "evaluate",
+    "compare": "compare",
+    "export": "export",
+    "fuse": "evaluate",
+    "mine": "mine",
+    "score": "mine",
+    "serve": "serve",
+    "bench": "bench",
+    "warmup": "bench",
+    "info": "info",
+}
+COMMANDS = tuple(_MODULE_OF_COMMAND)
 WRONG_USAGE = 2  # exit codes
 INTERRUPTED = 130
 
@@ -111,13 +113,24 @@ def _run(args: list[str], debug: bool, termination: TerminationHandler) -> int:
         return _report(error)
     if exit_code != INTERRUPTED:  # typer turns Ctrl-C into this code
         return exit_code
+    _report_interruption(by_sigterm=termination.received)
+    return TERMINATED if termination.received else INTERRUPTED
+
+
+def _report_interruption(*, by_sigterm: bool) -> None:
+    """Print that a command was interrupted, and whether running it again resumes.
+
+    Args:
+        by_sigterm: whether SIGTERM has interrupted the command, instead of Ctrl-C.
+    """
+    from tilefold.cli import _common
+
     outcome = "Nothing was kept."
     if any(has_finished_work() for has_finished_work in _common.finished_work_checks):
         outcome = "Finished work is kept: run the same command again to resume."
-    cause = "Ended by SIGTERM" if termination.received else "Interrupted"
+    cause = "Ended by SIGTERM" if by_sigterm else "Interrupted"
     sentences = [f"{cause}. {outcome}", *(describe() for describe in _common.resume_notes)]
     _common.note(" ".join(sentences))
-    return TERMINATED if termination.received else INTERRUPTED
 
 
 def _run_command(args: list[str]) -> int:
@@ -211,87 +224,15 @@ def _app(command: str | None = None) -> Any:
     return app
 
 
-def _function_of(command: str) -> Callable[..., None]:  # noqa: PLR0911, PLR0912 - one per command
+def _function_of(command: str) -> Callable[..., None]:
     """Import the function of a command, but not the files of other commands.
 
     Args:
         command: one of :data:`COMMANDS`.
     """
-    if command == "demo":
-        from tilefold.cli.demo import demo
-
-        return demo
-    if command == "train":
-        from tilefold.cli.train import train
-
-        return train
-    if command == "recipes":
-        from tilefold.cli.train import recipes
-
-        return recipes
-    if command == "encode":
-        from tilefold.cli.encode import encode
-
-        return encode
-    if command == "verify":
-        from tilefold.cli.verify import verify
-
-        return verify
-    if command == "merge":
-        from tilefold.cli.index import merge
-
-        return merge
-    if command == "index":
-        from tilefold.cli.index import index
-
-        return index
-    if command == "migrate":
-        from tilefold.cli.migrate import migrate
-
-        return migrate
-    if command == "search":
-        from tilefold.cli.search import search
-
-        return search
-    if command == "evaluate":
-        from tilefold.cli.evaluate import evaluate
-
-        return evaluate
-    if command == "compare":
-        from tilefold.cli.compare import compare
-
-        return compare
-    if command == "export":
-        from tilefold.cli.export import export
-
-        return export
-    if command == "fuse":
-        from tilefold.cli.evaluate import fuse
-
-        return fuse
-    if command == "mine":
-        from tilefold.cli.mine import mine
-
-        return mine
-    if command == "score":
-        from tilefold.cli.mine import score
-
-        return score
-    if command == "serve":
-        from tilefold.cli.serve import serve
-
-        return serve
-    if command == "bench":
-        from tilefold.cli.bench import bench
-
-        return bench
-    if command == "warmup":
-        from tilefold.cli.bench import warmup
-
-        return warmup
-    from tilefold.cli.info import info
-
-    return info
+    module = importlib.import_module(f"tilefold.cli.{_MODULE_OF_COMMAND[command]}")
+    function: Callable[..., None] = getattr(module, command)
+    return function
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ import typer
 
 from tilefold import retrieval
 from tilefold._internal.files import write_json
+from tilefold._internal.typing import Model
 from tilefold.cli import _common, _models
 from tilefold.cli import _demo_steps as steps
 from tilefold.cli._common import CommandError, UsageError, note
@@ -23,6 +24,7 @@ from tilefold.retrieval.common.provenance import texts_digest
 from tilefold.retrieval.common.runs import Run
 from tilefold.retrieval.data.collection import Collection
 from tilefold.retrieval.errors import MissingPackageError
+from tilefold.retrieval.vectors.sparse import SparseVectors
 
 ANSWERS = 3  # documents that are shown for the example query
 # Names of the systems that the demo compares.
@@ -299,26 +301,8 @@ def _evaluate(
     from tilefold.retrieval.evaluation.measures import choose_weights
 
     encoder = _models.load_encoder(str(folder / "model"))
-    encoding_title = f"encoding the documents: {len(collection.documents)} documents"
-    with stages.stage("encoding", encoding_title) as outcome:
-        outcome.reused = steps.encode(
-            retrieval.encode_collection,
-            encoder,
-            collection,
-            folder / "vectors",
-            top_k=DOCUMENT_TERMS,
-        )
-        vectors = retrieval.read_vectors(folder / "vectors")
-        outcome.text = f"{len(vectors)} vectors"
-    indexes: dict[str, Any] = {}
-    with stages.stage("indexing", "indexing") as outcome:
-        for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
-            try:
-                indexes[backend] = retrieval.build_index(vectors, backend)
-                indexes[backend].save(folder / name, overwrite=True)
-            except MissingPackageError as error:
-                note(f"  {backend} index left out: {_common.first_line(error)}")
-        outcome.text = " and ".join(indexes)
+    vectors = _encode_documents(encoder, collection, folder, stages)
+    indexes = _build_indexes(vectors, folder, stages)
     with stages.stage("searching", "searching: SPLADE"):
         encoded = retrieval.encode_queries(encoder, queries, top_k=steps.QUERY_TERMS)
         run_by_backend = {
@@ -364,6 +348,57 @@ def _evaluate(
     if "seismic" in run_by_backend:
         results["seismic_overlap_at_10"] = steps.overlap(splade, run_by_backend["seismic"])
     return results
+
+
+def _encode_documents(
+    encoder: Model,
+    collection: Collection,
+    folder: Path,
+    stages: Stages,
+) -> SparseVectors:
+    """Encode the documents with the trained model, or reuse the vectors of an earlier demo.
+
+    Args:
+        encoder: the trained model.
+        collection: the documents.
+        folder: the folder of the demo.
+        stages: the stages, to which this one is added.
+    """
+    title = f"encoding the documents: {len(collection.documents)} documents"
+    with stages.stage("encoding", title) as outcome:
+        outcome.reused = steps.encode(
+            retrieval.encode_collection,
+            encoder,
+            collection,
+            folder / "vectors",
+            top_k=DOCUMENT_TERMS,
+        )
+        vectors = retrieval.read_vectors(folder / "vectors")
+        outcome.text = f"{len(vectors)} vectors"
+    return vectors
+
+
+def _build_indexes(vectors: SparseVectors, folder: Path, stages: Stages) -> dict[str, Any]:
+    """Build and save an exact index and, if its package is installed, a Seismic index.
+
+    Args:
+        vectors: the vectors of the documents.
+        folder: the folder of the demo.
+        stages: the stages, to which this one is added.
+
+    Returns:
+        Backend -> index.
+    """
+    indexes: dict[str, Any] = {}
+    with stages.stage("indexing", "indexing") as outcome:
+        for backend, name in (("exact", "index"), ("seismic", "index-seismic")):
+            try:
+                indexes[backend] = retrieval.build_index(vectors, backend)
+                indexes[backend].save(folder / name, overwrite=True)
+            except MissingPackageError as error:
+                note(f"  {backend} index left out: {_common.first_line(error)}")
+        outcome.text = " and ".join(indexes)
+    return indexes
 
 
 def figures(runs: dict[str, Run], qrels: dict[str, dict[str, int]]) -> dict[str, Any]:

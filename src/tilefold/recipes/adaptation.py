@@ -182,30 +182,12 @@ def adapt(
             or the texts are too short.
         RuntimeError: if the loss is not finite, or if a launcher started several processes.
     """
-    from transformers import PreTrainedModel, TrainingArguments, default_data_collator
+    from transformers import default_data_collator
     from transformers.trainer_callback import PrinterCallback
 
-    from tilefold.integrations.transformers import one_gpu
-
-    check_instance(
-        "network",
-        network,
-        PreTrainedModel,
-        "AutoModelForCausalLM.from_pretrained(name)",
-    )
-    if not callable(tokenizer):
-        raise TypeError(
-            f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}; "
-            "pass AutoTokenizer.from_pretrained(name).",
-        )
     if recipe is None:
         recipe = AdaptationRecipe()
-    check_instance("recipe", recipe, AdaptationRecipe, "AdaptationRecipe(steps=1000)")
-    if getattr(network.config, "is_causal", True) is False:
-        raise ValueError(
-            "network must be causal for next-token prediction, got config.is_causal=False; adapt "
-            "the model first and make it bidirectional afterwards.",
-        )
+    _check_arguments(network, tokenizer, recipe)
     _check_head(network)
     n_processes = int(os.environ.get("WORLD_SIZE") or 1)
     if n_processes > 1:
@@ -217,26 +199,10 @@ def adapt(
     unfreeze_network_adapters(network)
     log = _StepLog()
     with tempfile.TemporaryDirectory(prefix="tilefold-adaptation-") as folder:
-        arguments = one_gpu(TrainingArguments)(
-            output_dir=folder,
-            max_steps=recipe.steps,
-            per_device_train_batch_size=recipe.batch_size,
-            learning_rate=recipe.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=recipe.warmup_steps,
-            bf16=supports_bf16() if recipe.bf16 is None else recipe.bf16,
-            seed=recipe.seed,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            use_cpu=next(network.parameters()).device.type == "cpu",
-        )
         rows = [{"input_ids": block} for block in blocks]
         trainer = _trainer_class(recipe, log, progress)(
             model=network,
-            args=arguments,
+            args=_training_arguments(recipe, network, folder),
             train_dataset=rows,
             data_collator=default_data_collator,
         )
@@ -249,6 +215,64 @@ def adapt(
             "fewer steps.",
         )
     return _result(recipe, log, len(blocks))
+
+
+def _check_arguments(network: Network, tokenizer: Tokenizer, recipe: AdaptationRecipe) -> None:
+    """Raise an error if :func:`adapt` does not accept one of its arguments.
+
+    Raises:
+        TypeError: if an argument has another type.
+        ValueError: if the network is bidirectional.
+    """
+    from transformers import PreTrainedModel
+
+    check_instance(
+        "network",
+        network,
+        PreTrainedModel,
+        "AutoModelForCausalLM.from_pretrained(name)",
+    )
+    if not callable(tokenizer):
+        raise TypeError(
+            f"tokenizer: expected a tokenizer of transformers, got {type(tokenizer).__name__}; "
+            "pass AutoTokenizer.from_pretrained(name).",
+        )
+    check_instance("recipe", recipe, AdaptationRecipe, "AdaptationRecipe(steps=1000)")
+    if getattr(network.config, "is_causal", True) is False:
+        raise ValueError(
+            "network must be causal for next-token prediction, got config.is_causal=False; adapt "
+            "the model first and make it bidirectional afterwards.",
+        )
+
+
+def _training_arguments(recipe: AdaptationRecipe, network: Network, folder: str) -> Any:
+    """Return the ``TrainingArguments`` of an adaptation, which saves and logs nothing.
+
+    Args:
+        recipe: the settings.
+        network: the network, whose device decides where the training runs.
+        folder: a temporary folder, which the trainer requires.
+    """
+    from transformers import TrainingArguments
+
+    from tilefold.integrations.transformers import one_gpu
+
+    return one_gpu(TrainingArguments)(
+        output_dir=folder,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=recipe.batch_size,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=recipe.warmup_steps,
+        bf16=supports_bf16() if recipe.bf16 is None else recipe.bf16,
+        seed=recipe.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=next(network.parameters()).device.type == "cpu",
+    )
 
 
 @dataclass

@@ -144,15 +144,7 @@ def minilm_splade(
             "must have at least one text, because the fixed decoder bias is that of the default "
             "percentile, first_token and layers, got None.",
         )
-    finite_number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
-    integer()("layers", layers, True)
-    check_integer("max_length", max_length)
-    check_integer("seed", seed)
-    if not 2 < max_length <= MINILM_MAX_TOKENS:
-        raise ArgumentError(
-            "max_length",
-            f"must be from 3 to {MINILM_MAX_TOKENS} tokens for MiniLM, got {max_length!r}.",
-        )
+    _check_minilm_numbers(percentile, layers, max_length, seed)
     path = minilm_path()
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
@@ -191,6 +183,24 @@ def minilm_splade(
         encoder = SparseEncoder(modules=[transformer, SpladePooling("max", "relu")], device=device)
     encoder.model_card_data.base_model = MINILM_NAME
     return stay_offline(encoder)
+
+
+def _check_minilm_numbers(
+    percentile: float,
+    layers: int | None,
+    max_length: int,
+    seed: int,
+) -> None:
+    """Raise an error for a number of :func:`minilm_splade` of a wrong type or out of range."""
+    finite_number(lambda value: 0 < value < 100, "in (0, 100)")("percentile", percentile)
+    integer()("layers", layers, True)
+    check_integer("max_length", max_length)
+    check_integer("seed", seed)
+    if not 2 < max_length <= MINILM_MAX_TOKENS:
+        raise ArgumentError(
+            "max_length",
+            f"must be from 3 to {MINILM_MAX_TOKENS} tokens for MiniLM, got {max_length!r}.",
+        )
 
 
 def _save_on_any_rank(network: Network, folder: Path) -> None:

@@ -91,10 +91,52 @@ def admin_router(service: Service) -> APIRouter:
     Args:
         service: the service.
     """
-    router = APIRouter()
+    return _AdminRoutes(service).router()
 
-    async def reload(request: Request) -> Response:
-        searchable = await _follower_of(service).reload()
+
+class _AdminRoutes:
+    """Routes that change what a service serves.
+
+    Attributes:
+        service: the service.
+    """
+
+    def __init__(self, service: Service) -> None:
+        """Create the routes of a service."""
+        self.service = service
+
+    def router(self) -> APIRouter:
+        """Create the router with all routes."""
+        router = APIRouter()
+        summary = "Open the current generation of the index, which takes over between two requests"
+        add_route(router, self.service, _RELOAD_PATH, self.reload, summary, method="POST")
+        summary = "Add documents to the index, or replace those with the same ids"
+        add_route(
+            router,
+            self.service,
+            _DOCUMENTS_PATH,
+            self.put,
+            summary,
+            PutBody,
+            method="PUT",
+        )
+        summary = "Remove documents from the index"
+        add_route(
+            router,
+            self.service,
+            _DOCUMENTS_PATH,
+            self.delete,
+            summary,
+            DeleteBody,
+            method="DELETE",
+        )
+        summary = "Documents that are pending or failed"
+        add_route(router, self.service, _DOCUMENTS_PATH, self.describe, summary)
+        return router
+
+    async def reload(self, request: Request) -> Response:
+        """Open the current generation of the index, and answer with a description of it."""
+        searchable = await _follower_of(self.service).reload()
         answer = {
             "index": searchable.name,
             "generation": searchable.generation,
@@ -102,30 +144,31 @@ def admin_router(service: Service) -> APIRouter:
         }
         return Response(to_json(answer), media_type=JSON)
 
-    async def put(body: PutBody, request: Request) -> Response:
+    async def put(self, body: PutBody, request: Request) -> Response:
+        """Add documents to the index, or replace documents."""
         documents = [document.to_document() for document in body.documents]
-        return await accept([Change(document.id, document) for document in documents], request)
+        changes = [Change(document.id, document) for document in documents]
+        return await self._accept(changes, request)
 
-    async def delete(body: DeleteBody, request: Request) -> Response:
-        return await accept([Change(document_id, None) for document_id in body.ids], request)
+    async def delete(self, body: DeleteBody, request: Request) -> Response:
+        """Remove documents from the index."""
+        return await self._accept([Change(document_id, None) for document_id in body.ids], request)
 
-    async def accept(changes: list[Change], request: Request) -> Response:
+    async def describe(self, request: Request) -> Response:
+        """Answer with the state of pending and failed changes."""
+        return Response(to_json(_writer_of(self.service).info()), media_type=JSON)
+
+    async def _accept(self, changes: list[Change], request: Request) -> Response:
+        """Accept changes, and answer with the receipt.
+
+        Args:
+            changes: the changes of the request.
+            request: the request, with the parameter ``wait``.
+        """
         wait = _wait_parameter(request)
-        receipt = await _writer_of(service).accept(changes, wait=wait)
+        receipt = await _writer_of(self.service).accept(changes, wait=wait)
         status = 200 if receipt.visible else _ACCEPTED
         return Response(to_json(asdict(receipt)), status, media_type=JSON)
-
-    async def describe(request: Request) -> Response:
-        return Response(to_json(_writer_of(service).info()), media_type=JSON)
-
-    summary = "Open the current generation of the index, which takes over between two requests"
-    add_route(router, service, _RELOAD_PATH, reload, summary, method="POST")
-    summary = "Add documents to the index, or replace those with the same ids"
-    add_route(router, service, _DOCUMENTS_PATH, put, summary, PutBody, method="PUT")
-    summary = "Remove documents from the index"
-    add_route(router, service, _DOCUMENTS_PATH, delete, summary, DeleteBody, method="DELETE")
-    add_route(router, service, _DOCUMENTS_PATH, describe, "Documents that are pending or failed")
-    return router
 
 
 def _wait_parameter(request: Request) -> bool:
@@ -168,9 +211,9 @@ def _writer_of(service: Service) -> Writer:
     if service.writer is None:
         raise ServeError(
             "Validation",
-            "this server takes no documents: they need an index in a folder, of another backend "
-            "than qdrant, and a server without --vectors, --bm25 and stored --tokens, which would "
-            "lack them",
+            "this server takes no documents: start it with an --index folder of another backend "
+            "than qdrant, and without --vectors, --bm25 and stored --tokens, which would lack the "
+            "new documents",
             status=409,
         )
     return service.writer

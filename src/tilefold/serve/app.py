@@ -111,33 +111,15 @@ def create_app(
         ValueError: if a key is empty, or an origin is invalid.
     """
     check_origins(origins)
-    for name, key in (("api_key", api_key), ("admin_key", admin_key)):
-        if key is not None and not key.strip():
-            raise ArgumentError(
-                name,
-                "expected some text, got an empty one; leave it out for a server without a key.",
-            )
-
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        service.start()
-        tasks = [task for task in (service.follower, service.writer) if task is not None]
-        with closing(service):
-            for task in tasks:
-                task.start()
-            try:
-                yield
-            finally:
-                for task in tasks:
-                    await task.stop()
-
+    _check_key("api_key", api_key)
+    _check_key("admin_key", admin_key)
     app = _App(
         title="tilefold",
         description=(
             "Sparse and late-interaction retrieval; compatible with text-embeddings-inference 1.9."
         ),
         version=__version__,
-        lifespan=lifespan,
+        lifespan=functools.partial(_lifespan, service),
         openapi_url=_FASTAPI_SCHEMA_PATH,
         docs_url=None,  # FastAPI's page loads scripts from other sites
         redoc_url=None,
@@ -166,7 +148,8 @@ def create_app(
         admin_key,
         local=local,
     )
-    if origins:  # outside the guard: a browser asks whether it may send a request without the key
+    if origins:
+        # Outside the guard, because the preflight requests of browsers have no key.
         app.outer = CORSMiddleware(
             app.outer,
             allow_origins=list(origins),
@@ -175,6 +158,39 @@ def create_app(
             expose_headers=["x-truncated-inputs"],
         )
     return app
+
+
+def _check_key(name: str, key: str | None) -> None:
+    """Raise ``ValueError`` if a key is empty; None means no key.
+
+    Args:
+        name: the argument with the key, for the error.
+        key: the key.
+    """
+    if key is not None and not key.strip():
+        raise ArgumentError(
+            name,
+            "expected some text, got an empty one; leave it out for a server without a key.",
+        )
+
+
+@asynccontextmanager
+async def _lifespan(service: Service, _: FastAPI) -> AsyncIterator[None]:
+    """Start a service with the tasks of its index, and end them with the application.
+
+    Args:
+        service: the service, which may follow an index folder and write documents into it.
+    """
+    service.start()
+    tasks = [task for task in (service.follower, service.writer) if task is not None]
+    with closing(service):
+        for task in tasks:
+            task.start()
+        try:
+            yield
+        finally:
+            for task in tasks:
+                await task.stop()
 
 
 def _post_endpoints(prefix: str, router: APIRouter) -> dict[str, Endpoint]:

@@ -171,18 +171,7 @@ def encode_on_ray(
         DataError: if rows are malformed or repeated, or a machine has another folder, other texts
             or another model; and for the reasons of ``encode_collection``.
     """
-    check_instance(
-        "texts",
-        texts,
-        (Mapping, str, Path, InMemoryTexts, FileTexts),
-        "the path of the documents",
-    )
-    check_callable("load", load, "load()")
-    check_instance("encoding", encoding, Encoding, "SparseEncoding()")
-    if cluster is not None:
-        check_instance("cluster", cluster, RayCluster, "RayCluster(address)")
-    if progress is not None:
-        check_callable("progress", progress, "progress(texts done, texts in all)")
+    _check_arguments(load, texts, encoding, cluster, progress)
     output = Output(
         folder=path_of("output_dir", output_dir).resolve(),
         shard_size=shard_size,
@@ -237,8 +226,30 @@ def encode_on_ray(
     return writer.finish(plan.count)
 
 
+def _check_arguments(
+    load: Callable[[], Model],
+    texts: Mapping[str, str] | str | Path | Texts,
+    encoding: Encoding,
+    cluster: RayCluster | None,
+    progress: Callable[[int, int], None] | None,
+) -> None:
+    """Raise ``TypeError`` if an argument of :func:`encode_on_ray` has a wrong type."""
+    check_instance(
+        "texts",
+        texts,
+        (Mapping, str, Path, InMemoryTexts, FileTexts),
+        "the path of the documents",
+    )
+    check_callable("load", load, "load()")
+    check_instance("encoding", encoding, Encoding, "SparseEncoding()")
+    if cluster is not None:
+        check_instance("cluster", cluster, RayCluster, "RayCluster(address)")
+    if progress is not None:
+        check_callable("progress", progress, "progress(texts done, texts in all)")
+
+
 def _ignore_progress(n_done: int, n_texts: int) -> None:
-    pass
+    """Report nothing; the function for a caller that passes no ``progress``."""
 
 
 def _text_source(texts: Mapping[str, str] | str | Path | Texts) -> Texts:

@@ -260,7 +260,7 @@ def update_index(
     """Remove documents from a saved index, then add documents or replace those with the same ids.
 
     Only the new documents are indexed, as a segment with the options of the index. If the update
-    fails or the process is killed, the index stays as it was.
+    fails or the process is killed, the index does not change.
 
     Args:
         path: the folder of the index.
@@ -269,8 +269,8 @@ def update_index(
         metadata: document id -> fields of the new documents. It is required if the index stores
             metadata, but may be empty.
         documents: document id -> the documents of `vectors`. They are required while the index
-            moves to another model (``tilefold migrate``), which encodes them, too, and have no
-            effect otherwise.
+            moves to another model (``tilefold migrate``), because that model encodes them as well.
+            Otherwise they have no effect.
 
     Returns:
         ``n_documents``: number of documents in the updated index; ``written``: number of new
@@ -309,6 +309,7 @@ def update_index(
     with lock_path(folder.resolve()):
         index: Any = open_index(folder)
         segments = index if isinstance(index, Segments) else Segments([index], [()])
+        new_documents: dict[str, Document] = {}
         if vectors is not None:
             for part in segments.parts:
                 check_metadata(part.metadata, metadata)
@@ -320,10 +321,9 @@ def update_index(
                 segments.provenance.precision,
                 stacklevel=2,
             )
-        new_documents: dict[str, Document] = {}
-        if vectors is not None and change_log.is_active:
-            passages = segments.provenance.passages
-            new_documents = _documents_of(vectors.ids, documents, passages, folder)
+            if change_log.is_active:
+                passages = segments.provenance.passages
+                new_documents = _documents_of(vectors.ids, documents, passages, folder)
         listed = listed_parts(folder)
         segments_folder = folder / SEGMENTS
         # The first part is the index itself, whose folder has no name.

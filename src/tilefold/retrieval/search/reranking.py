@@ -102,6 +102,19 @@ def rerank(
     check_instance("documents", documents, (TokenStore, TokenVectors), "open_tokens(folder)")
     check_least_count("depth", depth)
     check_choice("tail", tail, TAILS)
+    _check_vectors_fit(queries, documents)
+    _check_run(run, queries)
+    ranked_ids = _best_ids(run, None)
+    candidates = {query: document_ids[:depth] for query, document_ids in ranked_ids.items()}
+    late_scores = _score_candidates(candidates, queries, documents, reduction, device, impl)
+    return {
+        query: _with_tail(document_ids, late_scores[query], tail)
+        for query, document_ids in ranked_ids.items()
+    }
+
+
+def _check_vectors_fit(queries: TokenVectors, documents: TokenStore | TokenVectors) -> None:
+    """Raise ``ValueError`` if token vectors of queries and documents cannot be compared."""
     if queries.values.dtype == torch.int8:
         raise ArgumentError(
             "queries",
@@ -113,20 +126,55 @@ def rerank(
             f"expected token vectors of the queries' dimension {queries.dimension}, "
             f"got {documents.dimension}. Encode both with the same model.",
         )
+
+
+def _check_run(run: Mapping[str, Mapping[str, float]], queries: TokenVectors) -> None:
+    """Check the scores of a run, and that all of its queries have token vectors.
+
+    Args:
+        run: query id -> document id -> score.
+        queries: token vectors of the queries.
+
+    Raises:
+        DataError: if a query has no token vectors.
+        ValueError: if a score is NaN.
+    """
     for query, query_scores in run.items():
         check_scores("run", query, query_scores, finite=False)
-    query_rows = {query: row for row, query in enumerate(queries.ids)}
-    missing = [query for query in run if query not in query_rows]
+    query_ids = set(queries.ids)
+    missing = [query for query in run if query not in query_ids]
     if missing:
         raise ArgumentDataError(
             "queries",
             f"no token vectors of {missing[0]!r} ({len(missing)} of {len(run)} queries have none). "
             "Encode these queries.",
         )
-    ranked_ids = _best_ids(run, None)
-    candidates = {query: document_ids[:depth] for query, document_ids in ranked_ids.items()}
+
+
+def _score_candidates(
+    candidates: Mapping[str, list[str]],
+    queries: TokenVectors,
+    documents: TokenStore | TokenVectors,
+    reduction: str,
+    device: str | torch.device | None,
+    impl: str,
+) -> dict[str, dict[str, float]]:
+    """Compute MaxSim of queries and their candidates, one shard of token vectors at a time.
+
+    Args:
+        candidates: query id -> ids of the documents to score.
+        queries: token vectors of the queries.
+        documents: token vectors of the candidates.
+        reduction: see :func:`rerank`.
+        device: see :func:`rerank`.
+        impl: see :func:`rerank`.
+
+    Returns:
+        Query id -> document id -> score, without documents that have no token vectors.
+    """
     compute_device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    late_scores: dict[str, dict[str, float]] = {query: {} for query in run}
+    query_rows = {query: row for row, query in enumerate(queries.ids)}
+    late_scores: dict[str, dict[str, float]] = {query: {} for query in candidates}
     for shard, pairs in sorted(_pairs_by_shard(documents, candidates).items()):
         vectors = documents if isinstance(documents, TokenVectors) else documents.shard(shard)
         lengths = vectors.offsets.diff().tolist()
@@ -142,10 +190,7 @@ def rerank(
         )
         for pair, score in zip(nonempty_pairs, scores, strict=True):
             late_scores[pair.query][pair.document] = score
-    return {
-        query: _with_tail(document_ids, late_scores[query], tail)
-        for query, document_ids in ranked_ids.items()
-    }
+    return late_scores
 
 
 @dataclass(frozen=True)

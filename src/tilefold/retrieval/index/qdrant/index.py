@@ -71,6 +71,29 @@ class _Callbacks:
     resumes: Progress | None
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for unknown options of a build, and for options that conflict.
+
+    Args:
+        options: the options of :meth:`QdrantIndex.build`.
+    """
+    unknown = sorted(set(options) - set(_OPTIONS))
+    if unknown:
+        raise ArgumentError(
+            "options",
+            f"Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.",
+        )
+    if options.get("url") is None:
+        for name in _SERVER_OPTIONS:
+            if options.get(name) not in (None, False):
+                raise ArgumentError(name, "needs url, the address of a server. Leave it out.")
+    elif options.get("folder") is not None:
+        raise ArgumentError(
+            "folder",
+            f"expected either a folder or the url of a server, got both ({options['folder']!r}).",
+        )
+
+
 class QdrantIndex:
     """An index of sparse vectors in a Qdrant collection, embedded or on a server.
 
@@ -157,12 +180,7 @@ class QdrantIndex:
             FileExistsError: if the folder has other files, or an index and `overwrite` is False.
             InUseError: if another process builds in the folder.
         """
-        unknown = sorted(set(options) - set(_OPTIONS))
-        if unknown:
-            raise ArgumentError(
-                "options",
-                f"Qdrant has {', '.join(_OPTIONS)}; got {', '.join(unknown)}.",
-            )
+        _check_options(options)
         check_buildable(vectors)
         passages = vectors.provenance.passages
         layout = Layout(
@@ -182,11 +200,6 @@ class QdrantIndex:
         url = options.get("url")
         folder = options.get("folder")
         if url is not None:
-            if folder is not None:
-                raise ArgumentError(
-                    "folder",
-                    f"expected either a folder or the url of a server, got both ({folder!r}).",
-                )
             server_options = {
                 name: options[name]
                 for name in _SERVER_OPTIONS
@@ -201,9 +214,6 @@ class QdrantIndex:
                 callbacks,
                 overwrite=overwrite,
             )
-        for name in _SERVER_OPTIONS:
-            if options.get(name) not in (None, False):
-                raise ArgumentError(name, "needs url, the address of a server. Leave it out.")
         if folder is not None:
             return cls._in_folder(
                 path_of("folder", folder),
@@ -212,6 +222,22 @@ class QdrantIndex:
                 callbacks,
                 overwrite=overwrite,
             )
+        return cls._in_temporary_folder(documents, layout, callbacks)
+
+    @classmethod
+    def _in_temporary_folder(
+        cls,
+        documents: Documents,
+        layout: Layout,
+        callbacks: _Callbacks,
+    ) -> QdrantIndex:
+        """Build an embedded index in a folder that is removed with the index.
+
+        Args:
+            documents: all documents of the index.
+            layout: the layout of the collection.
+            callbacks: functions that the build reports its progress to.
+        """
         temporary = tempfile.mkdtemp(prefix="tilefold-qdrant-")
         try:
             index = cls._in_folder(
