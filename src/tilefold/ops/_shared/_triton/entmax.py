@@ -327,7 +327,9 @@ def peak_power(y, e, KIND: tl.constexpr):
 
 
 @triton.jit
-def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr):
+def next_root(
+    y, f, u, q, low, high, before, converged, e, KIND: tl.constexpr, TOLERANCE: tl.constexpr
+):
     """One safeguarded step of the root, after an evaluation at ``y``.
 
     Args:
@@ -338,13 +340,13 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
         low: lower bound of the root.
         high: upper bound of the root.
         before: residual ``|F - 1|`` of the previous evaluation.
-        found: whether the row's root is found. ``y`` then stays.
+        converged: whether the root of each row was reached. ``y`` then does not change.
         e: ``alpha - 1``.
         KIND: kind of alpha.
-        TOLERANCE: residual at which the root counts as found.
+        TOLERANCE: residual at which the root counts as reached.
 
     Returns:
-        The new ``y``, ``low``, ``high``, the residual, and ``found``.
+        The new ``y``, ``low``, ``high``, the residual, and ``converged``.
     """
     residual = tl.abs(f - 1)
     low = tl.where(f <= 1, y, low)
@@ -386,8 +388,8 @@ def next_root(y, f, u, q, low, high, before, found, e, KIND: tl.constexpr, TOLER
         still = tl.abs(new - y) <= 1.2e-7 * y
     else:
         still = tl.abs(new - y) <= 1.2e-7 * tl.maximum(tl.abs(y), 1.0)
-    found = found | (residual <= TOLERANCE) | still
-    return tl.where(found, y, new), low, high, residual, found
+    converged = converged | (residual <= TOLERANCE) | still
+    return tl.where(converged, y, new), low, high, residual, converged
 
 
 @triton.jit

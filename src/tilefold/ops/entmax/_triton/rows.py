@@ -65,17 +65,17 @@ def _forward_kernel(
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
-    places = tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_N)
     # Entries are gathered into a tile and reduced after the loop: once per row instead of once per
     # tile, and Triton 3.6 fails on a maximum or sum of a loop's loads that is used twice
     # (OptimizeThreadLocality).
     if RESIDENT:
-        s = _scores(x_ptr, offs, places, n, mask_r)
+        s = _scores(x_ptr, offs, columns, n, mask_r)
         peak = entmax.row_peak(s)
     else:
         best = tl.full((BLOCK_R, BLOCK_N), float("-inf"), tl.float32)
         for n0 in range(0, n, BLOCK_N):
-            best = nan_max(best, _scores(x_ptr, offs, n0 + places, n, mask_r))
+            best = nan_max(best, _scores(x_ptr, offs, n0 + columns, n, mask_r))
         peak = entmax.row_peak(best)
     broken = (e < 0) | (e > 1) | (e != e) | (peak != peak)
     broken = broken | (peak == float("inf"))
@@ -88,7 +88,7 @@ def _forward_kernel(
     y = entmax.middle(low, high, e, KIND)
     mass = tl.zeros_like(peak) + 1.0
     before = tl.zeros_like(peak) + float("inf")
-    found = idle
+    converged = idle
     careful = entmax.needs_care(tl.min(e, axis=0), KIND)  # one formula for all rows of the tile
     if RESIDENT:
         d = _distances(s, peak, e, KIND)
@@ -111,7 +111,7 @@ def _forward_kernel(
             u_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             q_terms = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
             for n0 in range(0, n, BLOCK_N):
-                d = _distances(_scores(x_ptr, offs, n0 + places, n, mask_r), peak, e, KIND)
+                d = _distances(_scores(x_ptr, offs, n0 + columns, n, mask_r), peak, e, KIND)
                 tile_f, tile_u, tile_q = entmax.row_terms(
                     d,
                     y[:, None],
@@ -124,8 +124,8 @@ def _forward_kernel(
                 u_terms += tile_u
                 q_terms += tile_q
             f, u, q = entmax.sum_terms(f_terms, u_terms, q_terms, KIND)
-        mass = tl.where(found, mass, f)
-        y, low, high, before, found = entmax.next_root(
+        mass = tl.where(converged, mass, f)
+        y, low, high, before, converged = entmax.next_root(
             y,
             f,
             u,
@@ -133,13 +133,13 @@ def _forward_kernel(
             low,
             high,
             before,
-            found,
+            converged,
             e,
             KIND,
             TOLERANCE,
         )
         evaluation = tl.where(
-            tl.min(found.to(tl.int32), axis=0) > 0,
+            tl.min(converged.to(tl.int32), axis=0) > 0,
             entmax.MAX_EVALUATIONS,
             evaluation + 1,
         )
@@ -148,7 +148,7 @@ def _forward_kernel(
     c = entmax.peak_power(y, e, KIND)
     support = tl.zeros((BLOCK_R, BLOCK_N), tl.int32)
     for n0 in range(0, n, BLOCK_N):
-        cols = n0 + places
+        cols = n0 + columns
         if not RESIDENT:
             d = _distances(_scores(x_ptr, offs, cols, n, mask_r), peak, e, KIND)
             p = entmax.weight(d, y[:, None], c[:, None], e[:, None], careful, KIND)
@@ -215,10 +215,10 @@ def _backward_kernel(
     mask_r = rows < R
     offs = rows.to(tl.int64) * n
     e = _exponents(alpha_ptr, alpha_value, rows, mask_r, HAS_ALPHA)
-    places = tl.arange(0, BLOCK_N)
+    columns = tl.arange(0, BLOCK_N)
     zeros = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)  # sums are gathered in tiles, as in forward
     if RESIDENT:
-        grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, places, n, mask_r, e, KIND)
+        grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, columns, n, mask_r, e, KIND)
         total, product = u, u * grad
         if NEED_ALPHA:
             a, b = entmax.alpha_terms(p, u, e[:, None])
@@ -226,7 +226,7 @@ def _backward_kernel(
     else:
         total, product, sum_a, sum_b, dot_a, dot_b = zeros, zeros, zeros, zeros, zeros, zeros
         for n0 in range(0, n, BLOCK_N):
-            grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, n0 + places, n, mask_r, e, KIND)
+            grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, n0 + columns, n, mask_r, e, KIND)
             total += u
             product += u * grad
             if NEED_ALPHA:
@@ -246,7 +246,7 @@ def _backward_kernel(
     if NEED_X:
         mean = (tl.sum(product, axis=1) / mass)[:, None]
         for n0 in range(0, n, BLOCK_N):
-            cols = n0 + places
+            cols = n0 + columns
             if not RESIDENT:
                 grad, p, u = _gradient_tile(dp_ptr, p_ptr, offs, cols, n, mask_r, e, KIND)
             tl.store(

@@ -25,13 +25,13 @@ def key_lists_kernel(live_ptr, key_list_ptr, key_count_ptr, tiles, words, blocks
     count = tl.zeros((), tl.int32)
     for word in range(words):
         flags = (tl.load(live_ptr + row * words + word) >> lanes) & 1
-        place = count + tl.cumsum(flags, axis=0) - flags
+        list_index = count + tl.cumsum(flags, axis=0) - flags
         # tiles beyond the last sequence were never written: whatever their words hold stays in
         # their row
         tl.store(
-            key_list_ptr + row * blocks + place,
+            key_list_ptr + row * blocks + list_index,
             word * 32 + lanes,
-            mask=(flags > 0) & (place < blocks),
+            mask=(flags > 0) & (list_index < blocks),
         )
         count += tl.sum(flags, axis=0)
     tl.store(key_count_ptr + row, count)
@@ -113,8 +113,8 @@ def query_lists_kernel(
             offs = (h.to(tl.int64) * tiles + first + t) * words + block // 32
             bits = tl.load(live_ptr + offs, mask=t < n_tiles, other=0) >> (block % 32)
             flags = ((bits & ((1 << (KEYS // BLOCK_N)) - 1)) != 0).to(tl.int32)
-            place = count + tl.cumsum(flags, axis=0) - flags
-            tl.store(query_list_ptr + place, t, mask=flags > 0)
+            list_index = count + tl.cumsum(flags, axis=0) - flags
+            tl.store(query_list_ptr + list_index, t, mask=flags > 0)
             count += tl.sum(flags, axis=0)
         tl.store(query_count_ptr + h.to(tl.int64) * tl.num_programs(0) + key_tile, count)
 
@@ -271,11 +271,11 @@ def dq_kernel(
             count = tl.load(key_count_ptr + row)
             key_list_ptr += row * blocks
         if NEED_Q or NEED_ALPHA:
-            for place in range(count):
+            for list_index in range(count):
                 if LISTS:
-                    block = tl.load(key_list_ptr + place)
+                    block = tl.load(key_list_ptr + list_index)
                 else:
-                    block = first + place
+                    block = first + list_index
                 n0 = block * BLOCK_N
                 j = n0 + tl.arange(0, BLOCK_N)
                 s, k, keep = of_tile.score_tile(
@@ -485,7 +485,7 @@ def dkv_kernel(
                 of_queries = tl.load(q_start_ptr + b)
             else:
                 of_queries = b * tiles_per
-            own = (n0 // KEYS) * ((q_len + BLOCK_M - 1) // BLOCK_M)
+            list_offset = (n0 // KEYS) * ((q_len + BLOCK_M - 1) // BLOCK_M)
         for g in range(GROUP):
             h = kv * GROUP + g
             plane = b * H + h
@@ -499,13 +499,15 @@ def dkv_kernel(
             if LISTS:
                 row = h.to(tl.int64) * tl.num_programs(0) + key_tile
                 count = tl.load(query_count_ptr + row) * (BLOCK_M // QUERIES)
-                listed = query_list_ptr + (h.to(tl.int64) * tiles + of_queries) * spans + own
-            for place in range(count):
+                listed = (
+                    query_list_ptr + (h.to(tl.int64) * tiles + of_queries) * spans + list_offset
+                )
+            for list_index in range(count):
                 if LISTS:
-                    tile = tl.load(listed + place // (BLOCK_M // QUERIES))
-                    m0 = tile * BLOCK_M + (place % (BLOCK_M // QUERIES)) * QUERIES
+                    tile = tl.load(listed + list_index // (BLOCK_M // QUERIES))
+                    m0 = tile * BLOCK_M + (list_index % (BLOCK_M // QUERIES)) * QUERIES
                 else:
-                    m0 = (first + place) * QUERIES
+                    m0 = (first + list_index) * QUERIES
                 i = m0 + tl.arange(0, QUERIES)
                 mask_m = i < q_len
                 q = of_tile.load_rows(qs, i, sq_n, mask_m, D, BLOCK_D)

@@ -125,7 +125,7 @@ def resident_kernel(
         to_out = b64 * so_b + h.to(tl.int64) * so_h + tl.cast(q_base, tl.int64) * so_n
         if HAS_MASK:
             key_padding_mask_ptr += b64 * Nk
-        e, given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, passed_e = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -163,7 +163,9 @@ def resident_kernel(
         )
         parts = of_row.lane_peaks(s, of_row.LANES)
         best = of_tile.scaled(row_peak(parts), scale, EXACT)
-        peak, broken, empty, low, high = of_row.start_row(best, e, given, high_key - low_key, KIND)
+        peak, broken, empty, low, high = of_row.start_row(
+            best, e, passed_e, high_key - low_key, KIND
+        )
         y = high
         if KIND != "softmax":
             y = of_row.parts_bound(
@@ -183,7 +185,7 @@ def resident_kernel(
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
         many = few + (high_key - low_key)
-        found = broken | empty | ~mask_m
+        converged = broken | empty | ~mask_m
         rest = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
@@ -201,7 +203,7 @@ def resident_kernel(
                 KIND,
                 EXACT,
             )
-            y, low, high, few, many, before, found, rest = of_row.improve(
+            y, low, high, few, many, before, converged, rest = of_row.improve(
                 y,
                 tl.sum(f, axis=1),
                 tl.sum(u, axis=1),
@@ -211,7 +213,7 @@ def resident_kernel(
                 few,
                 many,
                 before,
-                found,
+                converged,
                 rest,
                 e,
                 KIND,
@@ -219,7 +221,7 @@ def resident_kernel(
                 NEAR,
             )
             evaluation = tl.where(
-                tl.min(found.to(tl.int32), axis=0) > 0,
+                tl.min(converged.to(tl.int32), axis=0) > 0,
                 MAX_EVALUATIONS,
                 evaluation + 1,
             )
@@ -413,11 +415,11 @@ def output_kernel(
         mass = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
         total = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
         support = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
-        for place in range(count):
+        for list_index in range(count):
             if LISTS:
-                n0 = tl.load(key_list_ptr + place) * BLOCK_N
+                n0 = tl.load(key_list_ptr + list_index) * BLOCK_N
             else:
-                n0 = (first + place) * BLOCK_N
+                n0 = (first + list_index) * BLOCK_N
             j = n0 + tl.arange(0, BLOCK_N)
             s, _k, keep = of_tile.score_tile(
                 q,

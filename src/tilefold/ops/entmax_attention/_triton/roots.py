@@ -119,8 +119,8 @@ def list_live(
             BLOCK_M,
             KIND,
         )
-        place = count + tl.cumsum(flags, axis=0) - flags
-        tl.store(key_list_ptr + place, block, mask=flags > 0)
+        list_index = count + tl.cumsum(flags, axis=0) - flags
+        tl.store(key_list_ptr + list_index, block, mask=flags > 0)
         count += tl.sum(flags, axis=0)
         if WRITE_MAP:
             tl.store(live_ptr + word, tl.sum(flags << tl.arange(0, 32), axis=0))
@@ -249,7 +249,7 @@ def tile_roots(
         keys_kept = key_padding_mask_ptr
         if HAS_MASK:
             keys_kept = key_padding_mask_ptr + b64 * Nk
-        e, given = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
+        e, passed_e = of_tile.exponent(alpha_ptr, h, alpha_value, HAS_ALPHA)
         i = m0 + tl.arange(0, BLOCK_M)
         mask_m = i < q_len
         shift = k_len - q_len
@@ -311,7 +311,7 @@ def tile_roots(
 
         keys = tl.minimum(high_key, high_block * BLOCK_N) - low_key
         best = of_tile.scaled(row_peak(first), scale, EXACT)
-        peak, broken, empty, low, high = of_row.start_row(best, e, given, keys, KIND)
+        peak, broken, empty, low, high = of_row.start_row(best, e, passed_e, keys, KIND)
         idle = broken | empty | ~mask_m
         y = high
         if KIND != "softmax":
@@ -370,7 +370,7 @@ def tile_roots(
         before = tl.zeros_like(peak) + float("inf")
         few = tl.zeros_like(peak)
         many = few + keys
-        found = idle
+        converged = idle
         rest = tl.zeros_like(peak)
         evaluation = 0
         while evaluation < MAX_EVALUATIONS:
@@ -378,11 +378,11 @@ def tile_roots(
             f = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
             u = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
             n = tl.zeros((BLOCK_M, of_row.LANES), tl.float32)
-            for place in range(count):
+            for list_index in range(count):
                 if LISTS:
-                    n0 = tl.load(listed + place) * BLOCK_N
+                    n0 = tl.load(listed + list_index) * BLOCK_N
                 else:
-                    n0 = (low_block + place) * BLOCK_N
+                    n0 = (low_block + list_index) * BLOCK_N
                 s, _, _ = of_tile.score_tile(
                     q,
                     ks,
@@ -405,7 +405,7 @@ def tile_roots(
                     PRECISION,
                 )
                 f, u, n = of_row.add_terms(s, peak, y, c, scale, e, f, u, n, KIND, EXACT)
-            y, low, high, few, many, before, found, rest = of_row.improve(
+            y, low, high, few, many, before, converged, rest = of_row.improve(
                 y,
                 tl.sum(f, axis=1),
                 tl.sum(u, axis=1),
@@ -415,7 +415,7 @@ def tile_roots(
                 few,
                 many,
                 before,
-                found,
+                converged,
                 rest,
                 e,
                 KIND,
@@ -423,7 +423,7 @@ def tile_roots(
                 NEAR,
             )
             evaluation = tl.where(
-                tl.min(found.to(tl.int32), axis=0) > 0,
+                tl.min(converged.to(tl.int32), axis=0) > 0,
                 MAX_EVALUATIONS,
                 evaluation + 1,
             )

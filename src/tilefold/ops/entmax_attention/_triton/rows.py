@@ -67,16 +67,17 @@ def add_terms(s, peak, y, c, scale, e, f, u, n, KIND: tl.constexpr, EXACT: tl.co
 
 
 @triton.jit
-def start_row(best, e, given, keys, KIND: tl.constexpr):
+def start_row(best, e, passed_e, keys, KIND: tl.constexpr):
     """Return the initial state of rows.
 
-    ``best``: maxima of the rows. ``given``: alpha - 1 of the caller. ``keys``: number of keys.
+    ``best``: maxima of the rows. ``passed_e``: alpha - 1 as the caller passed it. ``keys``: number
+    of keys.
 
     Returns:
         The peak, whether the row is broken (NaN, infinity or an invalid alpha), whether it is
         empty, and the lower and upper bound of its root.
     """
-    alphas = tl.zeros_like(best) + given
+    alphas = tl.zeros_like(best) + passed_e
     broken = (
         (best != best) | (best == float("inf")) | (alphas < 0) | (alphas > 1) | (alphas != alphas)
     )
@@ -186,7 +187,7 @@ def improve(
     few,
     many,
     before,
-    found,
+    converged,
     rest,
     e,
     KIND: tl.constexpr,
@@ -224,7 +225,7 @@ def improve(
         new = tl.where(good, tl.minimum(tl.maximum(step, low), high), 0.5 * (low + high))
         t = y - new
         left = tl.abs(f - 1 - t * (2 * u - n * t)) + tl.where(t > 0, n - few, many - n) * (t * t)
-        stay = found | (residual <= TOLERANCE)
+        stay = converged | (residual <= TOLERANCE)
         ends = (left <= TOLERANCE) | (tl.abs(t) <= 1.2e-7 * y)
         if NEAR > 0:
             slope = tl.maximum(1 - left, u - n * tl.abs(t) - 0.5 * many * left)
@@ -238,7 +239,7 @@ def improve(
             ends = ends | near
         return tl.where(stay, y, new), low, high, few, many, residual, stay | ends, rest
     elif (KIND == "softmax") | (KIND == "sparsemax"):
-        y, low, high, residual, found = entmax.next_root(
+        y, low, high, residual, converged = entmax.next_root(
             y,
             f,
             u,
@@ -246,12 +247,12 @@ def improve(
             low,
             high,
             before,
-            found,
+            converged,
             e,
             KIND,
             TOLERANCE,
         )
-        return y, low, high, few, many, residual, found, rest
+        return y, low, high, few, many, residual, converged, rest
     else:
         return improve_generic(
             y,
@@ -263,7 +264,7 @@ def improve(
             few,
             many,
             before,
-            found,
+            converged,
             rest,
             e,
             KIND,
@@ -295,7 +296,7 @@ def improve_generic(
     few,
     many,
     before,
-    found,
+    converged,
     rest,
     e,
     KIND: tl.constexpr,
@@ -316,8 +317,8 @@ def improve_generic(
     that end, ``rest`` how far up the last step may go.
     """
     many = tl.where(f >= 1, n, many)
-    done = found
-    new, low, high, residual, found = entmax.next_root(
+    done = converged
+    new, low, high, residual, converged = entmax.next_root(
         y,
         f,
         u,
@@ -325,16 +326,16 @@ def improve_generic(
         low,
         high,
         before,
-        found,
+        converged,
         e,
         KIND,
         TOLERANCE,
     )
     c = tl.exp(e * y)
-    here = residual / tl.maximum(u, 1e-30)
-    end = left_after(here, many, e)
-    upwards = tl.where(end <= residual, tl.minimum(1.01 * here / c, high - y), 0.0)
-    stay = found | ((residual <= 0.5 * NEAR) & (end <= TOLERANCE))
+    step_to_root = residual / tl.maximum(u, 1e-30)
+    end = left_after(step_to_root, many, e)
+    upwards = tl.where(end <= residual, tl.minimum(1.01 * step_to_root / c, high - y), 0.0)
+    stay = converged | ((residual <= 0.5 * NEAR) & (end <= TOLERANCE))
     v = e * (y - new)
     tau = (
         c
@@ -348,8 +349,8 @@ def improve_generic(
     missed = f - 1 - u * tau
     left = tl.maximum(tl.abs(missed), tl.abs(missed + 0.5 * (1 - e) * n * tau * tau))
     slope = tl.maximum(tl.maximum(1 - left, u - (1 - e) * n * tau), 0.5)
-    there = left / slope
-    after = left_after(there, many, e)
+    step_from_new = left / slope
+    after = left_after(step_from_new, many, e)
     gentle = tl.zeros_like(tau) + e <= 0.5
     proved = (
         gentle & (tau >= 0) & ((left <= TOLERANCE) | (left <= 0.5 * NEAR)) & (after <= TOLERANCE)
@@ -358,7 +359,7 @@ def improve_generic(
     rest = tl.where(
         done,
         rest,
-        tl.where(stay, upwards, tl.minimum(1.01 * there * tl.exp(v) / c, high - new)),
+        tl.where(stay, upwards, tl.minimum(1.01 * step_from_new * tl.exp(v) / c, high - new)),
     )
     return tl.where(stay, y, new), low, high, few, many, residual, stay | proved, rest
 

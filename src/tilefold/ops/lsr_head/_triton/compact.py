@@ -52,12 +52,12 @@ def append_kernel(
         c = c0 + tl.arange(0, BLOCK)
         score = tl.load(scores_ptr + b * C + c, mask=c < C, other=0.0)
         # NaN is selected, so that it is noticed
-        kept = ((score > minimum) | (score != score)) & (c < C)
-        ones = kept.to(tl.int32)
-        place = count + tl.cumsum(ones) - 1
-        fits = kept & (place < capacity)
-        tl.store(columns_ptr + b * capacity + place, first + c, mask=fits)
-        tl.store(values_ptr + b * capacity + place, score, mask=fits)
+        selected = ((score > minimum) | (score != score)) & (c < C)
+        ones = selected.to(tl.int32)
+        index = count + tl.cumsum(ones) - 1
+        fits = selected & (index < capacity)
+        tl.store(columns_ptr + b * capacity + index, first + c, mask=fits)
+        tl.store(values_ptr + b * capacity + index, score, mask=fits)
         count += tl.sum(ones)
     tl.store(count_ptr + b, count)
 

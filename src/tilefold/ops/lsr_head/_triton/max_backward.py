@@ -181,9 +181,9 @@ def list_kernel(
         start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
         v1 = tl.minimum((split + 1) * split_v, V)
         if ADDED_UP:
-            place = tl.load(place_ptr + slot) - count  # the prefix sum is inclusive
+            next_index = tl.load(place_ptr + slot) - count  # the prefix sum is inclusive
         else:
-            place = _added_up(count_ptr, slot * 0, slot)
+            next_index = _added_up(count_ptr, slot * 0, slot)
         while (start < row1) & (b < B):
             for v0 in range(split * split_v, v1, BLOCK):
                 v = v0 + tl.arange(0, BLOCK)
@@ -197,16 +197,16 @@ def list_kernel(
                     NO_WINNER,
                 )
                 row = winner + start  # [BLOCK]
-                mine = active & (row >= row0) & (row < row1)
-                score = tl.load(scores_ptr + offs, mask=mine, other=0.0).to(tl.float32)
+                in_tile = active & (row >= row0) & (row < row1)
+                score = tl.load(scores_ptr + offs, mask=in_tile, other=0.0).to(tl.float32)
                 offs_d = b.to(tl.int64) * stride_db + v.to(tl.int64) * stride_dv
-                grad = tl.load(dscores_ptr + offs_d, mask=mine, other=0.0).to(tl.float32)
+                grad = tl.load(dscores_ptr + offs_d, mask=in_tile, other=0.0).to(tl.float32)
                 grad *= slope_from_score(score, ACTIVATION)
-                taken = tl.cumsum(mine.to(tl.int32))
-                at = place + taken - 1
-                tl.store(code_ptr + at, (v << ROW_BITS) | (row - row0), mask=mine)
-                tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=mine)
-                place += tl.max(taken)
+                n_listed = tl.cumsum(in_tile.to(tl.int32))
+                at = next_index + n_listed - 1
+                tl.store(code_ptr + at, (v << ROW_BITS) | (row - row0), mask=in_tile)
+                tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=in_tile)
+                next_index += tl.max(n_listed)
             b += 1
             start = sequence_offset(cu_ptr, b, B, uniform_length, UNIFORM)
 
@@ -337,7 +337,7 @@ def dweight_kernel(
     The other arguments are as in the kernels above.
     """
     D_BLOCKS: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D if NEED_WEIGHT else 1
-    own = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V
+    list_offset = tl.program_id(0).to(tl.int64) * BLOCK_B * BLOCK_V
     v_in_tile = tl.arange(0, BLOCK_V)
     for item in range(tl.program_id(0), tl.cdiv(V, BLOCK_V) * D_BLOCKS, tl.num_programs(0)):
         v = (item // D_BLOCKS) * BLOCK_V + v_in_tile
@@ -383,7 +383,7 @@ def dweight_kernel(
                         grad *= (_inverse(power) * HEADROOM)[None, :]
                         if tl.max((power > before).to(tl.int32), axis=0) > 0:
                             acc *= (before * _inverse(power))[:, None]
-                    at = own + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
+                    at = list_offset + tl.reshape(tl.cumsum(flag), (BLOCK_B, BLOCK_V)) - 1
                     code = (row.to(tl.int64) * BLOCK_V) + v_in_tile[None, :]
                     tl.debug_barrier()  # the list before this one has been read
                     tl.store(code64_ptr + at, code, mask=active)
@@ -391,15 +391,21 @@ def dweight_kernel(
                     tl.debug_barrier()
                     for e0 in range(0, count, BLOCK_E):
                         e = e0 + tl.arange(0, BLOCK_E)
-                        entry = tl.load(code64_ptr + own + e, mask=e < count, other=0)  # [BLOCK_E]
-                        g = tl.load(grad_ptr + own + e, mask=e < count, other=0.0)  # [BLOCK_E]
+                        entry = tl.load(
+                            code64_ptr + list_offset + e, mask=e < count, other=0
+                        )  # [BLOCK_E]
+                        g = tl.load(
+                            grad_ptr + list_offset + e, mask=e < count, other=0.0
+                        )  # [BLOCK_E]
                         h = tl.load(
                             rows_ptr + (entry // BLOCK_V)[:, None] * D + d[None, :],
                             mask=(e < count)[:, None] & mask_d[None, :],
                             other=0.0,
                         )  # [BLOCK_E, BLOCK_D]
-                        mine = v_in_tile[:, None] == (entry % BLOCK_V).to(tl.int32)[None, :]
-                        onehot = tl.where(mine, g[None, :], 0.0).to(h.dtype)  # [BLOCK_V, BLOCK_E]
+                        is_column = v_in_tile[:, None] == (entry % BLOCK_V).to(tl.int32)[None, :]
+                        onehot = tl.where(is_column, g[None, :], 0.0).to(
+                            h.dtype
+                        )  # [BLOCK_V, BLOCK_E]
                         acc = tl.dot(onehot, h, acc, input_precision=PRECISION)
                     total += count
         if NEED_WEIGHT:

@@ -26,12 +26,12 @@ def _reduce_tokens(x, AXIS: tl.constexpr, N: tl.constexpr, WITH_WINNERS: tl.cons
     """Return maxima over the last axis, of size N, and the lowest index that has each."""
     best = tl.reduce(x, AXIS, nan_max)
     if WITH_WINNERS:
-        place = tl.arange(0, N)
-        place = place[None, None, :] if AXIS == 2 else place[None, :]
-        place = tl.min(tl.where(x == tl.expand_dims(best, AXIS), place, N), axis=AXIS)
+        index = tl.arange(0, N)
+        index = index[None, None, :] if AXIS == 2 else index[None, :]
+        index = tl.min(tl.where(x == tl.expand_dims(best, AXIS), index, N), axis=AXIS)
     else:
-        place = tl.zeros(best.shape, tl.int32)
-    return best, place
+        index = tl.zeros(best.shape, tl.int32)
+    return best, index
 
 
 @triton.jit(do_not_specialize=["B", "T", "uniform_length", "splits", "multiple", "logit_scale"])
@@ -160,8 +160,8 @@ def max_forward_kernel(
             )
             r1 = tl.minimum(r0 + BLOCK_T, n_rows)
             if (start <= r0) & (end >= r0 + BLOCK_T):
-                tile_best, place = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
-                best, winner = merge(best, winner, tile_best, r0 + place, WITH_WINNERS)
+                tile_best, tile_winner = _reduce_tokens(acc, 1, BLOCK_T, WITH_WINNERS)
+                best, winner = merge(best, winner, tile_best, r0 + tile_winner, WITH_WINNERS)
                 if end == r1:
                     if start < split_row:
                         store_partial(

@@ -59,7 +59,7 @@ def _first_sequence(offset_ptr, row, B, uniform_length, UNIFORM: gl.constexpr):
 
 
 @gluon.jit
-def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constexpr):
+def _lowest_tokens_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constexpr):
     """Return the lowest token of the tile where each lane has ``highest``.
 
     The result is ``[HALF_V, N_GROUPS, LANES]``. A lane's tokens are the same in every lane but for
@@ -71,14 +71,14 @@ def _places_in_lanes(grouped, highest, N_GROUPS: gl.constexpr, GROUP: gl.constex
     eight = gl.arange(0, GROUP // 8, layout=gl.SliceLayout(0, gl.SliceLayout(1, one_eight)))
     two = gl.arange(0, 2, layout=gl.SliceLayout(0, gl.SliceLayout(1, one_two)))
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(0, gl.SliceLayout(1, highest.type.layout)))
-    place = group[None, :, None, None, None] * GROUP + eight[None, None, :, None, None] * 8
-    place = place + two[None, None, None, None, :]
-    place = gl.where(
+    token = group[None, :, None, None, None] * GROUP + eight[None, None, :, None, None] * 8
+    token = token + two[None, None, None, None, :]
+    token = gl.where(
         grouped == gl.expand_dims(gl.expand_dims(highest, 2), 4),
-        place,
+        token,
         N_GROUPS * GROUP,
     )
-    return gl.min(gl.min(place, axis=4), axis=2) + 2 * lane[None, None, :]
+    return gl.min(gl.min(token, axis=4), axis=2) + 2 * lane[None, None, :]
 
 
 @gluon.jit
@@ -89,16 +89,16 @@ def _reduce_tile(acc, N: gl.constexpr, WITH_WINNERS: gl.constexpr, LEAN_PLACES: 
         lane_best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
         row_best = gl.reduce(gl.reduce(lane_best, 1, nan_max), 1, nan_max)
         highest = gl.expand_dims(gl.expand_dims(row_best, 1), 1) + gl.zeros_like(lane_best)
-        lane_place = _places_in_lanes(grouped, highest, 1, N)
-        lowest = gl.min(gl.min(lane_place, axis=1), axis=1)
+        lane_token = _lowest_tokens_in_lanes(grouped, highest, 1, N)
+        lowest = gl.min(gl.min(lane_token, axis=1), axis=1)
         column: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
         return gl.convert_layout(row_best, column), gl.convert_layout(lowest, column)
     best = gl.reduce(acc, 1, nan_max)
-    place = gl.zeros_like(best).to(gl.int32)
+    token = gl.zeros_like(best).to(gl.int32)
     if WITH_WINNERS:
         cols = gl.arange(0, N, layout=gl.SliceLayout(0, acc.type.layout))
-        place = gl.min(gl.where(acc == gl.expand_dims(best, 1), cols[None, :], N), axis=1)
-    return best, place
+        token = gl.min(gl.where(acc == gl.expand_dims(best, 1), cols[None, :], N), axis=1)
+    return best, token
 
 
 @gluon.jit
@@ -115,18 +115,18 @@ def _reduce_groups(
     """
     grouped = acc.reshape([HALF_V, N_GROUPS, GROUP // 8, LANES, 2])
     best = gl.reduce(gl.reduce(grouped, 4, nan_max), 2, nan_max)
-    place = gl.zeros_like(best).to(gl.int32)
+    token = gl.zeros_like(best).to(gl.int32)
     if WITH_WINNERS and LEAN_PLACES:
-        place = _places_in_lanes(grouped, best, N_GROUPS, GROUP)
+        token = _lowest_tokens_in_lanes(grouped, best, N_GROUPS, GROUP)
     elif WITH_WINNERS:
         columns = gl.arange(0, N_GROUPS * GROUP, layout=gl.SliceLayout(0, acc.type.layout))
         columns = (gl.expand_dims(columns, 0) + gl.zeros_like(acc).to(gl.int32)).reshape(
             grouped.shape,
         )
         highest = gl.expand_dims(gl.expand_dims(best, 2), 4)
-        place = gl.where(grouped == highest, columns, N_GROUPS * GROUP)
-        place = gl.min(gl.min(place, axis=4), axis=2)
-    return best, place
+        token = gl.where(grouped == highest, columns, N_GROUPS * GROUP)
+        token = gl.min(gl.min(token, axis=4), axis=2)
+    return best, token
 
 
 @gluon.jit
@@ -208,7 +208,7 @@ def _multiply_tile(
 
 @gluon.jit
 def _fold_tiles(
-    given,
+    operands,
     K_STEPS: gl.constexpr,
     BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr,
@@ -225,7 +225,7 @@ def _fold_tiles(
 ):
     """Run one group of four warps: products and running maxima of one half of the columns.
 
-    ``given`` is a tuple of the tensors and numbers of :func:`max_forward_hopper_kernel`.
+    ``operands`` is a tuple of the tensors and numbers of :func:`max_forward_hopper_kernel`.
     """
     (
         w_ring,
@@ -249,7 +249,7 @@ def _fold_tiles(
         split_tiles,
         uniform_length,
         logit_scale,
-    ) = given
+    ) = operands
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0],
         [4, 1],
@@ -516,7 +516,7 @@ def max_forward_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    given = (
+    operands = (
         w_ring,
         h_ring,
         full,
@@ -544,7 +544,7 @@ def max_forward_hopper_kernel(
             (
                 _fold_tiles,
                 (
-                    given,
+                    operands,
                     K_STEPS,
                     BLOCK_T,
                     STAGES,
@@ -563,7 +563,7 @@ def max_forward_hopper_kernel(
             (
                 _fold_tiles,
                 (
-                    given,
+                    operands,
                     K_STEPS,
                     BLOCK_T,
                     STAGES,

@@ -16,7 +16,7 @@ CHECK_BLOCK = tl.constexpr(256)  # sequences whose offsets are checked at a time
 
 
 @triton.jit
-def _places(
+def _token_positions(
     mask_ptr,
     b,
     inside,
@@ -29,7 +29,7 @@ def _places(
 
     They are int32, and NO_WINNER without a valid token.
     """
-    place = tl.zeros(b.shape, tl.int32) + (-1 if LAST else S)
+    position = tl.zeros(b.shape, tl.int32) + (-1 if LAST else S)
     for s0 in range(0, S, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         rows = b.to(tl.int64)[:, None] * S + s[None, :]
@@ -37,10 +37,10 @@ def _places(
             tl.load(mask_ptr + rows, mask=inside[:, None] & (s < S)[None, :], other=0) != 0
         )  # [B, BLOCK]
         if LAST:
-            place = tl.maximum(place, tl.max(tl.where(valid, s[None, :], -1), axis=1))
+            position = tl.maximum(position, tl.max(tl.where(valid, s[None, :], -1), axis=1))
         else:
-            place = tl.minimum(place, tl.min(tl.where(valid, s[None, :], S), axis=1))
-    return tl.where((place >= 0) & (place < S), place, NO_WINNER)
+            position = tl.minimum(position, tl.min(tl.where(valid, s[None, :], S), axis=1))
+    return tl.where((position >= 0) & (position < S), position, NO_WINNER)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -57,8 +57,8 @@ def find_kernel(
     Instance b reads ``mask_ptr [B, S]``, and writes ``winner_ptr [B]``.
     """
     b = tl.program_id(0) + tl.arange(0, 1)
-    place = _places(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
-    tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty))
+    position = _token_positions(mask_ptr, b, b >= 0, S, LAST, NO_WINNER, BLOCK)
+    tl.store(winner_ptr + b, position.to(winner_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -82,8 +82,8 @@ def _taken_rows(
         valid = (start >= 0) & (end > start) & (end <= N)
         return row.to(tl.int64), valid
     elif MASKED:
-        place = tl.load(winner_ptr + b, mask=b < B, other=NO_WINNER).to(tl.int32)
-        return b.to(tl.int64) * length + place, place != NO_WINNER
+        position = tl.load(winner_ptr + b, mask=b < B, other=NO_WINNER).to(tl.int32)
+        return b.to(tl.int64) * length + position, position != NO_WINNER
     else:
         return b.to(tl.int64) * length + (length - 1 if LAST else 0), b < B
 
@@ -178,11 +178,11 @@ def forward_kernel(
     v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     b = tl.program_id(1) * BLOCK_B + tl.arange(0, BLOCK_B)
     if FIND:
-        place = _places(mask_ptr, b, b < B, length, LAST, NO_WINNER, FIND)
-        row, valid = b.to(tl.int64) * length + place, place != NO_WINNER
+        position = _token_positions(mask_ptr, b, b < B, length, LAST, NO_WINNER, FIND)
+        row, valid = b.to(tl.int64) * length + position, position != NO_WINNER
         if WITH_WINNERS:
-            here = mask_if(b < B, tl.program_id(0) == 0)
-            tl.store(winner_ptr + b, place.to(winner_ptr.dtype.element_ty), mask=here)
+            may_write = mask_if(b < B, tl.program_id(0) == 0)
+            tl.store(winner_ptr + b, position.to(winner_ptr.dtype.element_ty), mask=may_write)
     else:
         row, valid = _taken_rows(
             winner_ptr,

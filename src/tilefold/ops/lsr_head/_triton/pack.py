@@ -285,15 +285,15 @@ def copy_packed_kernel(
     valid = mask_if(r < T, ok)
     first = narrowed(tl.load(cu_ptr + seq, mask=valid, other=0))
     count = narrowed(tl.load(cu_ptr + seq + 1, mask=valid, other=0)) - first
-    place = r - first
-    row = (offset + place).to(tl.int64)
+    position = r - first
+    row = (offset + position).to(tl.int64)
     if WITH_WINNERS:
-        tl.store(position_ptr + row, place, mask=valid)
-    repeats = tl.where(valid & (place == 0), _rounded(count, GROUP) - count, 0)
+        tl.store(position_ptr + row, position, mask=valid)
+    repeats = tl.where(valid & (position == 0), _rounded(count, GROUP) - count, 0)
     again = row + count  # first row that repeats the first token
     if WITH_WINNERS:
         for i in range(GROUP - 1):
-            tl.store(position_ptr + again + i, place, mask=repeats > i)
+            tl.store(position_ptr + again + i, position, mask=repeats > i)
     for d0 in range(0, D, BLOCK_D):
         d = d0 + tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (d < D)[None, :]

@@ -97,8 +97,8 @@ def sample_kernel(
         i = i0 + tl.arange(0, BLOCK_T)
         tl.store(state_ptr + i, tl.zeros((BLOCK_T,), tl.int32), mask=i < n_state)
     seq = (tl.program_id(0).to(tl.int64) * B // tl.num_programs(0)).to(tl.int32)
-    place = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
-    v = place * V // (tl.num_programs(1) * BLOCK_V)
+    sample = (tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)).to(tl.int64)
+    v = sample * V // (tl.num_programs(1) * BLOCK_V)
     start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
     end = tl.minimum(
         sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM),
@@ -145,13 +145,13 @@ def sample_kernel(
 
 
 @triton.jit
-def _largest(state_ptr, place, x):
+def _largest(state_ptr, index, x):
     """Update the maximum of numbers that are not negative, by their bits.
 
     NaN counts as larger than all numbers.
     """
     tl.atomic_max(
-        state_ptr + place,
+        state_ptr + index,
         tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF),
         sem="relaxed",
     )
@@ -179,8 +179,8 @@ def largest_kernel(
     Instance j handles group j of the rows. An entry's bits, as int32, have the order of the
     numbers, which are not negative.
     """
-    each = tl.arange(0, BLOCK_SAMPLES)
-    count = tl.sum(tl.load(counts_ptr + each, mask=each < samples, other=0))
+    sample = tl.arange(0, BLOCK_SAMPLES)
+    count = tl.sum(tl.load(counts_ptr + sample, mask=sample < samples, other=0))
     if tl.program_id(0) == 0:
         tl.store(state_ptr + TOO_MANY, count)
     n_rows = T if UNIFORM else tl.load(offset_ptr + B)
@@ -375,8 +375,8 @@ def list_kernel(
     if any_token & runs_screened(state_ptr, sample_limit, limit):
         v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         offs = b * V + v
-        kept = tl.load(kept_ptr + offs, mask=v < V, other=0).to(tl.int32)
-        none = (v < V) & (kept == 0)
+        marked = tl.load(kept_ptr + offs, mask=v < V, other=0).to(tl.int32)
+        none = (v < V) & (marked == 0)
         tl.store(out_ptr + offs, tl.zeros((BLOCK,), out_ptr.dtype.element_ty), mask=none)
         if WITH_WINNERS:
             tl.store(
@@ -384,10 +384,10 @@ def list_kernel(
                 tl.full((BLOCK,), NO_WINNER, winner_ptr.dtype.element_ty),
                 mask=none,
             )
-        total = tl.sum(kept)
+        total = tl.sum(marked)
         if total > 0:
             base = tl.atomic_add(state_ptr + STATE + 3 * B + b, total, sem="relaxed")
-            tl.store(list_ptr + b * V + base + tl.cumsum(kept) - 1, v, mask=kept != 0)
+            tl.store(list_ptr + b * V + base + tl.cumsum(marked) - 1, v, mask=marked != 0)
 
 
 @triton.jit(
@@ -430,8 +430,8 @@ def refine_kernel(
     if runs_screened(state_ptr, sample_limit, limit):
         first_tile = 0
         for b0 in range(0, B, BLOCK_B):
-            each = b0 + tl.arange(0, BLOCK_B)
-            counts = tl.load(state_ptr + STATE + 3 * B + each, mask=each < B, other=0)
+            b = b0 + tl.arange(0, BLOCK_B)
+            counts = tl.load(state_ptr + STATE + 3 * B + b, mask=b < B, other=0)
             ends = tl.cumsum((counts + BLOCK_V - 1) // BLOCK_V)  # [BLOCK_B], tiles
             n_tiles = tl.max(ends)
             tile = (
@@ -441,9 +441,9 @@ def refine_kernel(
                 seq = b0 + tl.sum((ends <= tile).to(tl.int32))
                 i = tile - tl.max(tl.where(ends <= tile, ends, 0))
                 count = tl.load(state_ptr + STATE + 3 * B + seq)
-                place = i * BLOCK_V + tl.arange(0, BLOCK_V)
-                mask_v = place < count
-                offs_v = tl.load(list_ptr + seq.to(tl.int64) * V + place, mask=mask_v, other=0)
+                list_index = i * BLOCK_V + tl.arange(0, BLOCK_V)
+                mask_v = list_index < count
+                offs_v = tl.load(list_ptr + seq.to(tl.int64) * V + list_index, mask=mask_v, other=0)
                 start = sequence_offset(offset_ptr, seq, B, uniform_length, UNIFORM)
                 end = sequence_offset(offset_ptr, seq + 1, B, uniform_length, UNIFORM)
                 best = tl.full((BLOCK_V,), float("-inf"), tl.float32)

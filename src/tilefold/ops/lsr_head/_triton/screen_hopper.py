@@ -69,7 +69,7 @@ def _keep(
 
 @gluon.jit
 def _fold_tiles(
-    given,
+    operands,
     D: gl.constexpr,
     K_STEPS: gl.constexpr,
     BLOCK_T: gl.constexpr,
@@ -81,7 +81,7 @@ def _fold_tiles(
 ):
     """Run one group of four warps: products and running maxima of one half of the columns.
 
-    ``given`` is a tuple of the tensors and numbers of :func:`screen_hopper_kernel`.
+    ``operands`` is a tuple of the tensors and numbers of :func:`screen_hopper_kernel`.
     """
     (
         w_ring,
@@ -101,13 +101,13 @@ def _fold_tiles(
         split_tiles,
         uniform_length,
         logit_scale,
-    ) = given
+    ) = operands
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_splits = gl.cdiv(n_tiles, split_tiles)
     step = 0
-    kept = 0
+    n_marked = 0
     for item in range(gl.program_id(0), n_items, gl.num_programs(0)):
         split = item % n_splits
         offs_v = (
@@ -141,7 +141,7 @@ def _fold_tiles(
                 best = gl.maximum(best, gl.reduce(acc, 1, _larger))
                 more = end == r1
                 if more:
-                    kept += _keep(
+                    n_marked += _keep(
                         best,
                         offs_v,
                         mask_v,
@@ -181,7 +181,7 @@ def _fold_tiles(
                     more = end <= r1
                     if more:
                         if end > start:
-                            kept += _keep(
+                            n_marked += _keep(
                                 best,
                                 offs_v,
                                 mask_v,
@@ -203,7 +203,7 @@ def _fold_tiles(
                         more = seq < B
         # a sequence that continues in the next split is marked there too
         if (start < t1 * BLOCK_T) & (seq < B):
-            kept += _keep(
+            n_marked += _keep(
                 best,
                 offs_v,
                 mask_v,
@@ -218,7 +218,7 @@ def _fold_tiles(
                 D,
                 HAS_BIAS,
             )
-    gl.atomic_add(state_ptr + KEPT, kept, sem="relaxed")
+    gl.atomic_add(state_ptr + KEPT, n_marked, sem="relaxed")
 
 
 @gluon.jit(
@@ -290,7 +290,7 @@ def screen_hopper_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
-    given = (
+    operands = (
         w_ring,
         h_ring,
         full,
@@ -311,8 +311,8 @@ def screen_hopper_kernel(
     )
     gl.warp_specialize(
         [
-            (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 0)),
-            (_fold_tiles, (given, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 1)),
+            (_fold_tiles, (operands, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 0)),
+            (_fold_tiles, (operands, D, K_STEPS, BLOCK_T, STAGES, GROUP, HAS_BIAS, UNIFORM, 1)),
             (
                 _load_tiles,
                 (

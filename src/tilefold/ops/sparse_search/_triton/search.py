@@ -187,13 +187,13 @@ def block_scores_kernel(
     exponent, length = _exponent(terms_ptr, weights_ptr, largest_ptr, T, V, BLOCK_T)
     up = tl.minimum(tl.maximum(285 - exponent, 1), 253)
     factor = (up << 23).to(tl.float32, bitcast=True)
-    place = tl.arange(0, BLOCK)
-    document = block * BLOCK + place
+    index = tl.arange(0, BLOCK)
+    document = block * BLOCK + index
     inside = document < N
     score_ptr += query * N
     if SHARED:
         base = _tile_address(BLOCK)
-        _set(base + 4 * place, tl.zeros((BLOCK,), tl.int32))
+        _set(base + 4 * index, tl.zeros((BLOCK,), tl.int32))
     else:
         tl.store(score_ptr + document, tl.zeros((BLOCK,), tl.int32), mask=inside)
     tl.debug_barrier()
@@ -205,9 +205,9 @@ def block_scores_kernel(
         t = t0 + tl.arange(0, ROWS)
         term = tl.load(terms_ptr + t, mask=t < T, other=-1)
         weight = tl.load(weights_ptr + t, mask=t < T, other=0.0)
-        there = (term >= 0) & (term < V) & (weight > 0.0)
-        start = (tl.load(offsets_ptr + term, mask=there, other=first) - first).to(tl.int32)
-        end = (tl.load(offsets_ptr + term + 1, mask=there, other=first) - first).to(tl.int32)
+        is_term = (term >= 0) & (term < V) & (weight > 0.0)
+        start = (tl.load(offsets_ptr + term, mask=is_term, other=first) - first).to(tl.int32)
+        end = (tl.load(offsets_ptr + term + 1, mask=is_term, other=first) - first).to(tl.int32)
         for i0 in range(0, tl.max(end - start), WIDE):
             at = start[:, None] + (i0 + tl.arange(0, WIDE))[None, :]
             inside_list = at < end[:, None]
@@ -217,21 +217,21 @@ def block_scores_kernel(
                 .to(tl.int32)
             )
             product = weight[:, None] * tl.load(postings_ptr + at, mask=inside_list, other=0.0)
-            whole = (
+            units = (
                 tl.maximum(product * factor + 0.5, 1.0).to(tl.uint32).to(tl.int32, bitcast=True)
             )  # truncated, since 0.5 was added
             if SHARED:
-                _add(base + 4 * where, whole, product)
+                _add(base + 4 * where, units, product)
             else:
                 tl.atomic_add(
                     score_ptr + block * BLOCK + where,
-                    whole,
+                    units,
                     mask=product > 0.0,
                     sem="relaxed",
                 )
     tl.debug_barrier()
     if SHARED:
-        total = _get(base + 4 * place)
+        total = _get(base + 4 * index)
     else:
         total = tl.load(score_ptr + document, mask=inside, other=0, cache_modifier=".cg")
     if HAS_ALLOWED:
@@ -270,13 +270,13 @@ def _values(ptr, member_ptr, i, count, n, GROUP: tl.constexpr):
     Returns the bits, 0 past the end, and the positions in the row.
     """
     if GROUP == 0:
-        place = i
-        known = i < count
+        position = i
+        exists = i < count
     else:
-        known = i < count * GROUP
-        place = tl.load(member_ptr + i // GROUP, mask=known, other=0) * GROUP + i % GROUP
-        known &= place < n
-    return tl.load(ptr + place, mask=known, other=0), place
+        exists = i < count * GROUP
+        position = tl.load(member_ptr + i // GROUP, mask=exists, other=0) * GROUP + i % GROUP
+        exists &= position < n
+    return tl.load(ptr + position, mask=exists, other=0), position
 
 
 NEAR = tl.constexpr(1 << 24)  # subtracted from bits: a quarter of the highest score is tried first
@@ -323,7 +323,7 @@ def _best(
     """
     size = count if GROUP == 0 else count * GROUP
     lane = tl.arange(0, CHUNK)
-    value, place = _values(ptr, member_ptr, lane, count, n, GROUP)
+    value, position = _values(ptr, member_ptr, lane, count, n, GROUP)
     if GROUP == 0:
         top = tl.max(value)
         if not ONE:
@@ -354,17 +354,17 @@ def _best(
     listed = 0
     for i0 in range(0, 1 if ONE else size, CHUNK):
         if not ONE:
-            value, place = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
-        taken = value >= bound
+            value, position = _values(ptr, member_ptr, i0 + lane, count, n, GROUP)
+        selected = value >= bound
         if apart:
             tie = ((value == bound) & (value > 0)).to(tl.int32)
-            taken = (value > bound) | ((tie != 0) & (tl.cumsum(tie, 0) <= ties))
+            selected = (value > bound) | ((tie != 0) & (tl.cumsum(tie, 0) <= ties))
             ties -= tl.sum(tie)
-        rank = listed + tl.cumsum(taken.to(tl.int32), 0) - 1
-        tl.store(out_ptr + rank, place.to(out_ptr.dtype.element_ty), mask=taken)
+        rank = listed + tl.cumsum(selected.to(tl.int32), 0) - 1
+        tl.store(out_ptr + rank, position.to(out_ptr.dtype.element_ty), mask=selected)
         if values_ptr is not None:
-            tl.store(values_ptr + rank, value, mask=taken)
-        listed += tl.sum(taken.to(tl.int32))
+            tl.store(values_ptr + rank, value, mask=selected)
+        listed += tl.sum(selected.to(tl.int32))
     return listed, bound, top
 
 

@@ -194,7 +194,7 @@ def scatter_kernel(
     broken = tl.zeros((BLOCK,), tl.int32) + (ok == 0).to(tl.int32)
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        weight, entry, valid, known = load_tokens(
+        weight, entry, valid, in_vocabulary = load_tokens(
             weights_ptr,
             ids_ptr,
             mask_ptr,
@@ -206,8 +206,8 @@ def scatter_kernel(
             IGNORED,
             HAS_MASK,
         )
-        broken |= (valid & (known == 0)).to(tl.int32)
-        tl.store(table_ptr + row + entry, s.to(table_ptr.dtype.element_ty), mask=known)
+        broken |= (valid & (in_vocabulary == 0)).to(tl.int32)
+        tl.store(table_ptr + row + entry, s.to(table_ptr.dtype.element_ty), mask=in_vocabulary)
         if SUM:
             tl.store(slot_ptr + start + s, tl.zeros((BLOCK,), tl.int64), mask=s < length)
             tl.store(kind_ptr + start + s, tl.zeros((BLOCK,), tl.int32), mask=s < length)
@@ -220,7 +220,7 @@ def scatter_kernel(
     # 2. tokens are reduced at the slots by integer atomics, in any order
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        weight, entry, valid, known = load_tokens(
+        weight, entry, valid, in_vocabulary = load_tokens(
             weights_ptr,
             ids_ptr,
             mask_ptr,
@@ -232,25 +232,33 @@ def scatter_kernel(
             IGNORED,
             HAS_MASK,
         )
-        meet = tl.load(table_ptr + row + entry, mask=known, other=0, cache_modifier=".cg").to(
+        meet = tl.load(
+            table_ptr + row + entry, mask=in_vocabulary, other=0, cache_modifier=".cg"
+        ).to(
             tl.int32,
         )
-        tl.store(meet_ptr + start + s, meet, mask=known)
+        tl.store(meet_ptr + start + s, meet, mask=in_vocabulary)
         if SUM:
             value = activate(weight, ACTIVATION)
             kind = kind_of(value)
             # the bits of numbers that are not negative have the numbers' order
             size = tl.where(kind == 0, tl.abs(value), 0.0).to(tl.int32, bitcast=True)
-            tl.atomic_max(peak_ptr + start + meet, size, mask=known & (size != 0), sem="relaxed")
-            tl.atomic_or(kind_ptr + start + meet, kind, mask=known & (kind != 0), sem="relaxed")
+            tl.atomic_max(
+                peak_ptr + start + meet, size, mask=in_vocabulary & (size != 0), sem="relaxed"
+            )
+            tl.atomic_or(
+                kind_ptr + start + meet, kind, mask=in_vocabulary & (kind != 0), sem="relaxed"
+            )
         else:
-            tl.atomic_max(slot_ptr + start + meet, order_key(weight, s), mask=known, sem="relaxed")
+            tl.atomic_max(
+                slot_ptr + start + meet, order_key(weight, s), mask=in_vocabulary, sem="relaxed"
+            )
     tl.debug_barrier()
     if SUM:
         # terms of one sum are added up in units of 2^-scale, in which length * largest < 2^62
         for s0 in range(0, length, BLOCK):
             s = s0 + tl.arange(0, BLOCK)
-            weight, entry, valid, known = load_tokens(
+            weight, entry, valid, in_vocabulary = load_tokens(
                 weights_ptr,
                 ids_ptr,
                 mask_ptr,
@@ -262,18 +270,20 @@ def scatter_kernel(
                 IGNORED,
                 HAS_MASK,
             )
-            meet = tl.load(meet_ptr + start + s, mask=known, other=0)
-            peak = tl.load(peak_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+            meet = tl.load(meet_ptr + start + s, mask=in_vocabulary, other=0)
+            peak = tl.load(
+                peak_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg"
+            )
             value = activate(weight, ACTIVATION)
             number = tl.where(kind_of(value) == 0, value, 0.0).to(tl.float64)
             units = (number * power_of_two(scale_of(length, peak))).to(tl.int64)
-            tl.atomic_add(slot_ptr + start + meet, units, mask=known, sem="relaxed")
+            tl.atomic_add(slot_ptr + start + meet, units, mask=in_vocabulary, sem="relaxed")
         tl.debug_barrier()
 
     # 3. one token of each id writes its score
     for s0 in range(0, length, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        weight, entry, valid, known = load_tokens(
+        weight, entry, valid, in_vocabulary = load_tokens(
             weights_ptr,
             ids_ptr,
             mask_ptr,
@@ -285,19 +295,23 @@ def scatter_kernel(
             IGNORED,
             HAS_MASK,
         )
-        meet = tl.load(meet_ptr + start + s, mask=known, other=0)
-        slot = tl.load(slot_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+        meet = tl.load(meet_ptr + start + s, mask=in_vocabulary, other=0)
+        slot = tl.load(slot_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg")
         if SUM:
-            kinds = tl.load(kind_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
-            peak = tl.load(peak_ptr + start + meet, mask=known, other=0, cache_modifier=".cg")
+            kinds = tl.load(
+                kind_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg"
+            )
+            peak = tl.load(
+                peak_ptr + start + meet, mask=in_vocabulary, other=0, cache_modifier=".cg"
+            )
             total = (slot.to(tl.float64) * power_of_two(-scale_of(length, peak))).to(tl.float32)
             value = sum_of_kinds(kinds, total)
-            writes = known & (meet == s)
-            counted = known
+            writes = in_vocabulary & (meet == s)
+            counted = in_vocabulary
         else:
             value = activate(weight, ACTIVATION)
             value = tl.where(value <= 0.0, 0.0, value)
-            writes = known & (slot == order_key(weight, s))
+            writes = in_vocabulary & (slot == order_key(weight, s))
             counted = writes & (value != 0.0)
         tl.store(out_ptr + row + entry, value.to(out_ptr.dtype.element_ty), mask=writes)
         if WITH_COUNTED:
