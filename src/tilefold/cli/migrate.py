@@ -87,8 +87,8 @@ class MigrateRequest(EncodingOptions, DocumentFieldOptions):
     data: Annotated[
         str | None,
         option(
-            "The documents of --index, whose texts are encoded, but for those that a server has "
-            "stored; required to start, recorded to resume. " + _common.DOCUMENTS_HELP,
+            "The documents of --index, without those that were added over HTTP; required to start, "
+            "recorded to resume. " + _common.DOCUMENTS_HELP,
         ),
     ] = None
     kind: Annotated[
@@ -225,9 +225,9 @@ def migrate(request: MigrateRequest) -> None:
     """Move an index to another model while it is searched and updated.
 
     The documents of --data are encoded with --model, at a --share of the machine, into a new index
-    next to the old one. Run the same command again to resume after an interruption. Documents that
-    index --update adds meanwhile come into both indexes. --preview compares both, --cut-over lets
-    the new one take over, and --rollback the old one. A server that follows the index loads the
+    next to the old one. Run the same command again to resume after an interruption. Meanwhile,
+    index --update adds documents to both indexes. --preview compares both, --cut-over lets the new
+    one take over, and --rollback returns to the old one. A server that follows the index loads the
     model with it.
 
     Example:
