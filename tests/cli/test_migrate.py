@@ -147,7 +147,7 @@ def test_documents_that_are_added_meanwhile_come_into_both_indexes(
     fails(
         call("index", "--vectors", vectors, "--output", live, "--overwrite"),
         1,
-        f"--overwrite: {live} moves to another model",
+        f"--overwrite: expected an index without a migration, got {live}",
     )
     old_ids = set(r.load_index(live).ids)
     done(call("migrate", "--index", live, "--cut-over"))

@@ -149,7 +149,7 @@ def test_other_texts_are_refused(
     data.write_text('{"_id": "a", "text": "another text"}\n', encoding="utf-8")
     outcome = call("verify", invariant, "--model", masked_lm, "--data", data)
     assert outcome.code == 1
-    assert "holds vectors of other texts" in outcome.err
+    assert "expected the texts that were encoded" in outcome.err
 
 
 def test_vectors_without_the_promise_may_differ(

@@ -862,7 +862,10 @@ def _texts_to_encode(
             return collection.content()
         return splitter.of(collection.documents)
     if not collection.queries:
-        raise UsageError(f"--queries: {request.data} has no queries.")
+        raise UsageError(
+            f"--queries: expected a collection with queries, got {request.data}, which has none. "
+            "Add the file queries.jsonl, or leave --queries out.",
+        )
     if request.split is None:
         return collection.queries
     _common.check_split(collection, request.split)

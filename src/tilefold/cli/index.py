@@ -533,9 +533,9 @@ def _build_index(request: IndexRequest) -> None:
         _refuse_existing_index(request.folder)
     if ChangeLog(request.folder).is_active:
         raise CommandError(
-            f"--overwrite: {request.folder} moves to another model. Replace its documents with "
-            "--update, which both indexes get, or end the migration first (tilefold migrate "
-            "--discard).",
+            f"--overwrite: expected an index without a migration, got {request.folder}, which "
+            "moves to another model. Replace its documents with --update, or end the migration "
+            "first (tilefold migrate --discard).",
         )
     splitter = request.passage_splitter()
     with lock_path(request.folder), _common.heartbeat(f"indexing ({request.new_backend})"):

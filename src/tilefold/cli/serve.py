@@ -746,8 +746,9 @@ def _open_generation(
     if not has_same_model:
         if request.other_model:
             raise CommandError(
-                f"--other-model: another model has encoded {index_path} than the served "
-                "generation, so the model of its queries is not known. Start a server with it.",
+                f"--other-model: expected {index_path} to keep its model, got a generation that "
+                "another model has encoded, so the model of its queries is not known. Start "
+                "another server with the new models.",
             )
         return _load_with_index(request, index_path, generation_id, log)
     loaded = _retrievers.reopen_index(request, served.index)

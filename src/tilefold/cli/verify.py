@@ -133,7 +133,10 @@ def _contents_of(request: VerifyRequest, manifest: Any) -> Mapping[str, Content]
             return collection.content()
         return Passages.parse(passages).of(collection.documents)
     if not collection.queries:
-        raise UsageError(f"--data: {request.data} has no queries.")
+        raise UsageError(
+            f"--data: expected a collection with queries, as the vectors are of queries, got "
+            f"{request.data}, which has none. Pass the collection that was encoded.",
+        )
     if request.split is None:
         return collection.queries
     _common.check_split(collection, request.split)

@@ -699,7 +699,9 @@ def _lock_inheritable(path: Path) -> IO[bytes] | None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
-        raise InUseError(f"{path.parent}: another process is still changing the index.") from None
+        raise InUseError(
+            f"{path.parent}: another process is still changing the index. Wait until it ends."
+        ) from None
     return file
 
 

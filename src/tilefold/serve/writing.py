@@ -468,7 +468,10 @@ class DocumentWriter:
         """
         model = self.follower.served.encoder
         if model is None:
-            raise DataError("the index has vectors, but the server has no model for them.")
+            raise DataError(
+                "the index has vectors, but the server has no model for them. Start the server with "
+                "--model.",
+            )
         provenance = self.follower.served.index.provenance
         dimension = getattr(self.follower.served.index, "dimension", None)
         await self._check_model(model, provenance)
@@ -500,7 +503,8 @@ class DocumentWriter:
         if "model_fingerprint" in provenance.differing_fields(served):
             raise DataError(
                 f"{model.name} with the options of this server is not the model that encoded the "
-                "documents of the index (see --other-model and --max-length).",
+                "documents of the index. Start the server with that model, and without "
+                "--other-model and --max-length.",
             )
 
     async def _encode_documents(

@@ -138,7 +138,9 @@ class _PageCache:
         try:
             state = PageFileState.of(self._root / name)
         except OSError as error:
-            raise DataError(f"{self._root / name}: cannot be read ({error}).") from error
+            raise DataError(
+                f"{self._root / name}: cannot be read ({error}). Check its permissions, or leave it out.",
+            ) from error
         key = [state.size, state.modified_ns, state.inode]
         entry = self._stored_entries.get(name, [])
         if entry[: len(key)] == key:

@@ -329,7 +329,9 @@ def _open_pdf(file: Path) -> Iterator[Any]:
             with pdfium.PdfDocument(file) as document:
                 yield document
         except FileNotFoundError:
-            raise DataError(f"{file}: no such file. Restore it, or start again.") from None
+            raise DataError(
+                f"{file}: no such file. Restore it, or run the command again without it."
+            ) from None
         except pdfium.PdfiumError as error:
             if "password" in str(error).lower():
                 raise DataError(
@@ -340,7 +342,9 @@ def _open_pdf(file: Path) -> Iterator[Any]:
                 "it, or leave it out.",
             ) from error
         except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error}).") from error
+            raise DataError(
+                f"{file}: cannot be read ({error}). Check its permissions, or leave it out.",
+            ) from error
 
 
 def _render_pdf_page(file: Path, number: int, dpi: int, max_pixels: int) -> Image:

@@ -105,8 +105,8 @@ def verify_vectors(
     provenance = provenance_of(texts)
     if "texts_sha256" in manifest.provenance.differing_fields(provenance):
         raise DataError(
-            f"{folder}: holds vectors of other texts, got {len(texts)} texts with another digest; "
-            "pass the texts that were encoded.",
+            f"{folder}: expected the texts that were encoded, got {len(texts)} texts with another "
+            "digest. Pass the same texts (--data).",
         )
     invariance = getattr(model, "invariance", None)
     is_invariant = INVARIANT in manifest.settings
