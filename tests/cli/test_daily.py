@@ -80,7 +80,7 @@ def test_queries_of_a_file_of_documents_cannot_be_encoded(
         "--output",
         tmp_path / "queries",
     )
-    fails(outcome, 2, "corpus.jsonl has no queries")
+    fails(outcome, 2, "corpus.jsonl, which has none")
     assert not (tmp_path / "queries").exists()
 
 

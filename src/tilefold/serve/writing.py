@@ -469,8 +469,7 @@ class DocumentWriter:
         model = self.follower.served.encoder
         if model is None:
             raise DataError(
-                "the index has vectors, but the server has no model for them. Start the server with "
-                "--model.",
+                "the index has vectors, but the server has no model. Start it with --model.",
             )
         provenance = self.follower.served.index.provenance
         dimension = getattr(self.follower.served.index, "dimension", None)

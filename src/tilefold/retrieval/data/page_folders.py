@@ -139,7 +139,8 @@ class _PageCache:
             state = PageFileState.of(self._root / name)
         except OSError as error:
             raise DataError(
-                f"{self._root / name}: cannot be read ({error}). Check its permissions, or leave it out.",
+                f"{self._root / name}: cannot be read ({error}). Check its permissions, or leave "
+                "it out.",
             ) from error
         key = [state.size, state.modified_ns, state.inode]
         entry = self._stored_entries.get(name, [])
