@@ -436,16 +436,19 @@ def _forward_in_fp32(layer: nn.Module) -> Iterator[None]:
         """The layer with its original ``forward``, for calls with other weights."""
 
         def __init__(self) -> None:
+            """Store the layer and its original ``forward``."""
             super().__init__()
             self.layer = layer
             self.run: Callable[..., Any] = layer.forward
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
+            """Run the original ``forward``."""
             return self.run(*args, **kwargs)
 
     unpatched = UnpatchedLayer()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        """Run the layer with inputs, weights and buffers in fp32, without autocast."""
         weights = {**dict(unpatched.named_parameters()), **dict(unpatched.named_buffers())}
         in_fp32 = {name: _to_fp32(weight) for name, weight in weights.items()}
         arguments = tuple(_to_fp32(value) for value in args)

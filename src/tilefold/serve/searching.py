@@ -512,6 +512,7 @@ class _Search:
             return _TokenMatches()
 
         def match() -> _TokenMatches:
+            """Explain the hits that are texts; runs in the thread of the model."""
             tokens = query_tokens(encoder.model, query)
             stage = searchable.searcher.stage
             scores = ranking.stages[stage][QUERY]
@@ -527,7 +528,7 @@ class _Search:
             except MissingDocumentError:
                 raise
             except ArgumentDataError as error:
-                # The vectors are not one per token of these texts. The hits are right all the same.
+                # Pooled vectors, for example, are not one per token. The hits are right nevertheless.
                 return _TokenMatches(tokens, error=str(error))
             matches = {
                 hit_id: [match.as_json() for match in explained[vector_id].matches]

@@ -138,10 +138,11 @@ def _digest_of_weights(model: Model) -> str:
 
 
 def _is_identified(model: Model) -> bool:
-    """Whether releases of libraries identify all code of a model, and its weights can be read.
+    """Whether the releases of known libraries and the weights determine how a model computes.
 
-    Methods that are replaced on the model itself do not matter, because the checks call its
-    modules.
+    This is not the case for modules of other packages, hooks, replaced methods, and weights that
+    cannot be read. Methods that are replaced on the model itself do not matter, because the checks
+    call its modules.
 
     Args:
         model: the model.

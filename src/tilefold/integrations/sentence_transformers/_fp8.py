@@ -136,7 +136,7 @@ def stop_fp8(model: Model) -> None:
 
 
 def _transformers(model: Model) -> list[Transformer]:
-    """Return the Transformers of a model that run on torch, not on ONNX or OpenVINO.
+    """Return the Transformers of a model that run on torch, not on another backend.
 
     Raises:
         ValueError: if there is none.

@@ -21,7 +21,7 @@ def divide_head(model: Model, vocabulary: SharedVocabulary) -> set[Any]:
         vocabulary: the ranks that share the rows.
 
     Returns:
-        The parameters that are divided now, which FSDP must leave alone.
+        The divided parameters, which FSDP must not divide again.
 
     Raises:
         ValueError: if the model has several heads, a head with a bias or an adapter, padded texts,
