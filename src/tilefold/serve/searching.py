@@ -528,7 +528,7 @@ class _Search:
             except MissingDocumentError:
                 raise
             except ArgumentDataError as error:
-                # Pooled vectors, for example, are not one per token. The hits are right nevertheless.
+                # Pooled vectors, for example, are not one per token. The hits do not need them.
                 return _TokenMatches(tokens, error=str(error))
             matches = {
                 hit_id: [match.as_json() for match in explained[vector_id].matches]
