@@ -373,7 +373,7 @@ def _encode_documents(
             folder / "vectors",
             top_k=DOCUMENT_TERMS,
         )
-        vectors = retrieval.read_vectors(folder / "vectors")
+        vectors: SparseVectors = retrieval.read_vectors(folder / "vectors")
         outcome.text = f"{len(vectors)} vectors"
     return vectors
 

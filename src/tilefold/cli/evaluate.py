@@ -702,8 +702,8 @@ class _Judgements:
     """
 
     collection: Collection | None
-    splits: Sequence[str]
-    tuning_splits: Sequence[str]
+    splits: list[str]
+    tuning_splits: list[str]
     ignores_identical_ids: bool
 
     @property
