@@ -581,6 +581,22 @@ def test_ids_to_delete_that_are_not_in_the_index_are_named(
     assert "--delete:" not in call("index", "--output", grown / index, "--delete", gone).err
 
 
+def test_an_update_names_texts_that_could_not_be_encoded_and_keeps_their_earlier_vectors(
+    call: Call,
+    grown: Path,
+) -> None:
+    failed = {"cards": "not finite", "other": "not finite"}
+    edit(grown / "new-vectors" / "manifest.json", failed=failed, n_texts=None)
+    update = ("index", "--update", "--vectors", grown / "new-vectors", "--output", grown / "exact")
+    outcome = call(*update, "--json")
+    result = measured(outcome)
+    assert (result["n_documents"], result["failed_ids"]) == (3, ["cards", "other"])
+    assert "keeps the vectors of their earlier texts: cards (1)" in outcome.err
+    assert "could not be encoded, and are not in the index: other (1)" in outcome.err
+    build = ("index", "--vectors", grown / "new-vectors", "--output", grown / "fresh")
+    assert "are not in the index: cards, other (2)" in call(*build).err
+
+
 def test_a_file_with_new_documents_is_refused_with_the_command_that_adds_them(
     call: Call,
     grown: Path,

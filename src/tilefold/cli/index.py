@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
@@ -15,12 +15,16 @@ from tilefold._internal.files import lock_path
 from tilefold.cli import _common, _options, _retrievers, _scores
 from tilefold.cli._common import CommandError, UsageError, note
 from tilefold.cli._options import DocumentFieldOptions, Options, argument, option, refuse_options
+from tilefold.retrieval.common.files import read_json_object
 from tilefold.retrieval.common.provenance import ids_to_delete, unknown_ids
 from tilefold.retrieval.data.passages import Passages, document_of
 from tilefold.retrieval.errors import DataError
 from tilefold.retrieval.index import DENSE
 from tilefold.retrieval.index.changes import ChangeLog
+from tilefold.retrieval.index.opening import open_index
 from tilefold.retrieval.index.protocol import MANIFEST_NAME, read_description
+from tilefold.retrieval.vectors.shards import MANIFEST_NAME as VECTORS_MANIFEST
+from tilefold.retrieval.vectors.shards import REMEDY as VECTORS_REMEDY
 
 if TYPE_CHECKING:
     from tilefold.retrieval.data.collection import Collection
@@ -44,8 +48,8 @@ SEISMIC = "seismic"
 # Queries on which a late index measures its recall.
 SAMPLED_QUERIES = 64
 _MISSING_OUTPUT = "Missing option '--output'. Folder for the index."
-# Unknown ids of --delete that a note lists.
-SHOWN_UNKNOWN_IDS = 5
+# Ids that a note lists.
+SHOWN_IDS = 5
 _BACKEND_HELP = (
     "exact (fastest and smallest up to at least 100,000 documents), bm25 (words of --data, without "
     "a model), seismic (approximate, for much larger collections; encode with --top-k 128 or so), "
@@ -504,10 +508,18 @@ def _change_index(request: IndexRequest) -> None:
         f"{counts['n_documents']} documents: {counts['written']} written, {counts['deleted']} "
         f"removed in {seconds:.1f} s: {request.folder}"
     )
-    result = {"output": str(request.folder), **counts, "seconds": seconds}
+    failed = _failed_ids(request) if request.update else []
+    result = {
+        "output": str(request.folder),
+        **counts,
+        "failed_ids": failed,
+        "seconds": seconds,
+    }
     _common.print_result(result, request.as_json, summary)
     if counts["unknown_ids"]:
         _note_unknown_ids(request, counts["unknown_ids"])
+    if failed:
+        _note_failed(failed, _indexed_ids(request.folder))
 
 
 def _note_unknown_ids(request: IndexRequest, unknown: Sequence[str]) -> None:
@@ -520,10 +532,63 @@ def _note_unknown_ids(request: IndexRequest, unknown: Sequence[str]) -> None:
     subject = f"{len(unknown):,} ids of {request.delete} are"
     if len(unknown) == 1:
         subject = f"1 id of {request.delete} is"
-    names = ", ".join(unknown[:SHOWN_UNKNOWN_IDS])
-    if len(unknown) > SHOWN_UNKNOWN_IDS:
-        names += ", ..."
-    note(f"--delete: {subject} not in the index: {names}")
+    note(f"--delete: {subject} not in the index: {_first_ids(unknown)}")
+
+
+def _first_ids(ids: Sequence[str]) -> str:
+    """Return the first ids for a note, and whether there are more."""
+    names = ", ".join(ids[:SHOWN_IDS])
+    return f"{names}, ..." if len(ids) > SHOWN_IDS else names
+
+
+def _failed_ids(request: IndexRequest) -> list[str]:
+    """Return the ids of texts that --vectors or --tokens lacks, since they could not be encoded.
+
+    Args:
+        request: the options of the command, whose vectors were read.
+    """
+    folder = request.tokens if request.vectors is None else request.vectors
+    if folder is None or not folder.is_dir():  # a file of token vectors does not list them
+        return []
+    return list(read_json_object(folder / VECTORS_MANIFEST, VECTORS_REMEDY)["failed"])
+
+
+def _indexed_ids(index: Path) -> set[str]:
+    """Return the ids of the documents or passages of an index.
+
+    Args:
+        index: the folder of the index.
+    """
+    if read_description(index)["backend"] == QDRANT:
+        from tilefold.retrieval.index.qdrant.index import QdrantIndex
+
+        with QdrantIndex.load(index).collection as collection:
+            return set(collection.ids())
+    return set(open_index(index).ids)
+
+
+def _note_failed(failed: Sequence[str], indexed_ids: Container[str]) -> None:
+    """Print notes about texts that could not be encoded.
+
+    The index keeps the vectors of an earlier text with the same id, so that no document is lost.
+
+    Args:
+        failed: the ids of the texts.
+        indexed_ids: the ids of the index.
+    """
+    kept = [text_id for text_id in failed if text_id in indexed_ids]
+    missing = [text_id for text_id in failed if text_id not in indexed_ids]
+    if kept:
+        note(
+            f"could not be encoded, so that the index keeps the vectors of their earlier texts: "
+            f"{_first_ids(kept)} ({len(kept):,}); encode these texts again, or remove them with "
+            "--delete",
+        )
+    if missing:
+        note(
+            "could not be encoded, and are not in the index: "
+            f"{_first_ids(missing)} ({len(missing):,})",
+        )
 
 
 def _build_index(request: IndexRequest) -> None:
@@ -545,6 +610,7 @@ def _build_index(request: IndexRequest) -> None:
         if request.new_backend == QDRANT:
             built.close()  # its files are open until then
     _print_new_index(request, built, n_documents, round(time.monotonic() - started, 3))
+    _note_failed(_failed_ids(request), ())
 
 
 def _build(request: IndexRequest, splitter: Passages | None) -> Any:
