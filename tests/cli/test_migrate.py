@@ -326,6 +326,25 @@ def test_migrations_that_cannot_be_are_refused_and_the_index_stays(
     assert not live.with_name("live.migration").exists()
 
 
+def test_the_cut_over_needs_the_folder_of_the_new_model(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(new_model, model)
+    done(start(call, live, str(model), shared / "data"))
+    before = files_of(live)
+    model.rename(tmp_path / "moved")
+    cut_over = ("migrate", "--index", live, "--cut-over")
+    fails(call(*cut_over), 2, f"--model: there is no folder {model}")
+    assert files_of(live) == before
+    done(call(*cut_over, "--model", tmp_path / "moved"))
+    assert files_of(live) != before
+
+
 @pytest.mark.parametrize(
     ("n_documents", "text", "message"),
     [
@@ -550,6 +569,38 @@ def test_a_server_follows_a_migration_and_its_rollback_with_the_right_model(
         assert client.get("/info").json["model_id"] == Path(new_model).name
         done(call("migrate", "--index", live, "--rollback"))
         wait_until(lambda: answers_like(old_hits), seconds=30)
+
+
+@pytest.mark.slow
+def test_a_server_keeps_the_old_index_if_the_new_model_cannot_be_loaded(
+    call: Call,
+    live: Path,
+    shared: Path,
+    new_model: str,
+    masked_lm: str,
+    tmp_path: Path,
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(new_model, model)
+    done(start(call, live, str(model), shared / "data", "--old-model", masked_lm))
+    key = tmp_path / "key"
+    key.write_text("open sesame")
+    options = ("--model", masked_lm, "--index", live, "--watch-seconds", "0")
+    with served(*options, "--admin-key-file", key) as (_, client, _):
+        client.headers = {"authorization": "Bearer open sesame"}
+        search = "/v1/live/search?hits=3&query=sockets"
+        hits = client.get(search).json
+        weights = model / "model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(b"no weights")
+        done(call("migrate", "--index", live, "--cut-over"))
+        reply = client.request("POST", "/admin/reload")
+        assert reply.status == 409
+        assert f"the weights in {model} are damaged" in reply.json["error"]
+        assert client.get(search).json == hits
+        weights.write_bytes(content)
+        assert client.request("POST", "/admin/reload").status == 200
+        assert client.get("/info").json["model_id"] == model.name
 
 
 @pytest.mark.slow

@@ -366,6 +366,7 @@ def _build_and_cut_over(request: MigrateRequest) -> None:
         migration = Migration(request.index, record)
     migration.catch_up(encoder)
     if request.cut_over:
+        _models.checked_model_name(request.model, "--model")  # a server loads it next
         migration.exchange(encoder)
     _print_state(request, migration)
 

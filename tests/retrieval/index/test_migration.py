@@ -158,6 +158,29 @@ def test_after_the_cut_over_the_index_equals_a_fresh_one_bit_for_bit(
     assert files_of(migration.standby) == old_files
 
 
+def test_after_the_cut_over_a_seismic_index_equals_a_fresh_one_but_for_its_random_clusters(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("seismic")
+    live = tmp_path / "live"
+    r.build_index(OLD.vectors(contents(DOCUMENTS)), "seismic", n_postings=200).save(live)
+    old_files = files_of(live)
+    migrate(live)
+    fresh = tmp_path / "fresh"
+    r.build_index(NEW.vectors(contents(DOCUMENTS)), "seismic", n_postings=200).save(fresh)
+    live_files = files_of(live)
+    fresh_files = files_of(fresh)
+    for name in ("index.json", "seismic.index.seismic"):  # the checksum and the clusters
+        del live_files[name], fresh_files[name]
+    assert live_files == fresh_files
+    live_index: Any = r.load_index(live)
+    fresh_index_: Any = r.load_index(fresh)
+    assert live_index.options == fresh_index_.options
+    assert live_index.stored() == fresh_index_.stored()
+    Migration.open(live).exchange()
+    assert files_of(live) == old_files
+
+
 def test_a_rollback_restores_the_old_index_bit_for_bit(live: Path) -> None:
     old_files = files_of(live)
     migrate(live)
