@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -82,6 +83,28 @@ def test_heat_maps_of_several_queries_are_named_by_query_and_rank(
     done(call("search", "--queries", queries, *options, "--k", "1", *maps))
     names = sorted(file.name for file in (tmp_path / "maps").iterdir())
     assert [name[:16] for name in names] == ["query-q1-rank-1-", "query-q2-rank-1-"]
+
+
+def test_queries_whose_ids_become_the_same_name_have_heat_maps_of_their_own(
+    call: Call,
+    options: tuple[str | Path, ...],
+    tmp_path: Path,
+) -> None:
+    long_id = "long" * 60
+    ids = ["a/b", "a_b", "A_b", "a:b", f"{long_id}1", f"{long_id}2"]
+    queries = tmp_path / "queries.tsv"
+    queries.write_text("".join(f"{query_id}\t{QUERY}\n" for query_id in ids), encoding="utf-8")
+    maps = tmp_path / "maps"
+
+    search = ("search", "--queries", queries, *options, "--k", "2", "--heat-maps", maps, "--json")
+    records = [json.loads(line) for line in done(call(*search)).out.splitlines()]
+
+    hits = [hit for record in records for hit in record["hits"]]
+    paths = [Path(hit["heat_map"]) for hit in hits]
+    assert [record["id"] for record in records] == ids
+    assert len({path.name.lower() for path in paths}) == 2 * len(ids)
+    assert sorted(paths) == sorted(maps.iterdir())
+    assert paths[2].name.startswith("query-a_b-rank-1-")
 
 
 def test_heat_maps_need_pages(

@@ -6,6 +6,7 @@ import base64
 import io
 import shutil
 import struct
+import weakref
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,16 +14,21 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
 
 from tests.serve.page_service import PageParts, make_page_parts
-from tests.serve.running import Client, serving
+from tests.serve.running import Client, Reply, serving
 from tests.serve.test_documents import writing_server
 from tilefold import retrieval as r
 from tilefold.retrieval.data.collection import Document
+from tilefold.retrieval.data.pages import Page
 from tilefold.retrieval.index.segments import Segments
+from tilefold.serve import searching
+from tilefold.serve.bodies import ImageData
+from tilefold.serve.forms import parse_form
 from tilefold.serve.models import Served
 from tilefold.serve.searchable import Searchable
 from tilefold.serve.service import Service
@@ -153,6 +159,152 @@ def test_images_that_cannot_be_encoded_are_refused(
 ) -> None:
     reply = client.post("/embed_all", {"inputs": [{"image": image}]})
     assert (reply.status, message in reply.json["error"]) == (status, True), reply.json
+
+
+def png(image: Any) -> bytes:
+    return base64.b64decode(encoded(image))
+
+
+def post_form(
+    client: Client,
+    path: str,
+    files: list[tuple[str, Any]],
+    fields: dict[str, Any] | None = None,
+) -> Reply:
+    """Send a form as httpx encodes it."""
+    form = httpx.Request("POST", "http://localhost", files=files, data=fields)
+    return client.request("POST", path, form.read(), content_type=form.headers["content-type"])
+
+
+def test_a_form_has_the_vectors_of_base64(client: Client) -> None:
+    images = [page(), page("lightblue")]
+    files = [("inputs", ("page.png", png(image), "image/png")) for image in images]
+
+    reply = post_form(client, "/document/embed_all", files, {"truncate": "true"})
+
+    body = {"inputs": [{"image": encoded(image)} for image in images]}
+    assert reply.status == 200
+    assert reply.json == client.post("/document/embed_all", body).json
+
+
+def test_a_form_ranks_files_and_texts_for_a_query(client: Client) -> None:
+    files = [
+        ("documents", ("page", png(page("navy")))),
+        ("documents", (None, "a text")),
+        ("documents", (None, png(page("maroon")), "image/png")),
+    ]
+    fields = {"query": QUERY, "top_n": "2", "return_documents": "false"}
+
+    reply = post_form(client, "/v2/rerank", files, fields)
+
+    documents = [
+        {"image": encoded(page("navy"))},
+        {"text": "a text"},
+        {"image": encoded(page("maroon"))},
+    ]
+    body = {"query": QUERY, "documents": documents, "top_n": 2, "return_documents": False}
+    assert reply.status == 200
+    assert reply.json["results"] == client.post("/v2/rerank", body).json["results"]
+
+
+@pytest.mark.parametrize(
+    ("files", "fields", "status", "message"),
+    [
+        pytest.param(
+            [("inputs", ("a.gif", b"GIF89a"))], {}, 415, "PNG, JPEG, WebP or TIFF", id="a GIF"
+        ),
+        pytest.param(
+            [("inputs", ("a.png", png(Image.new("1", (1000, 201)))))],
+            {},
+            413,
+            "more than the limit of 200000",
+            id="pixels",
+        ),
+        pytest.param(
+            [("inputs", ("a.png", png(page())[:80]))],
+            {},
+            422,
+            "an image is damaged",
+            id="half of a PNG",
+        ),
+        pytest.param(
+            [("inputs", ("a.png", b""))], {}, 400, "`inputs` cannot be empty", id="an empty file"
+        ),
+        pytest.param(
+            [("inputs", (None, "a")), ("prompt_name", (None, "a")), ("prompt_name", (None, "b"))],
+            {},
+            422,
+            "`prompt_name`: expected one part, got 2",
+            id="a field twice",
+        ),
+        pytest.param(
+            [("inputs", (None, "a"))], {"truncate": "maybe"}, 422, "`truncate`", id="no boolean"
+        ),
+        pytest.param(
+            [("page", ("a.png", png(page())))], {}, 422, "`inputs`: Field required", id="no inputs"
+        ),
+        pytest.param(
+            [("inputs", (None, "a"))] * 1001, {}, 422, "at most 1000 parts", id="many parts"
+        ),
+    ],
+)
+def test_forms_with_wrong_parts_are_refused(
+    client: Client,
+    files: list[tuple[str, Any]],
+    fields: dict[str, Any],
+    status: int,
+    message: str,
+) -> None:
+    reply = post_form(client, "/embed_all", files, fields)
+    assert (reply.status, message in reply.json["error"]) == (status, True), reply.json
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        pytest.param(b"", "its last boundary is missing", id="empty"),
+        pytest.param(
+            b'--b\r\nContent-Disposition: form-data; name="inputs"\r\n\r\ntext\r\n--b\r\n',
+            "its last boundary is missing",
+            id="no end",
+        ),
+        pytest.param(b"--b\r\ntext\r\n--b--\r\n", "a part has no headers", id="no headers"),
+        pytest.param(
+            b"--b\r\nContent-Type: text/plain\r\n\r\ntext\r\n--b--", "has no name", id="no name"
+        ),
+        pytest.param(
+            b'--b\r\nContent-Disposition: form-data; name="inputs"\r\n\r\n\xff\r\n--b--',
+            "is not UTF-8",
+            id="another encoding",
+        ),
+    ],
+)
+def test_bodies_that_are_no_forms_are_refused(client: Client, body: bytes, reason: str) -> None:
+    content_type = "multipart/form-data; boundary=b"
+    reply = client.request("POST", "/embed_all", body, content_type=content_type)
+    assert (reply.status, reply.json["error_type"]) == (400, "Validation")
+    assert "not a valid form" in reply.json["error"]
+    assert reason in reply.json["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type"),
+    [
+        pytest.param("/tokenize", "multipart/form-data; boundary=b", id="a route without images"),
+        pytest.param("/embed_all", "multipart/form-data", id="no boundary"),
+        pytest.param("/embed_all", "image/png", id="a file alone"),
+    ],
+)
+def test_other_types_of_bodies_are_refused(client: Client, path: str, content_type: str) -> None:
+    reply = client.request("POST", path, png(page()), content_type=content_type)
+    assert (reply.status, "expected a body" in reply.json["error"]) == (415, True)
+
+
+def test_a_file_with_line_breaks_and_hyphens_is_read_as_it_is() -> None:
+    content = b"\r\n--\r\n--boundar\r\n\r\n"
+    head = b'--boundary \r\nContent-Disposition: form-data; filename="a\r;b"; name="inputs"\r\n\r\n'
+    fields = parse_form(head + content + b"\r\n--boundary--\r\n", b"boundary")
+    assert fields == {"inputs": [ImageData(content)]}
 
 
 def test_more_pixels_than_are_decoded_at_once_are_refused(parts: PageParts) -> None:
@@ -368,6 +520,43 @@ def test_a_search_says_why_vectors_of_other_texts_explain_nothing(
     assert "expected one vector per token" in reply.json["query"]["explanation_error"]
     assert reply.json["candidates"]
     assert not any("matches" in hit["explanation"] for hit in reply.json["candidates"])
+
+
+def count_decoded_images(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets, for each page that is decoded, how many images are in memory."""
+    images: list[weakref.ref[Any]] = []
+    n_images_alive: list[int] = []
+    decode = Page.image
+
+    def decode_and_count(page: Page, *args: Any) -> Any:
+        image = decode(page, *args)
+        images.append(weakref.ref(image))
+        n_images_alive.append(sum(reference() is not None for reference in images))
+        return image
+
+    monkeypatch.setattr(Page, "image", decode_and_count)
+    return n_images_alive
+
+
+def test_pages_are_explained_one_after_the_other(
+    parts: PageParts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_images_alive = count_decoded_images(monkeypatch)
+    explanations = parts.service().searchable.searcher.explain(QUERY, parts.collection.documents)
+    assert explanations.keys() == parts.collection.documents.keys()
+    assert max(n_images_alive) <= 2
+
+
+def test_a_search_holds_the_images_of_a_few_candidates_at_a_time(
+    parts: PageParts,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    n_images_alive = count_decoded_images(monkeypatch)
+    monkeypatch.setattr(searching, "PAGES_AT_ONCE", 2, raising=False)
+    test_pages_that_words_find_are_reranked_by_their_images(parts)
+    assert len(n_images_alive) > 7
+    assert max(n_images_alive[:7]) <= 4  # two, and two that have just been encoded
 
 
 def test_pages_that_words_find_are_reranked_by_their_images(parts: PageParts) -> None:

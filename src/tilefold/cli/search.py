@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import sys
@@ -30,6 +31,8 @@ SHOWN_TERMS = 6
 SHOWN_CELLS = 80
 # Characters of ids that are replaced in the names of files.
 _NOT_IN_FILE_NAMES = re.compile(r"[^\w.-]+")
+_MAX_NAME_BYTES = 90  # of the name of a query, and of a page; file systems allow 255 in all
+_DIGEST_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,6 +485,10 @@ def _print_hits_of_queries(
         search_request: the options of the search.
     """
     incomplete_hits = _IncompleteHits()
+    heat_map_paths = None
+    if request.heat_maps is not None:
+        request.heat_maps.mkdir(parents=True, exist_ok=True)
+        heat_map_paths = _HeatMapPaths(request.heat_maps)
     for query_id, text in _read_queries(request):
         with _options.option_errors(
             documents="--data",
@@ -490,8 +497,8 @@ def _print_hits_of_queries(
             queries="--model",
         ):
             hits = searcher.search(text, search_request)
-            if request.heat_maps is not None:
-                _write_heat_maps(searcher, request, query_id, text, hits)
+            if heat_map_paths is not None:
+                _write_heat_maps(searcher, request, heat_map_paths, query_id, text, hits)
         incomplete_hits.count(hits, searcher, request)
         if request.as_json and request.has_one_query:
             precision = searcher.precisions
@@ -531,6 +538,7 @@ def _check_heat_map_folder(folder: Path, *, overwrite: bool) -> None:
 def _write_heat_maps(
     searcher: Searcher,
     request: SearchCommandRequest,
+    paths: _HeatMapPaths,
     query_id: str,
     query: str,
     hits: list[dict[str, Any]],
@@ -539,15 +547,12 @@ def _write_heat_maps(
 
     Args:
         searcher: the searcher.
-        request: the options of the command, with the folder.
+        request: the options of the command.
+        paths: paths of the heat maps of all queries.
         query_id: id of the query, which the names of the files have if there are several queries.
         query: text of the query.
         hits: the hits, as the searcher returns them. A page gets its ``heat_map``.
     """
-    folder = request.heat_maps
-    if folder is None:
-        return
-    folder.mkdir(parents=True, exist_ok=True)
     pages = []
     for hit in hits:
         document = searcher.documents.get(hit["id"])
@@ -562,7 +567,7 @@ def _write_heat_maps(
             {hit["id"]: image},
             with_reranker=request.rerank is not None,
         )
-        path = folder / _heat_map_name(
+        path = paths.path_of(
             query_id=None if request.has_one_query else query_id,
             rank=hit["rank"],
             n_hits=len(hits),
@@ -573,22 +578,58 @@ def _write_heat_maps(
         hit["heat_map"] = str(path)
 
 
-def _heat_map_name(*, query_id: str | None, rank: int, n_hits: int, page_id: str) -> str:
-    """Return the name of the file of a heat map, such as ``query-q7-rank-02-menu.png``.
+class _HeatMapPaths:
+    """Paths of heat maps, which differ for different hits.
+
+    Characters that are not for file names are replaced, and long names are shortened. The ranks
+    tell the pages of a query apart. The id of a query gets a digest if it was changed, because
+    another id may become the same name.
 
     Args:
-        query_id: id of the query; None for the only query.
-        rank: rank of the page.
-        n_hits: number of hits, with whose digits ranks are written, so that names sort by rank.
-        page_id: id of the page.
+        folder: folder of the heat maps.
     """
-    from tilefold.retrieval.data.pages import IMAGE_SUFFIXES
 
-    page = Path(page_id)
-    page_name = str(page.with_suffix("")) if page.suffix.lower() in IMAGE_SUFFIXES else page_id
-    query = "" if query_id is None else f"query-{query_id}-"
-    name = f"{query}rank-{rank:0{len(str(n_hits))}d}-{page_name}"
-    return f"{_NOT_IN_FILE_NAMES.sub('_', name)}.png"
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: set[str] = set()  # in lower case, as some file systems compare names
+
+    def path_of(self, *, query_id: str | None, rank: int, n_hits: int, page_id: str) -> Path:
+        """Return the path of a heat map, such as ``query-q7-rank-02-menu.png`` in the folder.
+
+        Args:
+            query_id: id of the query; None for the only query.
+            rank: rank of the page.
+            n_hits: number of hits, with whose digits ranks are written, so that names sort by rank.
+            page_id: id of the page.
+        """
+        from tilefold.retrieval.data.pages import IMAGE_SUFFIXES
+
+        page = Path(page_id)
+        page_name = str(page.with_suffix("")) if page.suffix.lower() in IMAGE_SUFFIXES else page_id
+        query = "" if query_id is None else f"query-{_distinct_file_name(query_id)}-"
+        rank_text = f"rank-{rank:0{len(str(n_hits))}d}"
+        name = f"{query}{rank_text}-{_file_name(page_name)}"
+        copy = 2
+        unused_name = name
+        while unused_name.lower() in self._names:
+            unused_name = f"{name}-{copy}"
+            copy += 1
+        self._names.add(unused_name.lower())
+        return self._folder / f"{unused_name}.png"
+
+
+def _file_name(text: str) -> str:
+    """Return a short file name that resembles a text."""
+    name = _NOT_IN_FILE_NAMES.sub("_", text)
+    return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
+
+
+def _distinct_file_name(text: str) -> str:
+    """Return a file name that differs for different texts: with a digest if it is not the text."""
+    name = _file_name(text)
+    if name == text:
+        return name
+    return f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_DIGITS]}"
 
 
 def _read_queries(request: SearchCommandRequest) -> Iterator[tuple[str, str]]:

@@ -119,7 +119,9 @@ def _is_nonempty_ids(value: object) -> bool:
 
 
 def _is_image(value: object) -> bool:
-    """Return whether a value is an object with an image, ``{"image": base64}``."""
+    """Return whether a value is an image of a form, or an object ``{"image": base64}``."""
+    if isinstance(value, ImageData):
+        return True
     return isinstance(value, dict) and value.keys() == {"image"} and _is_text(value["image"])
 
 
@@ -135,7 +137,9 @@ def _is_input(value: object) -> bool:
 
 def _with_image_data(value: Any) -> Any:
     """Return the image of an object with one, and any other value unchanged."""
-    return ImageData.parse(value["image"]) if _is_image(value) else value
+    if isinstance(value, dict) and _is_image(value):
+        return ImageData.parse(value["image"])
+    return value
 
 
 class Single(list[Any]):

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ValidationError
 
 from tilefold.serve.bodies import ClientGoneError, ServeError, invalid
+from tilefold.serve.forms import FORM, form_boundary, form_schema, parse_form
 from tilefold.serve.service import Service
 from tilefold.serve.settings import Limits
 
@@ -102,6 +103,7 @@ def add_route(
     error_body: Callable[[ServeError], bytes] = ServeError.body,
     *,
     method: str | None = None,
+    takes_forms: bool = False,
 ) -> None:
     """Add a route, with a validated body or without a body.
 
@@ -114,6 +116,7 @@ def add_route(
         body: class of the body; ``None`` reads no body.
         error_body: function that returns the JSON of an error.
         method: HTTP method; ``None`` for a POST with a body, or a GET without one.
+        takes_forms: whether the body may also be a form with files.
     """
 
     async def endpoint(request: Request) -> Response:
@@ -122,7 +125,8 @@ def add_route(
             if body is None:
                 work = handler(request)
             else:
-                work = handler(await read_body(request, body, service.limits), request)
+                values = await read_body(request, body, service.limits, takes_forms=takes_forms)
+                work = handler(values, request)
             return await while_connected(request, work)
         except ClientGoneError:
             return Response(status_code=CLIENT_CLOSED)
@@ -135,7 +139,10 @@ def add_route(
     if body is not None:
         schema = body.model_json_schema()
         definitions = schema.pop("$defs", {})
-        content = {JSON: {"schema": _inline_references(schema, definitions)}}
+        inline_schema = _inline_references(schema, definitions)
+        content = {JSON: {"schema": inline_schema}}
+        if takes_forms:
+            content[FORM] = {"schema": form_schema(inline_schema)}
         openapi = {"requestBody": {"required": True, "content": content}}
     router.add_api_route(
         path,
@@ -159,30 +166,43 @@ def _inline_references(schema: Any, definitions: dict[str, Any]) -> Any:
     return {key: _inline_references(value, definitions) for key, value in schema.items()}
 
 
-async def read_body(request: Request, model: type[B], limits: Limits) -> B:
+async def read_body(
+    request: Request,
+    model: type[B],
+    limits: Limits,
+    *,
+    takes_forms: bool = False,
+) -> B:
     """Read and validate the body of a request.
 
     Args:
         request: a request whose body has not been read.
         model: class of the body.
         limits: limits on the size of a body and on the time in which it must arrive.
+        takes_forms: whether the body may also be a form with files.
 
     Raises:
-        ServeError: if the body is too large or too slow, is not JSON, or is invalid.
+        ServeError: if the body is too large or too slow, is neither JSON nor a form, or is invalid.
         ClientGoneError: if the client disconnects.
     """
     # Of repeated headers, the first one is used. In reverse order, it replaces the others.
     headers = dict(reversed(request.scope["headers"]))
-    if not _is_json(headers.get(b"content-type", b"")):
+    content_type = headers.get(b"content-type", b"")
+    boundary = form_boundary(content_type) if takes_forms else None
+    if boundary is None and not _is_json(content_type):
+        or_form = f", or {FORM} with a boundary" if takes_forms else ""
         raise ServeError(
             "Validation",
-            "expected a body of Content-Type: application/json in UTF-8",
+            f"expected a body of Content-Type: {JSON} in UTF-8{or_form}",
             status=415,
         )
     if headers.get(b"content-encoding", b"identity").lower() != b"identity":
         raise ServeError("Validation", "expected a body without Content-Encoding", status=415)
     raw = await _read_bytes(request, headers, limits)
     try:
+        if boundary is not None:
+            # Numbers and booleans of a form are texts, which are converted.
+            return model.model_validate(parse_form(raw, boundary), strict=False)
         return model.model_validate_json(raw)
     except ValidationError as error:
         first_error = _first_error(error)

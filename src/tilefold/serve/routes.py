@@ -56,6 +56,11 @@ class _PostRoute:
     handler: Handler
     summary: str
 
+    @property
+    def takes_forms(self) -> bool:
+        """Whether the body may be a form, whose files are images."""
+        return self.body in (bodies.EmbedAll, bodies.Rerank)
+
 
 class Routes:
     """Routes that encode inputs as queries, or as documents.
@@ -96,6 +101,7 @@ class Routes:
                 route.summary,
                 route.body,
                 error_body,
+                takes_forms=route.takes_forms,
             )
         add_route(router, self.service, "/info", self.info, "The model, and the limits")
         add_route(router, self.service, "/metrics", self.metrics, "For Prometheus")

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from tilefold.retrieval.search.token_matches import Explanation as TokenExplanation
 
+# Pages that a search decodes and encodes before it decodes the next ones.
+PAGES_AT_ONCE = 8
 # Largest width of an image that is shown, in pixels.
 MAX_IMAGE_WIDTH = 4000
 # Largest position of a token of a query; longer queries are refused before.
@@ -749,25 +751,55 @@ class _Search:
             ranking,
             reranking,
         )
+        page_ids: list[str] = []
+        texts: dict[str, str] = {}
+        for document_id, content in content_of_id.items():
+            if isinstance(content, Page):
+                page_ids.append(document_id)
+            else:
+                # The service refuses empty texts, but encodes a space.
+                texts[document_id] = content or " "
+        vectors: dict[str, torch.Tensor] = {}
         with service.input_limit.acquire(len(content_of_id)):
-            inputs: list[str | ImageInput] = []
-            for document_id, content in content_of_id.items():
-                if isinstance(content, Page):
-                    image = await service.run_in_thread(
-                        self._read_page,
-                        document_id,
-                        pool="tokenizers",
-                    )
-                    inputs.append(ImageInput(image, document_id.encode()))
-                else:
-                    # The service refuses empty texts, but encodes a space.
-                    inputs.append(content or " ")
-            outcome = await service.encode_all(
+            if texts:
+                outcome = await service.encode(
+                    self._reranking_model,
+                    list(texts.values()),
+                    EncodeOptions("document", truncate=True),
+                )
+                vectors.update(zip(texts, outcome.rows, strict=True))
+            for start in range(0, len(page_ids), PAGES_AT_ONCE):
+                chunk = page_ids[start : start + PAGES_AT_ONCE]
+                vectors.update(zip(chunk, await self._encode_pages(chunk), strict=True))
+        rows = [vectors[document_id] for document_id in content_of_id]
+        return TokenVectors.pack(list(content_of_id), rows, dimension, "fp32")
+
+    async def _encode_pages(self, document_ids: Sequence[str]) -> list[torch.Tensor]:
+        """Decode and encode a few pages, after those of other searches that are decoded now.
+
+        Args:
+            document_ids: ids of the pages.
+
+        Returns:
+            Token vectors of each page.
+        """
+        service = self.service
+        async with service.decoded_pages:
+            images: list[ImageInput] = []
+            for document_id in document_ids:
+                image = await service.run_in_thread(
+                    self._read_page,
+                    document_id,
+                    pool="tokenizers",
+                )
+                images.append(ImageInput(image, document_id.encode()))
+            outcome = await service.encode_images(
                 self._reranking_model,
-                inputs,
+                images,
                 EncodeOptions("document", truncate=True),
             )
-        return TokenVectors.pack(list(content_of_id), outcome.rows, dimension, "fp32")
+        rows: list[torch.Tensor] = outcome.rows
+        return rows
 
     async def _rank_by_each_method(
         self,

@@ -64,6 +64,8 @@ MAX_PORTION_SIZE = 16_384
 _SMALL_SIZE = 1024
 # Pixels that are decoded at the same time, as a multiple of the limit on the pixels of an image.
 _IMAGES_IN_FLIGHT = 4
+# Searches that have decoded some pages of the collection, which are encoded, at the same time.
+_SEARCHES_WITH_PAGES = 4
 # Smallest limit on concurrent searches.
 _MIN_SEARCHES = 4
 # Time for running searches to end when the service closes. A Qdrant server may be unreachable.
@@ -295,6 +297,7 @@ class Service:
         metrics: metrics of the service.
         input_limit: limit on the number of inputs that are encoded or wait.
         pixel_limit: limit on the number of pixels of the images of requests that are decoded.
+        decoded_pages: limits the searches that hold decoded pages of the collection; others wait.
         closing: whether the service refuses all work, because it ends or has ended.
         draining: whether the service will end soon. It still accepts requests, but health checks
             fail, so that clients use another server.
@@ -345,6 +348,7 @@ class Service:
         self.metrics = Metrics()
         self.input_limit = InputLimit(self.limits.max_concurrent_requests)
         self.pixel_limit = InputLimit(_IMAGES_IN_FLIGHT * self.limits.max_image_pixels)
+        self.decoded_pages = asyncio.Semaphore(_SEARCHES_WITH_PAGES)
         self.closing = False
         self.draining = False
         self.is_only_request: Callable[[], bool] = lambda: False

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from tilefold.retrieval.index.dense import DenseIndex
     from tilefold.retrieval.index.late import LateIndex
     from tilefold.retrieval.search.reranking import Reranking
-    from tilefold.retrieval.search.token_matches import Explanation
+    from tilefold.retrieval.search.token_matches import ExplainedQuery, Explanation
     from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 
 __all__ = ["Ranking", "SearchRequest", "Searcher", "check_model", "matched_terms"]
@@ -533,11 +533,14 @@ class Searcher:
             DataError: if a document is missing, or its vectors are not those of its tokens, such
                 as pooled vectors.
         """
-        items = {
-            vector_id: self.encoded_item(vector_id, with_reranker=with_reranker)
-            for vector_id in ids
-        }
-        return self.explain_items(query, items, with_reranker=with_reranker)
+        self._check_can_explain(with_reranker=with_reranker)
+        explained_query = self._explained_query(query, with_reranker=with_reranker)
+        explanations: dict[str, Explanation] = {}
+        for vector_id in ids:  # one by one, since page images are large
+            item = self.encoded_item(vector_id, with_reranker=with_reranker)
+            (vectors,) = self._document_vectors({vector_id: item}, with_reranker=with_reranker)
+            explanations[vector_id] = explained_query.explain(vector_id, item, vectors)
+        return explanations
 
     def explain_items(
         self,
@@ -557,29 +560,55 @@ class Searcher:
             Id -> explanation.
         """
         self._check_can_explain(with_reranker=with_reranker)
-        from tilefold.retrieval.encoding.tokens import encode_texts
-        from tilefold.retrieval.search.token_matches import ExplainedQuery
-
-        model: Any
-        if with_reranker:
-            reranker: Any = self.reranker
-            model = reranker.model
-            query_vectors = encode_texts(model, {_QUERY: query}, kind="query")
-            if reranker.tokens is None:
-                vectors = _encode_items(model, items)
-            else:
-                stored = reranker.tokens.read(list(items))
-                vectors = [stored.rows(row) for row in range(len(stored))]
-        else:
-            retriever: Any = self.retriever
-            model = retriever.model
-            query_vectors = retriever.encode({_QUERY: query})
-            vectors = retriever.index.token_vectors(items)
-        explained_query = ExplainedQuery(model, query, query_vectors.rows(0))
+        vectors = self._document_vectors(items, with_reranker=with_reranker)
+        explained_query = self._explained_query(query, with_reranker=with_reranker)
         return {
             vector_id: explained_query.explain(vector_id, item, document_vectors)
             for (vector_id, item), document_vectors in zip(items.items(), vectors, strict=True)
         }
+
+    def _explained_query(self, query: str, *, with_reranker: bool) -> ExplainedQuery:
+        """Encode a query whose scores of late interaction are explained.
+
+        Args:
+            query: text of the query.
+            with_reranker: whether the model that reranks encodes it, instead of that of the index.
+        """
+        from tilefold.retrieval.encoding.tokens import encode_texts
+        from tilefold.retrieval.search.token_matches import ExplainedQuery
+
+        if with_reranker:
+            reranker: Any = self.reranker
+            query_vectors = encode_texts(reranker.model, {_QUERY: query}, kind="query")
+            return ExplainedQuery(reranker.model, query, query_vectors.rows(0))
+        retriever: Any = self.retriever
+        query_vectors = retriever.encode({_QUERY: query})
+        return ExplainedQuery(retriever.model, query, query_vectors.rows(0))
+
+    def _document_vectors(
+        self,
+        items: Mapping[str, str | Image],
+        *,
+        with_reranker: bool,
+    ) -> list[Tensor]:
+        """Return the token vectors of documents by which they were scored.
+
+        Args:
+            items: id of a document or passage -> its text or page image, as it was encoded.
+            with_reranker: whether the vectors are those of the model that reranks.
+
+        Returns:
+            Token vectors of each document.
+        """
+        if not with_reranker:
+            index: Any = self.retriever.index
+            vectors: list[Tensor] = index.token_vectors(items)
+            return vectors
+        reranker: Any = self.reranker
+        if reranker.tokens is None:
+            return _encode_items(reranker.model, items)
+        stored = reranker.tokens.read(list(items))
+        return [stored.rows(row) for row in range(len(stored))]
 
     def _check_can_explain(self, *, with_reranker: bool) -> None:
         """Raise ``ValueError`` if there is no late interaction to explain, or no documents.

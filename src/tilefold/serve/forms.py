@@ -1,0 +1,165 @@
+"""Bodies of ``multipart/form-data`` (RFC 7578), in which browsers and curl send files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from email.message import Message
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from tilefold.serve.bodies import ImageData, ServeError, empty, invalid
+
+FORM = "multipart/form-data"
+_MAX_PARTS = 1000
+_MAX_HEAD_BYTES = 8192  # of the headers of a part
+# Fields that are lists, so that a form may have several parts of this name.
+_LIST_FIELDS = frozenset({"inputs", "texts", "documents"})
+_IMAGE_FIELDS = frozenset({"inputs", "documents"})
+
+
+class _Part(NamedTuple):
+    """A part of a form.
+
+    Attributes:
+        name: name of the field.
+        content: the bytes of the part.
+        is_file: whether the part is a file. Otherwise it is a text.
+    """
+
+    name: str
+    content: bytes
+    is_file: bool
+
+
+@lru_cache(256)
+def form_boundary(content_type: bytes) -> bytes | None:
+    """Return the boundary between the parts of a form.
+
+    Args:
+        content_type: value of the header ``Content-Type``.
+
+    Returns:
+        The boundary; ``None`` for another type than ``multipart/form-data``, or without a boundary.
+    """
+    header = _header(content_type.decode("latin-1"))
+    if header.get_content_type() != FORM:
+        return None
+    boundary = header.get_param("boundary")
+    if not isinstance(boundary, str) or not boundary:
+        return None
+    return boundary.encode("latin-1")
+
+
+def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
+    """Return the fields of a form, as the JSON of a body has them.
+
+    A file is an image. Of the fields ``inputs``, ``texts`` and ``documents``, a form may have
+    several parts, whose values are a list.
+
+    Args:
+        body: the body of the request.
+        boundary: the boundary, from :func:`form_boundary`.
+
+    Returns:
+        Name of a field -> :class:`ImageData`, a text, or a list of both.
+
+    Raises:
+        ServeError: if the body is no form (status 400), or has too many parts, an empty file, or
+            several parts of a field that is no list (422).
+    """
+    values: dict[str, list[str | ImageData]] = {}
+    for part in _parts(body, boundary):
+        values.setdefault(part.name, []).append(_value(part))
+    fields: dict[str, Any] = {}
+    for name, field_values in values.items():
+        if name in _LIST_FIELDS:
+            fields[name] = field_values
+        elif len(field_values) == 1:
+            fields[name] = field_values[0]
+        else:
+            raise invalid(f"`{name}`: expected one part, got {len(field_values)}")
+    return fields
+
+
+def form_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the OpenAPI schema of a form from that of a JSON body.
+
+    Args:
+        schema: schema of the body, without references.
+    """
+    properties = dict(schema["properties"])
+    for name in _LIST_FIELDS & properties.keys():
+        item = {"type": "string"}
+        if name in _IMAGE_FIELDS:
+            item["format"] = "binary"  # a file, or a text
+        properties[name] = {"type": "array", "items": item}
+    return {**schema, "properties": properties}
+
+
+def _value(part: _Part) -> str | ImageData:
+    """Return the value of a part."""
+    if part.is_file:
+        if not part.content:
+            raise empty(part.name)
+        return ImageData(part.content)
+    try:
+        return part.content.decode("utf-8")
+    except UnicodeDecodeError:
+        raise _malformed(f"the part {part.name!r} is not UTF-8") from None
+
+
+def _parts(body: bytes, boundary: bytes) -> list[_Part]:
+    """Divide a form into its parts.
+
+    Args:
+        body: the body of the request.
+        boundary: the boundary, which two hyphens precede in the body.
+    """
+    delimiter = b"\r\n--" + boundary
+    max_pieces = _MAX_PARTS + 1  # what follows the last boundary is a piece, too
+    # The line break before the first delimiter may be missing. What precedes it is ignored.
+    _, *pieces = (b"\r\n" + body).split(delimiter, max_pieces + 1)
+    if len(pieces) > max_pieces:
+        raise invalid(f"expected at most {_MAX_PARTS} parts in a form")
+    for number, piece in enumerate(pieces):
+        if piece.startswith(b"--"):  # the last boundary; what follows is ignored
+            return [_part(earlier) for earlier in pieces[:number]]
+    raise _malformed("its last boundary is missing")
+
+
+def _part(piece: bytes) -> _Part:
+    """Read the headers of a part.
+
+    Args:
+        piece: the bytes between two boundaries, beginning with the rest of the line of the first.
+    """
+    rest_of_line, line_break, lines = piece.partition(b"\r\n")
+    head, blank_line, content = lines.partition(b"\r\n\r\n")
+    if rest_of_line.strip(b" \t") or not line_break or not blank_line:
+        raise _malformed("a part has no headers")
+    if len(head) > _MAX_HEAD_BYTES:
+        raise _malformed("the headers of a part are too long")
+    headers: dict[str, str] = {}
+    for line in head.decode("utf-8", "replace").split("\r\n"):
+        name, _, value = line.partition(":")
+        headers[name.strip().lower()] = value.strip()
+    disposition = _header(headers.get("content-disposition", ""))
+    field_name = disposition.get_param("name")
+    if disposition.get_content_disposition() != "form-data" or not isinstance(field_name, str):
+        raise _malformed("a part has no name")
+    has_file_name = disposition.get_param("filename") is not None
+    is_image = headers.get("content-type", "").lower().startswith("image/")
+    return _Part(field_name, content, is_file=has_file_name or is_image)
+
+
+def _header(value: str) -> Message:
+    """Return a header with parameters, which can be read as ``Content-Type`` or disposition."""
+    message = Message()
+    message["content-type"] = value
+    message["content-disposition"] = value
+    return message
+
+
+def _malformed(reason: str) -> ServeError:
+    """Create the error for a body that is no form, with status 400."""
+    return ServeError("Validation", f"the body is not a valid form: {reason}", status=400)
