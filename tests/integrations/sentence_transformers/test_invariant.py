@@ -25,6 +25,7 @@ from tilefold.integrations.sentence_transformers import (
     is_accelerated,
 )
 from tilefold.integrations.sentence_transformers.packing import accelerate as packing
+from tilefold.integrations.sentence_transformers.streaming import stream
 from tilefold.ops._shared import row_groups
 from tilefold.ops.implementations import SWITCH
 from tilefold.ops.row_groups import LEAST_GPU_ROWS
@@ -254,6 +255,16 @@ def test_a_filler_text_changes_no_vector(
     monkeypatch.setattr(packing.PackedForward, "_run_packed", count_tokens)
     assert torch.equal(model.encode(texts, convert_to_tensor=True), expected)
     assert numbers_of_tokens == [LEAST_GPU_ROWS]
+
+
+def test_no_mode_watches_the_layers_of_an_invariant_model(
+    monkeypatch: pytest.MonkeyPatch,
+    tokenizer_folder: Path,
+) -> None:
+    model = build_tiny_splade("bert", tokenizer_folder)
+    accelerate(model, invariant=True)
+    monkeypatch.setattr(stream, "fast_linear", None)  # would fail if it was called
+    assert encode_sparse(model, ["a card", "a list"]).shape[0] == 2
 
 
 def test_vectors_equal_those_of_the_stock_model_up_to_rounding(

@@ -12,7 +12,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from tilefold._internal.csr import csr_tensor, to_csr
 from tilefold._internal.typing import Model
 from tilefold.integrations.sentence_transformers._pooling import sparse_scores
-from tilefold.integrations.sentence_transformers._unit_vectors import unit_vectors
+from tilefold.integrations.sentence_transformers._unit_vectors import is_invariant, unit_vectors
 from tilefold.integrations.sentence_transformers.graphs.encoding import (
     CAPACITY,
     MAX_CAPACITY,
@@ -197,7 +197,11 @@ def _run_model(model: Model, features: Features, task_kwargs: dict[str, str]) ->
         The features with the outputs of all modules.
     """
     features = _with_dummy_tokens(features)
-    with fast_linear(model, torch.device(model.device)):  # faster linear layers on a CPU
+    # Faster linear layers on a CPU. Those of an invariant model choose their products themselves.
+    faster_layers: AbstractContextManager[object] = nullcontext()
+    if not is_invariant(model):
+        faster_layers = fast_linear(model, torch.device(model.device))
+    with faster_layers:
         outputs: Features = model(packing.on_device(features, model.device), **task_kwargs)
     return outputs
 
