@@ -224,7 +224,8 @@ def test_the_kernel_rounds_a_weight_as_torch_does(dtype: torch.dtype, dim: int) 
     ("dim", "n_blocks"),
     [
         pytest.param(64, 1, id="a power of two"),
-        pytest.param(100, 2, id="two parts"),
+        pytest.param(40, 2, id="two parts"),
+        pytest.param(100, 1, id="a part of a power of two"),
         pytest.param(300, 0, id="longer than the registers"),
     ],
 )
@@ -238,6 +239,7 @@ def test_rows_of_all_lengths_are_rounded(
     from tests.ops.launching import head_quantize as quantize  # needs Triton
 
     monkeypatch.setattr(quantize, "MAX_BLOCK_D", 128)
+    monkeypatch.setattr(quantize, "MAX_DIVIDED_D", 64)
     constants = quantize.row_constants(dim)
     assert (constants["REST_D"] > 0) == (n_blocks == 2)
     assert (constants["BLOCK_D"] + constants["REST_D"] < dim) == (n_blocks == 0)
@@ -268,3 +270,41 @@ def test_weights_of_one_layout_share_a_program_and_strided_ones_are_rounded(
     assert quantize_weight(weight.half()).scale.shape == (6,)
     assert len(programs) == 2
     assert quantize_weight(weight[:0]).shape == (0, 32)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter cannot be traced")
+def test_compiled_code_calls_the_kernel_for_long_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(20, 48)
+    torch.library.opcheck(torch.ops.tilefold.quantize_weight, (weight,))
+    operators: list[str] = []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    compiled = torch.compile(quantize_weight, fullgraph=True, backend=record)
+    for needs_kernel in (False, True):
+        monkeypatch.setattr(_quantized, "_needs_kernel_when_compiled", lambda _, n=needs_kernel: n)
+        torch._dynamo.reset()
+        operators.clear()
+        result, expected = compiled(weight), quantize_weight(weight)
+        assert any("quantize_weight" in name for name in operators) == needs_kernel
+        assert torch.equal(result.scale, expected.scale)
+        assert torch.equal(result.values.float(), expected.values.float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [768, 3072])
+def test_compiled_code_rounds_on_a_gpu(dim: int) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8 products")
+    weight = torch.randn(300, dim, device="cuda", dtype=BF16)
+    torch._dynamo.reset()
+    result = torch.compile(quantize_weight, fullgraph=True, dynamic=True)(weight)
+    expected = quantize_weight(weight)
+    torch.testing.assert_close(result.scale, expected.scale)
+    is_equal = result.values.float() == expected.values.float()
+    assert is_equal.float().mean() > 0.99
+    if dim > _quantized.MAX_FUSED_D:
+        assert is_equal.all()
+        assert torch.equal(result.scale, expected.scale)

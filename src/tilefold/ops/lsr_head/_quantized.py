@@ -24,6 +24,9 @@ FP8_MAX = 448.0
 SMALLEST_NORMAL = 2.0**-126  # of fp32
 SLAB_V = 16384  # rows that are converted at a time
 FP8_CAPABILITY = (8, 9)  # the first compute capability whose tensor cores multiply fp8
+# Longest row that torch's compiler holds in registers. It computes longer rows twice: once for the
+# largest entry, and once to round them.
+MAX_FUSED_D = 1024
 MAX_PROGRAMS = 4096  # layouts of weights or token states whose launches are remembered
 _PROGRAMS: dict[Key, Program] = {}
 
@@ -95,6 +98,9 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
     same scales and values as on a CPU. If that kernel cannot be built, this function and the
     quantised head run in torch, after one warning.
 
+    Under ``torch.compile`` on a GPU, torch's compiler rounds rows of up to 1,024 entries. Its
+    division may round an entry halfway between two numbers of fp8 to the other one.
+
     Args:
         weight: ``[V, D]``, fp16, bf16, fp32 or fp64, on any device. It is copied, so later changes
             have no effect: quantise again after an optimiser step.
@@ -131,9 +137,8 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
         )
         if quantized is not None:
             return quantized
-    if torch.compiler.is_compiling():  # the number of slabs would depend on the size
-        with torch.no_grad():
-            return QuantizedWeight(*quantize_rows(weight))
+    if torch.compiler.is_compiling():
+        return _traced_quantize(weight)
     refuse_capture(QUANTIZED_HEAD, weight.device)
     values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scale = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
@@ -142,6 +147,40 @@ def quantize_weight(weight: Tensor) -> QuantizedWeight:
             slab = slice(first_row, first_row + SLAB_V)
             values[slab], scale[slab] = quantize_rows(weight[slab])
     return QuantizedWeight(values, scale)
+
+
+def _traced_quantize(weight: Tensor) -> QuantizedWeight:
+    """Round a weight in compiled code.
+
+    Torch's compiler fuses the rounding of short rows with what computes them. The number of slabs
+    of :func:`quantize_weight` would depend on the size.
+    """
+    with torch.no_grad():
+        if _needs_kernel_when_compiled(weight):
+            return QuantizedWeight(*torch.ops.tilefold.quantize_weight(weight))
+        return QuantizedWeight(*quantize_rows(weight))
+
+
+def _needs_kernel_when_compiled(weight: Tensor) -> bool:
+    """Return whether the kernel is faster than the code of torch's compiler."""
+    return weight.is_cuda and weight.size(1) > MAX_FUSED_D
+
+
+def _registered_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Run ``tilefold::quantize_weight``, :func:`quantize_weight` as an operator of torch."""
+    quantized = quantize_weight(weight)
+    return quantized.values, quantized.scale
+
+
+def _fake_quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values and scales without numbers, for tracing."""
+    scale = weight.new_empty(weight.size(0), dtype=torch.float32)
+    return weight.new_empty(weight.shape, dtype=FP8), scale
+
+
+torch.library.define("tilefold::quantize_weight", "(Tensor weight) -> (Tensor, Tensor)")
+torch.library.impl("tilefold::quantize_weight", "default", _registered_quantize)
+torch.library.register_fake("tilefold::quantize_weight", _fake_quantize)
 
 
 def _run(program: Program, weight: Tensor) -> QuantizedWeight:

@@ -20,6 +20,8 @@ MAX_BLOCK_D = 16384
 WARP_ENTRIES = 1024
 # Short rows are rounded several at a time, since a GPU starts few programs per microsecond.
 PROGRAM_ENTRIES = 4096
+# Longest row that is read in two parts. Longer parts would go through shared memory to be stored.
+MAX_DIVIDED_D = 1024
 _INTERPRETED = tl.constexpr(triton_interpreted())
 
 
@@ -109,8 +111,8 @@ def quantize_rows_kernel(
     Instance j handles BLOCK_ROWS rows. There are ``T`` rows and ``N >= T`` scales. Rows from
     ``offset[B]`` on, which are not packed ones, become zeros with scale 1.
 
-    A row is read once, in two parts of BLOCK_D and REST_D entries, which waste fewer registers than
-    a single power of two. Rows that are longer than both are read twice.
+    A row is read once, if it is short in two parts of BLOCK_D and REST_D entries, which waste fewer
+    registers than a single power of two. Rows that are longer than both are read twice.
 
     Args:
         rows_ptr: rows ``[T, D]``.
@@ -146,7 +148,7 @@ def row_constants(dim: int) -> dict[str, int]:
     """Return the kernel's constants for rows of ``dim`` entries."""
     block_d = min(MAX_BLOCK_D, power_of_two(dim, 1))
     rest_d = 0
-    if block_d > dim:
+    if dim < block_d <= MAX_DIVIDED_D:
         block_d //= 2
         rest_d = power_of_two(dim - block_d, 1)
     n_entries = block_d + rest_d
