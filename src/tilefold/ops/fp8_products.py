@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -40,6 +42,12 @@ def check_fp8_device(device: torch.device) -> None:
         )
 
 
+@functools.cache
+def _check_once(device: torch.device) -> None:
+    """Run :func:`check_fp8_device`, which takes as long as a launch, once for each device."""
+    check_fp8_device(device)
+
+
 def fp8_products(
     rows: Tensor,
     row_scale: Tensor,
@@ -73,7 +81,10 @@ def fp8_products(
         >>> fp8_products(rows, torch.ones(2), weight, torch.full((16,), 0.5))[0, 0]
         tensor(16.)
     """
-    check_fp8_device(weight.device)
+    if torch.compiler.is_compiling():  # which would trace through the cache
+        check_fp8_device(weight.device)
+    else:
+        _check_once(weight.device)
     if weight.size(0) % SIZE_STEP or weight.size(1) % SIZE_STEP:
         raise ValueError(
             f"weight must have sizes that are multiples of {SIZE_STEP}, got {list(weight.shape)}; "
