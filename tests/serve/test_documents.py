@@ -439,6 +439,38 @@ def test_a_document_that_cannot_be_encoded_is_named_and_the_others_are_written(
     assert running.client.get("/documents").json["failed"] == {}
 
 
+def test_a_deletion_is_not_lost_if_the_next_document_of_this_id_cannot_be_encoded(
+    path: Path,
+    encoder: Served,
+    collection: Collection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encode = Served.encode
+    may_write = threading.Semaphore(1)
+
+    def fail_for_one(model: Served, key: Any, inputs: Sequence[str]) -> list[Any]:
+        if any("impossible" in text for text in inputs):
+            raise ValueError("not finite")
+        return encode(model, key, inputs)
+
+    def run(arguments: Sequence[str]) -> None:
+        assert may_write.acquire(timeout=60)
+        run_index(arguments)
+
+    monkeypatch.setattr(Served, "encode", fail_for_one)
+    with writing_server(path, encoder, dict(collection.documents), run) as running:
+        running.put(NEW)
+        running.put({"id": "other", "text": "another parcel"}, wait=False)
+        # These two changes are written together, since the index is changed meanwhile.
+        running.delete("parcels", wait=False)
+        running.put({**NEW, "text": "impossible"}, wait=False)
+        may_write.release(2)
+        wait_until(lambda: "parcels" not in running.hits("print the label"))
+        assert set(running.client.get("/documents").json["failed"]) == {"parcels"}
+        assert "parcels" not in running.log.documents({})
+        assert "parcels" not in DocumentLog(path).documents({})
+
+
 def test_a_broken_device_fails_no_document(
     path: Path,
     encoder: Served,

@@ -564,7 +564,8 @@ def _indexed_ids(index: Path) -> set[str]:
 
         with QdrantIndex.load(index).collection as collection:
             return set(collection.ids())
-    return set(open_index(index).ids)
+    opened: Any = open_index(index)
+    return set(opened.ids)
 
 
 def _note_failed(failed: Sequence[str], indexed_ids: Container[str]) -> None:

@@ -530,7 +530,7 @@ class DocumentLog:
         Args:
             sequence: sequence number of the change.
             failed: id -> reason, for documents that could not be encoded. The index has these
-                documents as they were before the changes, or does not have them.
+                documents as they were before, or does not have them, as after a deletion.
         """
         with self._guard:
             state = self._state
@@ -539,7 +539,7 @@ class DocumentLog:
             for line in state.pending.values():
                 if line.sequence > sequence:
                     continue
-                if line.document_id in failed:
+                if line.document_id in failed and not line.is_deletion:
                     failed_since.setdefault(line.document_id, line.sequence)
                 else:  # a document that was put again, or was deleted, has not failed any more
                     failures.pop(line.document_id, None)

@@ -127,12 +127,15 @@ class _Batch:
         sequence: sequence number of the last change.
         documents: id -> document to add. The last change of a document counts.
         deleted: ids of documents to remove.
+        replaced_deletions: ids of documents that were deleted before they were put. They are
+            removed even if the new ones cannot be encoded.
         failed: id -> reason, for documents that could not be encoded.
     """
 
     sequence: int
     documents: dict[str, Document] = field(default_factory=dict)
     deleted: list[str] = field(default_factory=list)
+    replaced_deletions: set[str] = field(default_factory=set)
     failed: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -145,6 +148,8 @@ class _Batch:
                 batch.deleted.append(document_id)
             else:
                 batch.documents[document_id] = document
+        deletions = {change.document_id for change in changes.values() if change.document is None}
+        batch.replaced_deletions = deletions & batch.documents.keys()
         return batch
 
 
@@ -546,6 +551,8 @@ class DocumentWriter:
                 _logger.warning("document %r could not be encoded: %s", document_id, error)
                 batch.failed[document_id] = error.message
                 del batch.documents[document_id]
+                if document_id in batch.replaced_deletions:
+                    batch.deleted.append(document_id)
         return rows
 
     async def _encode_texts(self, model: Served, texts: Mapping[str, str]) -> dict[str, Any]:
