@@ -314,13 +314,8 @@ def test_the_screen_builds_without_spills(
 
 @HOPPER
 @pytest.mark.parametrize("dim", [2048, 4096])
-def test_the_screen_rounds_long_rows_without_spills(
-    dim: int,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    any_dim = ConfigRow({}, {"WIDEST": 4096}, "for tests")
-    monkeypatch.setattr(configs, "WHEN_SCREENED", (*configs.WHEN_SCREENED, any_dim))
-    for kernel in ("largest_kernel", "round_kernel"):
+def test_the_screen_of_long_rows_builds_without_spills(dim: int) -> None:
+    for kernel in ("largest_kernel", "round_kernel", "screen_hopper_kernel"):
         kernels = check_head(
             90,
             BF16,

@@ -504,8 +504,9 @@ def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
     vocab = builder.vocab
     dim = builder.dim
     n_programs = builder.setting.multiprocessors
-    block_t = configs.SCREEN["BLOCK_T"]
-    block_k = configs.SCREEN["BLOCK_K"]
+    constants = lookup(configs.SCREEN, dim=dim)
+    block_t = constants["BLOCK_T"]
+    block_k = constants["BLOCK_K"]
     half_v = hopper.HALF_V.value  # a tile has two halves, one for each group of computing warps
     work = configs.ForwardWork(
         n_rows=rows.n_rows,
@@ -521,7 +522,7 @@ def _add_int8_product(builder: HeadPlanBuilder, rows: _Rows) -> None:
         screen_hopper.screen_hopper_kernel,
         grid=(n_programs,),
         parameters={
-            **configs.SCREEN,
+            **constants,
             "splits": splits.number,
             "multiple": splits.multiple,
         },

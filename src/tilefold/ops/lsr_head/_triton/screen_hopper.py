@@ -102,7 +102,9 @@ def _fold_tiles(
         uniform_length,
         logit_scale,
     ) = operands
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 32])
+    # Triton has no int8 product of 256 columns: a tile of 256 tokens takes two of 128.
+    N_COLUMNS: gl.constexpr = 128 if BLOCK_T > 128 else BLOCK_T
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N_COLUMNS, 32])
     column: gl.constexpr = gl.SliceLayout(1, layout)
     N_GROUPS: gl.constexpr = BLOCK_T // GROUP
     n_splits = gl.cdiv(n_tiles, split_tiles)
