@@ -93,6 +93,22 @@ def test_times_of_the_heads_of_language_models(shape: str) -> None:
         check_figure(printed, [float(row["p50_ms"]) for row in rows])
 
 
+def test_times_of_the_screen() -> None:
+    text = page_path("benchmarks.md").read_text(encoding="utf-8")
+    printed = re.search(
+        r"takes (\S+) ms, while the matrix product of the same run takes (\S+) ms", text
+    )
+    assert printed
+    columns = (
+        {"implementation": "tilefold, screened", "role": "chosen"},
+        {"implementation": "torch.mm"},
+    )
+    for time, column in zip(printed.groups(), columns, strict=True):
+        case = "8x512x4096x128256 trained"
+        rows = matching_rows(H200, "lsr_head_long_rows", case=case, layout="full", **column)
+        check_figure(time, [float(row["p50_ms"]) for row in rows])
+
+
 @pytest.mark.parametrize(
     ("label", "job"),
     [

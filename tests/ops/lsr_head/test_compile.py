@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 
 from tests.kernels import triton_interpreted
-from tests.ops.base import Buffer, ConfigRow, Launch, Plan, Setting, TorchStep, why_no_warp_roles
+from tests.ops.base import Buffer, Launch, Plan, Setting, TorchStep, why_no_warp_roles
 from tests.ops.base import head_problem as _problem
 from tests.ops.cross_compile import CAPABILITIES, NAMES, check, compile_kernel
 from tests.ops.samples import meta

@@ -324,6 +324,42 @@ def test_the_pass_by_warps_with_roles_builds_without_spills(
     assert compiled.wgmma > 0
 
 
+@pytest.mark.parametrize(
+    ("n_queries", "n_tokens", "kernel"),
+    [
+        pytest.param(1, 127, "shared_hopper_kernel", id="one query and short documents"),
+        pytest.param(1, 128, "stream_kernel", id="one query and long documents"),
+        pytest.param(2, 1030, "shared_hopper_kernel", id="two queries and long documents"),
+    ],
+)
+@pytest.mark.skipif(
+    releases.why_no_warp_roles() is not None,
+    reason="this release has no warp roles",
+)
+def test_one_query_reads_long_documents_as_a_stream(
+    n_queries: int,
+    n_tokens: int,
+    kernel: str,
+) -> None:
+    documents = (1 << 17, n_tokens)
+    with torch.device("meta"):
+        tensors = MaxSimTensors(
+            torch.empty(n_queries, 32, 128, dtype=torch.bfloat16),
+            torch.empty(*documents, 128, dtype=torch.int8),
+            None,
+            None,
+            None,
+            None,
+            None,
+            torch.empty(documents),
+        )
+    setting = Setting((9, 0), 132, tf32=False, aligned=True, given_up=frozenset())
+    options = MaxSimOptions("all", False, 0.0, False, False, 32)
+    plan = plans.forward(tensors, options, False, setting)
+    kernels = [step.kernel.__name__ for step in plan.steps if isinstance(step, Launch)]
+    assert kernel in kernels
+
+
 GRADIENTS = [
     ("maximum", "all", 32),
     ("maximum", "all", 16384),

@@ -130,9 +130,9 @@ SPLIT_COSTS = (
     ),
 )
 # The screen, on 9.0. It runs for at least LEAST_WORK operations, which take long enough for a
-# sample, and up to WIDEST dimensions, for which its kernels and its bound are made. If more than MOST_SAMPLED of the sampled scores may be positive (128 tokens of a
-# text determine half to two thirds of those that may), or more than MOST_KEPT of all scores, all
-# logits are computed.
+# sample, and up to WIDEST dimensions, for which its kernels and its bound are made. All logits are
+# computed if more than MOST_SAMPLED of the sampled scores may be positive (128 tokens of a text
+# determine half to two thirds of those that may), or more than MOST_KEPT of all scores.
 WHEN_SCREENED = (
     ConfigRow(
         {},
