@@ -188,8 +188,35 @@ def test_times_of_training_steps(label: str, case: str) -> None:
 def test_figures_of_decoders(label: str, work: str, column: str, way: str) -> None:
     cells = row_of_decoders(label)
     for printed, name in zip(cells[1:], ("stock", "padded", way, "compiled layers"), strict=True):
-        (row,) = matching_rows(H200, "decoders", work=work, way=name)
+        (row,) = matching_rows(H200, "decoders", case="llama-1b", work=work, way=name)
         check_figure(printed, [float(row[column])])
+
+
+@pytest.mark.parametrize(
+    ("sentence", "case", "work", "way"),
+    [
+        pytest.param(
+            r"a step of 32 pairs takes (\d+) ms, while the stock step takes (\d+) ms",
+            "llama-1b",
+            "step of 32 pairs",
+            "compiled layers",
+            id="all weights",
+        ),
+        pytest.param(
+            r"With LoRA, a step of 64 pairs takes (\d+) ms, while the stock step takes (\d+) ms",
+            "llama-1b-lora",
+            "step of 64 pairs",
+            "CUDA graphs",
+            id="LoRA",
+        ),
+    ],
+)
+def test_steps_of_decoders_in_sentences(sentence: str, case: str, work: str, way: str) -> None:
+    printed = re.search(sentence, page_path("performance.md").read_text(encoding="utf-8"))
+    assert printed
+    for time, name in zip(printed.groups(), (way, "stock"), strict=True):
+        (row,) = matching_rows(H200, "decoders", case=case, work=work, way=name)
+        check_figure(time, [float(row["p50_ms"])])
 
 
 def row_of_decoders(label: str) -> list[str]:
