@@ -7,10 +7,11 @@ Rows: sparse vectors of a SPLADE model of random weights, or of the weights of M
 1 to 512 tokens, of which some are truncated and some occur twice. Each text is encoded alone, then
 in random compositions: of 1 to 512 texts up to a random length, in random order, with a prompt or
 without, as one batch or as a stream with a random number of tokens per batch. The ordinary model
-encodes the first compositions only. On a GPU, texts alone and small batches run as CUDA graphs.
+encodes the first compositions only. On a GPU, texts alone run as CUDA graphs, and batches without.
 
-Timed: all texts in bulk, and one query of 12 tokens, with ``accelerate(model)`` and with
-``accelerate(model, invariant=True)`` in turns. On a CPU, the times are CPU times.
+Timed: all texts in bulk, and one query of 12 tokens (as a CUDA graph on a GPU), with
+``accelerate(model)`` and with ``accelerate(model, invariant=True)`` in turns. On a CPU, the times
+are CPU times.
 
 Counts are written to ``invariance.csv``, and times to ``invariance_times.csv``.
 
@@ -387,11 +388,11 @@ def count_differing(
     for composition in batches:
         if time.perf_counter() - started > seconds:
             break
-        prompt = PROMPT if composition.has_prompt else None
+        prompt = PROMPT if composition.has_prompt else ""
         for position in composition.positions:
             key = position, composition.has_prompt
             if key not in alone:
-                rows = encode_sparse(model, [texts[position]], prompt=prompt, top_k=TOP_K)
+                rows = model.encode_sparse_batch([prompt + texts[position]], top_k=TOP_K)
                 (alone[key],) = bits_of_rows(rows)
         rows = encode_sparse(
             model,
@@ -537,7 +538,7 @@ def time_models(pair: Pair, device: str, sizes: Sizes) -> TimeRow:
         return lambda: encode_sparse(model, texts, top_k=TOP_K)
 
     def queries(model: SparseEncoder) -> Callable[[], object]:
-        return lambda: [encode_sparse(model, [QUERY], top_k=TOP_K) for _ in range(N_QUERIES)]
+        return lambda: [model.encode_sparse_batch([QUERY], top_k=TOP_K) for _ in range(N_QUERIES)]
 
     bulk_ms, invariant_bulk_ms, throughput = time_pairs(
         bulk(pair.ordinary),

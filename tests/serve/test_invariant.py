@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.base.modules import Normalize, Transformer
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from tests.serve.running import Client, serving
 from tilefold.integrations.sentence_transformers import accelerate
@@ -35,6 +39,20 @@ def invariant_client(masked_lm: str) -> Iterator[Client]:
     models = [Served(sparse, "sparse", "splade"), Served(late, "multi-vector", "colbert")]
     with serving(Service(models)) as running:
         yield running
+
+
+def test_invariant_vectors_are_normalized_again_after_raw_ones(masked_lm: str) -> None:
+    transformer = Transformer(masked_lm)
+    pooling = Pooling(transformer.get_embedding_dimension())
+    dense = SentenceTransformer(modules=[transformer, pooling, Normalize()], device="cpu")
+    accelerate(dense, invariant=True)
+    invariant_forward = vars(dense[-1])["forward"]
+    with serving(Service([Served(dense, "dense", "mean")])) as client:
+        (raw,) = client.post("/embed", {"inputs": TEXTS[:1], "normalize": False}).json
+        (vector,) = client.post("/embed", {"inputs": TEXTS[:1]}).json
+    assert np.linalg.norm(raw) > 1.01
+    assert abs(np.linalg.norm(vector) - 1) < 1e-6
+    assert vars(dense[-1])["forward"] is invariant_forward
 
 
 @pytest.mark.parametrize("path", ["/embed_sparse", "/embed_all"])

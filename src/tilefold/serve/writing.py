@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from tilefold._internal.files import InUseError
+from tilefold.ops.row_groups import normalize_rows
 from tilefold.retrieval.common.provenance import Provenance, model_fingerprint, provenance_of
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.data.passages import Passages
@@ -739,6 +740,8 @@ def _dense_row(model: Served, row: Any, job: Job[Any, Any]) -> torch.Tensor:
         job: the job whose dimension is stored.
     """
     vector = torch.from_numpy(row)[None, : job.vector_size].float()
-    if model.model.similarity_fn_name == "cosine":
-        vector = torch.nn.functional.normalize(vector)
-    return vector
+    if model.model.similarity_fn_name != "cosine":
+        return vector
+    if model.invariant is not None:  # in the bits of `encode`, which normalises on the device
+        return normalize_rows(vector.to(model.model.device)).cpu()
+    return torch.nn.functional.normalize(vector)

@@ -215,22 +215,18 @@ def grouped_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
         >>> bool((grouped_linear(rows, weight)[7] == grouped_linear(rows[7:8], weight)[0]).all())
         True
     """
-    packed_rows = rows.reshape(-1, rows.size(-1))
     device_type = rows.device.type
     if torch.is_autocast_enabled(device_type) and rows.dtype != torch.float64:
+        # Autocast leaves operands of its own dtype as they are.
         dtype = torch.get_autocast_dtype(device_type)
-        with torch.autocast(device_type, enabled=False):
-            outputs = grouped_product(
-                packed_rows.to(dtype),
-                weight.to(dtype),
-                None if bias is None else bias.to(dtype),
-            )
-    else:
-        outputs = grouped_product(packed_rows, weight, bias)
-    return outputs.view(*rows.shape[:-1], weight.size(0))
+        rows = rows.to(dtype)
+        weight = weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    n_outputs, n_inputs = weight.shape
+    outputs = grouped_product(rows.reshape(-1, n_inputs), weight, bias)
+    return outputs.view(*rows.shape[:-1], n_outputs)
 
 
-@torch.no_grad()
 def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute ``rows @ weight.T + bias`` in the dtype of the operands, see :func:`grouped_linear`.
 
@@ -242,11 +238,16 @@ def grouped_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Returns:
         ``[T, N]``.
     """
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return grouped_product(rows, weight, bias)
     weight = weight.contiguous()
     n_rows = rows.size(0)
     groups = _usable_groups(n_rows, _kind_of(weight, bias is not None))
     if len(groups) == 1:  # no copy of the result
-        return _multiply(_padded(rows, groups[0].size), weight, bias)[:n_rows]
+        size = groups[0].size
+        product = _multiply(_padded(rows, size), weight, bias)
+        return product if size == n_rows else product[:n_rows]
     outputs = rows.new_empty(n_rows, weight.size(0))
     for group in groups:
         n_grouped = group.stop - group.start
@@ -286,11 +287,10 @@ def _multiply(
     Returns:
         The product ``[size, N]``; ``out`` if it is not None.
     """
-    if can_use_onednn_linear(rows, weight, bias) and has_onednn_linear():
+    is_on_cpu = rows.device.type == "cpu"
+    if is_on_cpu and can_use_onednn_linear(rows, weight, bias) and has_onednn_linear():
         product = onednn_linear(rows, weight, bias)
         return product if out is None else out.copy_(product)
-    if out is None:
-        out = rows.new_empty(rows.size(0), weight.size(0))
     if bias is None:
         return torch.mm(rows, weight.t(), out=out)
     return torch.addmm(bias, rows, weight.t(), out=out)
@@ -495,9 +495,11 @@ class _Probe:
                     "bits; use another dtype or accelerate(model).",
                 )
             products = self._products(self.sizes[-1], shift=0)
-            expected = products[:_PROBE_ROWS].clone()
-            if torch.equal(products, expected[_probe_row_indices(self.sizes[-1], 0, kind.device)]):
-                self._expected = expected
+            first_products = products[0][:_PROBE_ROWS].clone()
+            indices = _probe_row_indices(self.sizes[-1], 0, kind.device)
+            expected = first_products[indices]
+            if all(torch.equal(product, expected) for product in products):
+                self._expected = first_products
                 self._usable_sizes.add(self.sizes[-1])
             else:
                 self.sizes = self.sizes[:-1]
@@ -516,16 +518,17 @@ class _Probe:
             return False
         products = self._products(size, _PROBE_SHIFT)
         expected = self._expected[_probe_row_indices(size, _PROBE_SHIFT, self._kind.device)]
-        if torch.equal(products, expected):
+        if all(torch.equal(product, expected) for product in products):
             self._usable_sizes.add(size)
             return True
         self.sizes = tuple(other for other in self.sizes if other != size)
         return False
 
-    def _products(self, size: int, shift: int) -> Tensor:
-        """Return the products of repeated random rows, ``[size, N]``.
+    def _products(self, size: int, shift: int) -> list[Tensor]:
+        """Return the product of repeated random rows, ``[size, N]``, for each way to compute it.
 
-        The random numbers are drawn again each time, because storing a weight of every shape would
+        On a GPU, a product is also written to memory that exists, as for one of several groups. The
+        random numbers are drawn again each time, because storing a weight of every shape would
         take as much memory as the model.
 
         Args:
@@ -548,8 +551,12 @@ class _Probe:
 
         weight = random(kind.n_outputs, kind.n_inputs)
         bias = random(kind.n_outputs) if kind.has_bias else None
-        rows = random(_PROBE_ROWS, kind.n_inputs)
-        return _multiply(rows[_probe_row_indices(size, shift, kind.device)], weight, bias)
+        rows = random(_PROBE_ROWS, kind.n_inputs)[_probe_row_indices(size, shift, kind.device)]
+        products = [_multiply(rows, weight, bias)]
+        if kind.device.type != "cpu":
+            out = torch.empty_like(products[0])
+            products.append(_multiply(rows, weight, bias, out=out))
+        return products
 
 
 def _probe_row_indices(size: int, shift: int, device: torch.device) -> Tensor:
