@@ -64,7 +64,7 @@ def forward(
     kind = kind_of(tensors.alpha, options.alpha_value)
     alpha_minus_1 = exponents(tensors.alpha, options, stats)
     for group in sequence_groups(tensors, TILE_ELEMENTS):
-        # Views: what is written to them reaches `out` and `stats`.
+        # Writes to these views change `out` and `stats`.
         group_out = group.queries(out)
         group_peak, group_root, group_mass, group_support = stats[group.stats_index]
         for block in _blocks(group, tensors, options, dtype):
@@ -121,7 +121,7 @@ def backward(
     kind = kind_of(alpha, options.alpha_value)
     alpha_minus_1 = exponents(alpha, options, saved.stats)
     for group in sequence_groups(tensors, TILE_ELEMENTS):
-        # Views: what is added to them reaches `dq`, `dk` and `dv`.
+        # Additions to these views change `dq`, `dk` and `dv`.
         group_dq = group.queries(dq)
         group_dk = group.keys(dk)
         group_dv = group.keys(dv)

@@ -111,7 +111,7 @@ MAX_FORWARD = (
         SMALL,
     ),
 )
-# Costs by which splits are chosen. ITEM is the work on an item beside its tiles, in tiles. With
+# Costs by which splits are chosen. ITEM is the work on an item besides its tiles, in tiles. With
 # sequences of different lengths it is RAGGED_ITEM, since each item searches for its first sequence.
 # READ is the cost of reading an entry of an operand from memory, in products of two entries.
 # Program instances hardly wait for reads. But reads take power, and at the limit of its power the

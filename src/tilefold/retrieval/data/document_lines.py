@@ -41,7 +41,7 @@ _MARK = b"\0lines\0\0"
 _HEADER = struct.Struct("<8sQQ")  # the mark, the number of lines n, and the bytes to digest
 _BYTES_PER_LINE = 3 * 8  # a number in each of the three arrays
 
-_LONGEST_NUMBER = 18  # every number with so many digits fits 64 bits
+_LONGEST_NUMBER = 18  # digits; every number of this length fits 64 bits
 _FIRST_PRINTABLE = b"!"  # the first printable ASCII character after the space
 _LAST_PRINTABLE = b"~"
 _logger = logging.getLogger(__name__)

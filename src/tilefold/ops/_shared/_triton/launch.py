@@ -36,7 +36,7 @@ from tilefold.ops._shared.plan import Buffer, Constants, Launch, Plan, TorchStep
 
 MAX_BUILT = 4096  # kinds of arguments that are remembered: constants may be as many as shapes are
 DESCRIPTOR_ALIGNMENT = 16  # bytes, of a descriptor's base and rows
-# An aligned address that stands for those of tensors that do not exist yet. Nothing reads it.
+# An aligned address, used for tensors that do not exist yet. Nothing reads it.
 STAND_IN_ADDRESS = 1 << 20
 # An interpreted kernel's descriptor may need rows of 16 elements in place of 16 bytes.
 _DESCRIPTOR_ALIGNS_ELEMENTS = triton_interpreted() and interpreted_rows_count_elements()

@@ -11,7 +11,7 @@ import triton.language as tl
 from tilefold.ops._shared._triton.entmax import needs_care, root_power, saturated, weight_and_slope
 from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
-# numbers that every kernel of a call is told, and is built once for
+# numbers that every kernel of a call gets, and is built once for
 TOLD = [
     "Nq",
     "Nk",

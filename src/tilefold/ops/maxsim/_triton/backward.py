@@ -109,10 +109,10 @@ def query_of_entry(
     """
     if PAIRING == INDEX:
         pair, query, _d = item_of(e, first_item, order_ptr, pairs_ptr, PAIRING)
-        known = (query >= 0) & (query < Nq)
-        query = tl.where(known, query, 0)
+        is_valid = (query >= 0) & (query < Nq)
+        query = tl.where(is_valid, query, 0)
         start, end, _ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
-        end = tl.where(known, end, start)
+        end = tl.where(is_valid, end, start)
         return (
             start,
             end,
@@ -275,9 +275,9 @@ def dqueries_row_kernel(
     acc = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     for d0 in tl.range(0, Nd, BLOCK_N):
         d = d0 + tl.arange(0, BLOCK_N)
-        there = d < Nd
+        exists = d < Nd
         start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-        winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=there, other=NO_WINNER).to(
+        winner = tl.load(saved_ptr + d.to(tl.int64) * Tq + row, mask=exists, other=NO_WINNER).to(
             tl.int32,
         )
         has = (winner != NO_WINNER) & (
@@ -372,16 +372,16 @@ def ddocuments_kernel(
                 row = r0 + tl.arange(0, BLOCK_E)
                 inside = row < r_end
                 winner = tl.load(saved_ptr + base + row, mask=inside, other=NO_WINNER).to(tl.int32)
-                mine = inside & (winner != NO_WINNER) & (winner >= t0) & (winner < t0 + BLOCK_T)
+                in_tile = inside & (winner != NO_WINNER) & (winner >= t0) & (winner < t0 + BLOCK_T)
                 grad = tl.load(dscores_ptr + offs_pair).to(tl.float32) / unit
-                grad = tl.where(mine, grad, 0.0)
+                grad = tl.where(in_tile, grad, 0.0)
                 x = load_block(queries_ptr, r0, r_end - r0, k, D, BLOCK_E)  # [BLOCK_E, BLOCK_D]
-                x = tl.where(mine[:, None], x, 0.0).to(
+                x = tl.where(in_tile[:, None], x, 0.0).to(
                     x.dtype,
                 )  # a zero coefficient must not meet a NaN
                 if HAS_SCALE:
                     power, rest = split_scale(
-                        tl.load(query_factors_ptr + row, mask=mine, other=0.0),
+                        tl.load(query_factors_ptr + row, mask=in_tile, other=0.0),
                     )
                     grad *= rest
                     x = times_power(x, power)
@@ -423,7 +423,7 @@ def _add_listed(
         e = e0 + tl.arange(0, BLOCK_E)
         listed = e < count
         row = tl.load(lists_ptr + e, mask=listed, other=0)
-        place = tl.load(saved_ptr + row, mask=listed, other=0).to(tl.int32) - t0
+        position = tl.load(saved_ptr + row, mask=listed, other=0).to(tl.int32) - t0
         owner = owner_of(row_query_ptr, row, listed, length_q, UNIFORM_Q)
         grad = (
             tl.load(dscores_ptr + owner.to(tl.int64) * stride_q, mask=listed, other=0.0).to(
@@ -436,7 +436,7 @@ def _add_listed(
             power, rest = split_scale(tl.load(query_factors_ptr + row, mask=listed, other=0.0))
             grad *= rest
             x = times_power(x, power)
-        onehot = tl.where(place[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
+        onehot = tl.where(position[None, :] == t[:, None], grad[None, :], 0.0).to(x.dtype)
         acc = tl.dot(onehot, x, acc, input_precision=PRECISION)
     return acc
 
@@ -503,10 +503,10 @@ def ddocuments_listed_kernel(
             for r0 in range(0, Tq, BLOCK_S):
                 row = r0 + tl.arange(0, BLOCK_S)
                 winner = tl.load(saved_d + row, mask=row < Tq, other=NO_WINNER).to(tl.int32)
-                mine = (winner >= t0) & (winner < t0 + BLOCK_T) & (winner != NO_WINNER)
-                place = count + tl.cumsum(mine.to(tl.int32), 0) - 1
-                tl.store(lists_ptr + place, row, mask=mine)
-                count += tl.sum(mine.to(tl.int32))
+                in_tile = (winner >= t0) & (winner < t0 + BLOCK_T) & (winner != NO_WINNER)
+                position = count + tl.cumsum(in_tile.to(tl.int32), 0) - 1
+                tl.store(lists_ptr + position, row, mask=in_tile)
+                count += tl.sum(in_tile.to(tl.int32))
                 if (count > CAPACITY - BLOCK_S) | (r0 + BLOCK_S >= Tq):
                     tl.debug_barrier()  # the list was written by other threads
                     acc = _add_listed(

@@ -9,7 +9,7 @@ from tilefold.ops._shared._triton.offsets import mask_if
 ALL = tl.constexpr(0)
 GROUPED = tl.constexpr(1)
 INDEX = tl.constexpr(2)
-ENDS = tl.constexpr(2)  # of padded sequences that are read up to an end of their own
+ENDS = tl.constexpr(2)  # padded sequences with an end for each, up to which they are read
 SIZES = [  # numbers of launches, whose values kernels are not built for
     "Tq",
     "Td",
@@ -156,13 +156,13 @@ def mask_tile(
             acc *= row_scale[:, None]
     part = tl.minimum(length - t0, BLOCK_T)
     if HAS_MASK:
-        kept = tl.load(mask_ptr + row, mask=inside, other=0) != 0  # [BLOCK_T]
+        unmasked = tl.load(mask_ptr + row, mask=inside, other=0) != 0  # [BLOCK_T]
         if MASK_ZERO:
-            acc = tl.where(kept[None, :], acc, 0.0)
+            acc = tl.where(unmasked[None, :], acc, 0.0)
             acc = tl.where(inside[None, :], acc, float("-inf"))
         else:
-            acc = tl.where(kept[None, :], acc, float("-inf"))
-            part = tl.sum(kept.to(tl.int32))
+            acc = tl.where(unmasked[None, :], acc, float("-inf"))
+            part = tl.sum(unmasked.to(tl.int32))
     elif length - t0 < BLOCK_T:
         acc = tl.where(inside[None, :], acc, float("-inf"))
     return acc, part
@@ -182,8 +182,8 @@ def fold_tile(
     """Fold a tile into the running maximum.
 
     Returns:
-        The maximum ``best`` ``[BLOCK_Q]``, and ``state``: the position of the winner, the first
-        among equals; or, with ``SMOOTH``, the sum of exponentials relative to the maximum.
+        The maximum ``best`` ``[BLOCK_Q]``, and ``state``: the position of the first token with the
+        maximum or, with ``SMOOTH``, the sum of exponentials relative to the maximum.
     """
     top = tl.reduce(acc, 1, nan_max)  # [BLOCK_Q]
     if SMOOTH:
@@ -194,12 +194,12 @@ def fold_tile(
         best = new_best
     else:
         if WITH_SAVED:
-            place = tl.where(acc == top[:, None], tl.arange(0, BLOCK_T)[None, :], BLOCK_T)
+            column = tl.where(acc == top[:, None], tl.arange(0, BLOCK_T)[None, :], BLOCK_T)
             state = tl.where(
                 top > best,
-                t0 + tl.min(place, axis=1),
+                t0 + tl.min(column, axis=1),
                 state,
-            )  # among equals the one that was there
+            )  # the earlier token wins a tie
         best = nan_max(best, top)
     return best, state
 
@@ -264,12 +264,12 @@ def count_tiles(
 
     An empty document has one tile, in which its score is written.
     """
-    mine = (Nd - split + splits - 1) // splits
+    n_documents = (Nd - split + splits - 1) // splits
     if UNIFORM_D and UNIFORM_D != ENDS:
-        return mine * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
+        return n_documents * tl.maximum((length_d + BLOCK_T - 1) // BLOCK_T, 1)
     else:
         n_tiles = 0
-        for i0 in range(0, mine, 64):
+        for i0 in range(0, n_documents, 64):
             i = i0 + tl.arange(0, 64)
             start, end, _known = bounds(
                 cu_documents_ptr,
@@ -280,7 +280,7 @@ def count_tiles(
                 UNIFORM_D,
             )
             n = tl.maximum((end - start + BLOCK_T - 1) // BLOCK_T, 1)
-            n_tiles += tl.sum(tl.where(i < mine, n, 0))
+            n_tiles += tl.sum(tl.where(i < n_documents, n, 0))
         return n_tiles
 
 

@@ -101,9 +101,9 @@ def _query_rows(
         The block, the rows that are not masked, the scales of their maxima, and the powers.
     """
     q = load_block(queries_ptr, row0, rows, tl.arange(0, BLOCK_K), D, BLOCK_Q)
-    kept = inside
+    unmasked = inside
     if HAS_MASK:
-        kept = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
+        unmasked = inside & (tl.load(mask_ptr + row, mask=inside, other=0) != 0)
     scale = tl.full(row.shape, 1.0, tl.float32)
     power = scale
     if HAS_SCALE:
@@ -111,7 +111,7 @@ def _query_rows(
         if NORMALIZED:
             power, scale = split_scale(scale)
             q = times_power(q, power)
-    return q, kept, scale, power
+    return q, unmasked, scale, power
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -124,11 +124,11 @@ def ends_kernel(document_mask_ptr, ends_ptr, length_d, BLOCK: tl.constexpr):
     end = 0
     for t0 in range(0, length_d, BLOCK):
         t = t0 + tl.arange(0, BLOCK)
-        kept = (
+        unmasked = (
             tl.load(document_mask_ptr + d.to(tl.int64) * length_d + t, mask=t < length_d, other=0)
             != 0
         )
-        end = tl.maximum(end, tl.max(tl.where(kept, t + 1, 0)))
+        end = tl.maximum(end, tl.max(tl.where(unmasked, t + 1, 0)))
     tl.store(ends_ptr + d, end)
 
 
@@ -305,7 +305,7 @@ def all_pairs_kernel(
                 ):  # the one tile has all queries, those without a token too
                     begin, finish_q = first_q * 0, Nq
                 for query in range(begin, finish_q):
-                    q_start, q_end, known = bounds(
+                    q_start, q_end, is_valid = bounds(
                         cu_queries_ptr,
                         query,
                         Nq,
@@ -316,7 +316,7 @@ def all_pairs_kernel(
                     total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
                     if DIRECT:
                         total = tl.div_rn(total, divisor)
-                        total = tl.where(ok & known, total, float("nan"))
+                        total = tl.where(ok & is_valid, total, float("nan"))
                         tl.store(scores_ptr + tl.cast(query, tl.int64) * Nd + d, total)
                     else:
                         total = tl.where(ok, total, float("nan"))
@@ -425,12 +425,12 @@ def listed_pairs_kernel(
     else:
         query = pair // group
         d = pair
-    known = (query >= 0) & (query < Nq) & (d >= 0) & (d < Nd)
-    query = tl.where(known, query, 0)
-    d = tl.where(known, d, 0)
+    is_valid = (query >= 0) & (query < Nq) & (d >= 0) & (d < Nd)
+    query = tl.where(is_valid, query, 0)
+    d = tl.where(is_valid, d, 0)
     q_start, q_end, q_ok = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
     start, end, d_ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    ok = known & q_ok & d_ok
+    ok = is_valid & q_ok & d_ok
     length = tl.where(ok, end - start, 0)
     total = 0.0
     for r0 in range(q_start, q_end, BLOCK_Q):

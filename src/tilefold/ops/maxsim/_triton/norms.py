@@ -177,10 +177,10 @@ def quantize_kernel(
         x = tl.load(rows_ptr + offs, mask=inside, other=0.0).to(tl.float32)
         y = tl.div_rn(x, divisor[:, None] + tl.zeros(x.shape, tl.float32))
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -127.0), 127.0), 0.0)
-        whole = (
+        rounded = (
             y + 12582912.0
-        ) - 12582912.0  # 1.5 * 2^23: what is added is rounded to a whole number, half to even
-        tl.store(out_ptr + offs, whole.to(tl.int8), mask=inside)
+        ) - 12582912.0  # 1.5 * 2^23: the sum is rounded to a whole number, half to even
+        tl.store(out_ptr + offs, rounded.to(tl.int8), mask=inside)
 
 
 @triton.jit

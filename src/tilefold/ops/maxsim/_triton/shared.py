@@ -14,7 +14,7 @@ from tilefold.ops._shared._triton.activation import nan_max
 from tilefold.ops.maxsim._triton.device import SIZES, bounds, count_tiles, load_block
 
 STRIP = tl.constexpr(16)
-LANES = tl.constexpr(8)  # columns that are told apart until a document ends
+LANES = tl.constexpr(8)  # columns whose maxima are separate until a document ends
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -73,12 +73,12 @@ def shared_pass_kernel(
         kept_q = kept_q & (tl.load(query_mask_ptr + row, mask=kept_q, other=0) != 0)
 
     n_tiles = count_tiles(cu_documents_ptr, split, splits, Nd, Td, length_d, BLOCK_T, UNIFORM_D)
-    place = tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_T)
     d = split
     t0 = 0
     parts = 0
     start, end, ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-    scale = tl.load(document_factors_ptr + start + place, mask=place < end - start, other=0.0)
+    scale = tl.load(document_factors_ptr + start + column, mask=column < end - start, other=0.0)
     best = tl.full((BLOCK_Q, LANES), float("-inf"), tl.float32)
     for _ in tl.range(0, n_tiles):
         length = end - start
@@ -101,19 +101,19 @@ def shared_pass_kernel(
             length_d,
             UNIFORM_D,
         )
-        next_t = next_t0 + place  # what is read when it is needed is waited for
-        there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
-        next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=there, other=0.0)
+        next_t = next_t0 + column  # loaded a tile early, so that nothing waits for it
+        is_token = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
+        next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=is_token, other=0.0)
         acc = tl.dot(q, rows.T, out_dtype=tl.int32).to(tl.float32)
-        there = t0 + place < length
+        is_token = t0 + column < length
         part = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
-            kept = tl.load(document_mask_ptr + start + t0 + place, mask=there, other=0) != 0
-            scale = tl.where(kept, scale, 0.0)
+            unmasked = tl.load(document_mask_ptr + start + t0 + column, mask=is_token, other=0) != 0
+            scale = tl.where(unmasked, scale, 0.0)
             if not MASK_ZERO:
-                there = kept
-                part = tl.sum(kept.to(tl.int32))
-        acc = acc * scale[None, :] + tl.where(there, 0.0, float("-inf"))[None, :]
+                is_token = unmasked
+                part = tl.sum(unmasked.to(tl.int32))
+        acc = acc * scale[None, :] + tl.where(is_token, 0.0, float("-inf"))[None, :]
         scale = next_scale
         top = tl.reduce(tl.reshape(acc, (BLOCK_Q, BLOCK_T // LANES, LANES)), 1, nan_max)
         if ONE_TILE:

@@ -72,10 +72,10 @@ def _weights(
     if HAS_SCALE:
         acc *= rest[:, None]
         acc *= tl.load(document_factors_ptr + doc_row, mask=inside_d, other=0.0)[None, :]
-    kept = inside_d
+    unmasked = inside_d
     if HAS_DMASK:
-        kept = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
-    counts = kept[None, :] & (inside_q & (top != float("inf")))[:, None]
+        unmasked = inside_d & (tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0)
+    counts = unmasked[None, :] & (inside_q & (top != float("inf")))[:, None]
     # no weight is over 1, but a product that was rounded otherwise may lie above the logarithm of
     # their sum
     below = tl.minimum(acc - top[:, None], 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -153,8 +153,8 @@ def smooth_dqueries_kernel(
         for e in range(e0, e1):
             pair, _query, d = item_of(e, e0, order_ptr, pairs_ptr, PAIRING)
             start, end, _ok = bounds(cu_documents_ptr, d, Nd, Td, length_d, UNIFORM_D)
-            known = (d >= 0) & (d < Nd)
-            end = tl.where(known, end, start)
+            is_valid = (d >= 0) & (d < Nd)
+            end = tl.where(is_valid, end, start)
             top = tl.load(
                 saved_ptr + saved_at(e, pair, e0, row, first, Tq, longest, PAIRING),
                 mask=inside,
@@ -193,15 +193,15 @@ def smooth_dqueries_kernel(
                     HAS_SCALE,
                     PRECISION,
                 )
-                kept = inside_d
+                unmasked = inside_d
                 if HAS_DMASK:
-                    kept = inside_d & (
+                    unmasked = inside_d & (
                         tl.load(document_mask_ptr + doc_row, mask=inside_d, other=0) != 0
                     )
-                x = load_rows(documents_ptr, doc_row, kept, k, D)
-                if HAS_SCALE:  # of kept tokens only: what a masked one holds may be NaN
+                x = load_rows(documents_ptr, doc_row, unmasked, k, D)
+                if HAS_SCALE:  # of unmasked tokens only: masked ones may hold NaN
                     power, rest = split_scale(
-                        tl.load(document_factors_ptr + doc_row, mask=kept, other=0.0),
+                        tl.load(document_factors_ptr + doc_row, mask=unmasked, other=0.0),
                     )
                     share *= rest[None, :]
                     x = times_power(x, power)

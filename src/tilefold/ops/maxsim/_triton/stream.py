@@ -43,10 +43,10 @@ def int8_rows(x):
         y = x * inverse
         y = tl.fma(tl.fma(y, minus, x), inverse, y)
         y = tl.fma(tl.fma(y, minus, x), inverse, y)
-    whole = (
+    rounded = (
         tl.minimum(tl.maximum(y, -127.0), 127.0) + 12582912.0
     )  # 1.5 * 2^23: half to even, in the lowest byte
-    return whole.to(tl.int32, bitcast=True).to(tl.int8), tl.where(
+    return rounded.to(tl.int32, bitcast=True).to(tl.int8), tl.where(
         scale < float("inf"),
         scale,
         float("nan"),
@@ -120,9 +120,9 @@ def stream_kernel(
             documents_ptr + tl.cast(start, tl.int64) * D,
             tl.minimum(end - start, PREFETCH) * D,
         )
-    place = tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_T)
     if HAS_SCALE:
-        scale = tl.load(document_factors_ptr + start + place, mask=place < end - start, other=0.0)
+        scale = tl.load(document_factors_ptr + start + column, mask=column < end - start, other=0.0)
     row = tl.arange(0, BLOCK_Q)
     inside = row < Tq
     k = tl.arange(0, BLOCK_K)
@@ -132,7 +132,7 @@ def stream_kernel(
         q, weight = int8_rows(q)
     if (
         HAS_QMASK
-    ):  # what is left out has a scale that no row has: one vector in registers instead of two
+    ):  # masked rows get a weight that no row has, which saves a second vector in registers
         kept_q = inside & (tl.load(query_mask_ptr + row, mask=inside, other=0) != 0)
         weight = tl.where(kept_q, weight, -1.0)
 
@@ -157,28 +157,30 @@ def stream_kernel(
             length_d,
             UNIFORM_D,
         )
-        if HAS_SCALE:  # of the next tile: what is read when it is needed is waited for
-            next_t = next_t0 + place
-            there = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
-            next_scale = tl.load(document_factors_ptr + next_start + next_t, mask=there, other=0.0)
+        if HAS_SCALE:  # of the next tile, loaded early so that nothing waits for it
+            next_t = next_t0 + column
+            is_token = next_t < tl.where(next_d < Nd, next_end - next_start, 0)
+            next_scale = tl.load(
+                document_factors_ptr + next_start + next_t, mask=is_token, other=0.0
+            )
         acc = tl.dot(rows.to(q.dtype), q.T, input_precision=PRECISION, out_dtype=kind).to(
             tl.float32,
         )
-        there = t0 + place < length
+        is_token = t0 + column < length
         if HAS_SCALE:
             acc *= scale[:, None]
             scale = next_scale
         part = tl.minimum(length - t0, BLOCK_T)
         if HAS_DMASK:
-            kept = tl.load(document_mask_ptr + start + t0 + place, mask=there, other=0) != 0
+            unmasked = tl.load(document_mask_ptr + start + t0 + column, mask=is_token, other=0) != 0
             if MASK_ZERO:
-                acc = tl.where(kept[:, None], acc, 0.0)
-                acc = tl.where(there[:, None], acc, float("-inf"))
+                acc = tl.where(unmasked[:, None], acc, 0.0)
+                acc = tl.where(is_token[:, None], acc, float("-inf"))
             else:
-                acc = tl.where(kept[:, None], acc, float("-inf"))
-                part = tl.sum(kept.to(tl.int32))
+                acc = tl.where(unmasked[:, None], acc, float("-inf"))
+                part = tl.sum(unmasked.to(tl.int32))
         elif length - t0 < BLOCK_T:
-            acc = tl.where(there[:, None], acc, float("-inf"))
+            acc = tl.where(is_token[:, None], acc, float("-inf"))
         best = nan_max(best, acc)
         parts += part
         if done:
@@ -189,9 +191,11 @@ def stream_kernel(
                 value = tl.where(weight == -1.0, 0.0, value)
             value = tl.where(parts > 0, value, 0.0)
             for query in range(Nq):
-                q_start, q_end, known = bounds(cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q)
+                q_start, q_end, is_valid = bounds(
+                    cu_queries_ptr, query, Nq, Tq, length_q, UNIFORM_Q
+                )
                 total = tl.sum(tl.where((row >= q_start) & (row < q_end), value, 0.0))
-                total = tl.where(ok & known, total, float("nan"))
+                total = tl.where(ok & is_valid, total, float("nan"))
                 tl.store(scores_ptr + tl.cast(query, tl.int64) * Nd + d, total)
             best = tl.full((BLOCK_T, BLOCK_Q), float("-inf"), tl.float32)
         parts = tl.where(done, 0, parts)
