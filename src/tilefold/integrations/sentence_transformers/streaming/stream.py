@@ -69,7 +69,7 @@ _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Tokens per batch on a GPU. With this number, the CPU launches 12 layers in a fraction of the time that
+# Tokens per batch on a GPU. The CPU then launches 12 layers in a fraction of the time that
 # the GPU takes to compute them.
 GPU_TOKENS = 131072
 SMALL_GPU_TOKENS = 32768

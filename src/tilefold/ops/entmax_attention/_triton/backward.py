@@ -132,7 +132,7 @@ def load_stats(stats_ptr, offs, size, mask):
     return tl.where(empty, float("inf"), peak), y  # an infinite peak makes every distance infinite
 
 
-@triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
+@triton.jit(do_not_specialize=[*of_tile.UNSPECIALIZED, "tiles", "blocks"])
 def dq_kernel(
     q_ptr,
     k_ptr,
@@ -344,7 +344,7 @@ def dq_kernel(
             tl.store(terms_ptr + offs, rows, mask=mask_m)
 
 
-@triton.jit(do_not_specialize=[*of_tile.TOLD, "key_tiles_per", "tiles", "spans"])
+@triton.jit(do_not_specialize=[*of_tile.UNSPECIALIZED, "key_tiles_per", "tiles", "spans"])
 def dkv_kernel(
     q_ptr,
     k_ptr,

@@ -37,7 +37,7 @@ def finish(acc, total, empty, broken):
     return tl.where(broken[:, None], float("nan"), out)
 
 
-@triton.jit(do_not_specialize=of_tile.TOLD)
+@triton.jit(do_not_specialize=of_tile.UNSPECIALIZED)
 def resident_kernel(
     q_ptr,
     k_ptr,
@@ -285,7 +285,7 @@ def resident_kernel(
             )
 
 
-@triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks"])
+@triton.jit(do_not_specialize=[*of_tile.UNSPECIALIZED, "tiles", "blocks"])
 def output_kernel(
     q_ptr,
     k_ptr,

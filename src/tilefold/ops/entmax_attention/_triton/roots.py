@@ -460,7 +460,7 @@ def tile_roots(
             tl.debug_barrier()  # the next item overwrites the scratch
 
 
-@triton.jit(do_not_specialize=[*of_tile.TOLD, "tiles", "blocks", "words"])
+@triton.jit(do_not_specialize=[*of_tile.UNSPECIALIZED, "tiles", "blocks", "words"])
 def roots_kernel(
     q_ptr,
     k_ptr,

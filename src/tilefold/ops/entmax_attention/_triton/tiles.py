@@ -11,8 +11,8 @@ import triton.language as tl
 from tilefold.ops._shared._triton.entmax import needs_care, root_power, saturated, weight_and_slope
 from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
-# numbers that every kernel of a call gets, and is built once for
-TOLD = [
+# Numbers that every kernel of a call receives. Triton compiles a kernel once for all of their values.
+UNSPECIALIZED = [
     "Nq",
     "Nk",
     "Tq",
