@@ -11,7 +11,7 @@ import triton.language as tl
 from tilefold.ops._shared._triton.entmax import needs_care, root_power, saturated, weight_and_slope
 from tilefold.ops._shared._triton.offsets import mask_if, narrowed
 
-# Numbers that every kernel of a call receives. Triton compiles a kernel once for all of their values.
+# Numbers that every kernel of a call receives. A kernel is compiled once for all their values.
 UNSPECIALIZED = [
     "Nq",
     "Nk",
