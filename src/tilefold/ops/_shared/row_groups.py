@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -350,9 +349,10 @@ _least_numbers: dict[_FunctionKind, int] = {}
 
 @torch.no_grad()
 def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionKind) -> int:
-    """Return the least number of rows from which on a function gives the same bits in every row.
+    """Return the least number of rows from which on a function gives a row the same bits.
 
-    Random rows, repeated, are the rows of matrices with this number of rows and with larger ones.
+    Candidates are tested with random rows, repeated in matrices of this number of rows and of
+    larger numbers.
 
     Args:
         function: the function.
@@ -366,25 +366,21 @@ def _least_number_of_rows(function: Callable[[Tensor], Tensor], kind: _FunctionK
     shape = (_PROBE_ROWS, kind.n_columns)
     rows = torch.randn(shape, generator=generator, device=kind.device).to(kind.dtype)
 
-    def has_equal_bits(n_rows: int, shift: int) -> bool:
-        """Whether the function gives the expected bits for rows from a position on."""
-        indices = _probe_row_indices(n_rows, shift, kind.device)
+    def has_equal_bits(n_rows: int, first_row: int) -> bool:
+        """Whether the function gives the expected bits for repeated rows from a first one on."""
+        indices = _probe_row_indices(n_rows, first_row, kind.device)
         return torch.equal(function(rows[indices]), expected[indices])
 
     all_indices = _probe_row_indices(_MOST_COMPARED_ROWS, 0, kind.device)
     expected = function(rows[all_indices])[:_PROBE_ROWS]
     candidates = _CPU_LEAST_ROWS if kind.device.type == "cpu" else _GPU_LEAST_ROWS
     for n_least in candidates:
-        starts = range(0, _PROBE_ROWS, n_least)
-        more_rows = [n_least + more for more in (1, 2, 3, 5, 7)]
-        more_rows += [n_least * factor for factor in (2, 3, 5, 8)]
-        if all(
-            has_equal_bits(n_rows, start)
-            for n_rows, start in itertools.chain(
-                itertools.product([n_least], starts),
-                itertools.product([*more_rows, _MOST_COMPARED_ROWS], [_PROBE_SHIFT]),
-            )
-        ):
+        # Numbers of rows, and the random row with which they begin.
+        comparisons = [(n_least, first_row) for first_row in range(0, _PROBE_ROWS, n_least)]
+        comparisons += [(n_least + n_more, _PROBE_SHIFT) for n_more in (1, 2, 3, 5, 7)]
+        comparisons += [(n_least * factor, _PROBE_SHIFT) for factor in (2, 3, 5, 8)]
+        comparisons.append((_MOST_COMPARED_ROWS, _PROBE_SHIFT))
+        if all(has_equal_bits(n_rows, first_row) for n_rows, first_row in comparisons):
             return n_least
     raise RuntimeError(
         "invariant=True needs a device whose sums of a row do not depend on the number of rows, "
@@ -398,7 +394,7 @@ def _refuse_capture(device: torch.device, operation: str) -> None:
 
     Args:
         device: the device of the operation.
-        operation: what was run for the first time.
+        operation: description of the first operation of its kind, for the error.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

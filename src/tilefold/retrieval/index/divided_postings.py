@@ -27,6 +27,7 @@ class _Part(NamedTuple):
 
     @property
     def device(self) -> torch.device:
+        """The device of the postings."""
         return self.postings.weights.device
 
     @property
@@ -116,7 +117,7 @@ class DividedPostings:
         *,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Return what :func:`~tilefold.ops.sparse_search.sparse_topk` returns on one device.
+        """Search like :func:`~tilefold.ops.sparse_search.sparse_topk`, on all devices together.
 
         No call waits for a device, so that all devices search at the same time.
 
@@ -147,7 +148,7 @@ class DividedPostings:
         *,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what :func:`~tilefold.ops.sparse_search.sparse_topk_of_dense` returns, divided.
+        """Search like :func:`~tilefold.ops.sparse_search.sparse_topk_of_dense`, on all devices.
 
         Args:
             queries: ``[Nq, V]`` fp32 on the first device.
