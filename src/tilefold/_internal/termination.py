@@ -60,6 +60,7 @@ class TerminationHandler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        """Restore the default handler of SIGTERM, if this object has replaced it."""
         if self._is_installed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sys.unraisablehook = self._previous_hook

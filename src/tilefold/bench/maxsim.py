@@ -437,6 +437,7 @@ def _build_late_interaction_kernels(inputs: MaxSimInputs) -> spec.Runnable:
     )
 
     def score_packed(queries: Tensor, documents: Tensor, document_offsets: Tensor) -> Tensor:
+        """Score all pairs with the package's function for packed sequences."""
         scores: Tensor = package.maxsim_varlen(
             queries[0],
             documents,

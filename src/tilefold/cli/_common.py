@@ -248,6 +248,7 @@ def resumable_progress_bar(text: str, hint: str = "") -> Iterator[Callable[..., 
     with _progress_display(text, console) as show:
 
         def update(done: int, total: int, remark: object = None) -> None:
+            """Show progress, after a line about earlier work at the first call."""
             nonlocal is_first_report
             if is_first_report and done:
                 state = "resumes" if done < total else "has nothing left to do"

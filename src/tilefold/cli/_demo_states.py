@@ -55,6 +55,7 @@ class SharedStates:
         modules_after_mean = list(model)[2:]
 
         def forward(features: Features, **kwargs: object) -> Features:
+            """Replace ``model.forward``: use stored means if all texts have one."""
             means = [
                 self._mean_by_ids.get(_key(ids)) for ids in _split_by_text(features, "input_ids")
             ]

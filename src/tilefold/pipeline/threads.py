@@ -73,6 +73,7 @@ class Prefetcher(Generic[T]):
         return False
 
     def __iter__(self) -> Iterator[T]:
+        """Yield the items of the thread, and raise its error at the end if it has one."""
         while not self._stop.is_set():
             try:
                 item = self._queue.get(timeout=_POLL_SECONDS)

@@ -94,6 +94,7 @@ class AdaptationResult:
     warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """Return the steps, losses and warnings of the training, one per line."""
         blocks = range_of(self.fewest_blocks, self.most_blocks)
         lines = [
             f"{count_of(self.steps, 'step')} of {blocks} blocks, {self.trained_blocks:,} in all "

@@ -310,6 +310,7 @@ class _Guard:
         truncation_counts.set(counts)
 
         async def send_with_headers(message: Message) -> None:
+            """Send a message, with common headers at the start of a response."""
             nonlocal response_started
             if message["type"] == "http.response.start":
                 response_started = True

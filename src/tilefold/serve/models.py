@@ -263,6 +263,7 @@ class Served:
     name: str
 
     def __post_init__(self) -> None:
+        """Put the model into eval mode, and learn how it tokenises queries and documents."""
         path = Path(self.name)
         self.name = path.resolve().name if path.is_dir() or path.is_absolute() else self.name
         self.tokenizer = TextTokens(self.model.tokenizer)

@@ -206,6 +206,7 @@ class _IndexReader:
         arrived = time.monotonic()
 
         def run() -> T:
+            """Call the function, unless the server of the index failed in the meantime."""
             if self._last_failure > arrived:  # while this request waited for a thread
                 raise _unreachable_error()
             try:

@@ -1065,6 +1065,7 @@ def _daemon_thread(
     result.set_running_or_notify_cancel()
 
     def run() -> None:
+        """Call the function, and store its result or error."""
         nonlocal function, arguments
         try:
             result.set_result(function(*arguments))

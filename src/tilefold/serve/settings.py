@@ -74,6 +74,7 @@ class Limits:
     shutdown_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        """Raise ``ValueError`` if a limit is out of range."""
         for field in fields(self):
             if field.name != "auto_truncate":
                 _check_limit(field.name, getattr(self, field.name))

@@ -102,6 +102,7 @@ class _Writer:
     """
 
     def __init__(self, drawing: Any, size: tuple[int, int], generator: random.Random) -> None:
+        """Start at the upper left corner of a page, within its margins."""
         self.words: list[str] = []
         self.boxes: list[Box] = []
         self._drawing = drawing

@@ -238,6 +238,7 @@ class PlanBuilder:
         parameters: Mapping[str, Any] = {},
         tensors: Mapping[str, str] = {},
     ) -> None:
+        """Start a plan without buffers and steps."""
         self.parameters = dict(parameters)
         self._tensors = tensors
         self._replacements: dict[str, str] = {}

@@ -478,6 +478,7 @@ class _Probe:
     """
 
     def __init__(self, kind: _ProductKind) -> None:
+        """Choose the reference: the largest size whose product is alike at all positions."""
         self._kind = kind
         self.sizes = _CPU_SIZES if kind.device.type == "cpu" else _GPU_SIZES
         self._usable_sizes: set[int] = set()

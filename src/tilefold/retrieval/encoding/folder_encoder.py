@@ -28,6 +28,7 @@ class FolderEncoder(Generic[M, V]):
     """
 
     def __init__(self, job: Job[M, V]) -> None:
+        """Prepare to encode; the folder is opened by :meth:`run`."""
         self.job = job
         self._save_seconds = 60 * job.output.save_minutes
         self._n_texts = len(job.texts)

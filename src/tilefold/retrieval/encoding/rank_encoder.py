@@ -56,6 +56,7 @@ class RankEncoder(Generic[M, V]):
     """
 
     def __init__(self, job: Job[M, V], store: RankStore) -> None:
+        """Prepare to encode; the folder is opened by :meth:`run`."""
         self.job = job
         self.store = store
         self._shard_ids = job.shard_ids()

@@ -270,6 +270,7 @@ class SparseJob(Job[VectorManifest, SparseVectors]):
             self._dropped_terms = list(self.model.tokenizer.all_special_ids)
 
     def _configure_stream(self, model_stream: Callable[..., Any]) -> Stream:
+        """Return the stream of an accelerated model with the options of this job."""
         return functools.partial(
             model_stream,
             task=self.encoding.kind,

@@ -181,6 +181,7 @@ class TokenEncoding(Encoding):
     page_workers: int | None = None
 
     def __post_init__(self) -> None:
+        """Raise an error for an option of a wrong type or out of range."""
         super().__post_init__()
         check_choice("storage", self.storage, self.STORAGES)
         check_optional_text("source", self.source)

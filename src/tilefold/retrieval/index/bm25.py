@@ -190,6 +190,7 @@ class Tokenizer:
             self._stopwords = frozenset(stopwords)
 
     def __call__(self, text: str) -> list[str]:
+        """Return the index terms of a text: stems, and pairs of characters of unspaced scripts."""
         tokens: list[str] = []
         for word in self._words(text):
             if _UNSPACED_CHARACTER.match(word):

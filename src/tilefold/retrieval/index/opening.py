@@ -49,6 +49,7 @@ def open_index(
     parts = opened_parts(opened)
 
     def open_generation(generation: IndexGeneration) -> Any:
+        """Open the index by its backend, with the parts that are open already."""
         if generation.backend == BM25Index.backend:
             return BM25Index.load(path)
         if not parts and generation.backend not in (DENSE, LATE):

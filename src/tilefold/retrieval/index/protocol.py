@@ -299,6 +299,7 @@ class StoredIds(Sequence[str]):
         text: npt.NDArray[np.uint8],
         offsets: npt.NDArray[np.int64],
     ) -> None:
+        """Wrap the mapped arrays of ids; see :meth:`load`."""
         self._file = file
         self._text = text
         self._offsets = offsets

@@ -171,6 +171,7 @@ class SearchRequest:
     explain: bool = False
 
     def __post_init__(self) -> None:
+        """Raise an error if an option has a wrong type, is out of range, or needs another one."""
         check_k(self.k)
         self._check_types()
         Filter.of(self.where)

@@ -351,6 +351,7 @@ class TokenVectorWriter(ShardWriter[TokenManifest, TokenVectors]):
     manifest_type = TokenManifest
 
     def _check(self, vectors: TokenVectors) -> None:
+        """Raise ``DataError`` if vectors have another dimension or dtype than the folder."""
         dimension = self.manifest.dimension
         dtype = _DTYPES[self.manifest.storage]
         if vectors.dimension != dimension or vectors.values.dtype != dtype:

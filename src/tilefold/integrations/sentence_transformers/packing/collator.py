@@ -548,6 +548,13 @@ class PendingBatch:
         batch: Future[CollatedBatch],
         on_use: Callable[[], None],
     ) -> None:
+        """Describe a batch that a thread collates.
+
+        Args:
+            thread: the thread.
+            batch: the future of the batch.
+            on_use: function that is called when the batch is used.
+        """
         self._thread = thread
         self._batch = batch
         self._on_use = on_use

@@ -340,6 +340,7 @@ class KernelLauncher:
     __slots__ = ("_n_bindable_runs", "_planned", "_tma", "bound")
 
     def __init__(self, planned: Launch) -> None:
+        """Prepare to launch a kernel; a tensor that occurs twice gets one TMA descriptor."""
         self._planned = planned
         self._n_bindable_runs = 0
         self._tma: list[Tma | None] = []

@@ -208,6 +208,7 @@ class ServerEngine(Engine):
         return list(self._send("retrieve", keys, with_payload=True, with_vectors=with_vectors))
 
     def _page(self, offset: object) -> tuple[list[Any], Any]:
+        """Return a page of points with their ids, and the offset of the next page."""
         points, next_offset = self._send(
             "scroll",
             limit=_PAGE_SIZE,
@@ -230,6 +231,7 @@ class ServerEngine(Engine):
         self._client.close()
 
     def _query_arguments(self, stage: Stage) -> Json:
+        """Return the arguments with which the client searches or fuses in a stage."""
         qdrant = self.api
         if stage.fusion == "rrf":
             # The server counts ranks from 0.
