@@ -58,8 +58,8 @@ _FIELD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 _WORD_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 _NAMESPACE_PATTERN = re.compile(r"[A-Za-z0-9_-]+")
 
-# Returns what is wrong with a name or an id for an engine, such as "holds a dot", or None.
-Complaint = Callable[[str], str | None]
+# Returns the problem that an engine has with a name or an id, such as "holds a dot", or None.
+ProblemOf = Callable[[str], str | None]
 
 _SCHEMA = """\
 schema {document} {{
@@ -179,14 +179,14 @@ def export_opensearch(
     if field_type == "sparse_vector":
         _check_sparse_vector(documents, tokens)
 
-    def name_complaint(name: str) -> str | None:
-        """Return what is wrong with the name of a term for OpenSearch, or None."""
+    def name_problem(name: str) -> str | None:
+        """Return why OpenSearch does not accept the name of a term, or None."""
         if len(name.encode()) > _MAX_NAME_BYTES:
             return f"has more than {_MAX_NAME_BYTES} bytes"
         return "holds a dot" if dots == "refuse" and "." in name else None
 
     remedy = _NUMBERS_REMEDY if dots == "keep" else _DOTS_REMEDY
-    term_names = _name_terms(documents, tokens, name_complaint, remedy)
+    term_names = _name_terms(documents, tokens, name_problem, remedy)
 
     def actions() -> Iterator[bytes]:
         """Yield the two lines of each document in a bulk file: the action and the fields."""
@@ -289,12 +289,12 @@ def export_vespa(
     )
     documents = _survey(vectors, "Vespa", _first_refused_character, texts)
 
-    def name_complaint(name: str) -> str | None:
-        """Return what is wrong with the name of a term for Vespa, or None."""
+    def name_problem(name: str) -> str | None:
+        """Return why Vespa does not accept the name of a term, or None."""
         refused_character = _first_refused_character(name)
         return None if refused_character is None else f"holds {refused_character}"
 
-    term_names = _name_terms(documents, tokens, name_complaint, _NUMBERS_REMEDY)
+    term_names = _name_terms(documents, tokens, name_problem, _NUMBERS_REMEDY)
     with _export_folder(path_of("output", output), overwrite=overwrite) as folder:
         schema_file = f"{document}.sd"
         schema = _SCHEMA.format(
@@ -388,7 +388,7 @@ class _Documents:
 def _survey(
     vectors: SparseVectors | str | Path,
     engine: str,
-    id_complaint: Complaint,
+    id_problem: ProblemOf,
     texts: Mapping[str, str] | None,
 ) -> _Documents:
     """Read all vectors once before an export, to check the ids and to collect statistics.
@@ -396,7 +396,7 @@ def _survey(
     Args:
         vectors: vectors of documents, in memory or as a folder.
         engine: ``"OpenSearch"`` or ``"Vespa"``.
-        id_complaint: returns what is wrong with an id for the engine, or None.
+        id_problem: returns the problem that the engine has with an id, or None.
         texts: id -> text. Only its type is checked.
 
     Returns:
@@ -430,7 +430,7 @@ def _survey(
     n_weights = 0
     for shard in _shards_of(source):
         for document_id in shard.ids:
-            _check_id(document_id, engine, id_complaint)
+            _check_id(document_id, engine, id_problem)
         is_positive = shard.data > 0
         is_used[shard.indices[is_positive]] = True
         if is_positive.any():
@@ -465,19 +465,19 @@ def _shards_of(source: SparseVectors | Path) -> Iterator[SparseVectors]:
         yield from iter_shards(source)
 
 
-def _check_id(document_id: str, engine: str, id_complaint: Complaint) -> None:
+def _check_id(document_id: str, engine: str, id_problem: ProblemOf) -> None:
     """Raise ``DataError`` if an engine does not accept an id.
 
     Args:
         document_id: id of a document.
         engine: ``"OpenSearch"`` or ``"Vespa"``.
-        id_complaint: returns what is wrong with an id, besides its length, or None.
+        id_problem: returns the problem of an id, besides its length, or None.
     """
     max_bytes = _MAX_ID_BYTES[engine]
     if not is_unicode(document_id):
         problem: str | None = "half a surrogate pair"
     else:
-        problem = id_complaint(document_id)
+        problem = id_problem(document_id)
         if problem is None and len(document_id.encode()) > max_bytes:
             problem = f"more than {max_bytes} bytes"
     if problem is not None:
@@ -514,7 +514,7 @@ def _text_of(texts: Mapping[str, str], document_id: str) -> str:
 def _name_terms(
     documents: _Documents,
     tokens: Sequence[str | None] | None,
-    name_complaint: Complaint,
+    name_problem: ProblemOf,
     remedy: str,
 ) -> list[str]:
     """Name all terms by their tokens, or by their numbers.
@@ -522,7 +522,7 @@ def _name_terms(
     Args:
         documents: documents whose terms are named. Names of terms in use are checked.
         tokens: token of each term; None to name terms by their numbers.
-        name_complaint: returns what is wrong with a name, such as "holds a dot", or None.
+        name_problem: returns the problem of a name, such as "holds a dot", or None.
         remedy: last sentence of an error, without the full stop.
 
     Returns:
@@ -550,7 +550,7 @@ def _name_terms(
         elif not is_unicode(name):
             problem = "holds half a surrogate pair"
         else:
-            problem = name_complaint(name)
+            problem = name_problem(name)
         if problem is not None:
             refused.setdefault(problem, []).append(f"{name!r} (term {term})")
     if refused:
