@@ -211,7 +211,7 @@ class _Applied:
 
 @dataclass
 class _State:
-    """What a process has read of a log.
+    """Changes that a process has read from a log.
 
     Attributes:
         file: the open file; ``None`` if there is none.
