@@ -20,7 +20,8 @@ Gate: every answer has code 200 and hits, and each change is visible at the end 
 
 `--work` keeps the model's vectors and the index between runs, of one model, kind and backend. The
 documents are random words of pydocs, and the queries are its queries. Clients, server and changes
-share the cores. With `--output`, the rows so far are saved after each phase.
+share the cores. With `--output`, the rows so far are saved after each phase. The metrics of the
+server after each phase are in the folder `metrics` of `--work`.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ N_NEW = 500  # documents of an update from the command line
 N_DELETED = 200
 N_PUT = 100  # documents that are put over HTTP
 NICE = ("nice", "-n", "10")
-WARMUP_SECONDS = 3.0
+# A server on a GPU compiles kernels and captures graphs for queries of each length.
+WARMUP_SECONDS = 10.0
 # Memory of the GPU that --fill-gpu leaves to the server, which is too small for another generation.
 FREE_GPU_BYTES = 64 << 20
 GPU_BLOCK_BYTES = 16 << 20
@@ -288,10 +290,30 @@ async def measure(
                 "visible_s": "" if visible_after is None else round(visible_after, 1),
             }
             rows.append(row)
+            save_metrics(files.work, phase, port)
             compare_to_rest(rows)
             save(rows, options)
             print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     return rows
+
+
+def save_metrics(work: Path, phase: str, port: int) -> None:
+    """Save the metrics of the server after a phase, which tell queues, model and search apart.
+
+    Args:
+        work: folder that is kept between runs; the file is ``metrics/PHASE.txt``.
+        phase: name of the phase.
+        port: port of the server.
+    """
+    connection = http.client.HTTPConnection(HOST, port, timeout=LONGEST_REQUEST_SECONDS)
+    try:
+        connection.request("GET", "/metrics")
+        content = connection.getresponse().read()
+    finally:
+        connection.close()
+    folder = work / "metrics"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{phase}.txt").write_bytes(content)
 
 
 def phases(

@@ -32,6 +32,8 @@ from tilefold.retrieval.index.protocol import read_description
 N_KILLS = int(os.environ.get("TILEFOLD_KILLS", "14"))
 ADMIN_KEY = "open sesame"
 LONGEST_SECONDS = 120
+# When a command is killed, as parts of the time that it takes. It changes the index at its end.
+KILL_MOMENTS = (0.3, 1.2)
 # Time during which a server takes documents before it is killed.
 SERVED_SECONDS = 3.0
 Files = dict[str, bytes]
@@ -117,7 +119,7 @@ class Change:
         command = ("-m", "tilefold.cli", *self.arguments)
         with programs.start(*command, env=environment(), cwd=folder) as process:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(generator.uniform(0.0, 1.1 * self.seconds))
+                process.wait(generator.uniform(*KILL_MOMENTS) * self.seconds)
             process.kill()
         left_files = files_of(folder / "live")
         assert left_files in (self.old, self.new), self.name
@@ -148,6 +150,8 @@ def changes(
     """An update, a deletion, a merge, a migration, its cut-over, and its rollback."""
     folder = tmp_path_factory.mktemp("changes")
     data = shared / "data"
+    # The first process takes longer, because it imports the libraries of all others.
+    run_command(("info",), folder)
     new_model = small_masked_lm(tmp_path_factory.mktemp("new-model"), seed=1)
     new_documents = folder / "new.jsonl"
     lines = [json.dumps({"_id": f"n{i}", "title": "", "text": f"kettle {i}"}) for i in range(8)]

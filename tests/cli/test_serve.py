@@ -22,10 +22,14 @@ from tests.cli.program import fails
 from tests.processes import environment
 from tests.serve.running import Client, served, wait_until
 from tests.test_imports import HIDE, run_python
+from tilefold.cli._common import CommandError
+from tilefold.cli.serve import ServeRequest, _load_service
 from tilefold.retrieval.data.collection import Collection, Document
 from tilefold.retrieval.index.generations import read_generation
 from tilefold.retrieval.index.merging import update_index
 from tilefold.retrieval.index.opening import open_index
+from tilefold.retrieval.search.searcher import Searcher
+from tilefold.serve.settings import Limits
 
 
 def test_options_that_cannot_be_are_refused_before_a_model_is_loaded(
@@ -88,6 +92,34 @@ def test_files_that_options_name_are_checked_before_the_server_listens(
         outcome = call("serve", "--port", str(port), "--model", "minilm", *paths)
     fails(outcome, code, message)
     assert "cannot listen" not in outcome.err
+
+
+def test_the_index_is_searched_once_before_the_server_is_ready(
+    shared: Path,
+    masked_lm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first search may copy the index to a GPU, for which no request should wait."""
+    n_searches = 0
+    rank = Searcher.rank
+
+    def count_and_rank(searcher: Searcher, *arguments: Any) -> Any:
+        nonlocal n_searches
+        n_searches += 1
+        return rank(searcher, *arguments)
+
+    def fail(searcher: Searcher, *arguments: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    request = ServeRequest(model=masked_lm, index=shared / "index")
+    stages: list[str] = []
+    monkeypatch.setattr(Searcher, "rank", count_and_rank)
+    _load_service(request, Limits(), stages.append)
+    assert n_searches == 1
+    assert stages[-1] == "searching for a first word"
+    monkeypatch.setattr(Searcher, "rank", fail)
+    with pytest.raises(CommandError, match=r"--index: .* cannot be searched \(out of memory\)"):
+        _load_service(request, Limits(), stages.append)
 
 
 def test_without_fastapi_the_error_says_what_to_install() -> None:

@@ -479,7 +479,7 @@ def _leave_while_loading() -> NoReturn:
 
 
 def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Service:
-    """Load the models and the index, and encode a word with each model.
+    """Load the models and the index, encode a word with each model, and search for a word.
 
     Args:
         request: the options of the command.
@@ -487,7 +487,7 @@ def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Serv
         report: function that is called with the next stage.
 
     Raises:
-        CommandError: if a model cannot encode.
+        CommandError: if a model cannot encode, or the index cannot be searched.
     """
     report("loading the model" if request.index is None else "loading the index and its model")
     service = _load(request, limits)
@@ -499,6 +499,14 @@ def _load_service(request: ServeRequest, limits: Limits, report: Report) -> Serv
             f"--model: {_served_names(service)} cannot encode a word "
             f"({_common.first_line(error)}).",
         ) from error
+    if service.searchable is not None:
+        report("searching for a first word")
+        try:
+            service.searchable.search_once()
+        except Exception as error:  # an index or a device may raise any
+            raise CommandError(
+                f"--index: {request.index} cannot be searched ({_common.first_line(error)}).",
+            ) from error
     return service
 
 

@@ -21,7 +21,12 @@ from tilefold.retrieval.index.bm25 import BM25Index
 from tilefold.retrieval.index.dense import DenseIndex
 from tilefold.retrieval.index.late import LateIndex
 from tilefold.retrieval.index.segments import Segments
-from tilefold.retrieval.search.searcher import Ranking, Searcher, matched_terms
+from tilefold.retrieval.search.searcher import (
+    Ranking,
+    Searcher,
+    SearchRequest,
+    matched_terms,
+)
 from tilefold.retrieval.vectors.sparse_files import SparseVectors
 from tilefold.retrieval.vectors.tokens import TokenStore, TokenVectors
 from tilefold.serve.bodies import keep_largest
@@ -31,6 +36,7 @@ from tilefold.serve.models import Served, TextTokens
 Options = Mapping[str, Any]
 Explanation = dict[str, object]
 QUERY = "query"  # id of the query in rankings and vectors: a request has only one
+_PROBE_TEXT = "a"  # short text that every model can encode
 _MAX_MARKED_CHARACTERS = 4000  # number of characters of a text in which terms are marked
 _MAX_EXPLAINED_TERMS = 512  # largest number of terms of a query that an explanation lists
 
@@ -164,6 +170,17 @@ class Searchable:
         if not isinstance(documents, dict):  # documents that are read one by one are texts
             return ()
         return documents.values()
+
+    def search_once(self) -> None:
+        """Search for a word, so that no request waits for the initialisation of the index.
+
+        The first search copies the index to the GPU that searches it.
+        """
+        vector = None
+        if self.encoder is not None:
+            key = self.encoder.batch_key("query", prompt_name=None)
+            vector = self.query_vector(self.encoder.encode(key, [_PROBE_TEXT])[0])
+        self.searcher.rank({QUERY: _PROBE_TEXT}, SearchRequest(1), vector)
 
     def query_vector(self, row: Any) -> SparseVectors | TokenVectors | torch.Tensor:
         """Convert an encoded query to the form in which the index searches with it.
