@@ -25,10 +25,11 @@ from tests.distributed.test_recipes import (
     assert_same_losses,
     logged_losses,
     run_recipe,
+    run_with_evaluation,
     run_with_killed_rank,
     train_until_interrupted,
 )
-from tests.recipes.small import small_collection, tiny_causal_lm
+from tests.recipes.small import small_collection, tiny_causal_lm, with_dev
 from tilefold.distributed.world import RESUME_HINT
 from tilefold.recipes import decoders, get_recipe, train
 from tilefold.recipes._run import newest_step
@@ -241,6 +242,40 @@ def test_sharded_weights_in_bf16_have_about_the_losses_of_one_process(
     pairs = zip(logged_losses(tmp_path / "two"), logged_losses(tmp_path / "one"), strict=True)
     for step, expected in pairs:
         assert step["loss"] == pytest.approx(expected["loss"], rel=5e-2)
+
+
+@pytest.mark.parametrize(
+    "split_vocabulary",
+    [
+        pytest.param(False, id="whole head"),
+        pytest.param(True, id="split vocabulary", marks=pytest.mark.slow),
+    ],
+)
+def test_all_ranks_evaluate_a_sharded_model_and_keep_the_best_step_of_one_process(
+    two_ranks: Ranks,
+    split_vocabulary: bool,
+    untied_base: str,
+    tmp_path: Path,
+) -> None:
+    recipe = causal_recipe(untied_base, batch_size=4, evaluate_steps=2)
+    expected = train(recipe, with_dev(), tmp_path / "one")
+    assert expected.kept_step is not None
+    sharded_recipe = replace(recipe, fsdp=True, split_vocabulary=split_vocabulary)
+    for result, n_evaluations in two_ranks.run(
+        run_with_evaluation,
+        sharded_recipe,
+        tmp_path / "two",
+    ):
+        assert n_evaluations == len(expected.evaluations) == 3
+        assert result["kept_step"] == expected.kept_step
+        for measures, expected_measures in zip(
+            result["evaluations"],
+            expected.evaluations,
+            strict=True,
+        ):
+            assert measures == pytest.approx(expected_measures)
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow

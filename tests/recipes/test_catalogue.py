@@ -341,11 +341,6 @@ OWN: list[tuple[Any, dict[str, Any], str]] = [
     ),
     (LsrRecipe, {"fsdp": True, "graphs": True}, "fsdp, graphs: expected one of them, got both"),
     (
-        LsrRecipe,
-        {"fsdp": True, "evaluate_steps": 5},
-        "fsdp, evaluate_steps: expected one of them, got both; rank 0 evaluates",
-    ),
-    (
         ColbertRecipe,
         {"dimension": 12},
         "dimension: expected a multiple of 8 up to 4096 or None, got 12",

@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,7 +73,7 @@ def following_server(
     *,
     watch_seconds: float = 0.05,
     open_generation: Callable[[Searchable, str], Searchable] | None = None,
-    gpu: str | None = None,
+    gpus: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[Running]:
     """Serve an index folder, and follow its changes."""
@@ -86,7 +86,7 @@ def following_server(
     searchable = Searchable(NAME, open_index(path), encoder, generation=generation.id)
     service = Service([] if encoder is None else [encoder], searchable=searchable)
     del searchable
-    source = IndexSource(path, open_generation or reopen, watch_seconds, gpu)
+    source = IndexSource(path, open_generation or reopen, watch_seconds, gpus)
     IndexFollower(service, source, generation)
     with serving(service, admin_key=ADMIN_KEY, **options) as client:
         yield Running(client, service, path)
@@ -336,7 +336,7 @@ def test_a_generation_without_memory_is_refused(
 @pytest.mark.parametrize(
     ("served_on_gpu", "status"),
     [
-        pytest.param(True, 409, id="an index on the GPU stays there"),
+        pytest.param(True, 409, id="an index on the GPUs stays there"),
         pytest.param(False, 200, id="an index that is searched block by block is replaced"),
     ],
 )
@@ -350,8 +350,10 @@ def test_without_gpu_memory_a_generation_replaces_none_that_is_on_the_gpu(
 ) -> None:
     """Also if other programs have taken so much that not even one generation would fit."""
     monkeypatch.setattr(following, "is_on_gpu", lambda index: served_on_gpu)
-    monkeypatch.setattr(following, "free_device_bytes", lambda device: 0)
-    with following_server(path, encoder, watch_seconds=0, gpu="cuda") as running:
+    free_bytes_of_gpus = {"cuda:0": 1 << 40, "cuda:1": 0}
+    monkeypatch.setattr(following, "free_device_bytes", free_bytes_of_gpus.__getitem__)
+    gpus = list(free_bytes_of_gpus)
+    with following_server(path, encoder, watch_seconds=0, gpus=gpus) as running:
         update_index(path, last)
         generation = running.generation
         reply = running.reload()

@@ -612,6 +612,11 @@ def _refuse_sparse_options(request: IndexOptions, backend: str, reason: str) -> 
     refuse_options(options, f"cannot be used, because {reason}")
 
 
+def device_names(device: str) -> list[str]:
+    """Return the devices of ``--device``, which have commas between them."""
+    return [name.strip() for name in device.split(",")]
+
+
 def move_to_device(index: Any, device: str | None, path: Path) -> Any:
     """Return an index whose data was moved to the device of ``--device``.
 
@@ -632,10 +637,9 @@ def move_to_device(index: Any, device: str | None, path: Path) -> Any:
             f"--device requires an exact, dense or late index; {path} has the backend "
             f"{index.backend}.",
         )
-    devices = [name.strip() for name in device.split(",")]
     try:
         with _options.option_errors(device="--device"):
-            return index.on(devices)
+            return index.on(device_names(device))
     except (RuntimeError, AssertionError) as error:  # torch raises both
         raise UsageError(
             f"--device: {path} cannot be searched on {device} ({_common.first_line(error)}).",

@@ -592,7 +592,7 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
         index_path,
         reopen,
         request.watch_seconds,
-        _searching_gpu(request.device, generation.backend),
+        _searching_gpus(request.device, generation.backend),
     )
     follower = IndexFollower(service, source, generation)
     # Vectors in other folders would lack the documents.
@@ -603,8 +603,8 @@ def _load_index_service(request: ServeRequest, index_path: Path, limits: Limits)
     return service
 
 
-def _searching_gpu(device: str | None, backend: str) -> str | None:
-    """Return the GPU that searches an index, or None if the CPU does.
+def _searching_gpus(device: str | None, backend: str) -> list[str]:
+    """Return the GPUs that search an index; none if the CPU does.
 
     Args:
         device: the value of ``--device``.
@@ -613,8 +613,10 @@ def _searching_gpu(device: str | None, backend: str) -> str | None:
     import torch
 
     if device is None and backend in (DENSE, LATE) and torch.cuda.is_available():
-        return "cuda"
-    return device if device is not None and device.startswith("cuda") else None
+        return ["cuda"]
+    if device is None:
+        return []
+    return [name for name in _retrievers.device_names(device) if name.startswith("cuda")]
 
 
 def _load_models(request: ServeRequest) -> list[Served]:

@@ -134,12 +134,13 @@ class ShardedModel:
                 parameter.to_local().copy_(shard.to_local())
 
     def attach(self, trainer: Trainer) -> None:
-        """Let a trainer of the copy save and load complete checkpoints, and not wrap it in DDP.
+        """Let a trainer of the copy evaluate it, save and load complete checkpoints, without DDP.
 
         Args:
             trainer: the trainer, whose methods are replaced.
         """
         self._train_unwrapped(trainer)
+        self._evaluate_on_all_ranks(trainer)
         self._save_plain_model(trainer)
         self._load_plain_model(trainer)
         self._save_complete_optimizer(trainer)
@@ -166,6 +167,24 @@ class ShardedModel:
             return prepare_model(model, device_placement=False, evaluation_mode=True)
 
         trainer.accelerator.prepare_model = prepare_sharded_model
+
+    def _evaluate_on_all_ranks(self, trainer: Any) -> None:
+        """Replace ``evaluation_loop``, so that every rank encodes all texts of the evaluation.
+
+        A layer gathers its weights from all ranks, so that all must run the same batches. The
+        trainer of sentence-transformers would give every rank other texts.
+        """
+        evaluation_loop = trainer.evaluation_loop
+
+        def evaluate_on_all_ranks(*arguments: Any, **options: Any) -> Any:
+            """Evaluate as a trainer does that has sharded the model itself."""
+            trainer.is_fsdp_enabled = True
+            try:
+                return evaluation_loop(*arguments, **options)
+            finally:
+                trainer.is_fsdp_enabled = False
+
+        trainer.evaluation_loop = evaluate_on_all_ranks
 
     @contextmanager
     def _plain_model_in(self, trainer: Any) -> Iterator[None]:

@@ -169,7 +169,7 @@ class LsrRecipe(Recipe):
         """Raise an error for options that a model with divided weights does not support.
 
         Raises:
-            ValueError: if the model is evaluated while it trains, or runs as CUDA graphs.
+            ValueError: if the model runs as CUDA graphs, or the vocabulary of a complete head is split.
         """
         if self.split_vocabulary and not (self.fsdp and self.fused):
             raise ArgumentError(
@@ -183,12 +183,6 @@ class LsrRecipe(Recipe):
                 ("fsdp", "graphs"),
                 "expected one of them, got both; layers that gather their weights run without "
                 "graphs.",
-            )
-        if self.evaluate_steps is not None:
-            raise ArgumentError(
-                ("fsdp", "evaluate_steps"),
-                "expected one of them, got both; rank 0 evaluates, and has only a part of the "
-                "weights. Evaluate the saved model instead: tilefold evaluate.",
             )
 
     def _check_loss(self) -> None:

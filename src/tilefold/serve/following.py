@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,13 +54,14 @@ class IndexSource:
             is called in a thread.
         watch_seconds: time between two looks at the folder; 0 opens another generation on request
             only.
-        gpu: GPU that searches, such as ``"cuda"``; ``None`` for a search on the CPU.
+        gpus: GPUs that search, such as ``["cuda"]``, each with an equal share of the index; empty
+            for a search on the CPU.
     """
 
     path: Path
     open: Callable[[Searchable, str], Searchable]
     watch_seconds: float = 1.0
-    gpu: str | None = None
+    gpus: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -310,15 +311,16 @@ class IndexFollower:
         """
         needed = opening_memory(
             self.source.path,
-            on_gpu=self.source.gpu is not None,
+            on_gpu=bool(self.source.gpus),
             opened=opened_parts(self.served.index),
         )
         free_bytes = memory_left()
         if free_bytes is not None and needed.cpu_bytes > _MEMORY_SHARE * free_bytes:
             raise MemoryError(_memory_message("memory", needed.cpu_bytes, free_bytes))
-        if self.source.gpu is None:
+        if not self.source.gpus:
             return
-        free_bytes = free_device_bytes(self.source.gpu)
+        # GPUs get equal shares, so that the one with the least free memory limits all of them.
+        free_bytes = len(self.source.gpus) * min(map(free_device_bytes, self.source.gpus))
         fits_next_to_served = needed.device_bytes <= _DEVICE_MEMORY_SHARE * free_bytes
         # An index that is too large for the GPU is searched block by block. This is much slower, so
         # that an index on the GPU is not replaced by one that does not fit.
