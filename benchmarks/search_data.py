@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,6 +39,7 @@ from tilefold.ops import QuantizedTokens
 from tilefold.retrieval import LateIndex, SparseVectors
 from tilefold.retrieval.common.provenance import Provenance
 from tilefold.retrieval.index import token_blocks
+from tilefold.retrieval.index.exact import Postings
 from tilefold.retrieval.index.on_device import DeviceIndex
 from tilefold.testing import relative_error
 
@@ -262,19 +263,24 @@ class DeviceRows(NamedTuple):
             FINGERPRINT,
         )
 
-    def on_device(self) -> DeviceIndex:
-        """Return what ``on(device)`` of an :class:`ExactIndex` of these rows would return."""
+    def on_device(self, devices: Sequence[str] | None = None) -> DeviceIndex:
+        """Return what ``on(devices)`` of an :class:`ExactIndex` of these rows would return.
+
+        Args:
+            devices: names of the devices; None for the device of the rows.
+        """
         count = len(self.offsets) - 1
         order = self.terms.argsort(stable=True)
         documents = torch.arange(count, dtype=torch.int32, device=order.device)
         document_of_entry = documents.repeat_interleave(self.offsets.diff())
         ends = torch.bincount(self.terms, minlength=VOCABULARY).cumsum(0)
-        # stand-ins for the files and the description of an index on disk
-        files: Any = SimpleNamespace(
+        postings = Postings(
             offsets=torch.nn.functional.pad(ends, (1, 0)).cpu().numpy(),
             documents=document_of_entry[order].cpu().numpy(),
             weights=self.weights[order].cpu().numpy(),
+            n_documents=count,
         )
+        # stand-in for the description of an index on disk
         description: Any = SimpleNamespace(
             backend="exact",
             metadata=None,
@@ -283,7 +289,7 @@ class DeviceRows(NamedTuple):
             fingerprint=FINGERPRINT,
             provenance=Provenance(),
         )
-        return DeviceIndex(_ids("d", count), files, description, order.device)
+        return DeviceIndex(_ids("d", count), postings, description, devices or order.device)
 
     def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the rows as torch's CSR matrix ``[N, V]``."""

@@ -16,6 +16,10 @@ from unittest import mock
 import pytest
 import torch
 from sentence_transformers import SparseEncoder
+from sentence_transformers.base.modules import Dense
+from sentence_transformers.multi_vector_encoder.evaluation import (
+    MultiVectorInformationRetrievalEvaluator,
+)
 from transformers import AutoModelForCausalLM
 
 from tests.distributed.ranks import Rank, Ranks
@@ -31,7 +35,7 @@ from tests.distributed.test_recipes import (
 )
 from tests.recipes.small import small_collection, tiny_causal_lm, with_dev
 from tilefold.distributed.world import RESUME_HINT
-from tilefold.recipes import decoders, get_recipe, train
+from tilefold.recipes import ColbertRecipe, decoders, get_recipe, train
 from tilefold.recipes._run import newest_step
 from tilefold.recipes._sharding import ShardedModel
 
@@ -98,6 +102,23 @@ def run_and_measure_share(rank: Rank, recipe: Any, folder: Path) -> tuple[Any, f
     with mock.patch.object(ShardedModel, "attach", attach_and_measure):
         result = run_recipe(rank, recipe, folder)
     return result, shares[0]
+
+
+def run_colbert(rank: Rank, recipe: Any, folder: Path) -> tuple[Any, int, int]:
+    """Run a ColBERT without LoRA dropout, and count what this rank evaluates and saves.
+
+    Returns:
+        The result, the number of evaluations, and how often this rank has saved the projection.
+    """
+    saves_projection = mock.patch.object(Dense, "save", autospec=True, side_effect=Dense.save)
+    with without_lora_dropout(), saves_projection as saves:
+        result, n_evaluations = run_with_evaluation(
+            rank,
+            recipe,
+            folder,
+            MultiVectorInformationRetrievalEvaluator,
+        )
+    return result, n_evaluations, saves.call_count
 
 
 def without_lora_dropout() -> Any:
@@ -276,6 +297,40 @@ def test_all_ranks_evaluate_a_sharded_model_and_keep_the_best_step_of_one_proces
             assert measures == pytest.approx(expected_measures)
     assert_same_losses(tmp_path / "two", tmp_path / "one")
     assert_loads_with_the_weights_of(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="all weights"),
+        pytest.param(
+            {"mini_batch_size": 2, "gradient_checkpointing": True},
+            id="mini-batches",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"lora": 2}, id="LoRA", marks=pytest.mark.slow),
+    ],
+)
+def test_a_sharded_colbert_has_the_losses_and_evaluations_of_one_process(
+    two_ranks: Ranks,
+    options: dict[str, Any],
+    untied_base: str,
+    tmp_path: Path,
+) -> None:
+    settings = {**SMALL, "batch_size": 4, "evaluate_steps": 2, "log_steps": 1, **options}
+    recipe = ColbertRecipe(untied_base, dimension=16, **settings)
+    with without_lora_dropout():
+        expected = train(recipe, with_dev(), tmp_path / "one")
+    sharded_recipe = replace(recipe, fsdp=True)
+    results = two_ranks.run(run_colbert, sharded_recipe, tmp_path / "two")
+    # A rank other than rank 0 would replace the trained projection by its own.
+    assert [n_saves > 0 for _, _, n_saves in results] == [True, False]
+    for result, n_evaluations, _ in results:
+        assert (result["ranks"], n_evaluations) == (2, 3)
+        assert result["kept_step"] == expected.kept_step
+        assert result["evaluations"] == expected.evaluations
+    assert_same_losses(tmp_path / "two", tmp_path / "one")
+    assert_near(tmp_path / "two", tmp_path / "one")
 
 
 @pytest.mark.slow

@@ -196,6 +196,9 @@ class TrainingSettings(Settings):
             if the model supports it.
         gradient_checkpointing: whether the backward pass computes the activations of each layer
             again, so that a step takes less memory and more time. The losses are the same.
+        fsdp: whether several ranks divide weights, gradients and optimiser state among them (FSDP2
+            of torch), for models that do not fit on one GPU. Otherwise each rank has a copy. The
+            losses are the same, and one rank has nothing to divide.
         graphs: whether to run forward and backward of the encoder as CUDA graphs, see
             :func:`tilefold.integrations.sentence_transformers.accelerate`. Needs a GPU and
             ``fused``. A resumed run draws other numbers for
@@ -236,6 +239,7 @@ class TrainingSettings(Settings):
     bf16: bool | None = checked(None, BOOLEAN)
     fused: bool = checked(True, BOOLEAN)
     gradient_checkpointing: bool = checked(False, BOOLEAN)
+    fsdp: bool = checked(False, BOOLEAN)
     graphs: bool = checked(False, BOOLEAN)
     save_steps: int | None = checked(None, integer())
     save_minutes: float = checked(5.0, NOT_NEGATIVE)
@@ -273,6 +277,12 @@ class TrainingSettings(Settings):
             raise ArgumentError(
                 ("graphs", "gradient_checkpointing"),
                 "expected one of them, got both; layers that are computed again run without "
+                "graphs.",
+            )
+        if self.graphs and self.fsdp:
+            raise ArgumentError(
+                ("fsdp", "graphs"),
+                "expected one of them, got both; layers that gather their weights run without "
                 "graphs.",
             )
 

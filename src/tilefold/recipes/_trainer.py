@@ -151,8 +151,7 @@ def sharded_job(job: TrainingJob) -> Iterator[TrainingJob]:
     Args:
         job: the training job. The field ``fsdp`` of its recipe asks for shards.
     """
-    is_sharded = getattr(job.recipe, "fsdp", False)  # a field of some recipes
-    if not is_sharded or job.world.size == 1:
+    if not job.recipe.fsdp or job.world.size == 1:
         yield job
         return
     sharded = ShardedModel(job.model, job.world)
@@ -211,12 +210,22 @@ def run_trainer(
         reader,
         job.world,
     )
+    if job.world.rank > 0:
+        trainer._save = _save_nothing
     if job.sharded is not None:
         job.sharded.attach(trainer)
     stopped_early = _train_or_restore(trainer, watcher, job, graphs)
     _check_all_steps(trainer.state.global_step, job.result.steps, stopped_early=stopped_early)
     _record_history(trainer, job, metric)
     return _with_outcome(trainer, job, watcher)
+
+
+def _save_nothing(*arguments: object, **options: object) -> None:
+    """Replace ``_save`` of a trainer on all ranks but rank 0, which alone writes checkpoints.
+
+    Trainers of transformers call it on every rank, and models of sentence-transformers write files
+    on every rank. The other ranks of a sharded model do not have its trained weights.
+    """
 
 
 def _metric_name(job: TrainingJob) -> str | None:

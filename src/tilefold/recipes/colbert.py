@@ -18,7 +18,7 @@ from tilefold._internal.precision import Dtype, set_precision
 from tilefold._internal.typing import Module, MultiVectorEncoder, Tensor, Tokenizer, Transformer
 from tilefold.recipes import loading
 from tilefold.recipes._settings import BOOLEAN, MODEL_NAME, checked, integer, is_integer, validator
-from tilefold.recipes._trainer import run_trainer
+from tilefold.recipes._trainer import run_trainer, sharded_job
 from tilefold.recipes._training import Recipe, TrainingJob, TrainResult, train
 from tilefold.recipes.adapters import merge_adapters
 from tilefold.recipes.backbone import MINILM_NAME, minilm_path
@@ -140,6 +140,14 @@ class ColbertRecipe(Recipe):
         return loading.stay_offline(model)
 
     def fit(self, job: TrainingJob) -> TrainResult:
+        """Train the job's model in place, and return its result with losses and warnings."""
+        with sharded_job(job) as training_job:
+            result = self._fit(training_job)
+        if self.adds_adapters:
+            merge_adapters(job.model)
+        return result
+
+    def _fit(self, job: TrainingJob) -> TrainResult:
         """Train the job's model in place, with documents truncated to ``train_max_length`` tokens.
 
         Args:
@@ -168,6 +176,8 @@ class ColbertRecipe(Recipe):
         accelerates_network = self.fused and not encodes_images(model)
         # The trainer adds CUDA graphs if the recipe asks for them.
         with accelerate(model, graphs=False) if accelerates_network else nullcontext():
+            if job.sharded is not None:
+                job.sharded.shard(bf16=job.result.bf16)
             result = run_trainer(
                 job,
                 MultiVectorEncoderTrainer,
@@ -175,8 +185,6 @@ class ColbertRecipe(Recipe):
                 loss,
             )
         transformer.document_length = saved_length  # an error above ends the run
-        if self.adds_adapters:
-            merge_adapters(model)
         return result
 
     def _make_loss(self, job: TrainingJob) -> Module:

@@ -89,9 +89,6 @@ class LsrRecipe(Recipe):
         start_percentile: initial decoder bias of ``"minilm"``, see
             :func:`tilefold.recipes.minilm_splade`.
         group_by_length: whether batches have documents of similar length, with little padding.
-        fsdp: whether several ranks divide weights, gradients and optimiser state among them (FSDP2
-            of torch), for models that do not fit on one GPU. Otherwise each rank has a copy. The
-            losses are the same, and one rank has nothing to divide.
         split_vocabulary: whether a rank also computes only the scores of its part of the
             vocabulary, so that no rank ever has the whole head. Needs ``fsdp`` and ``fused``, and a
             decoder.
@@ -117,7 +114,6 @@ class LsrRecipe(Recipe):
         rules.finite_number(lambda value: 0 < value < 100, "in (0, 100)"),
     )
     group_by_length: bool = rules.checked(False, rules.BOOLEAN)
-    fsdp: bool = rules.checked(False, rules.BOOLEAN)
     split_vocabulary: bool = rules.checked(False, rules.BOOLEAN)
 
     def __post_init__(self) -> None:
@@ -138,7 +134,7 @@ class LsrRecipe(Recipe):
         self._check_loss()
         self._check_negatives()
         self._check_encoders()
-        self._check_fsdp()
+        self._check_split_vocabulary()
 
     def _check_encoders(self) -> None:
         """Raise an error for options that the encoders of the recipe do not have.
@@ -165,24 +161,12 @@ class LsrRecipe(Recipe):
                 f"{self.frozen_layers}; leave one of the two out.",
             )
 
-    def _check_fsdp(self) -> None:
-        """Raise an error for options that a model with divided weights does not support.
-
-        Raises:
-            ValueError: if the model runs as CUDA graphs, or the vocabulary of a complete head is split.
-        """
+    def _check_split_vocabulary(self) -> None:
+        """Raise a ``ValueError`` if the vocabulary of a model is split that is not sharded."""
         if self.split_vocabulary and not (self.fsdp and self.fused):
             raise ArgumentError(
                 ("split_vocabulary", "fsdp", "fused"),
                 "a split vocabulary needs both others; set fsdp=True and leave fused=True.",
-            )
-        if not self.fsdp:
-            return
-        if self.graphs:
-            raise ArgumentError(
-                ("fsdp", "graphs"),
-                "expected one of them, got both; layers that gather their weights run without "
-                "graphs.",
             )
 
     def _check_loss(self) -> None:
