@@ -409,31 +409,33 @@ class DocumentLog:
         with self._guard:
             while self._path.exists():
                 state = self._state
-                if state.file is None or not state.file.is_current():
-                    state = _State(_LogFile(self._path))
+                file = state.file
+                if file is None or not file.is_current():
+                    file = _LogFile(self._path)
+                    state = _State(file)
                 # Changes up to the number in this file are in the log. The opposite order could
                 # miss lines that are written meanwhile.
                 state.applied = _Applied.read(self.folder / _APPLIED)
-                self._read_new_lines(state)
+                self._read_new_lines(file, state)
                 state.settle()
                 # The log may have been rewritten meanwhile, without lines that are needed here.
-                if state.file is not None and state.file.is_current():
+                if file.is_current():
                     if state.last < self._state.last:
                         raise DataError(self._replaced_message())
                     self._state = state
                     break
 
-    def _read_new_lines(self, state: _State) -> None:
-        """Read the complete lines that were added to the file.
+    def _read_new_lines(self, file: _LogFile, state: _State) -> None:
+        """Read the complete lines that were added to a file of the log.
 
         Args:
-            state: what was read so far, which is updated.
+            file: the open file.
+            state: the changes that were read from this file, to which the new ones are added.
 
         Raises:
             DataError: if a line is damaged.
         """
-        assert state.file is not None  # noqa: S101 - the caller has opened it
-        for line in state.file.lines_from(state.size):
+        for line in file.lines_from(state.size):
             try:
                 content = json.loads(line)
                 change = Change.from_json(content)
