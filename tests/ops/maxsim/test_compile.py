@@ -281,14 +281,25 @@ def test_forward_of_quantized_documents_builds_without_spills(
     reason="this release has no warp roles",
 )
 @pytest.mark.parametrize("masked", ["", "qd"])
-@pytest.mark.parametrize("queries", [(1, 32), (2, 30), (4, 20), (16, 32), (12, 9)], ids=str)
+@pytest.mark.parametrize(
+    ("queries", "n_tokens"),
+    [
+        pytest.param((1, 32), 64, id="1 x 32, tiles of 32 documents"),
+        pytest.param((1, 32), 67, id="1 x 32, tiles of 16 documents"),
+        pytest.param((2, 30), 67, id="2 x 30"),
+        pytest.param((4, 20), 67, id="4 x 20"),
+        pytest.param((16, 32), 67, id="16 x 32"),
+        pytest.param((12, 9), 67, id="12 x 9"),
+    ],
+)
 def test_the_pass_by_warps_with_roles_builds_without_spills(
     queries: tuple[int, int],
+    n_tokens: int,
     masked: str,
 ) -> None:
     from triton.experimental.gluon import language as gl
 
-    meta, documents = torch.device("meta"), (1 << 17, 67)
+    meta, documents = torch.device("meta"), (1 << 17, n_tokens)
     masks = (
         [torch.empty(shape, dtype=torch.uint8, device=meta) for shape in (queries, documents)]
         if masked
@@ -312,8 +323,9 @@ def test_the_pass_by_warps_with_roles_builds_without_spills(
     options = MaxSimOptions("all", False, 0.0, False, False, 32)
     *_, launch = plans.forward(tensors, options, False, setting).steps
     assert isinstance(launch, Launch) and launch.kernel.__name__ == "shared_hopper_kernel"
-    layout = gl.NVMMASharedLayout.get_default_for([2, 8, 128], gl.int8)
-    types = {"documents_src": f"tensordesc<i8[2, 8, 128],{layout!r}>", "queries_ptr": "*i8"}
+    box = [2, 8, 128]  # tokens, documents and dimensions
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8)
+    types = {"documents_src": f"tensordesc<i8{box},{layout!r}>", "queries_ptr": "*i8"}
     compiled = build(
         launch,
         90,

@@ -528,7 +528,7 @@ def _add_roles_pass(builder: MaxSimPlanBuilder, rows_per_query: int) -> bool:
             "documents": Tma(
                 documents.size(0),
                 documents.size(1),
-                shared_hopper.padded_descriptor(problem.document_length, config["GROUP"]),
+                shared_hopper.padded_descriptor(problem.document_length),
             ),
         },
         fallback=WITHOUT_ROLES,

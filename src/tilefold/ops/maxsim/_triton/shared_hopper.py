@@ -2,13 +2,13 @@
 roles, in Gluon.
 
 A tile has 64 rows: ``GROUP`` documents, and as many tokens of each as fit. It is loaded in four
-boxes, one for each warp that multiplies it. What a box reads past a document's end is zeros. A box
-has up to 8 documents, and its rows are in the order in which warps hold products: a lane has two
-tokens of the same document. The maximum over a document stays in registers until the document ends.
+boxes of 2 tokens of each of 8 documents, one for each warp that multiplies it. What a box reads
+past a document's end is zeros. Its rows are in the order in which warps hold products: a lane has
+both tokens of its document. The maximum over a document stays in registers until the document ends.
 Queries are the columns, one after the other.
 
-Short documents have tiles of 32 documents, so that few rows are past a document's end. Long
-documents have tiles of fewer documents, whose rows are closer together in memory.
+Tiles of 32 documents have few rows past a document's end. Tiles of fewer documents have rows that
+are closer together in memory.
 
 One warp loads tiles ahead, another one their scales. Four groups of four warps multiply, each by
 queries of its own or, for few queries, in documents of its own.
@@ -41,19 +41,12 @@ from tilefold.ops.maxsim._triton.device import SIZES
 
 ROWS = gl.constexpr(64)  # of a tile
 BOXES = gl.constexpr(4)  # of a tile, one for each warp of a group
-BOX_ROWS = gl.constexpr(16)
-LANE_ROWS = gl.constexpr(8)  # distance of the two rows of a box that a lane has
+BOX_TOKENS, BOX_DOCUMENTS = gl.constexpr(2), gl.constexpr(8)
 RUN = gl.constexpr(4)  # consecutive tiles of a part
 WARP = gl.constexpr(32)  # lanes
 DIM = gl.constexpr(128)
 ZERO, UNIT = gl.constexpr(0x42800000), gl.constexpr(131072.0)  # bits of 64; 2^17
 _tma_load, _barrier, _reinterpret = gluon_tma_load(), gluon_barrier(), gluon_reinterpret()
-
-
-@gluon.constexpr_function
-def _box_documents(group):
-    """Return the number of documents of a box of a tile of ``group`` documents."""
-    return min(group, 8)
 
 
 @gluon.jit
@@ -80,17 +73,15 @@ def _load_documents(
     GROUP: gl.constexpr,
 ):
     """Run the loading warp: fill the ring with the tiles of all parts."""
-    box_documents: gl.constexpr = _box_documents(GROUP)
-    box_tokens: gl.constexpr = BOX_ROWS // box_documents
-    token_boxes: gl.constexpr = ROWS // GROUP // box_tokens
+    token_boxes: gl.constexpr = BOXES * BOX_DOCUMENTS // GROUP
     for step in range(steps):
         slot = step % STAGES
         document, token = _tile_start(step, length_d, PARTS, GROUP)
         mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
         mbarrier.expect(full.index(slot), ROWS * DIM)
         for box in gl.static_range(BOXES):
-            box_token = token + box % token_boxes * box_tokens
-            box_document = document + box // token_boxes * box_documents
+            box_token = token + box % token_boxes * BOX_TOKENS
+            box_document = document + box // token_boxes * BOX_DOCUMENTS
             _tma_load(
                 documents_src,
                 [box_token, box_document, 0],
@@ -137,11 +128,9 @@ def _scales(
 @gluon.jit
 def _in_rows(x, GROUP: gl.constexpr):
     """Reorder values ``[GROUP, tokens]`` of a tile to the order of its rows."""
-    box_documents: gl.constexpr = _box_documents(GROUP)
-    box_tokens: gl.constexpr = BOX_ROWS // box_documents
-    document_boxes: gl.constexpr = GROUP // box_documents
+    document_boxes: gl.constexpr = GROUP // BOX_DOCUMENTS
     token_boxes: gl.constexpr = BOXES // document_boxes
-    boxes = x.reshape([document_boxes, box_documents, token_boxes, box_tokens])
+    boxes = x.reshape([document_boxes, BOX_DOCUMENTS, token_boxes, BOX_TOKENS])
     return boxes.permute((0, 2, 3, 1)).reshape([ROWS])
 
 
@@ -218,28 +207,23 @@ def _load_scales(
 def _lane_maxima(x):
     """Return the maxima of the two tokens that a lane has of each document.
 
-    The result is ``[BOXES, LANE_ROWS, columns]``.
+    The result is ``[BOXES, BOX_DOCUMENTS, columns]``.
     """
-    return gl.reduce(x.reshape([BOXES, BOX_ROWS // LANE_ROWS, LANE_ROWS, x.shape[1]]), 1, nan_max)
+    return gl.reduce(x.reshape([BOXES, BOX_TOKENS, BOX_DOCUMENTS, x.shape[1]]), 1, nan_max)
 
 
 @gluon.jit
 def _document_maxima(best, GROUP: gl.constexpr):
     """Return the maxima ``[GROUP, columns]`` over all tokens of documents.
 
-    ``best``: maxima ``[BOXES, LANE_ROWS, columns]`` over the tokens of each lane.
+    ``best``: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
     """
     columns: gl.constexpr = best.shape[2]
-    box_documents: gl.constexpr = _box_documents(GROUP)
-    document_boxes: gl.constexpr = GROUP // box_documents
+    document_boxes: gl.constexpr = GROUP // BOX_DOCUMENTS
     token_boxes: gl.constexpr = BOXES // document_boxes
-    lane_tokens: gl.constexpr = LANE_ROWS // box_documents
     top = best
-    if lane_tokens > 1:
-        rows = top.reshape([BOXES, lane_tokens, box_documents, columns])
-        top = gl.reduce(rows, 1, nan_max)
     if token_boxes > 1:
-        boxes = top.reshape([document_boxes, token_boxes, box_documents, columns])
+        boxes = best.reshape([document_boxes, token_boxes, BOX_DOCUMENTS, columns])
         top = gl.reduce(boxes, 1, nan_max)
     return top.reshape([GROUP, columns])
 
@@ -292,7 +276,7 @@ def _finish(
 ):
     """Store the scores of the documents of a tile with the queries of a group of warps.
 
-    ``best``: maxima ``[BOXES, LANE_ROWS, columns]`` over the tokens of each lane.
+    ``best``: maxima ``[BOXES, BOX_DOCUMENTS, columns]`` over the tokens of each lane.
     """
     COLUMNS: gl.constexpr = best.shape[2]
     top = _document_maxima(best, GROUP)
@@ -427,7 +411,6 @@ def shared_hopper_kernel(
     """
     SHARES: gl.constexpr = 4 // PARTS
     COLUMNS: gl.constexpr = BLOCK_Q // SHARES
-    BOX_DOCUMENTS: gl.constexpr = _box_documents(GROUP)
     # A slot of the ring is always the same part's, whose waits know two phases.
     gl.static_assert(STAGES % (RUN * PARTS) == 0)
     swizzled: gl.constexpr = gl.NVMMASharedLayout(
@@ -440,7 +423,7 @@ def shared_hopper_kernel(
     weights = gl.allocate_shared_memory(gl.float32, [SHARES, COLUMNS], plain)
     ring = gl.allocate_shared_memory(
         gl.int8,
-        [STAGES * BOXES, BOX_ROWS // BOX_DOCUMENTS, BOX_DOCUMENTS, DIM],
+        [STAGES * BOXES, BOX_TOKENS, BOX_DOCUMENTS, DIM],
         documents_src.layout,
     )
     scales = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], plain)
@@ -524,21 +507,14 @@ def shared_hopper_kernel(
     )
 
 
-def box_shape(group: int) -> list[int]:
-    """Return the tokens, documents and dimensions of a box of a tile of ``group`` documents."""
-    box_documents = _box_documents(group)
-    return [BOX_ROWS.value // box_documents, box_documents, DIM.value]
-
-
 @functools.cache
-def padded_descriptor(length: int, group: int) -> Callable[..., TensorDescriptor]:
-    """Return a function that makes the TMA descriptor of tiles of padded documents.
+def padded_descriptor(length: int) -> Callable[..., TensorDescriptor]:
+    """Return a function that makes the TMA descriptor of boxes of padded documents.
 
     Args:
         length: number of tokens of each document.
-        group: number of documents of a tile.
     """
-    box = box_shape(group)
+    box = [BOX_TOKENS.value, BOX_DOCUMENTS.value, DIM.value]
     layout = gl.NVMMASharedLayout.get_default_for(box, gl.int8)
 
     def make(rows: Any, shape: list[int], strides: list[int]) -> TensorDescriptor:
