@@ -98,7 +98,7 @@ $(PEERS_STAMP): Makefile
 test-page: $(STAMP) ## Run the tests of the page of `tilefold serve` in a real Chromium of this machine (apt install chromium)
 	@command -v chromium || command -v chromium-browser || command -v google-chrome
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[page]"
-	$(BIN)/python -m pytest tests/serve/test_page.py
+	$(BIN)/python -m pytest tests/serve/test_page.py tests/serve/test_page_walk.py
 
 $(CLIENTS_STAMP): Makefile pyproject.toml
 	$(PYTHON) -m venv $(CLIENTS)

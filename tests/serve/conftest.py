@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from tilefold.recipes.loading import load_saved
 from tilefold.retrieval.data.collection import Collection
 from tilefold.serve.models import Served
 from tilefold.serve.service import Service
+
+CHROMIUM_PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +81,35 @@ def keyed_server(sparse: Any) -> Iterator[Client]:
 def keyed_client(keyed_server: Client) -> Client:
     """A new client, without the key, of the server that requires it."""
     return Client(keyed_server.port)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """A real Chromium, controlled by Playwright, whose event loop tests of other modules lack."""
+    api = pytest.importorskip(
+        "playwright.sync_api",
+        reason="Playwright is not installed: pip install 'tilefold[page]'",
+    )
+    chromium = next(filter(None, map(shutil.which, CHROMIUM_PROGRAMS)), None)
+    if chromium is None:
+        pytest.skip("there is no Chromium on this machine: apt install chromium")
+    with api.sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """An empty tab of the browser."""
+    opened = browser.new_page(viewport={"width": 1000, "height": 900})
+    opened.set_default_timeout(15_000)
+    opened.said = []  # errors that the browser reports, and breaches of the policy
+    opened.on(
+        "console",
+        lambda message: opened.said.append(message.text) if message.type == "error" else None,
+    )
+    opened.on("pageerror", lambda error: opened.said.append(str(error)))
+    opened.on("dialog", lambda dialog: opened.said.append(dialog.message))
+    yield opened
+    opened.close()

@@ -7,7 +7,6 @@ chromium``); ``make test-page`` runs it.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -39,10 +38,6 @@ EVIL_DOCUMENTS = [
     ),
 ]
 LACKING = ["vectors", "data", "vectors and data", "title", "text", "a model", "a model and data"]
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
-    None,
-)
 
 
 @pytest.fixture(scope="module")
@@ -119,35 +114,6 @@ def test_the_page_loads_its_own_files_alone_under_a_strict_policy(client: Client
         script,
     )
     assert "http" not in client.get("/page.css").raw.decode()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    api = pytest.importorskip(
-        "playwright.sync_api",
-        reason="Playwright is not installed: pip install 'tilefold[page]'",
-    )
-    if CHROMIUM is None:
-        pytest.skip("there is no Chromium on this machine: apt install chromium")
-    with api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield started
-        started.close()
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    opened = browser.new_page(viewport={"width": 1000, "height": 900})
-    opened.set_default_timeout(15_000)
-    opened.said = []  # what the browser complains of: errors, and breaches of the policy
-    opened.on(
-        "console",
-        lambda message: opened.said.append(message.text) if message.type == "error" else None,
-    )
-    opened.on("pageerror", lambda error: opened.said.append(str(error)))
-    opened.on("dialog", lambda dialog: opened.said.append(dialog.message))
-    yield opened
-    opened.close()
 
 
 def visit(page: Any, client: Client, query: str = "") -> None:

@@ -128,6 +128,40 @@ def test_dynamic_grids_give_pages_different_numbers_of_vectors(
     assert len(set(vectors.offsets.diff().tolist())) == len(SIZES)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "tower"),
+    [
+        pytest.param("colqwen2", "visual", id="patches of ColQwen2"),
+        pytest.param("colmodernvbert", "vision_model", id="tiles of ColModernVBERT"),
+    ],
+)
+def test_the_vision_model_gets_no_padding(
+    models: dict[str, Any],
+    contents: dict[str, Content],
+    architecture: str,
+    tower: str,
+) -> None:
+    model = models[architecture]
+    images = [content.image() for content in contents.values() if isinstance(content, Page)]
+    n_rows: list[int] = []
+
+    def count_rows(_: Any, inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+        pixels = inputs[0] if inputs else options["pixel_values"]
+        n_rows.append(pixels.size(0))
+
+    (module,) = (part for name, part in model.named_modules() if name.endswith(f".{tower}"))
+    hook = module.register_forward_pre_hook(count_rows, with_kwargs=True)
+    try:
+        for image in images:
+            encode_images(model, [image])
+        encode_images(model, images)
+    finally:
+        hook.remove()
+    *rows_of_images, rows_of_batch = n_rows
+    assert len(set(rows_of_images)) > 1, "some pages have more rows than others"
+    assert rows_of_batch == sum(rows_of_images)
+
+
 def test_images_are_encoded_alike_in_memory_and_in_a_folder(
     models: dict[str, Any],
     contents: dict[str, Content],
