@@ -130,7 +130,8 @@ def test_a_search_finds_the_best_pages_and_draws_their_heat_maps(
     assert [hit["score"] for hit in hits] == pytest.approx(best_scores, rel=ROUNDING)
     for hit in hits:
         assert hit["score"] == pytest.approx(scores[hit["id"]], rel=ROUNDING)
-        assert Image.open(hit["heat_map"]).format == "PNG"
+        with Image.open(hit["heat_map"]) as image:
+            assert image.format == "PNG"
 
 
 def exact_scores(walk: Walk) -> dict[str, float]:
