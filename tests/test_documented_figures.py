@@ -609,6 +609,24 @@ def test_figures_of_trunks_in_fp8() -> None:
 
 
 @pytest.mark.parametrize(
+    ("scores", "pattern"),
+    [
+        pytest.param("fused", r"nDCG@10 is (\.\d+) ± (\.\d+) with fused scores", id="fused"),
+        pytest.param("stock", r"and (\.\d+) ± (\.\d+) with those of sentence-tr", id="stock"),
+    ],
+)
+def test_figures_of_trained_page_retrievers(scores: str, pattern: str) -> None:
+    rows = matching_rows(
+        EPYC_ONE_THREAD, "page_retriever", form="small", steps="500", scores=scores
+    )
+    values = [float(row["nDCG@10"]) for row in rows]
+    ((mean, error),) = re.findall(pattern, page_path("recipes.md").read_text(encoding="utf-8"))
+    assert len(values) == 8
+    check_figure(mean, [statistics.fmean(values)])
+    check_figure(error, [statistics.stdev(values) / len(values) ** 0.5])
+
+
+@pytest.mark.parametrize(
     ("folder", "network", "name"),
     [
         pytest.param("cpu-amd-epyc-1-threads", "minilm", "MiniLM", id="minilm"),
