@@ -612,7 +612,7 @@ def test_figures_of_trunks_in_fp8() -> None:
     ("scores", "pattern"),
     [
         pytest.param("fused", r"nDCG@10 is (\.\d+) ± (\.\d+) with fused scores", id="fused"),
-        pytest.param("stock", r"and (\.\d+) ± (\.\d+) with those of sentence-tr", id="stock"),
+        pytest.param("stock", r"It is (\.\d+) ± (\.\d+) with the scores of sent", id="stock"),
     ],
 )
 def test_figures_of_trained_page_retrievers(scores: str, pattern: str) -> None:
